@@ -1,0 +1,60 @@
+# Everything runs in .venv, made on first use from the versions pinned in constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export PIP_CONSTRAINT := constraints.txt
+
+.PHONY: demo test test-slow test-gpu test-tl39 check notebooks notebooks-write figures docs build bench clean
+
+demo: $(VENV)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
+	$(BIN)/headwater demo --out runs/demo
+
+test: $(VENV)/ready            ## the whole suite
+	$(BIN)/python -m pytest -q -n 2
+
+test-slow: $(VENV)/ready       ## the checks that take minutes
+	$(BIN)/python -m pytest -q -m slow
+
+test-gpu: $(VENV)/ready        ## the checks that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu
+
+test-tl39: $(VENV)/ready build/tl39/ready   ## one test file against transformer-lens 3.9, the last with HookedTransformer
+	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py
+
+check: $(VENV)/ready           ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+notebooks: $(VENV)/ready       ## run every notebook; fails where a cell does
+	$(BIN)/python tools/notebooks.py
+
+notebooks-write: $(VENV)/ready ## run every notebook and keep it with its outputs
+	$(BIN)/python tools/notebooks.py --write
+
+figures: $(VENV)/ready         ## draw the figures of README and documentation again
+	$(BIN)/python tools/figures.py
+
+docs: $(VENV)/ready            ## the documentation in build/docs; a warning is an error
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+build: $(VENV)/ready           ## sdist and wheel in dist/
+	$(BIN)/python -m build
+
+bench: $(VENV)/ready           ## every benchmark suite on this machine
+	$(BIN)/python -m benchmarks
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit('headwater needs Python 3.11 or newer, this is ' + sys.version.split()[0] if sys.version_info < (3, 11) else 0)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q "torch==2.13.0"
+	$(PIP) install -q -e ".[dev]"
+	touch $@
+
+build/tl39/ready:
+	env -u PIP_CONSTRAINT $(PIP) install -q --no-deps --target build/tl39 transformer-lens==3.9.0 better-abc==0.0.3
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,64 @@
+"""Run benchmark suites: `python -m benchmarks [SUITE ...] [--device cpu] [--json FILE]`.
+
+`python -m benchmarks table` writes the table of the results there are into README.md.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks import cache, heads, heads_70b, knockout, likelihood, patching, saliency, scaling, table
+from benchmarks.machine import measure_machine
+from benchmarks.report import describe, document
+
+SUITES = {
+    "heads": heads.run,
+    "heads-70b": heads_70b.run,
+    "knockout": knockout.run,
+    "patching": patching.run,
+    "saliency": saliency.run,
+    "likelihood": likelihood.run,
+    "scaling": scaling.run,
+    "cache": cache.run,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the suites asked for; the last line printed is one JSON document."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; all when none is named")
+    parser.add_argument("--device", default="cpu", help="where headwater and the peer run: cpu, cuda, cuda:1")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON document to this file")
+    options = parser.parse_args(arguments)
+    if options.suites == ["table"]:
+        table.update(SUITES)
+        return
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch sees no CUDA device here")
+    unknown = set(options.suites) - set(SUITES)
+    if unknown:
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join(SUITES)}")
+    suites = options.suites or list(SUITES)
+    rows = []
+    with torch.inference_mode():
+        machine = measure_machine(options.device)
+        half = f", {machine.half_rate / 1e9:,.0f} in bfloat16" if machine.half_rate else ""
+        print(
+            f"{machine.device}, {machine.threads} threads: {machine.matrix_rate / 1e9:,.0f} GFLOP/s in float32 matrix "
+            f"products{half}, {machine.bandwidth / 1e9:,.1f} GB/s",
+            flush=True,
+        )
+        for suite in suites:
+            for row in SUITES[suite](machine, options.device):
+                print(describe(row, machine), flush=True)
+                rows.append(row)
+    text = document(suites, machine, rows)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Suite `cache`: activations of a batch kept by `model.cache`, beside TransformerLens's `run_with_cache`.
+
+Question: how long does it take, and how much does it keep, to have what an experiment reads? Twice: the residual stream
+behind every layer and every attention pattern; and the residual stream at each text's last token alone.
+
+The model has GPT-2's 124M shape and random weights. The peer is `run_with_cache` on the same model object with a filter
+of just those activations; for the last token it slices afterwards, as its users do. nnsight, where it is installed,
+saves the same residual streams in one trace of the same weights.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.machine import Machine, Work, peak_bytes, seconds
+from benchmarks.patching import random_gpt2
+from benchmarks.report import Row
+from headwater.models.hooked import HookedModel
+
+BATCH, LENGTH, ROUNDS = 8, 128, 3
+TOLERANCE = 1e-4
+
+
+def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
+    """Yield the suite's rows: everything, then the last token, then (where it is installed) against nnsight."""
+    model = model or random_gpt2(device)
+    generator = torch.Generator().manual_seed(0)
+    length = min(LENGTH, model.shape.n_ctx)
+    tokens = torch.randint(model.shape.d_vocab, (BATCH, length), generator=generator)
+    whole = {"residual": True, "attention": True}
+    last = {"residual": True, "attention": False, "positions": [-1]}
+    what = "residual stream and patterns of every layer", "residual stream at the last token"
+    yield _row(machine, device, model, tokens, what[0], whole, "run_with_cache", lens_cache)
+    yield _row(machine, device, model, tokens, what[1], last, "run_with_cache", lens_last)
+    if importlib.util.find_spec("nnsight"):
+        yield _row(machine, device, model, tokens, what[1], last, "nnsight", nnsight_last(model, device))
+
+
+Kept = tuple[Tensor, Tensor | None]
+
+
+def lens_cache(model: HookedModel, tokens: Tensor) -> Kept:
+    """TransformerLens: residual streams and patterns of every layer."""
+    names = [f"blocks.{layer}.{name}" for layer in range(model.shape.n_layers) for name in _WHOLE]
+    _, cache = model.raw.run_with_cache(tokens, names_filter=names)
+    residual, patterns = (
+        torch.stack([cache[f"blocks.{layer}.{name}"] for layer in range(model.shape.n_layers)]) for name in _WHOLE
+    )
+    return residual, patterns
+
+
+_WHOLE = ("hook_resid_post", "attn.hook_pattern")
+
+
+def lens_last(model: HookedModel, tokens: Tensor) -> Kept:
+    """TransformerLens: residual streams, sliced afterwards."""
+    names = [f"blocks.{layer}.hook_resid_post" for layer in range(model.shape.n_layers)]
+    _, cache = model.raw.run_with_cache(tokens, names_filter=names)
+    return torch.stack([cache[name][:, -1:] for name in names]), None
+
+
+def nnsight_last(model: HookedModel, device: str) -> Callable[[HookedModel, Tensor], Kept]:
+    """Wrap, in nnsight, a transformers model of the same weights; every block's output is saved in one trace."""
+    import nnsight
+
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(model.config).eval().to(device)
+    wrapped = nnsight.NNsight(plain)
+
+    def last(_: HookedModel, tokens: Tensor) -> Kept:
+        with wrapped.trace(tokens):
+            saved = nnsight.save([])
+            for block in wrapped.transformer.h:
+                output = block.output
+                saved.append((output[0] if isinstance(output, tuple) else output)[:, -1:])
+        return torch.stack(saved), None
+
+    return last
+
+
+def _row(
+    machine: Machine,
+    device: str,
+    model: HookedModel,
+    tokens: Tensor,
+    what: str,
+    asked: dict[str, object],
+    name: str,
+    peer: Callable[[HookedModel, Tensor], Kept],
+) -> Row:
+    there = tokens.to(device)
+
+    def ours() -> Kept:
+        cache = model.cache(tokens, **asked, device=device, progress=False)  # type: ignore[arg-type]
+        return cache.residual, cache.attention
+
+    found, expected = ours(), peer(model, there)
+    agrees = all(
+        bool((mine - theirs).abs().max() < TOLERANCE)
+        for mine, theirs in zip(found, expected, strict=True)
+        if theirs is not None
+    )
+    kept = sum(part.nbytes for part in found if part is not None)
+    work = _least_work(model, tokens, kept)
+    return Row(
+        name=f"cache: {what}, GPT-2 124M shape, {len(tokens)} texts of {tokens.shape[1]} tokens",
+        peer=f"{name}, the same activations",
+        floor_s=machine.floor_of(work),
+        work=work,
+        peer_s=min(seconds(lambda: peer(model, there), device) for _ in range(ROUNDS)),
+        headwater_s=min(seconds(ours, device) for _ in range(ROUNDS)),
+        agrees=agrees,
+        peak_bytes=peak_bytes(ours, device),
+        target="no slower, equal to 1e-4",
+        note=f"random weights; keeps {kept / 2**20:.1f} MB; best of {ROUNDS} of each",
+    )
+
+
+def _least_work(model: HookedModel, tokens: Tensor, kept: int) -> Work:
+    """The blocks' arithmetic on every token; no unembedding."""
+    shape = model.shape
+    attention = 4 * tokens.shape[1] * shape.d_model
+    operations = tokens.numel() * shape.n_layers * (24 * shape.d_model**2 + attention)
+    return Work(operations, 4 * 12 * shape.n_layers * shape.d_model**2 + kept, done=tokens.numel(), unit="tokens")

@@ -1,0 +1,133 @@
+"""Suite `patching`: a whole patching sweep, beside TransformerLens's own function for it.
+
+Question: how long does it take to patch every layer and position (or every layer and head) of a prompt, and to read the
+logit difference after each patch?
+
+The model has GPT-2's 124M shape and random weights. The peer is `transformer_lens.patching.get_act_patch_*` on the same
+model object in the same process: one full forward per cell. The two prompts differ at their first token, so that no
+cell is without effect and none can be left out. The two take turns; medians are reported. The floor is the least
+arithmetic known: both prompts once, and for every variant its own and later positions in its own and later layers, of
+which the last needs keys and values alone where nothing is read.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import transformers
+from transformer_lens import patching as lens
+
+import headwater as hw
+from benchmarks.machine import Machine, Work, peak_bytes, seconds
+from benchmarks.report import Row
+from headwater.models.hooked import HookedModel
+from headwater.models.load import load
+
+ANSWERS = (262, 257)
+PATIENCE = 15
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class SweepCase:
+    """One sweep and the peer's function for it."""
+
+    site: str
+    peer: Callable[..., torch.Tensor]
+    targets: dict[int, str]
+    """By prompt length."""
+
+
+CASES = (
+    SweepCase("resid_pre", lens.get_act_patch_resid_pre, {16: ">= 10 x", 48: ">= 7 x"}),
+    SweepCase("z", lens.get_act_patch_attn_head_out_all_pos, {16: ">= 6 x", 48: ">= 6 x"}),
+)
+
+
+def random_gpt2(device: str, **sizes: int) -> HookedModel:
+    """Return a model of GPT-2's shape (124M parameters unless sizes say otherwise) with random weights."""
+    config = transformers.GPT2Config(**sizes)
+    torch.manual_seed(0)
+    return load(transformers.AutoModelForCausalLM.from_config(config).eval(), device=device)
+
+
+def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
+    """Yield a row per sweep and prompt length."""
+    model = model or random_gpt2(device)
+    for case in CASES:
+        for length, target in case.targets.items():
+            yield _row(machine, device, model, case, length, target)
+
+
+def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, length: int, target: str) -> Row:
+    generator = torch.Generator().manual_seed(length)
+    clean, corrupted = torch.randint(1000, model.shape.d_vocab, (2, length), generator=generator).tolist()
+
+    def ours() -> hw.Sweep:
+        return hw.patch(
+            model, [clean], [corrupted], sites=case.site, metric=hw.logit_difference(*ANSWERS), progress=False
+        )
+
+    tokens = torch.tensor([corrupted], device=device)
+    _, cache = model.raw.run_with_cache(torch.tensor([clean], device=device))
+
+    def theirs() -> torch.Tensor:
+        return case.peer(model.raw, tokens, cache, _peer_metric)
+
+    found, reached = ours(), []
+    first_s = seconds(lambda: reached.append(theirs()), device)
+    expected = reached[0]
+    headwater_s, peer_s = in_turns(ours, theirs, device, first_s)
+    columns = "position" if case.site == "resid_pre" else "head"
+    values = found.table.pivot(index="layer", columns=columns, values="effect").to_numpy() + found.table["corrupted"][0]
+    work = Work(_least_operations(model, case.site, length), 4 * 85e6, done=len(found.table), unit="cells")
+    return Row(
+        name=f"patching: {case.site} by layer x {columns}, GPT-2 124M shape, T = {length}, {len(found.table)} cells",
+        peer=f"transformer_lens.patching.{case.peer.func.__name__ if hasattr(case.peer, 'func') else 'get_act_patch'}",
+        floor_s=machine.floor_of(work),
+        work=work,
+        peer_s=peer_s,
+        headwater_s=headwater_s,
+        agrees=bool((torch.tensor(values) - expected.cpu().double()).abs().max() < 1e-4),
+        peak_bytes=peak_bytes(ours, device),
+        target=f"{target}, equal to 1e-4",
+        note=f"random weights; engine: {found.engine}; medians of {ROUNDS} runs in turns, one run of a peer that takes "
+        f"over {PATIENCE} s",
+    )
+
+
+def _peer_metric(logits: torch.Tensor) -> torch.Tensor:
+    return logits[0, -1, ANSWERS[0]] - logits[0, -1, ANSWERS[1]]
+
+
+def in_turns(
+    ours: Callable[[], object], theirs: Callable[[], object], device: str, first_s: float = 0.0
+) -> tuple[float, float]:
+    """Return the median seconds of each, run in turns so that both meet the machine in the same state.
+
+    Where the peer's first run took longer than `PATIENCE` seconds, that is its time.
+    """
+    if first_s > PATIENCE:
+        return median(seconds(ours, device) for _ in range(ROUNDS)), first_s
+    times = [(seconds(ours, device), seconds(theirs, device)) for _ in range(ROUNDS)]
+    return median(own for own, _ in times), median(peer for _, peer in times)
+
+
+def _least_operations(model: HookedModel, site: str, length: int) -> float:
+    """Two operations per weight that a token meets, attention scores and the logits of the two answers left out.
+
+    Of the 12 d_model² weights of a block, queries, keys, values and outputs are one d_model² each and the MLP eight. In
+    the layer of a residual patch, queries, keys and values change at the patched position only; in that of a head
+    patch, attention is as it was. In the last layer one position is read: the others are keys and values.
+    """
+    shape = model.shape
+    if site == "resid_pre":
+        tokens, rows = length * (length + 1) // 2, length
+        own, own_if_last = 9 * tokens + 3 * rows, 12 * rows
+    else:
+        tokens, rows = length * shape.n_heads, shape.n_heads
+        own, own_if_last = 8 * tokens, 8 * rows
+    between, last = shape.n_layers - 1, 2 * tokens + 10 * rows
+    variants = between * (own + last) + own_if_last + between * (between - 1) // 2 * 12 * tokens
+    return 2 * shape.d_model**2 * (variants + 2 * length * 12 * shape.n_layers)

@@ -1,0 +1,1 @@
+"""What users would run instead of headwater, written plainly."""

@@ -1,0 +1,188 @@
+"""Suite `saliency`: S(E_Q→E_A) and S(E_Q→*) of a probe, beside autograd through stored attention patterns.
+
+Question: how long does it take, and how much memory, to have |A ∂L/∂A| at the edges from eight question tokens, at
+every layer up to a probe's, for a few prompts of 256 tokens?
+
+The model has GPT-2's 124M shape and random weights; the probe reads the MLP of layer 6 of 12 at the last answer token.
+Two layouts of a prompt: after a beginning that all prompts share (instructions, examples: E_Q 200..208, E_A 252..256);
+and a short question with a long answer (E_Q 8..16, E_A 248..252), where E_Q→* needs gradients at nearly every position.
+
+The peer is the plain way: one run of the same model object to its logits, with every layer's pattern kept, then
+`torch.autograd.grad` of the cross-entropy at all patterns (parameters frozen, so none of theirs is computed). The note
+says what is left of the ratio when the peer stops at the probe's layer too. On a CPU, times are processor seconds of
+one thread; peak memory is that of a fresh process. The floor is the arithmetic of one forward of every position that
+is not shared and one backward of those from the first edge on, with keys and values alone at the probe's layer, and no
+backward through queries, keys and values at layer 0.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+import headwater as hw
+from benchmarks.machine import Machine, Work, peak_bytes, seconds
+from benchmarks.patching import random_gpt2
+from benchmarks.report import Row
+from headwater.models.hooked import HookedModel
+from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.probes import Probe
+from headwater.results import RunRecord
+
+LENGTH, EXAMPLES, ROUNDS = 256, 4, 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the exact tokens stand, and how many tokens all prompts begin with."""
+
+    name: str
+    shared: int
+    question: tuple[int, int]
+    answer: tuple[int, int]
+
+
+LAYOUTS = (
+    Layout("after a shared beginning", 192, (200, 208), (252, 256)),
+    Layout("long answer", 1, (8, 16), (248, 252)),
+)
+
+
+def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
+    """Yield a row per layout and kind of edge."""
+    with torch.inference_mode(False):
+        model = model or random_gpt2(device)
+    machine = _one_thread(machine) if device == "cpu" else machine
+    for layout in LAYOUTS:
+        for edges in ("exact_answer", "all"):
+            yield _row(machine, device, model, layout, edges)
+
+
+@torch.inference_mode(False)
+def _row(machine: Machine, device: str, model: HookedModel, layout: Layout, edges: str) -> Row:
+    shape, (first, read) = model.shape, (layout.question[0], layout.answer[1])
+    answered, probe = prompts(model, layout), probe_of(model)
+    ours, theirs = partial(measured, model, answered, probe, edges), partial(peer, model, answered, probe, edges)
+    found, expected = ours(), theirs()
+    headwater_s = min(_seconds(ours, device) for _ in range(ROUNDS))
+    peer_s = min(_seconds(theirs, device) for _ in range(ROUNDS))
+    stopped_s = _seconds(partial(theirs, stop=True), device)
+    graph_from = first if edges == "all" else layout.answer[0]
+    forward = (12 * probe.layer + 2) * shape.d_model**2 * (EXAMPLES * (read - layout.shared) + layout.shared)
+    backward = (12 * probe.layer - 1) * shape.d_model**2 * EXAMPLES * (read - graph_from)
+    work = Work(2 * (forward + backward), 4 * 12 * probe.layer * shape.d_model**2, EXAMPLES, "examples")
+    peaks = [_peak_in_fresh_process(device, layout, edges, who) for who in (0, 1)]
+    share = f"{peaks[0] / peaks[1]:.2f} of the peer's peak memory" if peaks[0] and peaks[1] else "peak not measured"
+    reader = "E_A" if edges == "exact_answer" else "*"
+    return Row(
+        name=f"saliency: E_Q→{reader}, {layout.name}, T = {LENGTH}, {EXAMPLES} prompts",
+        peer="autograd through stored attention patterns",
+        floor_s=machine.floor_of(work),
+        peer_s=peer_s,
+        headwater_s=headwater_s,
+        agrees=bool((found - expected).abs().max() <= 1e-5 * expected.abs().max()),
+        peak_bytes=peaks[0],
+        target=">= 3 x, memory <= 1/3",
+        note=f"GPT-2 124M shape, random weights; probe at layer {probe.layer} of {shape.n_layers}; "
+        f"{stopped_s / headwater_s:.2f} x where the peer stops there too; {share}; best of {ROUNDS}",
+        work=work if device != "cpu" else None,
+    )
+
+
+def prompts(model: HookedModel, layout: Layout) -> AnsweredQuestions:
+    """Return random prompts of one layout, as `hw.answer` would."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1000, model.shape.d_vocab, (EXAMPLES, LENGTH), generator=generator)
+    tokens[:, : layout.shared] = tokens[0, : layout.shared]
+    question = tuple(range(*layout.question))
+    table = pd.DataFrame(
+        {"dataset": "random", "z": [i % 2 for i in range(EXAMPLES)], "tokens": [tuple(t) for t in tokens.tolist()]}
+    )
+    for column, positions in (
+        ("subject_tokens", question[:4]),
+        ("property_tokens", question[4:]),
+        ("exact_answer_tokens", tuple(range(*layout.answer))),
+    ):
+        table[column] = [positions] * EXAMPLES
+    record = RunRecord("answer", model.name, model.fingerprint, "float32", "cpu", {})
+    return AnsweredQuestions(table, pd.DataFrame({"dataset": [], "cause": [], "questions": []}), record)
+
+
+def probe_of(model: HookedModel) -> Probe:
+    """Return a random probe of the middle layer."""
+    weight = torch.randn(model.shape.d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return Probe("mlp_out", "exact_answer_last", model.shape.n_layers // 2, weight / len(weight) ** 0.5, 0.1)
+
+
+def measured(model: HookedModel, answered: AnsweredQuestions, probe: Probe, edges: str) -> Tensor:
+    """Return each example's saliency, by headwater."""
+    found = hw.saliency(model, answered, probe, edges=edges, batch_size=EXAMPLES, progress=False)
+    return torch.tensor(found.of()[f"saliency_{edges}"].to_numpy())
+
+
+def peer(model: HookedModel, answered: AnsweredQuestions, probe: Probe, edges: str, stop: bool = False) -> Tensor:
+    """Return each example's saliency, by autograd at every pattern."""
+    rows = answered.table
+    read, layers = rows["exact_answer_tokens"][0][-1], range(probe.layer + 1)
+    patterns: dict[int, Tensor] = {}
+    state: list[Tensor] = []
+
+    def keep(pattern: Tensor, hook: object, layer: int) -> Tensor:
+        patterns[layer] = pattern
+        return pattern
+
+    hooks = [("hook_embed", lambda x, hook: x.detach().requires_grad_(True))]
+    hooks += [(f"blocks.{layer}.attn.hook_pattern", partial(keep, layer=layer)) for layer in layers]
+    hooks += [(f"blocks.{probe.layer}.hook_mlp_out", lambda x, hook: state.append(x[:, read]))]
+    with torch.enable_grad():
+        tokens = torch.tensor(rows["tokens"].tolist(), device=model.device)
+        with model.hooks(hooks):
+            model.raw(tokens, use_cache=False, **({"stop_at_layer": probe.layer + 1} if stop else {}))
+        logits = state[0].double().cpu() @ probe.weight + probe.bias
+        truth = torch.tensor(rows["z"].to_numpy(), dtype=torch.float64)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="sum")
+        gradients = torch.autograd.grad(loss, [patterns[layer] for layer in layers])
+    keys = torch.tensor(rows["subject_tokens"][0] + rows["property_tokens"][0])
+    queries = torch.arange(keys[0], read + 1) if edges == "all" else torch.tensor(rows["exact_answer_tokens"][0])
+    seen = queries[:, None] >= keys
+    means = []
+    for layer in layers:
+        saliency = (patterns[layer].detach() * gradients[layer]).abs().mean(1)[:, queries][:, :, keys].cpu().double()
+        means.append((saliency * seen).sum((1, 2)) / seen.sum())
+    return torch.stack(means).mean(0)
+
+
+def _one_thread(machine: Machine, size: int = 2048) -> Machine:
+    """Return the machine with the matrix rate of one thread in processor seconds, as the times of this suite are."""
+    a, b = torch.randn(2, size, size)
+    product = min(_seconds(lambda: a @ b, "cpu") for _ in range(3))
+    return replace(machine, threads=1, matrix_rate=2 * size**3 / product)
+
+
+def _seconds(work: Callable[[], object], device: str) -> float:
+    """Processor seconds of one thread on a CPU; elapsed seconds on another device."""
+    if device != "cpu":
+        return seconds(work, device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _peak_in_fresh_process(device: str, layout: Layout, edges: str, who: int) -> int | None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak, (device, layout, edges, who))
+
+
+def _peak(device: str, layout: Layout, edges: str, who: int) -> int | None:
+    model = random_gpt2(device)
+    return peak_bytes(partial((measured, peer)[who], model, prompts(model, layout), probe_of(model), edges), device)

@@ -1,0 +1,83 @@
+"""The table of results in README.md, made from the JSON documents in results/: `python -m benchmarks table`."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+COLUMNS = ("", "peer", "headwater", "ratio", "throughput", "matrix rate", "bandwidth", "workspace", "agrees")
+
+
+def results_table(documents: Iterable[Mapping[str, Any]], suites: Iterable[str]) -> str:
+    """Return a Markdown table per device, the newest measurement of each row; what no GPU measured is said to be so."""
+    documents = sorted(documents, key=lambda document: document.get("date", ""))
+    sections, measured_gpu = [], set()
+    for device in sorted({document["device"] for document in documents}):
+        here = [document for document in documents if document["device"] == device]
+        rows = {row["name"]: (row, document) for document in here for row in document["rows"]}
+        sections.append(_section(device, here, rows))
+        if not device.endswith("CPU"):
+            measured_gpu |= {row["name"].split(":")[0] for row, _ in rows.values()}
+    if missing := [suite for suite in suites if suite not in measured_gpu]:
+        sections.append("On a GPU, not measured: " + ", ".join(f"`{suite}`" for suite in missing) + ".\n")
+    return "\n".join(sections)
+
+
+def _section(device: str, documents: list[Mapping[str, Any]], rows: Mapping[str, Any]) -> str:
+    newest = documents[-1]
+    machine, versions = newest["machine"], newest["versions"]
+    half = machine.get("half_rate")
+    rates = f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in float32" + (
+        f", {half / 1e12:,.0f} TFLOP/s in bfloat16" if half else ""
+    )
+    lines = [
+        f"### {device}\n",
+        f"{machine['threads']} threads, {rates}, {machine['bandwidth'] / 1e9:,.1f} GB/s; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}"
+        + (f"; {newest['date']}" if "date" in newest else "")
+        + ".\n",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+    ]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row, _ in rows.values()]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    def share(name: str) -> str:
+        return f"{row[name]:.0%}" if row.get(name) is not None else "-"
+
+    return [
+        row["name"],
+        f"{_time(row['peer_s'])}, {row['peer']}",
+        _time(row["headwater_s"]),
+        f"{row['ratio']:.3g} ×" if row["ratio"] is not None else "-",
+        f"{row['throughput']:,.3g} {row['unit']}" if "unit" in row else "-",
+        share("matrix_share"),
+        share("bandwidth_share"),
+        f"{row['peak_bytes'] / 2**20:,.0f} MB" if row["peak_bytes"] is not None else "-",
+        {True: "yes", False: "NO", None: "-"}[row["agrees"]],
+    ]
+
+
+def _time(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:,.3g} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def documents_in(folder: Path) -> list[dict[str, Any]]:
+    """Read every result."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def with_table(text: str, table: str) -> str:
+    """Return the README's text with the table in its place."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def update(suites: Iterable[str], folder: Path = HERE) -> None:
+    """Put the table of the results there are into the README beside them."""
+    readme = folder / "README.md"
+    readme.write_text(with_table(readme.read_text(), results_table(documents_in(folder / "results"), suites)))

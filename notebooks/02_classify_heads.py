@@ -1,0 +1,126 @@
+# %% [markdown]
+# # 2 · Classify attention heads from their parameters
+#
+# **Question.** Which relations can a head write out, and how sure can one be that this is more than chance, habit or
+# copying?
+#
+# **Method.** For a head with value and output matrices W_V and W_O, the row x_s W_V W_O W_U says how strongly a source
+# word s pushes every word of the vocabulary (Elhelo & Geva, ACL 2025). The score of a relation is the share of its
+# pairs whose target is among the ten largest entries (one for copying relations). Three checks follow: shuffled
+# targets, the source as its own target, and what happens when the heads are removed.
+#
+# **Result and what would change one's mind** stand at the end.
+
+# %%
+import headwater as hw
+
+model = hw.load()
+names = [
+    "city_to_country", "company_to_country", "country_to_capital", "country_to_continent", "job_to_workplace",
+    "tool_to_job", "number_to_next", "word_copying", "word_to_first_letter", "noun_to_plural", "verb_to_past",
+    "word_to_antonym", "english_to_french", "french_to_english",
+]  # fmt: skip
+relations = [relation for relation in hw.load_relations() if relation.name in names]
+
+# %% [markdown]
+# Only words that are one token (with the space before them) can be scored, and a relation needs 30 such pairs. What
+# falls out depends on the tokenizer, so look first.
+
+# %%
+from headwater.heads.coverage import relation_coverage
+
+relation_coverage(relations, model.tokenizer)[["relation", "category", "items", "kept", "usable"]]
+
+# %% [markdown]
+# ## The published rule, and the controlled one
+# `rule="published"` is the score alone. The default asks two things more: that the score is not what shuffled targets
+# would have given (false-discovery rate 5 % over all heads, relations and signs), and that the target beats the source
+# word itself. On the left the published rule, on the right the controlled one.
+
+# %%
+controlled = hw.classify_heads(model, relations=relations)
+published = hw.classify_heads(model, relations=relations, rule="published")
+_ = hw.figures.head_maps([published, controlled])
+# %%
+table = controlled.table
+passes = table[table["score"] >= 0.15]
+print(f"{len(passes)} pairs of head and relation reach the published threshold.")
+print(f"{(passes['q_value'] > 0.05).sum()} of them would with shuffled targets, too;", end=" ")
+print(f"{(passes['beyond_copying'] < 0.15).sum()} owe it to copying.")
+passes.sort_values("expected", ascending=False).head(6)[
+    ["layer", "head", "relation", "score", "expected", "q_value", "beyond_copying", "implemented"]
+]
+
+# %% [markdown]
+# A high `expected` is a head that writes the relation's usual answers to anybody. Whether such a head is a
+# "knowledge head" is the question the null model answers; the interval (`low`, `high`) is that of the share itself.
+#
+# ## What else does a head write about?
+# The salient operations of a head: the tokens whose image under W_V W_O is longest for their own length.
+
+# %%
+best = table.query("implemented").sort_values("score").iloc[-1]
+layer, head = int(best["layer"]), int(best["head"])
+print(f"head {layer}.{head}, best at {best['relation']}")
+salient = controlled.salient(layer, head, sources=8)
+writes = salient[salient["sign"] == "writes"].groupby(["rank", "source", "sigma"])["target"].agg(", ".join)
+writes.reset_index()
+
+# %% [markdown]
+# ## Do heads do so when the model runs?
+# The dynamic score is the same test on what the head really adds at the last position of a sentence, with attention
+# as it is ("with") or forced onto the source ("without" context). Few relations and sentences, to keep this quick.
+
+# %%
+from headwater.heads.validation import dynamic_scores
+
+few = [relation for relation in relations if relation.name in ("country_to_capital", "tool_to_job", "number_to_next")]
+small = hw.classify_heads(model, relations=few)
+dynamic = dynamic_scores(
+    model, small, relations=few, templates=("The notes on {source} say", "A few words about {source}:")
+)
+_ = dynamic.plot()
+# %%
+dynamic.correlations.query("sign == 'score'")
+
+# %% [markdown]
+# ## Does the model need them?
+# The relation's heads write nothing at the last position, strongest first, beside as many random heads of the same
+# layers. Control relations (`controls=None` chooses some) would need prompts of their own here, so there are none.
+
+# %%
+from headwater.heads.ablation import ablate_heads
+
+ablation = ablate_heads(
+    model,
+    controlled,
+    "city_to_country",
+    relations=relations,
+    template=" Q: In which country is the city of {source} ?\n A:",  # as the model's world asks it
+    shots=0,
+    controls=[],
+)
+_ = ablation.plot()
+# %%
+ablation.summary()
+
+# %% [markdown]
+# ## Result
+
+# %%
+counts = {
+    name: (m.categories["label"] != "unclassified").sum()
+    for name, m in [("published", published), ("controlled", controlled)]
+}
+r = dynamic.correlations.query("sign == 'score'").groupby("context")["pearson"].mean()
+print(
+    f"Heads with a category: {counts['published']} by the published rule, {counts['controlled']} by the controlled one."
+)
+print(f"Mean correlation of static and dynamic scores: {r['without']:.2f} without context, {r['with']:.2f} with it.")
+
+# %% [markdown]
+# **What would change one's mind.** If ablating the relation's heads hurts no more than ablating random heads of the
+# same layers, the classes do not say what the model uses: compare the two curves above, and mind how few heads
+# there are to draw from. If the correlation without context were low, the embedding that heads are assumed to read
+# (`embedding="mlp0"`) would be the wrong one for this model: try `"embed+mlp0"` or `"layer0"`. And no score here knows
+# where a head attends.

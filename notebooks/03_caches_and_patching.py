@@ -1,0 +1,119 @@
+# %% [markdown]
+# # 3 · Caches, patching, knockout
+#
+# **Question.** Through which layers, positions and heads does a country reach the answer "its capital"?
+#
+# **Method.** Pairs of prompts that differ in the country run side by side; activations of one are written into the
+# other, one place at a time, and the logit difference of the two capitals says how far the answer moves. Then edges
+# of attention are severed instead. Each sweep recomputes only what an edit can change and equals running the whole
+# model for every cell.
+#
+# **Result and what would change one's mind** stand at the end.
+
+# %%
+import headwater as hw
+
+model = hw.load()
+capital = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Austria": "Vienna", "Poland": "Warsaw"}
+ask = " Q: What is the capital of {} ?\n A:"
+
+# %% [markdown]
+# ## Caches
+# `residual` and `attention` are tensors whose axes are named in the same words everywhere: layer, batch, position,
+# d_model; layer, batch, head, query, key. Prompts of different lengths are padded, and the mask travels along.
+
+# %%
+cache = model.cache([ask.format(country) for country in capital])
+print(cache)
+print(cache.residual.shape, "layer batch position d_model")
+print(cache.attention.shape, "layer batch head query key")
+
+# %% [markdown]
+# Where does the last position look in each layer? Averaged over heads, the attention on the country and on the first
+# token:
+
+# %%
+import pandas as pd
+
+tokens = model.token_strings(model.tokenize(ask.format("France")).tokens[0].tolist())
+country = next(i for i, token in enumerate(tokens) if "France" in token)
+last = cache.attention[:, 0, :, -1, :].mean(dim=1)  # layer key
+pd.DataFrame({"on the country": last[:, country], "on the first token": last[:, 0]}).rename_axis("layer").round(3)
+
+# %% [markdown]
+# ## Patching: which places suffice?
+# Several pairs at once; a metric's tokens may be lists, one per pair. `denoise` writes the clean run into the
+# corrupted one.
+
+# %%
+names = list(capital)
+clean = [ask.format(name) for name in names]
+corrupted = [ask.format(name) for name in names[1:] + names[:1]]
+right = [f" {capital[name]}" for name in names]
+wrong = right[1:] + right[:1]
+metric = hw.logit_difference(right, wrong)
+residual = hw.patch(model, clean, corrupted, sites="resid_pre", metric=metric)
+_ = residual.plot()
+# %%
+residual.summary(value="normalized_effect").sort_values("mean", ascending=False).head(6)
+
+# %% [markdown]
+# Over heads: what each head adds at all positions (`z`).
+
+# %%
+by_head = hw.patch(model, clean, corrupted, sites="z", metric=metric)
+_ = by_head.plot()
+# %% [markdown]
+# Attribution patching approximates the same sweep by gradients, from two forwards and one backward. How good is it?
+
+# %%
+approximate = hw.patch(model, clean, corrupted, sites="z", metric=metric, method="attribution")
+approximate.agreement(by_head)
+
+# %% [markdown]
+# ## Knockout: which edges are needed?
+# The last position must not read the country, in one layer at a time, or in every layer up to this one.
+
+# %%
+edges = hw.Edges("last", [f" {name}" for name in names])
+single = hw.knockout(model, clean, block=edges, metric=metric)
+cumulative = hw.knockout(model, clean, block=edges, metric=metric, window="cumulative")
+pd.concat({"one layer": single.summary(), "layers 0 to this": cumulative.summary()}, names=["severed in"]).reset_index(
+    "severed in"
+)[["severed in", "layer", "mean", "low", "high"]]
+
+# %%
+_ = single.plot()
+
+# %% [markdown]
+# A metric of one's own is a function of the logits at the last position, one number per row:
+
+
+# %%
+def entropy(logits):
+    """Return the entropy of the next token, in nats."""
+    log_p = logits[:, -1].log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+hw.knockout(model, clean, block=edges, metric=entropy).summary()[["layer", "mean", "low", "high"]]
+
+# %% [markdown]
+# ## Result
+
+# %%
+effect = residual.summary(value="normalized_effect").sort_values("mean", ascending=False)
+heads = by_head.summary().sort_values("mean", ascending=False)
+worst = single.summary().sort_values("mean").iloc[0]
+top = heads.iloc[0]
+for what, row in (
+    (f"Writing in one head of the clean run does most in head {top['layer']}.{top['head']}", top),
+    (f"Severing the country does most in layer {worst['layer']}", worst),
+):
+    print(f"{what}: {row['mean']:+.2f} logits [{row['low']:+.2f}, {row['high']:+.2f}] over {len(names)} pairs.")
+
+# %% [markdown]
+# **What would change one's mind.** Five pairs give wide intervals; if they covered zero the ranking of layers would
+# mean nothing. Denoising shows what suffices and knockout what is needed: where they disagree (self-repair, several
+# routes) neither alone is "the" path. Repeat with `direction="noise"`, with `values="mean"` in place of another run,
+# and with the effect on the log-probability; a finding that needs one particular choice is a finding about the choice.

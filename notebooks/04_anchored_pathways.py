@@ -1,0 +1,93 @@
+# %% [markdown]
+# # 4 · Anchored pathways
+#
+# **Question.** A linear probe can tell from the model's states, better than chance, whether its answer is wrong. Does
+# that signal flow from the question's exact tokens, or does it stand by itself?
+#
+# **Method.** Probes are fitted at every layer on half of the answers and read on the other half. Then, in all layers
+# up to the probe's, nothing may attend to the subject and property of the question (E_Q), and the probe is read again:
+# ΔP is the change of its probability, and an answer whose prediction flips is called Q-anchored (Luo et al., ACL
+# 2026). Since such a split always *looks* like two groups, the same is done with random question tokens, with modes
+# defined on other data, and with a test for two peaks.
+#
+# **Result and what would change one's mind** stand at the end.
+
+# %%
+import headwater as hw
+
+model = hw.load()
+questions = hw.load_questions(sample=400)
+answered = hw.answer(model, questions)
+_ = answered.plot()
+# %% [markdown]
+# Each row knows where its exact tokens stand: E_Q in the question, E_A in the answer.
+
+# %%
+row = answered.table.iloc[0]
+tokens = model.token_strings(row["tokens"])
+print(row["text"].replace("\n", " / "), "   wrong" if row["z"] else "   right")
+print("E_Q:", [tokens[i] for i in answered.exact_question_tokens()[0]])
+print("E_A:", [tokens[i] for i in row["exact_answer_tokens"]])
+
+# %% [markdown]
+# ## Trace
+# On this small model the informative token is the one before the answer (the publication reads the last exact-answer
+# token of large models).
+
+# %%
+pathways = hw.trace_pathways(model, answered, token="before_answer", seeds=2)
+_ = pathways.plot()
+# %% [markdown]
+# ΔP in percentage points against the layer of the probe. The Q-anchored curve lies below 0 by definition. What counts
+# is how it compares with the controls.
+
+# %%
+pathways.auc.query("best").groupby("dataset")[["auc", "auc_after_knockout", "auc_after_random"]].mean().round(3)
+
+# %%
+pathways.controls_at_best.query("group == 'all'").round(3)
+
+# %% [markdown]
+# Is there more behind the probe than knowing which relations are hard? And does anything beyond an undecided logit
+# predict the mode?
+
+# %%
+pathways.baselines.round(3)
+
+# %% [markdown]
+# One population or two? A mixture needs to beat a single peak.
+
+# %%
+pathways.components.round(3)
+
+# %% [markdown]
+# ## Can the modes be put to use?
+# A detector with an expert per mode, beside a single probe and beside a baseline that reads the question's relation
+# alone.
+
+# %%
+detection = hw.detect(
+    model,
+    answered,
+    methods=("question", "logit_mean", "logit_min", "probe", "vanilla_experts", "mop"),
+    token="before_answer",
+    seeds=2,
+)
+_ = detection.plot()
+# %%
+print("\n".join(detection.report()))
+
+# %% [markdown]
+# ## Result
+# Sentences made of the numbers:
+
+# %%
+for sentence in pathways.report():
+    print("-", sentence)
+
+# %% [markdown]
+# **What would change one's mind.** Two pathways would be worth believing in where the changes have two peaks, where the
+# modes of one fit keep their ΔP on another, where random question tokens do much less than E_Q, and where the mode is
+# predicted better than by −|logit|. Where these fail, ΔP by mode is what any single population would show. The embedded
+# model answers in one or two words and is small; on a large model run the same cells with
+# `token="exact_answer_last"`.

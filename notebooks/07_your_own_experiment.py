@@ -1,0 +1,168 @@
+# %% [markdown]
+# # 7 · Your own experiment
+#
+# **Question.** A model that was told facts in one direction may not know them in the other. The embedded model has
+# heads for *country to capital*: does it have heads for *capital to country*, and can it answer such questions?
+#
+# **Method.** We bring everything ourselves: a relation (a JSON file), a table of questions, a metric, and a second
+# model from a folder, the same architecture with random weights, as a control. The relation is scored on both
+# models; the questions are asked of the first; the metric is swept over layers.
+#
+# **Result and what would change one's mind** stand at the end.
+
+# %%
+import json
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+import headwater as hw
+
+folder = Path(tempfile.mkdtemp())
+model = hw.load()
+
+# %% [markdown]
+# ## A relation of one's own
+# A file `NAME.json` with `[source, target]` rows, or an object with name, category and several accepted targets per
+# source, as here. At least 30 pairs must be single tokens.
+
+# %%
+capitals = next(r for r in hw.load_relations() if r.name == "country_to_capital")
+inverse = {}
+for country, cities in capitals.pairs:
+    inverse.setdefault(cities[0], []).append(country)
+(folder / "relations").mkdir()
+(folder / "relations" / "capital_to_country.json").write_text(
+    json.dumps({"name": "capital_to_country", "category": "knowledge", "pairs": list(inverse.items())})
+)
+relations = [capitals, *hw.load_relations(folder / "relations")]
+[(relation.name, len(relation.pairs)) for relation in relations]
+
+# %% [markdown]
+# ## A model folder of one's own
+# Any folder with a transformers checkpoint and tokenizer will do. This one has the embedded model's shape and random
+# weights: what it scores is what an untrained model scores.
+
+# %%
+import transformers
+
+transformers.set_seed(0)
+untrained = transformers.AutoModelForCausalLM.from_config(model.config)
+untrained.save_pretrained(folder / "untrained")
+model.tokenizer.save_pretrained(folder / "untrained")
+random_model = hw.load(folder / "untrained", dtype="float32")
+random_model
+
+# %%
+maps = {m.name: hw.classify_heads(m, relations=relations) for m in (model, random_model)}
+rows = [
+    (Path(name).name, relation, group["score"].max(), group["implemented"].sum())
+    for name, found in maps.items()
+    for relation, group in found.table.groupby("relation")
+]
+scores = pd.DataFrame(rows, columns=["model", "relation", "best score", "heads"])
+scores
+
+# %% [markdown]
+# ## Questions of one's own
+# A data frame (or CSV, JSON lines) with `question` and `answers`; `subject` and `property` name the exact words of the
+# question, which the pathway analyses need.
+
+# %%
+table = pd.DataFrame(
+    [
+        {
+            "dataset": "to capital",
+            "question": f"What is the capital of {country}?",
+            "answers": list(cities),
+            "subject": country,
+            "property": "capital",
+        }
+        for country, cities in capitals.pairs
+    ]
+    + [
+        {
+            "dataset": "to country",
+            "question": f"Which country has the capital {city}?",
+            "answers": countries,
+            "subject": city,
+            "property": "country",
+        }
+        for city, countries in inverse.items()
+    ]
+)
+questions = hw.load_questions(table)
+answered = hw.answer(model, questions)
+_ = answered.plot()
+# %%
+answered.table.groupby("dataset")["z"].agg(questions="size", wrong="mean").round(3)
+
+# %% [markdown]
+# ## A metric of one's own
+# A metric is a function of what a run leaves at the positions it reads: `row kept width`, one number per row. This one
+# asks how far the right answer is ahead of the *best* of all other capitals, rather than of one chosen foil.
+
+# %%
+import torch
+
+cities = sorted({model.tokenize(f" {city}").tokens[0, -1].item() for _, (city, *_) in capitals.pairs})
+
+
+def lead_over_all_capitals(logits, answer):
+    """Return the answer's logit minus the largest logit of another capital."""
+    last, rows = logits[:, -1], torch.arange(len(answer))
+    others = last[:, cities].masked_fill(torch.tensor(cities) == answer[:, None], -torch.inf)
+    return last[rows, answer] - others.amax(dim=1)
+
+
+countries = ["France", "Italy", "Spain", "Austria", "Poland", "Japan", "Egypt", "Cuba"]
+first = {country: names[0] for country, names in capitals.pairs}
+prompts = [f" Q: What is the capital of {country} ?\n A:" for country in countries]
+metric = hw.Metric(
+    name="lead over all capitals",
+    function=lead_over_all_capitals,
+    answers=([f" {first[country]}" for country in countries],),
+)
+sweep = hw.knockout(
+    model,
+    prompts,
+    block=hw.Edges("last", [f" {country}" for country in countries]),
+    metric=metric,
+    window="cumulative",
+)
+_ = sweep.plot()
+# %% [markdown]
+# ## Keep it
+# Every result can be saved and loaded; `out=` makes a long run resumable, and refuses a folder of another run.
+
+# %%
+answered.save(folder / "answered")
+again = hw.AnsweredQuestions.load(folder / "answered")
+print(again, again.run.analysis, again.run.options["max_new_tokens"])
+
+# %% [markdown]
+# Errors say what was asked, what was found and what to do, in one line:
+
+# %%
+for mistake in (lambda: questions.select("to capitals"), lambda: hw.classify_heads(model, rule="publish")):
+    try:
+        mistake()
+    except hw.HeadwaterError as error:
+        print(error)
+
+# %% [markdown]
+# ## Result
+
+# %%
+wrong = answered.table.groupby("dataset")["z"].mean()
+heads = scores.set_index(["model", "relation"])["heads"]
+print(f"Wrong answers: {wrong['to capital']:.0%} from country to capital, {wrong['to country']:.0%} the other way.")
+for (name, relation), count in heads.items():
+    print(f"{name}: {count} heads for {relation}")
+
+# %% [markdown]
+# **What would change one's mind.** The corpus of this model asks for capitals in its own wording; questions in the
+# other direction may fail for their wording rather than for the fact. Ask them as statements, with examples in
+# the prompt (`prompt=`), or of a model trained on both directions, before speaking of a reversal. And where the
+# untrained model shows as many heads, the classes mean nothing.

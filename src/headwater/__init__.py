@@ -1,0 +1,108 @@
+"""headwater: find where an answer's water comes from.
+
+Classify attention heads from their parameters, write patching experiments, measure memorization; on TransformerLens.
+The names below load what they need on first use, so `import headwater` itself is quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "load": "headwater.models.load",
+    "HookedModel": "headwater.models.hooked",
+    "classify_heads": "headwater.heads.classify",
+    "HeadMap": "headwater.heads.classify",
+    "load_relations": "headwater.heads.relations",
+    "patch": "headwater.patching.sweep",
+    "Sweep": "headwater.patching.sweep",
+    "knockout": "headwater.patching.knockout",
+    "knocked_out_states": "headwater.patching.knockout",
+    "Edges": "headwater.patching.knockout",
+    "Metric": "headwater.patching.metrics",
+    "logit_difference": "headwater.patching.metrics",
+    "log_probability": "headwater.patching.metrics",
+    "probability": "headwater.patching.metrics",
+    "rank": "headwater.patching.metrics",
+    "kl_divergence": "headwater.patching.metrics",
+    "load_questions": "headwater.pathways.questions",
+    "answer": "headwater.pathways.answers",
+    "AnsweredQuestions": "headwater.pathways.answers",
+    "detect": "headwater.pathways.detection",
+    "Detection": "headwater.pathways.detection",
+    "saliency": "headwater.pathways.saliency",
+    "Saliency": "headwater.pathways.saliency",
+    "Probe": "headwater.pathways.probes",
+    "trace_pathways": "headwater.pathways.trace",
+    "Pathways": "headwater.pathways.trace",
+    "load_depth_graph": "headwater.likelihood.depth",
+    "token_statistics": "headwater.likelihood.statistics",
+    "TextStatistics": "headwater.likelihood.statistics",
+    "memorization_scores": "headwater.likelihood.scores",
+    "MemorizationScores": "headwater.likelihood.scores",
+    "score_file": "headwater.likelihood.files",
+    "memorization": "headwater.likelihood.profile",
+    "load_member_texts": "headwater.likelihood.members",
+    "DepthProfile": "headwater.likelihood.profile",
+    "membership": "headwater.likelihood.membership",
+    "Membership": "headwater.likelihood.membership",
+    "HeadwaterError": "headwater.errors",
+}
+_ROOMS = ("figures", "heads", "kernels", "models", "likelihood", "pathways", "patching", "world")
+
+__all__ = [*_HOMES, *_ROOMS, "__version__"]
+
+if TYPE_CHECKING:
+    from headwater.errors import HeadwaterError as HeadwaterError
+    from headwater.heads.classify import HeadMap as HeadMap
+    from headwater.heads.classify import classify_heads as classify_heads
+    from headwater.heads.relations import load_relations as load_relations
+    from headwater.likelihood.depth import load_depth_graph as load_depth_graph
+    from headwater.likelihood.files import score_file as score_file
+    from headwater.likelihood.members import load_member_texts as load_member_texts
+    from headwater.likelihood.membership import Membership as Membership
+    from headwater.likelihood.membership import membership as membership
+    from headwater.likelihood.profile import DepthProfile as DepthProfile
+    from headwater.likelihood.profile import memorization as memorization
+    from headwater.likelihood.scores import MemorizationScores as MemorizationScores
+    from headwater.likelihood.scores import memorization_scores as memorization_scores
+    from headwater.likelihood.statistics import TextStatistics as TextStatistics
+    from headwater.likelihood.statistics import token_statistics as token_statistics
+    from headwater.models.hooked import HookedModel as HookedModel
+    from headwater.models.load import load as load
+    from headwater.patching.knockout import Edges as Edges
+    from headwater.patching.knockout import knocked_out_states as knocked_out_states
+    from headwater.patching.knockout import knockout as knockout
+    from headwater.patching.metrics import Metric as Metric
+    from headwater.patching.metrics import kl_divergence as kl_divergence
+    from headwater.patching.metrics import log_probability as log_probability
+    from headwater.patching.metrics import logit_difference as logit_difference
+    from headwater.patching.metrics import probability as probability
+    from headwater.patching.metrics import rank as rank
+    from headwater.patching.sweep import Sweep as Sweep
+    from headwater.patching.sweep import patch as patch
+    from headwater.pathways.answers import AnsweredQuestions as AnsweredQuestions
+    from headwater.pathways.answers import answer as answer
+    from headwater.pathways.detection import Detection as Detection
+    from headwater.pathways.detection import detect as detect
+    from headwater.pathways.probes import Probe as Probe
+    from headwater.pathways.questions import load_questions as load_questions
+    from headwater.pathways.saliency import Saliency as Saliency
+    from headwater.pathways.saliency import saliency as saliency
+    from headwater.pathways.trace import Pathways as Pathways
+    from headwater.pathways.trace import trace_pathways as trace_pathways
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"headwater.{name}")
+    from headwater.errors import did_you_mean
+
+    raise AttributeError(f"module 'headwater' has no attribute {name!r}.{did_you_mean(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,41 @@
+"""Figures: one file per figure; pure functions of results. The names below load matplotlib on first use."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "delta_p": "headwater.figures.pathway_curves",
+    "flip_rates": "headwater.figures.pathway_controls",
+    "controls": "headwater.figures.pathway_controls",
+    "logit_changes": "headwater.figures.pathway_modes",
+    "mode_properties": "headwater.figures.pathway_modes",
+    "depth_profiles": "headwater.figures.depth_profile",
+    "head_maps": "headwater.figures.head_map",
+    "saliency": "headwater.figures.saliency_density",
+    "layer_curves": "headwater.figures.depth_profile",
+    "token_heat_map": "headwater.figures.tokens",
+    "token_html": "headwater.figures.tokens",
+    "save_figure": "headwater.figures.style",
+}
+
+__all__ = [*_HOMES]
+
+if TYPE_CHECKING:
+    from headwater.figures.depth_profile import depth_profiles as depth_profiles
+    from headwater.figures.depth_profile import layer_curves as layer_curves
+    from headwater.figures.head_map import head_maps as head_maps
+    from headwater.figures.pathway_controls import controls as controls
+    from headwater.figures.pathway_controls import flip_rates as flip_rates
+    from headwater.figures.pathway_curves import delta_p as delta_p
+    from headwater.figures.pathway_modes import logit_changes as logit_changes
+    from headwater.figures.pathway_modes import mode_properties as mode_properties
+    from headwater.figures.saliency_density import saliency as saliency
+    from headwater.figures.style import save_figure as save_figure
+    from headwater.figures.tokens import token_heat_map as token_heat_map
+    from headwater.figures.tokens import token_html as token_html
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'headwater.figures' has no attribute {name!r}")

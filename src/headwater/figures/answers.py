@@ -1,0 +1,47 @@
+"""The figure of answered questions: how many were answered rightly, wrongly, or could not be used."""
+
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from headwater.figures.style import INK, style
+
+if TYPE_CHECKING:
+    from headwater.pathways.answers import AnsweredQuestions
+
+INKS = {"right": "white", "wrong": INK, "dropped": INK}
+ROOM = 0.06
+"""The least share that a number fits into."""
+COLORS = {"right": "#2b6cb8", "wrong": "#f08c1a", "dropped": "#d0d0d0"}
+
+
+def plot_answers(answered: "AnsweredQuestions", ax: Axes | None = None) -> Axes:
+    """Draw a bar per question set: the share answered rightly, wrongly, and dropped.
+
+    Args:
+        answered: a result of `answer`.
+        ax: where to draw; by default a new figure.
+    """
+    sets = answered.summary()["datasets"]
+    names = [f"{row['dataset']} ({row['questions']:,})" for row in sets]
+    used = [row["used"] / row["questions"] for row in sets]
+    wrong = [share * (row["wrong"] or 0.0) for share, row in zip(used, sets, strict=True)]
+    right = [share - part for share, part in zip(used, wrong, strict=True)]
+    dropped = [1 - share for share in used]
+    with style():
+        if ax is None:
+            ax = plt.figure(figsize=(4.5, 0.8 + 0.3 * len(names)), layout="constrained").add_subplot()
+        left = [0.0] * len(names)
+        for label, shares in zip(COLORS, (right, wrong, dropped), strict=True):
+            if not any(shares):
+                continue
+            bars = ax.barh(range(len(names)), shares, left=left, height=0.6, color=COLORS[label], label=label)
+            written = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
+            ax.bar_label(bars, written, label_type="center", color=INKS[label], fontsize=7)
+            left = [start + share for start, share in zip(left, shares, strict=True)]
+        ax.set_yticks(range(len(names)), names)
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.set(xlim=(0, 1), xlabel="share of the questions")
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0)
+    return ax

@@ -1,0 +1,168 @@
+"""The figure of memorization by question depth: boxes of Min-K% by depth, and densities of the score gap by quartile.
+
+The published form (Ko et al., EMNLP 2024): a panel of boxes per model, blue, orange and green for depth 1, 2 and 3, and
+below it the densities of the score gap of the deepest questions, green for those whose Min-K% is in the lowest quarter,
+orange for the highest. Min-K% is drawn as published, minus the score of the tables: higher = less likely seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy import ndarray
+from scipy.stats import gaussian_kde
+
+from headwater.errors import InputError, did_you_mean
+from headwater.figures.style import FAINT, INK, style
+
+if TYPE_CHECKING:
+    from headwater.likelihood.profile import DepthProfile
+
+BLUE, ORANGE, GREEN = "#2b6cb8", "#f08c1a", "#2a9d6f"
+DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
+QUARTILES = {25: GREEN, 75: ORANGE}
+GAP_RANGE = 1.5
+COLUMNS = 4
+LONG, LONG_TITLE = 16, 6.5
+"""Characters from which on a title is long, beside other panels, and its font size."""
+
+
+def depth_profiles(profiles: Sequence[DepthProfile], labels: Sequence[str] | None = None) -> Figure:
+    """Draw boxes and densities of several models side by side; of one, next to each other.
+
+    Args:
+        profiles: results of `memorization`.
+        labels: a title per model. Default: the models' names, without the folders in front.
+
+    Raises:
+        InputError: there are no profiles, or not as many labels.
+    """
+    labels = [profile.run.model.rstrip("/").rsplit("/", 1)[-1] for profile in profiles] if labels is None else labels
+    if not profiles or len(labels) != len(profiles):
+        raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
+    columns = min(len(profiles), COLUMNS)
+    bands = math.ceil(len(profiles) / columns)
+    with style():
+        if len(profiles) == 1:
+            figure, grid = plt.subplots(1, 2, figsize=(5.6, 2.5), layout="constrained", squeeze=False)
+            pairs = [(grid[0, 0], grid[0, 1])]
+        else:
+            size = (1.9 * columns + 0.4, 4.4 * bands)
+            figure, grid = plt.subplots(2 * bands, columns, figsize=size, layout="constrained", squeeze=False)
+            places = [divmod(number, columns) for number in range(len(profiles))]
+            pairs = [(grid[2 * band, column], grid[2 * band + 1, column]) for band, column in places]
+            for ax in set(grid.flat) - {ax for pair in pairs for ax in pair}:
+                ax.remove()
+        for number, (profile, label, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
+            plot_boxes(profile, boxes)
+            plot_gaps(profile, densities, legend_columns=2 if len(profiles) == 1 else 1)
+            boxes.set_title(label, **({"fontsize": LONG_TITLE} if len(label) > LONG and len(profiles) > 1 else {}))
+            if number % columns:
+                boxes.set_ylabel("")
+                densities.set_ylabel("")
+        _share_top([boxes for boxes, _ in pairs])
+    return figure
+
+
+def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
+    """Draw a box per depth: median, quartiles, whiskers to the last value within 1.5 interquartile ranges."""
+    averages = profile.depthwise
+    values = [-averages.loc[averages["depth"] == depth, profile.main].dropna().to_numpy() for depth in profile.depths]
+    with style():
+        drawn = ax.boxplot(
+            values,
+            widths=0.55,
+            patch_artist=True,
+            medianprops={"color": INK, "linewidth": 1.2},
+            flierprops={"marker": "o", "markersize": 2, "markerfacecolor": FAINT, "markeredgewidth": 0},
+            whiskerprops={"linewidth": 0.7},
+            capprops={"linewidth": 0.7},
+            boxprops={"linewidth": 0.7},
+        )
+        for number, box in enumerate(drawn["boxes"]):
+            box.set_facecolor(DEPTH_COLORS[number % len(DEPTH_COLORS)])
+            box.set_alpha(0.85)
+        names = [f"Depth {depth}\nn = {len(found):,}" for depth, found in zip(profile.depths, values, strict=True)]
+        ax.set_xticks(range(1, len(values) + 1), names)
+        is_group = profile.run.options["aggregate"] == "group"
+        ax.set_ylabel("Depthwise Average MIN-K%" if is_group else "MIN-K% of a Question")
+        if any(len(found) for found in values):
+            ax.set_ylim(bottom=min(0.0, min(found.min() for found in values if len(found))))
+    return ax
+
+
+def plot_gaps(profile: DepthProfile, ax: Axes, legend_columns: int = 2) -> Axes:
+    """Draw the density of the score gap of the deepest questions in the lowest and in the highest quarter of Min-K%."""
+    deepest = profile.table[profile.table["depth"] == profile.depths[-1]]
+    with style():
+        drawn = 0
+        for quartile, color in QUARTILES.items():
+            gaps = deepest.loc[deepest["quartile"] == quartile, "gap"].dropna().to_numpy(float)
+            drawn += _density(ax, gaps, color, f"{quartile}% (n = {len(gaps):,})")
+        ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
+        ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 1 if legend_columns > 1 else 3])
+        shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
+        ax.set_xlabel(f"Score Gap (D{profile.depths[-1]} − D{shallower})")
+        ax.set_ylim(bottom=0)
+        if drawn:
+            ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=legend_columns, handlelength=1)
+        else:
+            ax.text(0.5, 0.5, "no judge scores", color=FAINT, ha="center", va="center", transform=ax.transAxes)
+    return ax
+
+
+def layer_curves(profile: DepthProfile, score: str | None = None, ax: Axes | None = None) -> Axes:
+    """Draw a score against the layer it is read at, a line per depth with its 95 % interval.
+
+    Args:
+        profile: a result of `memorization` with several layers.
+        score: a column of scores, such as "min_k++_0.2". Default: the figure's Min-K%. Drawn with the figure's sign.
+        ax: where to draw; by default a new figure.
+
+    Raises:
+        InputError: there is no such score.
+    """
+    score = score or profile.main
+    rows = profile.by_layer[profile.by_layer["score"] == score]
+    if rows.empty:
+        raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
+    with style():
+        if ax is None:
+            ax = plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
+        for number, depth in enumerate(profile.depths):
+            line, color = rows[rows["depth"] == depth], DEPTH_COLORS[number % len(DEPTH_COLORS)]
+            ax.fill_between(line["layer"], -line["high"], -line["low"], color=color, alpha=0.2, linewidth=0)
+            ax.plot(line["layer"], -line["value"], "o-", markersize=3, color=color, label=f"Depth {depth}")
+        ax.set(xlabel="Layer", ylabel="Depthwise Average MIN-K%" if score == profile.main else f"minus {score}")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(profile.depths), borderaxespad=0)
+    return ax
+
+
+def _density(ax: Axes, gaps: Float[ndarray, " node"], color: str, label: str) -> int:
+    """Draw a density, or a line where all values are the same; return whether there was anything to draw."""
+    if not len(gaps):
+        return 0
+    if np.ptp(gaps) == 0:
+        ax.axvline(gaps[0], color=color, label=f"{label}, all {gaps[0]:g}")
+        return 1
+    x = np.linspace(-GAP_RANGE, GAP_RANGE, 301)
+    y = gaussian_kde(gaps)(x)
+    ax.fill_between(x, y, color=color, alpha=0.3, linewidth=0)
+    ax.plot(x, y, color=color, label=label)
+    return 1
+
+
+def _share_top(axes: Sequence[Axes]) -> None:
+    """Give boxes of several models one scale."""
+    bottom, top = min(ax.get_ylim()[0] for ax in axes), max(ax.get_ylim()[1] for ax in axes)
+    for ax in axes:
+        ax.set_ylim(bottom, top)

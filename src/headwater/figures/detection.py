@@ -1,0 +1,76 @@
+"""Detection of wrong answers: the AUC of every method with its 95 % interval, a mark per question set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+from headwater.errors import InputError
+from headwater.figures.style import FAINT, style
+
+if TYPE_CHECKING:
+    from headwater.pathways.detection import Detection
+
+NAMES = {
+    "question": "relation, popularity",
+    "p_true": "P(True)",
+    "logit_mean": "logit mean",
+    "logit_min": "logit min",
+    "probe": "single probe",
+    "random_gate": "MoP, random gate",
+    "vanilla_experts": "MoP, any experts",
+    "mop": "MoP",
+    "pr": "PR",
+}
+LOOKS = (
+    ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
+)  # fmt: skip
+
+
+def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
+    """Draw a row per method, a mark and interval per question set; chance is the dashed line.
+
+    Args:
+        detection: what `hw.detect` gave.
+        ax: where to draw; by default a new figure.
+
+    Raises:
+        InputError: no method could be measured.
+    """
+    table = detection.table[detection.table["auc"].notna()]
+    if table.empty:
+        raise InputError("No method of this detection could be measured: there is nothing to draw.")
+    methods = [name for name in NAMES if (table["method"] == name).any()]
+    sets = list(dict.fromkeys(table["dataset"]))
+    shifts = np.linspace(-0.3, 0.3, len(sets)) if len(sets) > 1 else np.zeros(1)
+    with style():
+        figure = None
+        if ax is None:
+            height = 0.7 + len(methods) * (0.13 + 0.065 * len(sets)) + 0.16 * -(-len(sets) // 2)
+            figure = plt.figure(figsize=(3.4, height), layout="constrained")
+            ax = figure.add_subplot()
+        for row in range(0, len(methods), 2):
+            ax.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
+        ax.axvline(0.5, color=FAINT, linewidth=0.8, linestyle=(0, (3, 2)), zorder=1)
+        for place, (name, shift) in enumerate(zip(sets, shifts, strict=True)):
+            color, marker = LOOKS[place % len(LOOKS)]
+            part = table[table["dataset"] == name].set_index("method")
+            here = [method for method in methods if method in part.index]
+            y = [methods.index(method) + shift for method in here]
+            found = part.loc[here]
+            ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1, zorder=2)
+            label = f"{name} ({found['answers'].iloc[0]:,.0f}, {found['wrong'].iloc[0]:,.0f} wrong)"
+            ax.plot(found["auc"], y, marker, color=color, markersize=3.2, zorder=3, label=label)
+        ax.set_yticks(range(len(methods)), [NAMES[method] for method in methods])
+        ax.tick_params(axis="y", length=0)
+        ax.set_ylim(len(methods) - 0.5, -0.5)
+        ax.set_xlim(min(0.45, float(table["low"].min()) - 0.02), 1.0)
+        ax.set_xlabel("AUC, wrong against right answers")
+        if figure is not None:
+            figure.legend(loc="outside lower center", ncols=min(2, len(sets)), columnspacing=1.2)
+        else:
+            ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(2, len(sets)))
+    return ax

@@ -1,0 +1,180 @@
+"""The head map: layer by head, a mark per head in the colour of its category (Elhelo & Geva, ACL 2025).
+
+Grey, blue, orange, green and red are unclassified, algorithmic, knowledge, linguistic and translation; ever darker
+purples are two, three and four categories. Shapes say the same as colours. The legend counts the heads.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from headwater.errors import InputError
+from headwater.figures.style import FAINT, INK, style
+from headwater.heads.categories import LABELS, UNCLASSIFIED, label_counts
+
+if TYPE_CHECKING:
+    from headwater.heads.classify import HeadMap
+
+MARKS = dict(
+    zip(
+        LABELS,
+        (
+            ("#d4d4d4", "o"),
+            ("#2b6cb8", "s"),
+            ("#f08c1a", "o"),
+            ("#2f9e55", "^"),
+            ("#d1352f", "D"),
+            ("#b08fd8", "p"),
+            ("#7d47b3", "h"),
+            ("#45156e", "*"),
+        ),
+        strict=True,
+    )
+)
+"""The colour and shape of every label."""
+AREAS = {"o": 1.0, "s": 0.82, "^": 1.0, "D": 0.62, "p": 1.1, "h": 1.1, "*": 1.6}
+"""Areas, relative to a disc, at which the shapes look equally large."""
+UNCLASSIFIED_AREA = 0.4
+
+# Inches.
+CELL = 0.2
+LARGEST = (6.0, 4.2)
+PANEL_HEIGHT = 2.2
+LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.5, 0.165
+LABEL_COLUMN, COUNT_COLUMN, LETTER = 1.2, 0.6, 0.085
+
+
+def plot_head_map(head_map: "HeadMap", ax: Axes | None = None) -> Axes:
+    """Draw one head map, on `ax` or on a new figure of fitting size.
+
+    Args:
+        head_map: a result of `classify_heads`.
+        ax: where to draw. The legend then stands below it; on a figure of its own, to the right.
+    """
+    with style():
+        place: dict[str, Any] = {
+            "loc": "upper center",
+            "bbox_to_anchor": (0.5, -0.16),
+            "ncols": 3,
+            "columnspacing": 1.0,
+        }
+        if ax is None:
+            n_layers, n_heads = _extent(head_map)
+            cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
+            width, height = (max(n * cell, 2 * CELL) for n in (n_layers, n_heads))
+            spare = max(len(LABELS) * LINE - height, 0)
+            figure = plt.figure(figsize=(LEFT + width + LEGEND, BOTTOM + spare + height + TOP))
+            ax = _axes(figure, LEFT, BOTTOM + spare, width, height)
+            place = {"loc": "upper left", "bbox_to_anchor": (1 + 0.1 / width, 1.0)}
+        _draw(head_map, ax)
+        counts = label_counts(head_map.categories)
+        shown = _shown([head_map])
+        names = [f"{label} ({counts[label]:,})" for label in shown]
+        ax.legend([_mark(label) for label in shown], names, borderaxespad=0.0, handletextpad=0.2, **place)
+    return ax
+
+
+def head_maps(maps: Sequence["HeadMap"], columns: int | None = None) -> Figure:
+    """Draw several head maps in one figure, each with its own ranges of layers and heads, with one legend for all.
+
+    Args:
+        maps: results of `classify_heads`.
+        columns: maps in a row; up to four by default.
+
+    Raises:
+        InputError: there are no maps.
+    """
+    maps = list(maps)
+    if not maps:
+        raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
+    columns = columns or min(len(maps), 4)
+    rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
+    row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (len(_shown(maps)) + 2) * LINE
+    row_width = max(sum(LEFT + _panel_width(head_map) + GAP for head_map in row) for row in rows)
+    table_width = LABEL_COLUMN + sum(_count_column(head_map) for head_map in maps)
+    with style():
+        figure = plt.figure(figsize=(max(row_width, table_width), len(rows) * row_height + below))
+        for number, row in enumerate(reversed(rows)):
+            left = LEFT
+            for head_map in row:
+                width = _panel_width(head_map)
+                _draw(head_map, _axes(figure, left, below + number * row_height + BOTTOM, width, PANEL_HEIGHT))
+                left += width + GAP + LEFT
+        _legend_table(figure, maps, table_width, below)
+    return figure
+
+
+def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+    """Axes at a place and of a size in inches."""
+    x, y = figure.get_size_inches()
+    return figure.add_axes((left / x, bottom / y, width / x, height / y))
+
+
+def _panel_width(head_map: "HeadMap") -> float:
+    """The width that spaces layers as heads are spaced, within reason."""
+    n_layers, n_heads = _extent(head_map)
+    return PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5)
+
+
+def _count_column(head_map: "HeadMap") -> float:
+    return max(COUNT_COLUMN, LETTER * len(head_map.title)) + GAP
+
+
+def _extent(head_map: "HeadMap") -> tuple[int, int]:
+    return int(head_map.categories["layer"].max()) + 1, int(head_map.categories["head"].max()) + 1
+
+
+def _shown(maps: Sequence["HeadMap"]) -> list[str]:
+    """The labels in the legend: the single categories always, several categories where there is such a head."""
+    present = {label for head_map in maps for label in head_map.categories["label"]}
+    return [label for label in LABELS if label in present or not label.endswith("categories")]
+
+
+def _draw(head_map: "HeadMap", ax: Axes) -> None:
+    n_layers, n_heads = _extent(head_map)
+    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="layer", ylabel="head")
+    ax.set_title(head_map.title)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    box = ax.get_window_extent()
+    points = 72 / ax.figure.dpi * min(box.width / (n_layers + 0.4), box.height / (n_heads + 0.4))
+    for label, heads in head_map.categories.groupby("label"):
+        color, shape = MARKS[str(label)]
+        area = _area(str(label)) * (0.8 * points) ** 2
+        ax.scatter(heads["layer"], heads["head"], s=area, c=color, marker=shape, linewidths=0, label=str(label))
+
+
+def _area(label: str) -> float:
+    return UNCLASSIFIED_AREA if label == UNCLASSIFIED else AREAS[MARKS[label][1]]
+
+
+def _mark(label: str) -> Line2D:
+    color, shape = MARKS[label]
+    size = 6.5 * _area(label) ** 0.5
+    return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=size, markeredgewidth=0)
+
+
+def _legend_table(figure: Figure, maps: Sequence["HeadMap"], width: float, height: float) -> None:
+    """One legend for all maps: a line per label, a column of head counts per map."""
+    shown = _shown(maps)
+    ax = _axes(figure, (figure.get_size_inches()[0] - width) / 2, 0.0, width, height)
+    ax.set(xlim=(0, width), ylim=(len(shown) + 1, -1))
+    ax.axis("off")
+    ax.hlines((-0.75, 0.3, len(shown) + 0.6), 0, width, colors=INK, linewidths=(0.8, 0.4, 0.8))
+    for line, label in enumerate(shown, start=1):
+        color, shape = MARKS[label]
+        ax.plot(0.1, line, marker=shape, color=color, markersize=_mark(label).get_markersize(), markeredgewidth=0)
+        ax.text(0.25, line, label, va="center_baseline")
+    right = LABEL_COLUMN
+    for head_map in maps:
+        right += _count_column(head_map)
+        counts = label_counts(head_map.categories)
+        ax.text(right, -0.2, head_map.title, ha="right", va="center_baseline", weight="bold")
+        for line, label in enumerate(shown, start=1):
+            color = INK if counts[label] else FAINT
+            ax.text(right, line, f"{counts[label]:,}", ha="right", va="center_baseline", color=color)

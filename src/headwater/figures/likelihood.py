@@ -1,0 +1,119 @@
+"""Figures of likelihood results: tokens by rank and entropy, scores against K, and members against non-members."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from headwater.figures.style import FAINT, INK, style
+
+if TYPE_CHECKING:
+    from headwater.likelihood.files import ScoredTexts
+    from headwater.likelihood.membership import Membership
+    from headwater.likelihood.scores import MemorizationScores
+    from headwater.likelihood.statistics import TextStatistics
+
+BLUE, ORANGE = "#2b6cb8", "#f08c1a"
+QUARTILES = np.array([0.25, 0.5, 0.75])
+KIND_COLORS = {"min_k": BLUE, "min_k++": ORANGE, "gap_k": "#2a9d6f"}
+KIND_MARKS = {"min_k": "o", "min_k++": "s", "gap_k": "^"}
+
+
+def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
+    """Draw how the log-probabilities of tokens are distributed; with several layers, their quartiles by layer.
+
+    Args:
+        stats: a result of `token_statistics`.
+        ax: where to draw; by default a new figure.
+    """
+    table = stats.table
+    with style():
+        ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.4), layout="constrained").add_subplot()
+        if "layer" in table and table["layer"].nunique() > 1:
+            found = table.groupby("layer")["log_probability"].quantile(QUARTILES).unstack()
+            ax.fill_between(found.index, found[0.25], found[0.75], color=BLUE, alpha=0.25, linewidth=0)
+            ax.plot(found.index, found[0.5], "o-", color=BLUE, markersize=3)
+            ax.set(xlabel="Layer", ylabel="log p of a token (nats)")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        else:
+            values = np.sort(table["log_probability"].to_numpy(float))
+            ax.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), color=BLUE)
+            greedy = float((table["rank"] == 0).mean()) if len(table) else float("nan")
+            ax.set_title(f"{len(values):,} tokens, {greedy:.0%} the model's first choice", fontweight="normal")
+            ax.set(xlabel="log p of a token (nats)", ylabel="Share of tokens at or below", ylim=(0, 1))
+    return ax
+
+
+def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
+    """Draw the median over texts, and the quartiles, of Min-K%, Min-K%++ and Gap-K% against K, at the last layer.
+
+    Args:
+        scores: a result of `memorization_scores`.
+        ax: where to draw; by default a new figure.
+    """
+    table = scores.table
+    if "layer" in table:
+        table = table[table["layer"] == table["layer"].max()]
+    with style():
+        ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
+        for kind, color in KIND_COLORS.items():
+            found = table[table["score"] == kind].groupby("k")["value"].quantile(QUARTILES).unstack()
+            ax.fill_between(found.index, found[0.25], found[0.75], color=color, alpha=0.15, linewidth=0)
+            ax.plot(found.index, found[0.5], marker=KIND_MARKS[kind], color=color, markersize=3, label=kind)
+        ax.set(xlabel="K, share of lowest tokens", ylabel="Score (higher = more likely seen)", xlim=(0, 1.02))
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0)
+    return ax
+
+
+def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
+    """Draw the AUC of each score, at its K, with its interval, beside the baseline that never sees the model.
+
+    Args:
+        membership: a result of `membership`; of several layers the last is drawn.
+        ax: where to draw; by default a new figure.
+    """
+    from headwater.likelihood.membership import BASELINE
+
+    table = membership.table
+    if "layer" in table:
+        table = table[table["layer"].isna() | (table["layer"] == table["layer"].max())]
+    names = [
+        row["score"] if np.isnan(row["k"]) else f"{row['score']} at K = {row['k']:g}"
+        for row in table.to_dict("records")
+    ]
+    with style():
+        if ax is None:
+            ax = plt.figure(figsize=(4.2, 0.7 + 0.17 * len(names)), layout="constrained").add_subplot()
+        y = np.arange(len(names))
+        is_baseline = (table["score"] == BASELINE).to_numpy()
+        for where, color in ((~is_baseline, BLUE), (is_baseline, ORANGE)):
+            ax.hlines(y[where], table["auc_low"][where], table["auc_high"][where], colors=color, linewidths=1)
+            ax.plot(table["auc"][where], y[where], "o", color=color, markersize=3.5)
+        ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle="--")
+        ax.set_yticks(y, [f"{name}, no model" if name == BASELINE else name for name in names])
+        ax.set_ylim(len(names) - 0.4, -0.6)
+        ax.set_xlabel("AUC, members against non-members")
+        ax.tick_params(axis="y", colors=INK, length=0)
+    return ax
+
+
+def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
+    """Draw how the texts of a file are distributed over Min-K% (its K nearest 20 %), as a histogram.
+
+    Args:
+        scored: a result of `score_file`.
+        ax: where to draw; by default a new figure.
+    """
+    shares = [float(str(name).removeprefix("min_k_")) for name in scored.table if str(name).startswith("min_k_")]
+    share = min(shares, key=lambda one: abs(one - 0.2))
+    values = scored.table[f"min_k_{share:g}"].dropna()
+    with style():
+        ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.4), layout="constrained").add_subplot()
+        ax.hist(values, bins=min(40, max(5, int(len(values) ** 0.5))), color=BLUE, alpha=0.85)
+        ax.set(xlabel=f"Min-K% at K = {share:g} (higher = more likely seen)", ylabel="Texts")
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return ax

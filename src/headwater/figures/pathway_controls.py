@@ -1,0 +1,123 @@
+"""The controls of anchored pathways: how often predictions flip, by layer and intervention, and ΔP at l* by mode.
+
+A knockout of E_Q says something only beside the same knockout of random question tokens; a mode, only where it was
+given by another probe than the one whose ΔP is shown.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from headwater.figures.style import FAINT, style
+from headwater.pathways.controls import ALL
+from headwater.pathways.interventions import EXACT, RANDOM
+from headwater.pathways.modes import MODES
+from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
+
+if TYPE_CHECKING:
+    from headwater.pathways.trace import Pathways
+
+LOOKS: dict[str, dict[str, Any]] = {
+    EXACT: {"color": "#2b6cb8", "linestyle": "-"},
+    RANDOM: {"color": "#8a8a8a", "linestyle": (0, (4, 1.6))},
+    SWAP: {"color": "#d1352f", "linestyle": "-"},
+    RANDOM_SWAP: {"color": "#f08c1a", "linestyle": (0, (4, 1.6))},
+    ANSWER_ONLY: {"color": "#7d47b3", "linestyle": (0, (1, 1.2))},
+}
+MODE_LOOKS = {"Q-anchored": ("#2b6cb8", "o"), "A-anchored": ("#f08c1a", "s")}
+PANEL = (2.5, 1.9)
+MOST_ACROSS = 4
+
+
+def flip_rates(pathways: Pathways) -> Figure:
+    """Draw how often the probe's prediction flips, by layer, for every intervention: a panel per question set.
+
+    Args:
+        pathways: a result of `hw.trace_pathways`. The dotted line stands at the layer chosen most often as l*.
+    """
+    table = pathways.controls[pathways.controls["group"] == ALL]
+    with style():
+        figure, axes = panels(pathways)
+        for ax, name in zip(axes, pathways.datasets, strict=True):
+            for intervention, look in LOOKS.items():
+                line = table[(table["dataset"] == name) & (table["intervention"] == intervention)]
+                line = line[line["examples"] > 0].sort_values("layer")
+                if len(line):
+                    bounds = 100 * line["flip_rate_low"], 100 * line["flip_rate_high"]
+                    ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
+                    ax.plot(
+                        line["layer"], 100 * line["flip_rate"], marker="o", markersize=2.2, label=intervention, **look
+                    )
+            ax.axvline(main_layer(pathways, name), color=FAINT, linewidth=0.7, linestyle=":")
+            ax.set(title=name, xlabel="Layer")
+            ax.set_ylim(bottom=0)
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+        _shared_label(axes, "Predictions that flip (%)")
+        _legend_below(figure, axes)
+    return figure
+
+
+def controls(pathways: Pathways) -> Figure:
+    """Draw ΔP at l* after every intervention, for examples of either mode: a panel per question set.
+
+    Modes are given by another seed's probe, where there is one.
+
+    Args:
+        pathways: a result of `hw.trace_pathways`.
+    """
+    table = pathways.controls_at_best
+    shown = [name for name in LOOKS if (table["intervention"] == name).any()]
+    with style():
+        figure, axes = panels(pathways, sharey=True)
+        for ax, dataset in zip(axes, pathways.datasets, strict=True):
+            ax.axvline(0, color=FAINT, linewidth=0.6)
+            for shift, mode in zip((-0.14, 0.14), MODES, strict=True):
+                own = table[(table["dataset"] == dataset) & (table["group"] == mode)].set_index("intervention")
+                rows = own.reindex(shown)
+                color, marker = MODE_LOOKS[mode]
+                y = np.arange(len(shown)) + shift
+                ax.hlines(y, rows["delta_p_low"], rows["delta_p_high"], colors=color, linewidths=1.2)
+                ax.plot(rows["delta_p"], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
+            ax.set(title=dataset, xlabel="ΔP at l* (points)")
+            ax.set_yticks(range(len(shown)), shown)
+            ax.set_ylim(len(shown) - 0.5, -0.5)
+            ax.xaxis.set_major_locator(MaxNLocator(4))
+        _legend_below(figure, axes)
+    return figure
+
+
+def panels(pathways: Pathways, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """Make a figure with a panel per question set."""
+    n = len(pathways.datasets)
+    across = n if n <= MOST_ACROSS and n != 4 else 2 if n == 4 else MOST_ACROSS
+    rows = -(-n // across)
+    size = max(PANEL[0] * across, 3.4), PANEL[1] * rows + 0.4
+    figure = plt.figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, across, squeeze=False, sharey=sharey).ravel().tolist()
+    for spare in axes[n:]:
+        spare.remove()
+    return figure, axes[:n]
+
+
+def main_layer(pathways: Pathways, dataset: str) -> int:
+    """Return the layer that most fits of a question set chose as l*."""
+    chosen = pathways.auc[(pathways.auc["dataset"] == dataset) & pathways.auc["best"]]
+    return int(chosen["layer"].mode().iloc[0])
+
+
+def _shared_label(axes: list[Axes], label: str) -> None:
+    for ax in axes:
+        if ax.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            ax.set_ylabel(label)
+
+
+def _legend_below(figure: Figure, axes: list[Axes]) -> None:
+    found = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    across = 3 if len(found) > 2 else 2
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=across, handlelength=2.4)

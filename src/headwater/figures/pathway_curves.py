@@ -1,0 +1,161 @@
+"""ΔP against the layer: what becomes of a truthfulness probe when its answers may not look at the question's words.
+
+The published form (Luo et al., ACL 2026, Figure 2): a panel per model; ΔP in percentage points against the layer whose
+probe is read; Q-anchored examples solid in blue, green, purple and pink for the first to fourth question set,
+A-anchored ones dashed in orange, red, brown and grey; 95 % bands over examples; one legend below all panels, with the
+number of examples in each mode at l*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from headwater.errors import InputError, did_you_mean
+from headwater.figures.style import FAINT, style
+from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER
+
+if TYPE_CHECKING:
+    from headwater.pathways.trace import Pathways
+
+COLORS = {
+    "Q-anchored": ("#2b6cb8", "#2f9e55", "#7d47b3", "#e377a8"),
+    "A-anchored": ("#f08c1a", "#d1352f", "#8c5a3c", "#8a8a8a"),
+}
+"""By mode, for the first to fourth question set."""
+DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": (0, (4, 1.6))}
+VALUES = {"delta_p": "ΔP (percentage points)", "delta_logit": "Change of the probe's logit"}
+COUNTED = "(examples in this mode at l*, panel by panel)"
+MOST_SETS = 4
+PANEL = (2.9, 2.3)
+LINE = 0.17
+
+
+def delta_p(
+    pathways: Sequence[Pathways],
+    *,
+    split_by: str | None = None,
+    value: str = "delta_p",
+    titles: Sequence[str] | None = None,
+    columns: int | None = None,
+) -> Figure:
+    """Draw ΔP against the layer, a panel per model, with one legend for all.
+
+    Args:
+        pathways: results of `hw.trace_pathways`.
+        split_by: how the modes are defined: "per layer" (published), "best layer", "cross-fitted" or "random tokens".
+        value: `delta_p` or `delta_logit`.
+        titles: of the panels; by default the models' names.
+        columns: panels in a row; up to three by default.
+
+    Raises:
+        InputError: there is nothing to draw, or no such split or value.
+    """
+    shown = list(pathways)
+    if not shown:
+        raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
+    titles = [one.run.model.rstrip("/").rsplit("/", 1)[-1] for one in shown] if titles is None else list(titles)
+    if len(titles) != len(shown):
+        raise InputError(f"{len(titles)} titles were given for {len(shown)} panels.")
+    columns = columns or min(len(shown), 3)
+    rows = -(-len(shown) // columns)
+    names = _names(shown)
+    with style():
+        below = LINE * (len(names) + 2) + 0.1
+        figure = plt.figure(figsize=(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
+        panels, legend = halves
+        axes = panels.subplots(rows, columns, squeeze=False).ravel()
+        for spare in axes[len(shown) :]:
+            spare.remove()
+        for ax, one, title in zip(axes, shown, titles, strict=False):
+            _draw(ax, one, names, _split(one, split_by), value)
+            ax.set_title(title)
+        for ax in axes[: len(shown) : columns]:
+            ax.set_ylabel(VALUES[value])
+        handles, labels = _legend(shown, names)
+        legend.legend(handles, labels, loc="upper center", ncols=2, handlelength=2.4, columnspacing=1.5, title=COUNTED)
+    return figure
+
+
+def plot_delta_p(
+    pathways: Pathways, ax: Axes | None = None, *, split_by: str | None = None, value: str = "delta_p"
+) -> Axes | Figure:
+    """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a figure of its own.
+
+    Args:
+        pathways: a result of `hw.trace_pathways`.
+        ax: where to draw.
+        split_by: see `delta_p`.
+        value: `delta_p` or `delta_logit`.
+    """
+    if ax is None:
+        return delta_p([pathways], split_by=split_by, value=value)
+    names = _names([pathways])
+    with style():
+        _draw(ax, pathways, names, _split(pathways, split_by), value)
+        ax.set_ylabel(VALUES[value])
+        handles, labels = _legend([pathways], names)
+        ax.legend(
+            handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, handlelength=2.4, title=COUNTED
+        )
+    return ax
+
+
+def _split(pathways: Pathways, split_by: str | None) -> str:
+    held = list(dict.fromkeys(pathways.curves["split_by"]))
+    if split_by is None:
+        return PER_LAYER if PER_LAYER in held else BEST_LAYER
+    if split_by not in held:
+        raise InputError(f"There are no curves split by {split_by!r}.{did_you_mean(split_by, held)}")
+    return split_by
+
+
+def _names(shown: Sequence[Pathways]) -> list[str]:
+    """The question sets of all panels, in order; each has its colours."""
+    names = list(dict.fromkeys(name for one in shown for name in one.datasets))
+    if len(names) > MOST_SETS:
+        raise InputError(f"A figure shows at most {MOST_SETS} question sets; these results hold {len(names)}.")
+    return names
+
+
+def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str) -> None:
+    if value not in VALUES:
+        raise InputError(f"value={value!r} cannot be drawn.{did_you_mean(value, VALUES)}")
+    curves = pathways.curves[pathways.curves["split_by"] == split_by]
+    ax.axhline(0, color=FAINT, linewidth=0.6)
+    for mode in MODES:
+        for name in pathways.datasets:
+            line = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
+            color = COLORS[mode][names.index(name)]
+            bounds = line[f"{value}_low"], line[f"{value}_high"]
+            ax.fill_between(line["layer"], *bounds, color=color, alpha=0.15, linewidth=0)
+            ax.plot(line["layer"], line[value], color=color, linestyle=DASHES[mode], marker="o", markersize=2.2)
+    ax.set_xlabel("Layer" if pathways.run.options["window"] is None else "Layer around which edges are severed")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    ax.margins(x=0.04)
+
+
+def _legend(shown: Sequence[Pathways], names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
+    handles, labels = [], []
+    for mode in MODES:
+        for index, name in enumerate(names):
+            counts = ", ".join(_count(one, name, mode) for one in shown)
+            color = COLORS[mode][index]
+            handles.append(Line2D([], [], color=color, linestyle=DASHES[mode], marker="o", markersize=2.2))
+            labels.append(f"{name}, {mode} ({counts})")
+    return handles, labels
+
+
+def _count(pathways: Pathways, name: str, mode: str) -> str:
+    """How many examples of a question set are in a mode at l*, averaged over seeds."""
+    modes = pathways.modes[pathways.modes["dataset"] == name]
+    if modes.empty:
+        return "–"
+    return f"{(modes['mode'] == mode).sum() / modes['seed'].nunique():,.0f}"

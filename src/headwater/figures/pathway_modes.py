@@ -1,0 +1,141 @@
+"""What sets the modes apart, if anything: the density of logit changes, and accuracy and popularity by mode.
+
+Two mechanisms would show as two peaks of the logit change, also among the examples of one prediction alone; what the
+test says is written into each panel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from scipy.stats import gaussian_kde
+
+from headwater.errors import InputError
+from headwater.figures.pathway_controls import MODE_LOOKS, panels
+from headwater.figures.style import FAINT, style
+from headwater.pathways.bootstrap import interval, resamples
+from headwater.pathways.interventions import EXACT
+from headwater.pathways.modes import MODES
+
+if TYPE_CHECKING:
+    from headwater.pathways.trace import Pathways
+
+SIDES = {"predicted right": "#2f9e55", "predicted wrong": "#d1352f"}
+SET_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GROUPS = 5
+"""Groups of equal size, from the rarest subjects to the most popular."""
+
+
+def logit_changes(pathways: Pathways) -> Figure:
+    """Draw the density of the change of the probe's logit at l*, by prediction, with the verdict: one mode or two.
+
+    Args:
+        pathways: a result of `hw.trace_pathways`. Changes are in standard deviations of the probe's logit, averaged
+            over seeds; negative is away from the original prediction.
+    """
+    with style():
+        figure, axes = panels(pathways)
+        for ax, name in zip(axes, pathways.datasets, strict=True):
+            own = _changes(pathways, name)
+            verdicts = pathways.components[
+                (pathways.components["dataset"] == name) & (pathways.components["intervention"] == EXACT)
+            ].set_index("population")["verdict"]
+            ax.axvline(0, 0, 0.6, color=FAINT, linewidth=0.6)
+            grid = np.linspace(own["change"].min() - 0.4, own["change"].max() + 0.4, 300)
+            for side, color in SIDES.items():
+                part = own.loc[own["predicted_wrong"] == (side == "predicted wrong"), "change"].to_numpy()
+                curve = _density(part, grid) * len(part) / len(own)
+                ax.fill_between(grid, curve, color=color, alpha=0.3, linewidth=0)
+                ax.plot(grid, curve, color=color, label=f"{side}: {verdicts[side]}")
+            ax.plot([], [], linestyle="none", label=f"all: {verdicts['all']}")
+            ax.set_title(name)
+            ax.set_xlabel("Change of the probe's logit (SD)")
+            ax.set_yticks([])
+            ax.set_ylim(0, ax.get_ylim()[1] * 1.75)
+            ax.legend(loc="upper left", fontsize=6.5, handlelength=1.2, borderaxespad=0.2, labelspacing=0.3)
+    return figure
+
+
+def mode_properties(pathways: Pathways) -> Figure:
+    """Draw how often the answers of either mode are right, and the share that is Q-anchored against popularity.
+
+    Args:
+        pathways: a result of `hw.trace_pathways`; the second panel needs a column popularity in the questions.
+    """
+    modes = pathways.modes
+    has_popularity = "popularity" in modes and modes["popularity"].notna().any()
+    with style():
+        figure = plt.figure(figsize=(6.4 if has_popularity else 3.2, 2.4), layout="constrained")
+        axes = figure.subplots(1, 2 if has_popularity else 1, squeeze=False)[0]
+        _accuracy(axes[0], pathways)
+        if has_popularity:
+            _popularity(axes[1], pathways)
+    return figure
+
+
+def _changes(pathways: Pathways, dataset: str) -> pd.DataFrame:
+    """A row per example: its mean change in standard deviations of the logit, and what was predicted."""
+    own = pathways.modes[pathways.modes["dataset"] == dataset]
+    spread = own.groupby(["seed", "split"])["logit"].transform(lambda logit: logit.std(ddof=0) or 1.0)
+    scaled = own.assign(change=own["delta_logit"] / spread).groupby("example")
+    return pd.DataFrame({"change": scaled["change"].mean(), "predicted_wrong": scaled["logit"].mean() > 0})
+
+
+def _density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A kernel density; a narrow peak where all values are nearly one."""
+    if len(values) < 2:
+        return np.zeros_like(grid)
+    width = max(float(values.std()) * len(values) ** -0.2, float(grid[1] - grid[0]))
+    if values.std() > 1e-9:
+        return gaussian_kde(values, bw_method=width / values.std(ddof=1))(grid)
+    return np.exp(-0.5 * ((grid - values.mean()) / width) ** 2) / (width * np.sqrt(2 * np.pi))
+
+
+def _accuracy(ax: Axes, pathways: Pathways) -> None:
+    for shift, mode in zip((-0.12, 0.12), MODES, strict=True):
+        color, marker = MODE_LOOKS[mode]
+        for row, name in enumerate(pathways.datasets):
+            own = pathways.modes[(pathways.modes["dataset"] == name) & (pathways.modes["mode"] == mode)]
+            if own.empty:
+                continue
+            value, low, high = _share(own, "correct")
+            label = mode if row == 0 or mode not in ax.get_legend_handles_labels()[1] else None
+            ax.hlines(row + shift, low, high, colors=color, linewidths=1.2)
+            ax.plot(value, row + shift, marker, color=color, markersize=3.6, linestyle="none", label=label)
+    ax.set_yticks(range(len(pathways.datasets)), pathways.datasets)
+    ax.set_ylim(len(pathways.datasets) - 0.5, -0.5)
+    ax.set_xlabel("Right answers (%)")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+
+
+def _popularity(ax: Axes, pathways: Pathways) -> None:
+    for color, name in zip(SET_COLORS, pathways.datasets, strict=False):
+        own = pathways.modes[pathways.modes["dataset"] == name].dropna(subset="popularity")
+        if own.empty:
+            continue
+        group = np.ceil(own["popularity"].rank(method="average", pct=True) * GROUPS).astype(int)
+        shares = np.array([_share(own.assign(q=own["mode"] == MODES[0])[group == g], "q") for g in sorted(set(group))])
+        x = sorted(set(group))
+        ax.fill_between(x, shares[:, 1], shares[:, 2], color=color, alpha=0.15, linewidth=0)
+        ax.plot(x, shares[:, 0], "o-", color=color, markersize=2.6, label=name)
+    ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
+    ax.set_xlabel("Subject's popularity, in fifths")
+    ax.set_ylabel("Q-anchored (%)")
+    ax.set_ylim(bottom=0)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+
+
+def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
+    """Per cent of rows that are so, with an interval over examples."""
+    if rows.empty:
+        raise InputError("There are no examples to average.")
+    by_example = rows.groupby("example")[column].agg(["sum", "size"]).to_numpy(dtype=float)
+    counts = resamples(len(by_example))
+    value, low, high = interval(100 * (counts @ by_example[:, 0]) / (counts @ by_example[:, 1]))
+    return float(value), float(low), float(high)

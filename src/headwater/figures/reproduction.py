@@ -1,0 +1,56 @@
+"""Measured against published numbers, a panel per quantity; on the diagonal the two are equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from headwater.errors import InputError
+from headwater.figures.style import FAINT, INK, style
+
+if TYPE_CHECKING:
+    from headwater.reference.published import Reproduction
+
+COLUMNS = 3
+
+
+def plot_reproduction(reproduction: Reproduction, ax: Any = None) -> Figure:
+    """Draw every number that was published and measured.
+
+    Raises:
+        InputError: no number was both, or an `ax` was given (there are several panels).
+    """
+    table = reproduction.table.dropna(subset=["difference"])
+    if ax is not None:
+        raise InputError("This figure has several panels and makes its own: call plot() without ax.")
+    if table.empty:
+        raise InputError(f"Nothing to draw: no number of {reproduction.run.model} was both published and measured.")
+    panels = list(table.groupby("quantity", sort=False))
+    rows = -(-len(panels) // COLUMNS)
+    with style():
+        figure, axes = plt.subplots(
+            rows, min(COLUMNS, len(panels)), figsize=(2.3 * min(COLUMNS, len(panels)), 2.4 * rows), squeeze=False
+        )
+        for place, panel in enumerate(axes.flat):
+            if place < len(panels):
+                _panel(panel, *panels[place])
+            else:
+                panel.set_axis_off()
+        figure.tight_layout()
+    return figure
+
+
+def _panel(ax: Any, quantity: Any, rows: pd.DataFrame) -> None:
+    numbers = rows[["published", "measured"]].to_numpy()
+    low, high = float(np.min(numbers)), float(np.max(numbers))
+    room = 0.06 * (high - low or abs(high) or 1.0)
+    limits = (low - room, high + room)
+    ax.plot(limits, limits, color=FAINT, linewidth=0.8)
+    ax.plot(rows["published"], rows["measured"], "o", color=INK, markersize=3.5, markerfacecolor="none")
+    ax.set(xlim=limits, ylim=limits, xlabel="published", ylabel="measured")
+    ax.set_aspect("equal")
+    ax.set_title("{} (n = {})".format(str(quantity).replace(", ", ",\n"), len(rows)), fontsize=8)

@@ -1,0 +1,165 @@
+"""Densities of saliency, as published (Luo et al. 2026, Fig. 1): one panel per model, each with its own scales.
+
+S(E_Q→E_A) in light blue and light green, S(E_Q→*) in light orange and light red, for the first and the second question
+set; E_Q→* is dashed and hatched, so that no pair is told apart by colour alone. The densities are scipy's
+`gaussian_kde`, reflected at 0: saliency has no values below it, and a density that leaks there would hide the very
+peak at 0 that the figure is about. An axis ends just beyond the 98th percentile of its widest density. Beyond two sets,
+each further two get a row of panels of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+from scipy.stats import gaussian_kde
+
+from headwater.errors import InputError
+from headwater.figures.style import style
+
+if TYPE_CHECKING:
+    from headwater.pathways.saliency import Saliency
+
+KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
+FILLS = {
+    "saliency_exact_answer": ("#a6cee3", "#b2df8a", "#9fd8cf", "#c9d2f0"),
+    "saliency_all": ("#fdbf6f", "#fb9a99", "#f3c5d9", "#e3cfa4"),
+}
+LINES = {
+    "saliency_exact_answer": ("#1f78b4", "#33802a", "#11786d", "#4a5fb0"),
+    "saliency_all": ("#d95f02", "#c2222a", "#b0437c", "#8a6a1f"),
+}
+DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": (0, (4, 1.6))}
+HATCHES = {"saliency_exact_answer": "", "saliency_all": "////"}
+TARGET_NAMES = {"cross_entropy": "probe cross-entropy", "logit": "probe logit"}
+MAX_SETS = 4
+
+
+def saliency(results: Sequence[Saliency], *, target: str | None = None, log_scale: bool = False) -> Figure:
+    """Draw the densities of several runs, a panel per model.
+
+    Args:
+        results: what `hw.saliency` gave, for one or more models; runs of one model share its panel.
+        target: `cross_entropy` or `logit`; default: what the first run asked for.
+        log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), where the bulk of
+            the values would be crushed against 0.
+
+    Raises:
+        InputError: nothing was given, or a set has no density: fewer than two examples, or all of one value.
+    """
+    listed = list(results)
+    if not listed:
+        raise InputError("hw.figures.saliency needs at least one result of hw.saliency; the list is empty.")
+    chosen = target or listed[0].target
+    models: dict[str, list[pd.DataFrame]] = {}
+    for result in listed:
+        models.setdefault(result.run.model, []).append(result.of(chosen))
+    tables = {model: pd.concat(parts) for model, parts in models.items()}
+    names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
+    if len(names) > MAX_SETS:
+        raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were given: draw fewer.")
+    pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
+    with style():
+        width = max(3.4, 2.7 * len(tables))
+        figure = plt.figure(figsize=(width, 1.9 * len(pairs) + 0.15 * len(names) + 0.6), layout="constrained")
+        axes = figure.subplots(len(pairs), len(tables), squeeze=False)
+        handles: dict[str, Any] = {}
+        for column, (model, table) in enumerate(tables.items()):
+            for ax, pair in zip(axes[:, column], pairs, strict=True):
+                handles |= _panel(ax, table[table["dataset"].isin(pair)], names, chosen, log_scale)
+                ax.set_ylabel("" if column else "Density")
+            axes[0, column].set_title(model.rstrip("/").split("/")[-1])
+        if not handles:
+            raise InputError("No example has a saliency to draw: every value is NaN.")
+        entries = {label: handles[label] for label in sorted(handles, key=lambda label: handles[label][2])}
+        longest = max(len(label) for label in entries)
+        ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(pairs) * 2))
+        figure.legend(
+            [entry[:2] for entry in entries.values()],
+            entries,
+            loc="outside lower center",
+            ncols=ncols,
+            handlelength=2.4,
+        )
+    return figure
+
+
+def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
+    """Draw one run, on `ax` or on a figure of its own."""
+    if ax is None:
+        return saliency([result])
+    with style():
+        handles = _panel(ax, result.of(), list(result.datasets), result.target, False)
+        ax.set_ylabel("Density")
+        ax.legend([entry[:2] for entry in handles.values()], handles, handlelength=2.4)
+    return ax
+
+
+def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_scale: bool) -> dict[str, Any]:
+    """Draw the densities of one model; return the legend's entries and their order, by label."""
+    drawn = {
+        (kind, name): values
+        for name in dict.fromkeys(table["dataset"])
+        for kind in KINDS
+        if len(values := _values(table, name, kind, log_scale))
+    }
+    if not drawn:
+        ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
+        return {}
+    shown = np.log10 if log_scale else np.asarray
+    start = min(float(np.quantile(shown(v), 0.01)) for v in drawn.values()) - 0.2 if log_scale else 0.0
+    stop = max(float(np.quantile(shown(v), 0.98)) for v in drawn.values())
+    grid = np.linspace(start, stop + 0.08 * (stop - start), 400)
+    places = 10**grid if log_scale else grid
+    handles = {}
+    for (kind, name), values in drawn.items():
+        place = names.index(name)
+        height = _density(shown(values), grid, reflect=not log_scale)
+        look: dict[str, Any] = {"hatch": HATCHES[kind], "edgecolor": LINES[kind][place], "linewidth": 0}
+        line: dict[str, Any] = {"color": LINES[kind][place], "linestyle": DASHES[kind], "linewidth": 1.1}
+        ax.fill_between(places, height, facecolor=FILLS[kind][place], alpha=0.45, **look)
+        ax.plot(places, height, **line)
+        label = f"{name}, {KINDS[kind]} (n = {len(values):,})"
+        swatch = Patch(facecolor=FILLS[kind][place], alpha=0.7, **look)
+        handles[label] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))
+    ax.set_xlim(places[0], places[-1])
+    ax.set_ylim(bottom=0)
+    exponent = int(np.floor(np.log10(stop))) if not log_scale else 0
+    if log_scale:
+        ax.set_xscale("log")
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value / 10.0**exponent:.3g}")
+        ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    unit = f" / $10^{{{exponent}}}$" if exponent else ""
+    ax.set_xlabel(f"Saliency ({TARGET_NAMES[target]}){unit}")
+    return handles
+
+
+def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> NDArray[np.float64]:
+    """The values of one density; empty when this kind was not measured for the set.
+
+    Raises:
+        InputError: they have no density.
+    """
+    values = table.loc[table["dataset"] == dataset, kind].to_numpy(dtype=np.float64)
+    values = values[np.isfinite(values)]
+    values = values[values > 0] if log_scale else values
+    if len(values) == 1 or (len(values) > 1 and np.ptp(values) == 0):
+        found = "one example" if len(values) == 1 else f"{len(values):,} examples, all with the value {values[0]:.3g}"
+        raise InputError(f"{dataset}: {kind} has {found}: no density can be drawn. Give more examples.")
+    return values
+
+
+def _density(values: NDArray[np.float64], grid: NDArray[np.float64], reflect: bool) -> NDArray[np.float64]:
+    density = gaussian_kde(values)
+    return np.asarray(density(grid) + density(-grid) if reflect else density(grid))

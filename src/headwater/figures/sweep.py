@@ -1,0 +1,201 @@
+"""Sweeps: layer × position or layer × head as a heat map, or a curve over one axis.
+
+The colour scale diverges from 0 and reaches equally far both ways. Cells without a value (edges that no layer could
+see) are hatched, never shown as zero. Several examples are averaged; a curve carries their bootstrap interval.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from headwater.errors import InputError
+from headwater.figures.style import FAINT, style
+
+if TYPE_CHECKING:
+    from headwater.patching.sweep import Sweep
+
+DIVERGING = "RdBu_r"
+UNSEEN, HATCH = "#f4f4f4", "#cfcfcf"
+TITLES = {"edges": "attention severed"}
+LABELS = {"layer": "Layer", "position": "Position", "head": "Head", "key": "Key"}
+CURVES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def plot_sweep(
+    sweep: Sweep,
+    ax: Axes | None = None,
+    *,
+    site: str | None = None,
+    metric: str | None = None,
+    value: str = "effect",
+    **fixed: int,
+) -> Axes | Figure:
+    """Draw a sweep.
+
+    Args:
+        sweep: what `hw.patch` or `hw.knockout` gave.
+        ax: where to draw; only for a single panel.
+        site: draw this site alone; default: a panel for each.
+        metric: draw this metric alone; default: a panel for each.
+        value: `effect` or `normalized_effect`.
+        **fixed: `layer=`, `position=`, `head=` or `key=`: draw this one alone (needed where there are three axes).
+
+    Raises:
+        InputError: there is nothing of that name, or more than a figure can show.
+    """
+    table = sweep.table
+    for column, wanted in {"site": site, "metric": metric, **fixed}.items():
+        if wanted is not None:
+            if column not in table.columns or not (table[column] == wanted).any():
+                raise InputError(f"This sweep has no {column} {wanted!r}.")
+            table = table[table[column] == wanted]
+    if value not in table.columns:
+        raise InputError(f"This sweep has no column {value!r}; use 'effect'.")
+    panels = list(table.groupby(["site", "metric"], sort=False))
+    if ax is not None and len(panels) > 1:
+        raise InputError(f"This sweep has {len(panels)} panels; choose one with site= and metric=, or pass no ax.")
+    with style():
+        if ax is not None:
+            (name, part), axes = panels[0], [ax]
+            _panel(ax, part, name, value, sweep, fixed)
+            return ax
+        figure, axes = _figure(panels, fixed)
+        for one, (name, part) in zip(axes, panels, strict=True):
+            _panel(one, part, name, value, sweep, fixed)
+    return axes[0] if len(panels) == 1 else figure
+
+
+def _figure(panels: list[Any], fixed: dict[str, int]) -> tuple[Figure, list[Axes]]:
+    n_metrics = len({metric for (_, metric), _ in panels})
+    columns = n_metrics if n_metrics > 1 else min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    sizes = [_size(part, fixed) for _, part in panels]
+    width, height = max(w for w, _ in sizes), max(h for _, h in sizes)
+    figure = plt.figure(figsize=(columns * width, rows * height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for spare in axes[len(panels) :]:
+        spare.remove()
+    return figure, axes[: len(panels)]
+
+
+def _size(part: pd.DataFrame, fixed: dict[str, int]) -> tuple[float, float]:
+    """A panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
+    axes = _axes(part, fixed)
+    if len(axes) != 2:
+        return 3.4, 2.4
+    across = part[axes[1]].nunique()
+    down = part[axes[0]].nunique()
+    return float(np.clip(1.4 + 0.24 * across, 2.8, 9)), float(np.clip(1.1 + 0.17 * down, 2.2, 7))
+
+
+def _axes(part: pd.DataFrame, fixed: dict[str, int]) -> list[str]:
+    """The axes a panel runs over."""
+    held = [name for name in LABELS if name in part.columns and name not in fixed]
+    return [name for name in held if part[name].notna().any()]
+
+
+def _panel(ax: Axes, part: pd.DataFrame, name: Any, value: str, sweep: Sweep, fixed: dict[str, int]) -> None:
+    axes = _axes(part, fixed)
+    label = _value_label(str(name[1]), value)
+    if len(axes) == 2:
+        _heat_map(ax, part, axes, value, label, sweep)
+    elif len(axes) == 1:
+        _curve(ax, part, axes[0], value, label, sweep)
+    else:
+        raise InputError(
+            f"This sweep runs over {len(axes)} axes; a figure shows one or two. Fix one, as in sweep.plot(head=0)."
+        )
+    settings = "".join(f", {axis} {index}" for axis, index in fixed.items())
+    examples = part["example"].nunique() if "example" in part.columns else 1
+    counted = f" (n = {examples:,})" if examples > 1 else ""
+    ax.set_title(f"{TITLES.get(name[0], name[0])}{settings}{counted}")
+
+
+def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], value: str, label: str, sweep: Sweep) -> None:
+    means = part.pivot_table(index=axes[0], columns=axes[1], values=value, aggfunc="mean", dropna=False)
+    held = means.to_numpy(dtype=float)
+    limit = float(np.nanmax(np.abs(held))) if np.isfinite(held).any() else 1.0
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    if np.isnan(held).any():
+        ax.patch.set(facecolor=UNSEEN, edgecolor=HATCH, hatch="//////", linewidth=0)
+    mesh = ax.pcolormesh(np.ma.masked_invalid(held), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
+    tokens = _shared_tokens(part, sweep)
+    if tokens is not None and axes[0] == "position":
+        ax.set_yticks(np.arange(len(means)) + 0.5, [shown(tokens[int(i)]) for i in means.index])
+        ax.tick_params(axis="y", length=0)
+        ax.invert_yaxis()
+    else:
+        _index_ticks(ax.yaxis, means.index.to_numpy())
+    if tokens is not None and axes[1] in ("position", "key"):
+        ax.set_xticks(np.arange(means.shape[1]) + 0.5, [shown(tokens[int(i)]) for i in means.columns])
+        ax.tick_params(axis="x", rotation=60, length=0)
+        for tick in ax.get_xticklabels():
+            tick.set_horizontalalignment("right")
+            tick.set_rotation_mode("anchor")
+    else:
+        _index_ticks(ax.xaxis, means.columns.to_numpy())
+    ax.set_ylabel("Query" if "key" in axes and axes[0] == "position" else LABELS[axes[0]])
+    ax.set_xlabel("" if tokens is not None and axes[1] == "position" else LABELS[axes[1]])
+    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label(label)
+
+
+def _curve(ax: Axes, part: pd.DataFrame, axis: str, value: str, label: str, sweep: Sweep) -> None:
+    columns = [name for name in (axis, "window") if name in part.columns]
+    from headwater.patching.statistics import summarize
+
+    summary = summarize(part, columns, value, 0.95, 0).sort_values(axis)
+    places = summary[axis].to_numpy(dtype=float)
+    ax.axhline(0, color=FAINT, linewidth=0.6)
+    if summary["low"].notna().any():
+        bounds = summary["low"].to_numpy(dtype=float), summary["high"].to_numpy(dtype=float)
+        ax.fill_between(places, *bounds, color=CURVES[0], alpha=0.18, linewidth=0)
+    ax.plot(places, summary["mean"], color=CURVES[0], marker="o", markersize=2.6)
+    missing = summary["mean"].isna().to_numpy()
+    for i, place in enumerate(places[missing]):
+        look: dict[str, Any] = {"facecolor": UNSEEN, "edgecolor": HATCH, "hatch": "//////", "linewidth": 0}
+        ax.axvspan(place - 0.5, place + 0.5, label="edges not visible" if i == 0 else None, **look)
+    if missing.any():
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
+    tokens = _shared_tokens(part, sweep) if axis == "position" else None
+    if tokens is not None:
+        ax.set_xticks(places, [shown(tokens[int(i)]) for i in places], rotation=60, ha="right", rotation_mode="anchor")
+    else:
+        ax.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))  # type: ignore[attr-defined]
+        ax.set_xlabel(LABELS[axis])
+    ax.set_ylabel(label)
+
+
+def shown(token: str) -> str:
+    """A token as an axis label: its spaces and line breaks made visible, long ones cut."""
+    text = token.replace("\n", "↵").replace("\t", "⇥").replace("$", r"\$")
+    text = "␣" if text == " " else text.strip() or repr(token)
+    return text if len(text) <= 14 else text[:13] + "…"
+
+
+def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
+    """The tokens of the examples drawn, "…" where they differ; None where they are of different lengths."""
+    drawn = {tuple(sweep.tokens[i]) for i in part["example"].unique()} if len(sweep.tokens) else set()
+    if len({len(tokens) for tokens in drawn}) != 1:
+        return None
+    return tuple(column[0] if len(set(column)) == 1 else "…" for column in zip(*drawn, strict=True))
+
+
+def _value_label(metric: str, value: str) -> str:
+    name = metric.replace("_", " ").replace("kl ", "KL ")
+    return f"Effect on {name}" if value == "effect" else f"Normalized effect on {name}"
+
+
+def _index_ticks(axis: Any, indices: np.ndarray) -> None:
+    step = max(1, -(-len(indices) // 16))
+    axis.set_ticks(np.arange(0, len(indices), step) + 0.5, [str(i) for i in indices[::step]])
+    axis.set_tick_params(length=0)

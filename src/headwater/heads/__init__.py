@@ -1,0 +1,1 @@
+"""Heads: classify attention heads from their parameters."""

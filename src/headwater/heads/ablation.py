@@ -1,0 +1,297 @@
+"""Does a relation need the heads that implement it? Ablation, beside random heads and beside other relations.
+
+Elhelo & Geva (ACL 2025), second experiment, with layer-matched random heads and a second way to ablate.
+
+1. The relation's items become prompts: some examples, then the source; the next token should be the target. Measured
+   are the accuracy (is the most likely token accepted?) and the logit difference (first accepted target minus a foil,
+   the target of another item).
+2. The relation's heads, strongest first by static score, are removed at the last position: their z is set to zero, or
+   to its mean over the same prompts. First one head, then two, four, ..., all.
+3. The same number of other heads, drawn at random from the same layers, is removed instead, several times.
+4. All the relation's heads are removed on control relations: by default up to five that share less than 15 % of their
+   heads with it, and on which the model is within 20 points as accurate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from headwater.errors import InputError, did_you_mean
+from headwater.heads.classify import HeadMap
+from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
+from headwater.heads.relations import Relation
+from headwater.models.hooked import Hook, HookedModel
+from headwater.results import Result, RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+METHODS = ("zero", "mean")
+MAX_CONTROLS = 5
+MAX_OVERLAP = 0.15
+MAX_ACCURACY_GAP = 0.2
+
+Heads = Sequence[tuple[int, int]]
+"""(layer, head) pairs."""
+
+
+@dataclass(frozen=True, repr=False)
+class HeadAblation(Result):
+    """What `ablate_heads` returns.
+
+    Attributes:
+        table: a row per run: `task` (the relation asked for), `role` ("relation" or "control"), `removed` ("none",
+            "relation heads" or "random heads"), `draw` (of the random heads, else 0), `n_heads` removed, `accuracy`,
+            `logit_difference`, `items`.
+        heads: the relation's heads in the order of their removal: `layer, head, score`.
+        relation: its name.
+        run: what made it.
+    """
+
+    table: pd.DataFrame
+    heads: pd.DataFrame
+    relation: str
+    run: RunRecord
+
+    def summary(self) -> pd.DataFrame:
+        """Return a row per role, what was removed and number of heads: means over draws or controls, and deviations."""
+        grouped = self.table.groupby(["role", "n_heads", "removed"], sort=False)[["accuracy", "logit_difference"]]
+        return grouped.mean().join(grouped.std().add_suffix("_sd")).reset_index()
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw accuracy against the number of heads removed: the relation's heads, random heads, and the controls."""
+        from headwater.figures.validation import plot_ablation
+
+        return plot_ablation(self, ax)
+
+
+def ablate_heads(
+    model: HookedModel,
+    head_map: HeadMap,
+    relation: str,
+    *,
+    relations: str | Path | Sequence[Relation] | None = None,
+    top: int | None = None,
+    method: str = "zero",
+    template: str = "Input: {source} Output:",
+    shots: int = 3,
+    draws: int = 5,
+    controls: Sequence[str] | None = None,
+    seed: int = 0,
+    batch_size: int = 64,
+    progress: bool = True,
+) -> HeadAblation:
+    """Remove a relation's heads and see what that costs, on the relation and elsewhere.
+
+    Args:
+        model: the model that was classified.
+        head_map: says which heads implement what.
+        relation: the relation's name.
+        relations: what `classify_heads` was given, if it was given relations.
+        top: how many heads, by score; by default all that implement the relation.
+        method: "zero" or "mean".
+        template: what asks for a target, with one `{source}` behind a space (relations are about words behind a space);
+            the target comes next.
+        shots: examples in front of each question.
+        draws: sets of layer-matched random heads.
+        controls: names of control relations; by default they are chosen as the module says.
+        seed: of examples, foils and random heads.
+        batch_size: prompts in a run.
+        progress: show a bar.
+
+    Raises:
+        ModelError: the map is of another model.
+        InputError: the relation is not in the map, no head implements it, or an option does not exist.
+    """
+    if method not in METHODS:
+        raise InputError(f"method={method!r} does not exist.{did_you_mean(method, METHODS)}")
+    known = relations_of(model, head_map, relations)
+    for name in (relation, *(controls or ())):
+        if name not in known:
+            raise InputError(f"The head map has no relation {name!r}.{did_you_mean(name, known)}")
+    ranked = _ranked_heads(head_map, relation, top)
+    heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
+    names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
+    tasks = {name: task_prompts(model, known[name][0], template, shots, seed) for name in names}
+    bench = _Bench(model, method, batch_size)
+    base = {name: bench.measure(task) for name, task in tasks.items()}
+    chosen = list(controls) if controls is not None else _comparable(base, relation)
+    rng = np.random.default_rng(seed)
+    random = [layer_matched(heads, model.shape.n_layers, model.shape.n_heads, rng) for _ in range(draws)]
+    rows = [_row(name, relation, "none", 0, 0, base[name], tasks[name]) for name in (relation, *chosen)]
+    for task, removed, draw, part in tqdm(
+        list(_runs(relation, chosen, heads, random)), desc="Ablating heads", unit="run", disable=not progress
+    ):
+        rows.append(_row(task, relation, removed, draw, len(part), bench.measure(tasks[task], part), tasks[task]))
+    run = RunRecord.of(
+        "ablate_heads",
+        model,
+        options={
+            "relation": relation,
+            "top": top,
+            "method": method,
+            "template": template,
+            "shots": shots,
+            "draws": draws,
+            "controls": chosen,
+            "head_map": head_map.run.options,
+        },
+        seed=seed,
+    )
+    return HeadAblation(pd.DataFrame(rows), ranked, relation, run)
+
+
+def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """Draw as many other heads, from the same layers one by one, or the nearest layer where one has too few.
+
+    Args:
+        heads: the heads to match; none of them is drawn.
+        n_layers: layers of the model.
+        n_heads: heads of a layer.
+        rng: where the draw comes from.
+
+    Raises:
+        InputError: there are not as many other heads.
+    """
+    free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
+    if sum(map(len, free.values())) < len(heads):
+        raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
+    own = {
+        layer: list(rng.permutation(free[layer])[:count])
+        for layer, count in Counter(layer for layer, _ in heads).items()
+    }
+    for layer, drawn in own.items():
+        free[layer] = [head for head in free[layer] if head not in drawn]
+    matched = []
+    for layer, _ in heads:
+        source = layer
+        if own[layer]:
+            head = own[layer].pop()
+        else:
+            source = min((other for other in free if free[other]), key=lambda other: (abs(other - layer), other))
+            head = free[source].pop(int(rng.integers(len(free[source]))))
+        matched.append((source, int(head)))
+    return matched
+
+
+def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"] | None) -> list[Hook]:
+    """Return hooks that set z of these heads, at one position per row, to zero or to given means.
+
+    Args:
+        heads: which heads.
+        last: the position in each row.
+        means: what z is set to; None: zero.
+    """
+    by_layer: dict[int, list[int]] = {}
+    for layer, head in heads:
+        by_layer.setdefault(layer, []).append(head)
+
+    def replace(z: Tensor, hook: object, layer: int) -> Tensor:
+        z, chosen = z.clone(), torch.tensor(by_layer[layer], device=z.device)
+        rows = torch.arange(len(last), device=z.device)[:, None]
+        z[rows, last.to(z.device)[:, None], chosen] = means[layer].to(z)[chosen] if means is not None else 0.0
+        return z
+
+    return [(f"blocks.{layer}.attn.hook_z", partial(replace, layer=layer)) for layer in by_layer]
+
+
+@dataclass
+class _Bench:
+    """Runs tasks with heads removed."""
+
+    model: HookedModel
+    method: str
+    batch_size: int
+
+    def measure(self, task: TaskPrompts, heads: Heads = ()) -> tuple[float, float]:
+        """Return the accuracy and the mean logit difference."""
+        means = self._means(task, heads) if heads and self.method == "mean" else None
+        right, difference = [], []
+        for rows, batch in task.batch.split(self.batch_size):
+            logits = self.model.run(batch, removal(heads, batch.lengths - 1, means), keep="last")[:, 0].float().cpu()
+            best = logits.argmax(-1).tolist()
+            accepted = task.accepted[rows]
+            right += [token in targets for token, targets in zip(best, accepted, strict=True)]
+            first = torch.tensor([targets[0] for targets in accepted])
+            index = torch.arange(len(logits))
+            difference.append(logits[index, first] - logits[index, task.foil[rows]])
+        return float(np.mean(right)), float(torch.cat(difference).mean())
+
+    def _means(self, task: TaskPrompts, heads: Heads) -> Float[Tensor, "layer head d_head"]:
+        """The mean of z at the last position over a task's prompts."""
+        shape = self.model.shape
+        sums = torch.zeros(shape.n_layers, shape.n_heads, shape.d_head)
+
+        def add(z: Tensor, hook: object, layer: int, last: Tensor) -> None:
+            sums[layer] += z[torch.arange(len(last)), last.to(z.device)].float().sum(0).cpu()
+
+        layers = {layer for layer, _ in heads}
+        for _, batch in task.batch.split(self.batch_size):
+            last = batch.lengths - 1
+            hooks = [(f"blocks.{layer}.attn.hook_z", partial(add, layer=layer, last=last)) for layer in layers]
+            self.model.run(batch, hooks, keep="last")
+        return sums / len(task.batch)
+
+
+def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataFrame:
+    """The heads to remove, strongest first; of equal ones the later layer and head first, as published."""
+    rows = head_map.table[head_map.table["relation"] == relation]
+    rows = rows[rows["score"] > 0] if top is not None else rows[rows["implemented"]]
+    rows = rows.sort_values(["score", "layer", "head"], ascending=False, ignore_index=True)
+    if rows.empty:
+        raise InputError(f"No head of {head_map.run.model} implements {relation!r}: pass top= to take the best ones.")
+    return rows[["layer", "head", "score"]].head(top if top is not None else len(rows))
+
+
+def _candidates(head_map: HeadMap, relation: str) -> list[str]:
+    """The other relations whose implementing heads are mostly not this one's."""
+    table = head_map.table[head_map.table["implemented"]]
+    of = {name: set(zip(rows["layer"], rows["head"], strict=True)) for name, rows in table.groupby("relation")}
+    own = of.get(relation, set())
+    names = [name for name in head_map.table["relation"].unique() if name != relation]
+    return [name for name in names if len(own & of.get(name, set())) < MAX_OVERLAP * max(len(own), 1)]
+
+
+def _comparable(base: Mapping[str, tuple[float, float]], relation: str) -> list[str]:
+    """The relations whose accuracy is near enough, the nearest first."""
+    gaps = {name: abs(accuracy - base[relation][0]) for name, (accuracy, _) in base.items() if name != relation}
+    return sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)[:MAX_CONTROLS]
+
+
+def _runs(
+    relation: str, controls: Sequence[str], heads: Heads, random: Sequence[Heads]
+) -> Iterator[tuple[str, str, int, Heads]]:
+    """Yield (task, what is removed, draw, heads) for one head, two, four, ..., all; the controls for all only."""
+    sizes = sorted({min(2**power, len(heads)) for power in range(len(heads).bit_length() + 1)})
+    for size in sizes:
+        yield relation, "relation heads", 0, heads[:size]
+        yield from ((relation, "random heads", draw, drawn[:size]) for draw, drawn in enumerate(random))
+    for control in controls:
+        yield control, "relation heads", 0, heads
+
+
+def _row(
+    task: str, relation: str, removed: str, draw: int, n_heads: int, measured: tuple[float, float], prompts: TaskPrompts
+) -> dict[str, str | int | float]:
+    return {
+        "task": task,
+        "role": "relation" if task == relation else "control",
+        "removed": removed,
+        "draw": draw,
+        "n_heads": n_heads,
+        "accuracy": measured[0],
+        "logit_difference": measured[1],
+        "items": len(prompts.accepted),
+    }

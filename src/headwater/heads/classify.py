@@ -1,0 +1,391 @@
+"""Classify every attention head of a model from its parameters.
+
+Elhelo & Geva, "Inferring Functionality of Attention Heads from their Parameters", ACL 2025. A head with factors W_V,
+W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of n items (s, accepted targets)
+
+    score       = share of items with a target among the k largest entries of m_s
+    suppression = share of items with a target among the k smallest
+
+1. Relations are turned into tokens; pairs whose words are not one token fall out, and so do relations with fewer than
+   30 pairs left (`relations`).
+2. x_s is the token's embedding at layer 0, and from layer 1 on what the first block makes of it.
+3. Every layer's heads are scored on all relations, layer by layer (`scores`).
+4. The null model: what would shuffled targets have scored? p-values, then false-discovery control over heads,
+   relations and both signs (`nulls`).
+5. A rule says which scores count, and the categories of these relations are the head's categories (`categories`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from headwater.errors import InputError, ModelError, did_you_mean
+from headwater.heads.categories import apply_rule, check_rule, head_categories, label_counts
+from headwater.heads.nulls import Numbers, permutation_p_values, q_values, wilson_interval
+from headwater.heads.patterns import attention_classes
+from headwater.heads.relations import MIN_PAIRS, Relation, TokenRelation, load_relations, tokenize_relations
+from headwater.heads.salient import salient_operations
+from headwater.heads.scores import SuitePairs, score_layer, suite_pairs
+from headwater.kernels.ov import OVMaps, longest_column
+from headwater.models.hooked import HookedModel
+from headwater.models.layers_ahead import LayersAhead
+from headwater.models.load import load
+from headwater.models.shape import ModelShape
+from headwater.models.weights import WeightSource, open_weights
+from headwater.results import Result, RunFolder, RunRecord, run_pieces
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+EMBEDDINGS = ("raw", "mlp0", "embed+mlp0", "layer0")
+LLAMA_3_VOCABULARY = 128256
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadMap(Result):
+    """The heads of a model, scored on relations and put into categories."""
+
+    table: pd.DataFrame
+    """A row per layer, head and relation.
+
+    `layer, head, relation, category`; `score, suppression` (0 to 1); `expected, p_value, q_value` of the score under
+    shuffled targets; `pairs`, the number of items; `low, high`, the 95 % interval of the score; `beyond_copying`, the
+    score that counts only items whose target beats the source itself; the same of the suppression side; and what the
+    rule says: `implemented, suppressed, copying`. With `rule="published"` the null model's columns are NaN.
+    """
+    categories: pd.DataFrame
+    """A row per layer and head: `categories`, a tuple of names, and `label`, the figure's name for it; with
+    `attention=True` also `previous_token, duplicate_token, induction` (0 to 1) and `attention_class`."""
+    relations: pd.DataFrame
+    """A row per relation: `relation, category, pairs, kept, used, k, note`."""
+    run: RunRecord
+
+    @property
+    def title(self) -> str:
+        """The model's short name."""
+        return Path(self.run.model).name
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values: heads per label, and each relation's heads and best."""
+        found = self.table[self.table["implemented"] | self.table["suppressed"]]
+        heads = found["relation"].value_counts()
+        best = self.table.loc[self.table.groupby("relation", sort=False)["score"].idxmax()].to_dict("records")
+        return {
+            "model": self.run.model,
+            "rule": self.run.options["rule"],
+            "heads": len(self.categories),
+            "labels": label_counts(self.categories),
+            "relations": [
+                {
+                    "relation": row["relation"],
+                    "category": row["category"] if isinstance(row["category"], str) else None,
+                    "pairs": row["pairs"],
+                    "heads": int(heads.get(row["relation"], 0)),
+                    "best_head": f"{row['layer']}.{row['head']}",
+                    "best_score": round(row["score"], 4),
+                }
+                for row in best
+            ],
+            "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
+        }
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw layer by head, a mark per head in the colour of its category."""
+        from headwater.figures.head_map import plot_head_map
+
+        return plot_head_map(self, ax)
+
+    def salient(
+        self,
+        layer: int,
+        head: int,
+        *,
+        model: "HookedModel | str | Path | None" = None,
+        sources: int = 15,
+        targets: int = 5,
+    ) -> pd.DataFrame:
+        """Return the tokens a head writes most strongly about, and what it maps them to.
+
+        Args:
+            layer: the head's layer.
+            head: the head.
+            model: the model these heads belong to; by default it is opened again by its name.
+            sources: how many salient tokens.
+            targets: how many tokens to list for each, written and suppressed.
+
+        Raises:
+            ModelError: the model cannot be opened by its name, or is another one.
+            InputError: the head does not exist.
+        """
+        if model is None:
+            model = load() if self.run.model == "embedded" else self.run.model
+        weights = _open(model)
+        if weights.fingerprint != self.run.fingerprint:
+            raise ModelError(
+                f"{weights.name} is not the model of this head map, {self.run.model}: its weights differ. "
+                "Pass that model as model=."
+            )
+        embedding = self.run.options["embedding"] if layer > 0 else "raw"
+        return salient_operations(weights, layer, head, embedding=embedding, sources=sources, targets=targets)
+
+
+def classify_heads(
+    model: "HookedModel | WeightSource | str | Path",
+    *,
+    relations: str | Path | Sequence[Relation] | None = None,
+    rule: str = "controlled",
+    k: int | None = None,
+    threshold: float = 0.15,
+    embedding: str | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+    multi_token: str | None = None,
+    norm_gain: bool = False,
+    attention: bool = False,
+    device: str | torch.device | None = None,
+) -> HeadMap:
+    """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of them, or none.
+
+    Args:
+        model: a loaded model; or a checkpoint folder or hub name, then read straight from safetensors with one layer in
+            memory at a time.
+        relations: a folder or file of relations, or relations; by default the suite that comes with headwater.
+        rule: "controlled" (score, null model and copying control) or "published" (score alone).
+        k: how many of the largest logits count as a hit; by default 1 for copying relations and 10 for others, on
+            Llama 3 vocabularies 3 and 25.
+        threshold: the score from which on a head implements a relation.
+        embedding: what heads from layer 1 on read for a token: "raw", "mlp0", "embed+mlp0" or "layer0"; by default, as
+            published, "mlp0", and "raw" for the shape of Llama-3.1-70B. Heads of layer 0 read the raw embedding.
+        progress: show a progress bar over layers.
+        out: a folder for the result. It keeps finished layers: an interrupted call, repeated, goes on from there.
+        multi_token: "first" lets the first token stand for a word of several; by default such words fall out.
+        norm_gain: fold the gain of each layer's own norm into what its heads read, and that of the final norm into W_U;
+            left out by default, as published.
+        attention: run the model on repeated random tokens as well, and add what each head attends to (previous token,
+            duplicate token, induction) as columns of `HeadMap.categories`; see `heads.patterns`.
+        device: where a checkpoint is scored; default: a CUDA device if there is one, else the CPU. Scores do not depend
+            on it. A loaded model is scored where it is.
+
+    Raises:
+        ModelError: the model cannot be read, or its weights are NaN or infinite.
+        InputError: a relation file is wrong, no relation keeps 30 pairs, or an option does not exist.
+        RunFolderError: `out` holds another run.
+    """
+    _check_options(rule, k, threshold, embedding)
+    given = load_relations(relations) if relations is None or isinstance(relations, str | Path) else tuple(relations)
+    weights = _open(model, device)
+    tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token)
+    ks = [k or published_k(relation, weights.shape) for relation in given]
+    options = {
+        "relations": _digest(given),
+        "rule": rule,
+        "k": k,
+        "threshold": threshold,
+        "embedding": embedding or published_embedding(weights.shape),
+        "multi_token": multi_token,
+        "norm_gain": norm_gain,
+        "attention": attention,
+    }
+    usable = [(relation, k) for relation, k in zip(tokenized, ks, strict=True) if relation.usable]
+    if not usable:
+        raise _nothing_usable(tokenized, weights.name)
+    folder = RunFolder(out, _record(weights, options)) if out is not None else None
+    if folder and folder.finished:
+        return HeadMap.load(folder.path)
+    bar = tqdm(range(weights.shape.n_layers), desc="Scoring heads", unit="layer", disable=not progress)
+    with LayersAhead(weights) as read_layer:
+        scorer = LayerScorer(
+            weights, read_layer, suite_pairs(*zip(*usable, strict=True)), rule == "controlled", options
+        )
+        layers = list(run_pieces(folder, ((f"layer_{layer:03d}", partial(scorer, layer)) for layer in bar)))
+    table = _table(layers, [relation for relation, _ in usable])
+    table = table.assign(**apply_rule(table, rule, threshold))
+    categories = head_categories(table)
+    if attention:
+        categories = categories.merge(attention_classes(_hooked(model)), on=["layer", "head"])
+    run = folder.run if folder else _record(weights, options)
+    result = HeadMap(table, categories, _coverage(tokenized, ks), run)
+    if folder:
+        folder.finish(result)
+    return result
+
+
+def published_k(relation: Relation, shape: ModelShape) -> int:
+    """Return how many logits counted as a hit in the publication: by relation and vocabulary."""
+    if shape.d_vocab == LLAMA_3_VOCABULARY:
+        return 3 if relation.is_copying else 25
+    return 1 if relation.is_copying else 10
+
+
+def published_embedding(shape: ModelShape) -> str:
+    """Return what heads read for a token in the publication: the first MLP's output, except for Llama-3.1-70B."""
+    is_llama_70b = (shape.n_layers, shape.d_model, shape.d_vocab) == (80, 8192, LLAMA_3_VOCABULARY)
+    return "raw" if is_llama_70b else "mlp0"
+
+
+@dataclass(frozen=True)
+class LayerScorer:
+    """Scores one layer; what all layers share is read once, when first needed."""
+
+    weights: WeightSource
+    read_layer: LayersAhead
+    suite: SuitePairs
+    null: bool
+    options: Mapping[str, Any]
+
+    def __call__(self, layer: int) -> dict[str, Tensor]:
+        """Return what `LayerScores` holds of one layer, by name."""
+        with torch.inference_mode():
+            factors = self.read_layer(layer)
+            x = self._later_embeddings if layer > 0 else self._raw_embeddings
+            if self.options["norm_gain"]:
+                x = x * factors.norm_gain
+            W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
+            maps = OVMaps(x, W_V, W_O, self._unembedding, self._longest)
+            scores = score_layer(maps, self._suite, null=self.null)
+        return {name: value for name, value in vars(scores).items() if value is not None}
+
+    def _as_stored(self, factor: Tensor) -> Tensor:
+        """On a CUDA device a factor of a bfloat16 or float16 model as the model stores it: so tensor cores take it."""
+        is_half = self.weights.dtype in (torch.bfloat16, torch.float16)
+        return factor.to(self.weights.dtype) if factor.is_cuda and is_half else factor
+
+    @cached_property
+    def _suite(self) -> SuitePairs:
+        return self.suite.to(self.weights.device)
+
+    @cached_property
+    def _unembedding(self) -> Tensor:
+        W_U = self.weights.unembedding()
+        if self.options["norm_gain"]:
+            return W_U * self.weights.final_norm_gain()[:, None]
+        return self._as_stored(W_U)
+
+    @cached_property
+    def _longest(self) -> float:
+        return longest_column(self._unembedding)
+
+    @cached_property
+    def _raw_embeddings(self) -> Tensor:
+        return self.weights.effective_embedding(self.suite.source_tokens, "raw")
+
+    @cached_property
+    def _later_embeddings(self) -> Tensor:
+        kind = self.options["embedding"]
+        x = self.weights.effective_embedding(self.suite.source_tokens, kind)
+        if nothing := int((x == 0).all(-1).sum()):
+            raise InputError(
+                f"{self.weights.name}: the {kind!r} embedding of {nothing} of {len(x)} sources is zero, "
+                'so every token would tie. A model without MLPs is read with embedding="raw".'
+            )
+        return x
+
+
+def _record(weights: WeightSource, options: dict[str, Any]) -> RunRecord:
+    return RunRecord.of(
+        "classify_heads",
+        weights,
+        options,
+    )
+
+
+def _open(model: Any, device: str | torch.device | None = None) -> WeightSource:
+    if isinstance(model, str | Path):
+        return open_weights(model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    source = model if isinstance(model, WeightSource) else open_weights(_hooked(model))
+    if device is not None and torch.device(device).type != source.device.type:
+        raise InputError(f"device={device}: this model is on {source.device}, and is scored there; load it elsewhere.")
+    return source
+
+
+def _hooked(model: Any) -> HookedModel:
+    return model if isinstance(model, HookedModel) else load(model)
+
+
+def _check_options(rule: str, k: int | None, threshold: float, embedding: str | None) -> None:
+    check_rule(rule)
+    if k is not None and k < 1:
+        raise InputError(f"k={k}: it is the number of largest logits that count as a hit, at least 1.")
+    if not 0 < threshold <= 1:
+        raise InputError(f"threshold={threshold}: it is a share of pairs, above 0 and at most 1 (published: 0.15).")
+    if embedding is not None and embedding not in EMBEDDINGS:
+        raise InputError(f"The embedding {embedding!r} does not exist.{did_you_mean(embedding, EMBEDDINGS)}")
+
+
+def _nothing_usable(relations: Sequence[TokenRelation], model: str) -> InputError:
+    if not relations:
+        return InputError("No relations were given: give a folder of relations, or none for headwater's own suite.")
+    best = max(relations, key=lambda relation: len(relation.targets))
+    return InputError(
+        f"None of the {len(relations)} relations keeps {MIN_PAIRS} pairs of single tokens with the tokenizer of "
+        f"{model}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). Use relations "
+        'between words of its vocabulary, or multi_token="first".'
+    )
+
+
+def _digest(relations: Sequence[Relation]) -> str:
+    """A hash of the relations: what tells two suites apart in a run record."""
+    content = [[relation.name, relation.category, relation.pairs] for relation in relations]
+    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def _coverage(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:
+    rows = []
+    for tokens, k in zip(relations, ks, strict=True):
+        relation, kept = tokens.relation, len(tokens.targets)
+        note = (
+            "" if tokens.usable else f"left out: {kept} of {len(relation.pairs)} pairs survive, {MIN_PAIRS} are needed"
+        )
+        rows.append((relation.name, relation.category, len(relation.pairs), kept, tokens.usable, k, note))
+    return pd.DataFrame(rows, columns=["relation", "category", "pairs", "kept", "used", "k", "note"])
+
+
+def _table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[TokenRelation]) -> pd.DataFrame:
+    """Put the layers' scores into one table, and add what follows from them: intervals, p-values, q-values."""
+    scores = {name: torch.stack([layer[name] for layer in layers]).numpy() for name in layers[0]}
+    shape = scores["score"].shape
+    layer, head, relation = (index.ravel() for index in np.indices(shape))
+    pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
+    expected, p, q = _null(scores, pairs)
+    low, high = wilson_interval(np.rint(scores["score"] * pairs), pairs)
+    columns = {
+        "layer": layer,
+        "head": head,
+        "relation": np.array([tokens.relation.name for tokens in relations], dtype=object)[relation],
+        "category": np.array([tokens.relation.category for tokens in relations], dtype=object)[relation],
+        "score": scores["score"],
+        "suppression": scores["suppression"],
+        "expected": expected[0],
+        "p_value": p[0],
+        "q_value": q[0],
+        "pairs": pairs.astype(int)[relation],
+        "low": low,
+        "high": high,
+        "beyond_copying": scores["beyond_copying"],
+        "suppression_expected": expected[1],
+        "suppression_p_value": p[1],
+        "suppression_q_value": q[1],
+        "suppression_beyond_copying": scores["suppression_beyond_copying"],
+    }
+    return pd.DataFrame({name: np.ravel(column) for name, column in columns.items()})
+
+
+def _null(scores: Mapping[str, Numbers], pairs: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation]."""
+    observed = np.stack([scores["score"], scores["suppression"]])
+    if "moments" not in scores:
+        unknown = np.full_like(observed, np.nan)
+        return unknown, unknown, unknown
+    moments = np.stack([scores["moments"], scores["suppression_moments"]])
+    p = permutation_p_values(np.rint(observed * pairs), moments)
+    return moments[..., 0] / pairs, p, q_values(p)

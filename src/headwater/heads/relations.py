@@ -1,0 +1,318 @@
+"""Relations: what a head may map a word to, read from files and turned into the token ids of one model.
+
+A relation is a list of pairs (source, accepted targets), e.g. ("France", ("Paris",)), in one of four categories. A
+folder of relations holds, for each, `NAME.json` or `NAME/NAME.json` (the published layout):
+
+- a list of `[source, target]` rows. A source may come twice, as two items. The category is the one `categories.json`
+  (`{name: category}`) gives, else the published one of that name, else none: scored, but it colours no head.
+- or an object `{"name", "category", "description", "provenance", "licence", "pairs": [[source, [target, ...]], ...]}`,
+  each source once. The suite that comes with headwater (Elhelo & Geva, ACL 2025, gathered anew) is written so.
+
+Words are written without the leading space that they get before they are tokenized. A pair survives for a tokenizer
+when its source is exactly one token and at least one of its targets is; a relation is used when at least 30 survive.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from headwater.errors import InputError, did_you_mean
+from headwater.texts import HALF_A_CHARACTER, is_unicode
+
+CATEGORIES = ("algorithmic", "knowledge", "linguistic", "translation")
+MIN_PAIRS = 30
+MULTI_TOKEN = (None, "first")
+PUBLISHED_CATEGORIES = {
+    name: category
+    for category, names in {
+        "algorithmic": "general_copying_english_500 name_copying word_first_letter word_last_letter year_to_following",
+        "knowledge": "country_to_capital_wikidata country_to_official_language_wikidata object_superclass "
+        "product_by_company work_location",
+        "linguistic": "adj_antonym adj_comparative adj_superlative verb_past_tense entity_to_pronoun word_to_synonym "
+        "word_to_homophone word_to_compound",
+        "translation": "english_to_french english_to_spanish",
+    }.items()
+    for name in names.split()
+}
+
+Pair = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, repr=False)
+class Relation:
+    """Pairs of a source word and its accepted targets."""
+
+    name: str
+    category: str | None
+    pairs: tuple[Pair, ...]
+    provenance: str = ""
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the target is the source itself (the published rule: the name says so)."""
+        return "copying" in self.name
+
+    def __repr__(self) -> str:
+        source, targets = self.pairs[0] if self.pairs else ("", ())
+        return f"Relation({self.name}: {len(self.pairs):,} pairs, {source} → {' | '.join(targets)}, ...)"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRelation:
+    """The items of a relation that survive for one tokenizer, as token ids, and those that do not, with the reason."""
+
+    relation: Relation
+    source: Int[Tensor, "item"]
+    targets: tuple[tuple[int, ...], ...]
+    """The accepted target ids of each item, each id once."""
+    dropped: pd.DataFrame
+    """source, target, reason: a row per pair that fell out."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether enough pairs survive for the score to mean something."""
+        return len(self.targets) >= MIN_PAIRS
+
+
+def load_relations(folder: str | Path | None = None) -> tuple[Relation, ...]:
+    """Read every relation of a folder, in the order of their names.
+
+    Args:
+        folder: one file per relation, as the module describes; a single such file; None is the suite that comes with
+            headwater.
+
+    Raises:
+        InputError: nothing there, or a file that breaks the format; the message names file, line and field.
+    """
+    path = Path(folder) if folder is not None else Path(str(files("headwater.heads") / "suite"))
+    if not path.exists():
+        raise InputError(f"The relations folder {path} does not exist.")
+    if path.is_file():
+        return (_read_relation(path, {}),)
+    categories = _read_categories(path / "categories.json")
+    found = sorted(_relation_files(path), key=lambda file: file.stem)
+    if not found:
+        raise InputError(f"{path} holds no relation: expected NAME/NAME.json or NAME.json files there.")
+    relations = tuple(_read_relation(file, categories) for file in found)
+    for name, times in Counter(relation.name for relation in relations).items():
+        if times > 1:
+            raise InputError(
+                f"{path} holds {times} relations named {name!r}: a name may come once. Rename or remove one."
+            )
+    return relations
+
+
+def tokenize_relations(
+    relations: Iterable[Relation], tokenizer: Any, *, multi_token: str | None = None
+) -> tuple[TokenRelation, ...]:
+    """Turn words into token ids, and say which pairs fall out.
+
+    Args:
+        relations: the relations, all of them kept in the result, however few of their pairs survive.
+        tokenizer: the model's tokenizer.
+        multi_token: None drops a word of several tokens; "first" keeps its first token.
+
+    Raises:
+        InputError: an unknown `multi_token`.
+    """
+    if multi_token not in MULTI_TOKEN:
+        raise InputError(f'multi_token={multi_token!r} is not known: it is None or "first".')
+    relations = tuple(relations)
+    pairs = [pair for relation in relations for pair in relation.pairs]
+    words = sorted({word for source, targets in pairs for word in (source, *targets)})
+    tokens = dict(zip(words, word_tokens(tokenizer, words), strict=True))
+    return tuple(_tokenize(relation, tokens, multi_token) for relation in relations)
+
+
+def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of each word as they stand inside a sentence: after a space, without special tokens.
+
+    A tokenizer that itself begins every text with a space (SentencePiece's dummy prefix) is given the bare word. A word
+    with a piece that the vocabulary lacks has no tokens.
+    """
+    if not words:
+        return []
+    first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
+    space = "" if first.startswith(("▁", "Ġ")) else " "
+    encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
+    return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
+
+
+def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], multi_token: str | None) -> TokenRelation:
+    def usable(word: str) -> bool:
+        return len(tokens[word]) == 1 or (multi_token == "first" and len(tokens[word]) > 0)
+
+    sources, targets, dropped = [], [], []
+    for source, accepted in relation.pairs:
+        ids = tuple(dict.fromkeys(tokens[target][0] for target in accepted if usable(target)))
+        if usable(source) and ids:
+            sources.append(tokens[source][0])
+            targets.append(ids)
+        else:
+            word = source if not usable(source) else accepted[0]
+            reason = f"{word!r} is {len(tokens[word])} tokens" if tokens[word] else f"{word!r} is not in the vocabulary"
+            dropped.append((source, " | ".join(accepted), reason))
+    table = pd.DataFrame(dropped, columns=["source", "target", "reason"])
+    return TokenRelation(relation, torch.tensor(sources, dtype=torch.int64), tuple(targets), table)
+
+
+def _relation_files(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.is_file() and entry.suffix == ".json" and entry.name != "categories.json":
+            yield entry
+        elif entry.is_dir() and (entry / f"{entry.name}.json").is_file():
+            yield entry / f"{entry.name}.json"
+        elif entry.is_dir() and (strays := sorted(entry.glob("*.json"))):
+            raise InputError(
+                f"{entry} holds {strays[0].name} but no {entry.name}.json: a relation's file has its folder's name."
+            )
+
+
+def _read_categories(file: Path) -> dict[str, str]:
+    if not file.exists():
+        return {}
+    document = _Document(file)
+    if not isinstance(document.value, dict):
+        raise document.error(0, "expected an object {relation name: category}")
+    for name, (position, category) in document.members().items():
+        _check_category(document, position, f"field {name!r}", category)
+    return document.value
+
+
+def _read_relation(file: Path, categories: Mapping[str, str]) -> Relation:
+    document = _Document(file)
+    if isinstance(document.value, list):
+        name = file.stem
+        category = categories.get(name, PUBLISHED_CATEGORIES.get(name))
+        return Relation(name, category, tuple(_read_pairs(document, 0, unique_sources=False)))
+    if not isinstance(document.value, dict):
+        raise document.error(0, "expected a list of [source, target] rows, or an object with name, category and pairs")
+    members = document.members()
+    for field in ("name", "category", "pairs"):
+        if field not in members:
+            raise document.error(0, f"field {field!r} is missing")
+    position, name = members["name"]
+    if not isinstance(name, str) or not name:
+        raise document.error(position, f"field 'name': expected a name, found {name!r}")
+    position, category = members["category"]
+    if category is not None:
+        _check_category(document, position, "field 'category'", category)
+    pairs = tuple(_read_pairs(document, members["pairs"][0], unique_sources=True))
+    return Relation(name, category, pairs, str(document.value.get("provenance", "")))
+
+
+def _check_category(document: "_Document", position: int, where: str, category: object) -> None:
+    if category not in CATEGORIES:
+        hint = did_you_mean(str(category), CATEGORIES)
+        raise document.error(position, f"{where}: {category!r} is not a category.{hint}")
+
+
+def _read_pairs(document: "_Document", start: int, *, unique_sources: bool) -> Iterator[Pair]:
+    lines: dict[str, int] = {}
+    empty = True
+    for position, row in document.elements(start):
+        empty = False
+        if not isinstance(row, list) or len(row) != 2:
+            raise document.error(position, f"expected a row [source, target], found {_shown(row)}")
+        source, targets = row[0], row[1] if isinstance(row[1], list) else [row[1]]
+        _check_word(document, position, "source", source)
+        if not targets:
+            raise document.error(position, f"target of {source!r}: the list is empty")
+        for target in targets:
+            _check_word(document, position, "target", target)
+        if len(set(targets)) < len(targets):
+            raise document.error(position, f"target of {source!r}: the same word twice in {targets}")
+        if unique_sources and source in lines:
+            raise document.error(
+                position, f"source {source!r} comes again (first in line {lines[source]}): put its targets in one row"
+            )
+        lines[source] = document.line(position)
+        yield source, tuple(targets)
+    if empty:
+        raise document.error(start, "no pairs: the list is empty")
+
+
+def _check_word(document: "_Document", position: int, field: str, word: object) -> None:
+    if not isinstance(word, str):
+        raise document.error(position, f"{field}: expected a word, found {_shown(word)}")
+    if not word or word != word.strip():
+        raise document.error(position, f"{field}: {word!r} is empty, or begins or ends with a space")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class _Document:
+    """A JSON file that knows on which line its parts stand."""
+
+    _space = re.compile(r"[ \t\n\r]*")
+    _decoder = json.JSONDecoder()
+
+    def __init__(self, file: Path):
+        self.file = file
+        try:
+            self.text = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            raise InputError(f"{file}, line {line}: not UTF-8 text. Save the file as UTF-8.") from None
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}.") from None
+        if not self.text.strip():
+            raise InputError(f"{file} is empty.")
+        try:
+            self.value: Any = json.loads(self.text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{file}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}).") from None
+        except (RecursionError, ValueError):
+            raise InputError(f"{file}: not a relation file (nested too deep, or a number without end).") from None
+        if not is_unicode(self.value):
+            raise InputError(f"{file}: {HALF_A_CHARACTER}.")
+
+    def line(self, position: int) -> int:
+        return self.text.count("\n", 0, self._skip(position)) + 1
+
+    def error(self, position: int, what: str) -> InputError:
+        return InputError(f"{self.file}, line {self.line(position)}: {what}" + ("" if what[-1] in ".?" else "."))
+
+    def elements(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield (position, value) for each element of the list that begins at `start`."""
+        position = self._skip(start)
+        if self.text[position] != "[":
+            raise self.error(position, "expected a list of [source, target] rows")
+        position = self._skip(position + 1)
+        while self.text[position] != "]":
+            value, end = self._decoder.raw_decode(self.text, position)
+            yield position, value
+            position = self._after_comma(end)
+
+    def members(self) -> dict[str, tuple[int, Any]]:
+        """Return {key: (position of the value, value)} of the object that the file holds."""
+        found: dict[str, tuple[int, Any]] = {}
+        position = self._skip(self._skip(0) + 1)
+        while self.text[position] != "}":
+            key, end = self._decoder.raw_decode(self.text, position)
+            position = self._skip(self._skip(end) + 1)
+            value, end = self._decoder.raw_decode(self.text, position)
+            found[key] = (position, value)
+            position = self._after_comma(end)
+        return found
+
+    def _skip(self, position: int) -> int:
+        space = self._space.match(self.text, position)
+        return space.end() if space else position
+
+    def _after_comma(self, end: int) -> int:
+        position = self._skip(end)
+        return self._skip(position + 1) if self.text[position] == "," else position

@@ -1,0 +1,152 @@
+"""Score every head of a layer on every relation (Elhelo & Geva, ACL 2025), from parameters alone.
+
+1. `suite_pairs` lays the relations' items out flat, over the union of their source tokens.
+2. For each pair: is the target among the k largest logits that the head's OV map writes for the source (or the k
+   smallest: suppression)? An item with several accepted targets hits when one of them does.
+3. The score is the share of a relation's items that hit. `beyond_copying` counts only hits whose target beats the
+   source token itself, which a head that merely copies cannot do (a target that is the source counts as beating it).
+4. For the null model, every source meets every item's targets: `nulls.permutation_moments` of those hits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headwater.heads.nulls import permutation_moments
+from headwater.heads.relations import TokenRelation
+from headwater.kernels import ov_blocked, ov_sweep
+from headwater.kernels.devices import full_float32
+from headwater.kernels.ov import OVMaps
+
+
+@dataclass(frozen=True)
+class SuitePairs:
+    """The items of several relations, one after the other, and their pairs (source, accepted target)."""
+
+    source_tokens: Int[Tensor, "source"]
+    """The union of the relations' sources: what the heads' embeddings are wanted for."""
+    item_source: Int[Tensor, "item"]
+    """Where each item's source stands in `source_tokens`."""
+    item_relation: Int[Tensor, "item"]
+    pair_item: Int[Tensor, "pair"]
+    pair_target: Int[Tensor, "pair"]
+    k: Int[Tensor, "relation"]
+
+    @property
+    def pair_source(self) -> Int[Tensor, "pair"]:
+        """Where each pair's source stands in `source_tokens`."""
+        return self.item_source[self.pair_item]
+
+    @property
+    def items(self) -> Int[Tensor, "relation"]:
+        """Number of items of each relation."""
+        return self.item_relation.bincount(minlength=len(self.k))
+
+    def grid(self, relation: int) -> ov_sweep.Grid:
+        """Every source of a relation with every target of it."""
+        pairs = self.item_relation[self.pair_item] == relation
+        sources = self.item_source[self.item_relation == relation]
+        return ov_sweep.Grid(sources, self.pair_target[pairs], int(self.k[relation]))
+
+    def to(self, device: torch.device | str) -> "SuitePairs":
+        """Return the same on another device."""
+        return SuitePairs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """One layer's heads on every relation, on the CPU; shares of items in float64."""
+
+    score: Float[Tensor, "head relation"]
+    suppression: Float[Tensor, "head relation"]
+    beyond_copying: Float[Tensor, "head relation"]
+    suppression_beyond_copying: Float[Tensor, "head relation"]
+    moments: Float[Tensor, "head relation moment"] | None = None
+    """`permutation_moments` of the number of hits; None where the null model was not asked for."""
+    suppression_moments: Float[Tensor, "head relation moment"] | None = None
+
+
+def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePairs:
+    """Lay relations out flat.
+
+    Args:
+        relations: relations with at least one item each, as token ids.
+        k: how many of a row's largest (or smallest) logits count as hits, for each relation.
+    """
+    sources, item_source = torch.cat([relation.source for relation in relations]).unique(return_inverse=True)
+    targets = [accepted for relation in relations for accepted in relation.targets]
+    pairs_per_item = torch.tensor([len(accepted) for accepted in targets])
+    items_per_relation = torch.tensor([len(relation.targets) for relation in relations])
+    return SuitePairs(
+        source_tokens=sources,
+        item_source=item_source,
+        item_relation=torch.arange(len(relations)).repeat_interleave(items_per_relation),
+        pair_item=torch.arange(len(targets)).repeat_interleave(pairs_per_item),
+        pair_target=torch.tensor([target for accepted in targets for target in accepted]),
+        k=torch.tensor(k),
+    )
+
+
+def score_layer(maps: OVMaps, suite: SuitePairs, *, null: bool) -> LayerScores:
+    """Score one layer's heads.
+
+    Args:
+        maps: the layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
+        suite: the relations, on the device of `maps`.
+        null: whether the moments under shuffled targets are wanted too; they cost several times the scores.
+    """
+    with torch.inference_mode(), full_float32():
+        source, target = suite.pair_source, suite.pair_target
+        k = suite.k[suite.item_relation[suite.pair_item]]
+        top, bottom = ov_blocked.topk_membership(maps, source, target, k)
+        beyond_top = _beats_source(maps, suite, top, sign=1)
+        beyond_bottom = _beats_source(maps, suite, bottom, sign=-1)
+        shares = [_shares(suite, hits) for hits in (top, bottom, beyond_top, beyond_bottom)]
+        return LayerScores(*shares, *(_null_moments(maps, suite) if null else (None, None)))
+
+
+def _shares(suite: SuitePairs, hits: Bool[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
+    """The share of each relation's items with a hit among their pairs."""
+    items = _any_accepted(hits, suite.pair_item, len(suite.item_source))
+    counts = torch.zeros(len(hits), len(suite.k), dtype=torch.float64, device=hits.device)
+    return (counts.index_add_(1, suite.item_relation, items.double()) / suite.items).cpu()
+
+
+def _any_accepted(
+    hits: Bool[Tensor, "*rows pair"], item: Int[Tensor, "pair"], n_items: int
+) -> Bool[Tensor, "*rows item"]:
+    """Whether any pair of each item hits."""
+    if len(item) == n_items:
+        return hits
+    counts = torch.zeros(*hits.shape[:-1], n_items, dtype=torch.uint8, device=hits.device)
+    return counts.index_add_(-1, item, hits.byte()) > 0
+
+
+def _beats_source(
+    maps: OVMaps, suite: SuitePairs, hits: Bool[Tensor, "head pair"], sign: int
+) -> Bool[Tensor, "head pair"]:
+    """The hits whose target has a greater logit (sign -1: a smaller one) than the source token, or is that token."""
+    head, pair = hits.nonzero(as_tuple=True)
+    source, target = suite.pair_source[pair], suite.pair_target[pair]
+    token = suite.source_tokens[source]
+    lead = ov_blocked.logit_difference(maps, ov_blocked.Triples(head, source, target), token)
+    beyond = torch.zeros_like(hits)
+    beyond[head, pair] = (sign * lead > maps.tie[head, source]) | (target == token)
+    return beyond
+
+
+def _null_moments(
+    maps: OVMaps, suite: SuitePairs
+) -> tuple[Float[Tensor, "head relation moment"], Float[Tensor, "head relation moment"]]:
+    """The moments of the number of hits, and of suppressed hits, were each relation's targets shuffled."""
+    moments: tuple[list[Tensor], list[Tensor]] = [], []
+    hits = ov_sweep.topk_hits(maps, [suite.grid(relation) for relation in range(len(suite.k))])
+    for relation, signs in enumerate(hits):
+        items = suite.item_relation == relation
+        pair_item = suite.pair_item[items[suite.pair_item]]
+        for found, sign in zip(moments, signs, strict=True):
+            found.append(permutation_moments(_any_accepted(sign, pair_item - pair_item[0], int(items.sum()))).cpu())
+    return torch.stack(moments[0], dim=1), torch.stack(moments[1], dim=1)

@@ -1,0 +1,244 @@
+"""Do heads do in a running model what their parameters say? Dynamic scores beside the static ones.
+
+Elhelo & Geva (ACL 2025), first experiment. For a relation's items, each put into several sentences:
+
+1. Run the model. What head h adds at the last position is z_h W_O, with z_h its weighted values there; projected to
+   the vocabulary, without bias and final norm, it is z_h W_O W_U.
+2. An item hits when an accepted target is among the k largest entries (suppression: the k smallest), k as in the
+   static score. The share of items that hit is the dynamic score, per layer, head, relation and template.
+3. With context, attention is as it is. Without context it is forced onto the source token while the rest of the model
+   stays as it was: then z_h is the value vector at the source, so that one run serves both.
+4. Pearson's correlation of static and dynamic scores over heads and templates, per relation, with an interval from
+   Fisher's transformation in which the number of heads, not of heads and templates, counts as the sample size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from scipy.stats import norm
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from headwater.heads.classify import HeadMap
+from headwater.heads.prompts import SourcePrompts, relations_of, source_prompts
+from headwater.heads.relations import Relation, TokenRelation
+from headwater.models.hooked import HookedModel
+from headwater.models.weights import open_weights
+from headwater.results import Result, RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TEMPLATES = (
+    "Somebody asked us about {source} and",
+    "We have never seen {source} like",
+    "The notes on {source} say",
+    "A few words about {source}:",
+)
+CONTEXTS = ("with_context", "without_context")
+TIE = 2.0**-18
+"""Float32 rounding of a projected logit, relative to the product of the norms of its factors."""
+
+
+@dataclass(frozen=True, repr=False)
+class DynamicScores(Result):
+    """What `dynamic_scores` returns.
+
+    Attributes:
+        table: a row per layer, head, relation and template: `category, items, static, static_suppression`, and the
+            dynamic scores `with_context, without_context, with_context_suppression, without_context_suppression`.
+        correlations: a row per relation, sign ("score", "suppression") and context ("with", "without"): `pearson, low,
+            high, heads`; NaN where a score is the same for all heads.
+        run: what made it.
+    """
+
+    table: pd.DataFrame
+    correlations: pd.DataFrame
+    run: RunRecord
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the correlations, a line per relation."""
+        from headwater.figures.validation import plot_correlations
+
+        return plot_correlations(self, ax)
+
+
+def dynamic_scores(
+    model: HookedModel,
+    head_map: HeadMap,
+    *,
+    relations: str | Path | Sequence[Relation] | None = None,
+    templates: Sequence[str] = TEMPLATES,
+    batch_size: int = 64,
+    progress: bool = True,
+) -> DynamicScores:
+    """Score heads by what they write while the model runs, and correlate that with a head map.
+
+    Args:
+        model: the model that was classified.
+        head_map: its static scores; relations and k are taken from there.
+        relations: what `classify_heads` was given, if it was given relations.
+        templates: sentences with one `{source}`, at least a word after it.
+        batch_size: sentences in a run.
+        progress: show a bar.
+
+    Raises:
+        ModelError: the map is of another model.
+        InputError: a relation of the map is not among `relations`, or a template cannot be used.
+    """
+    known = relations_of(model, head_map, relations)
+    weights = open_weights(model)
+    W_U, pieces = weights.unembedding(), []
+    with torch.inference_mode():
+        for tokens, k in tqdm(known.values(), desc="Dynamic scores", unit="relation", disable=not progress):
+            prompts = source_prompts(model, tokens, templates)
+            values = last_values(model, prompts, batch_size)
+            scores = torch.stack(
+                [
+                    score_layer(values[:, layer].to(W_U.device), weights.layer(layer).W_O, W_U, prompts, tokens, k)
+                    for layer in range(model.shape.n_layers)
+                ],
+                dim=2,
+            )
+            pieces.append(_rows(scores, tokens.relation.name, prompts, templates))
+    static = head_map.table[["layer", "head", "relation", "category", "score", "suppression"]]
+    static = static.rename(columns={"score": "static", "suppression": "static_suppression"})
+    table = pd.concat(pieces).merge(static, on=["layer", "head", "relation"], validate="many_to_one")
+    run = RunRecord.of(
+        "dynamic_scores",
+        model,
+        options={"templates": list(templates), "head_map": head_map.run.options},
+    )
+    return DynamicScores(table, correlate(table), run)
+
+
+def last_values(
+    model: HookedModel, prompts: SourcePrompts, batch_size: int
+) -> Float[Tensor, "context layer row head d_head"]:
+    """Return what each head's output at the last position is made of: z as it is, and z were attention on the source.
+
+    The second is the value vector at the source position (of the shared value head, where heads are grouped).
+    """
+    shape, last = model.shape, prompts.batch.lengths - 1
+    values = torch.zeros(len(CONTEXTS), shape.n_layers, len(last), shape.n_heads, shape.d_head)
+
+    def keep(activation: Tensor, hook: object, context: int, layer: int, rows: slice, position: Tensor) -> None:
+        here = activation[torch.arange(len(position)), position.to(activation.device)]
+        values[context, layer, rows] = here.repeat_interleave(shape.n_heads // here.shape[1], dim=1).float().cpu()
+
+    for rows, batch in prompts.batch.split(batch_size):
+        places = {"hook_z": last[rows], "hook_v": prompts.source[rows]}
+        hooks = [
+            (f"blocks.{layer}.attn.{name}", partial(keep, context=context, layer=layer, rows=rows, position=position))
+            for layer in range(shape.n_layers)
+            for context, (name, position) in enumerate(places.items())
+        ]
+        model.run(batch, hooks, keep="last")
+    return values
+
+
+def score_layer(
+    values: Float[Tensor, "context row head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+    W_U: Float[Tensor, "d_model d_vocab"],
+    prompts: SourcePrompts,
+    tokens: TokenRelation,
+    k: int,
+) -> Float[Tensor, "context sign template head"]:
+    """Return the share of items whose target is among the k largest (and k smallest) of z W_O W_U, head by head."""
+    widest = max(len(accepted) for accepted in tokens.targets)
+    padded = torch.tensor([(*accepted, *[accepted[0]] * (widest - len(accepted))) for accepted in tokens.targets])
+    targets = padded[prompts.item].to(W_U.device)
+    in_template = torch.nn.functional.one_hot(prompts.template).double()
+    scores = []
+    for head, output in enumerate(W_O):
+        projection = output @ W_U
+        hits = torch.stack([projected_hits(z[:, head], projection, targets, k) for z in values])
+        scores.append(hits.cpu().double() @ in_template / in_template.sum(0))
+    return torch.stack(scores, dim=-1).float()
+
+
+def projected_hits(
+    z: Float[Tensor, "row d_head"],
+    projection: Float[Tensor, "d_head d_vocab"],
+    targets: Int[Tensor, "row accepted"],
+    k: int,
+    entries: int = 2**24,
+) -> Bool[Tensor, "sign row"]:
+    """Say of each row whether an accepted target is among the k largest, and the k smallest, entries of z @ projection.
+
+    Entries that differ by rounding only are equal, and what equals the target does not stand before it, as in the
+    static score. At most `entries` of the projected rows are in memory at a time.
+    """
+    longest = torch.linalg.vector_norm(projection, dim=0).max()
+    rows = max(entries // projection.shape[1], 1)
+    found = []
+    for part, wanted in zip(z.split(rows), targets.split(rows), strict=True):
+        logits = part @ projection
+        tie = TIE * longest * torch.linalg.vector_norm(part, dim=1)[:, None]
+        own = logits.gather(1, wanted)
+        above = torch.stack([(logits > column[:, None] + tie).sum(1) < k for column in own.T])
+        below = torch.stack([(logits < column[:, None] - tie).sum(1) < k for column in own.T])
+        found.append(torch.stack([above.any(0), below.any(0)]))
+    return torch.cat(found, dim=1)
+
+
+def correlate(table: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
+    """Return Pearson's correlation of static and dynamic scores per relation, sign and context, with its interval."""
+    rows = []
+    for relation, scores in table.groupby("relation", sort=False):
+        n_heads = len(scores[["layer", "head"]].drop_duplicates())
+        for sign, suffix in (("score", ""), ("suppression", "_suppression")):
+            for context in CONTEXTS:
+                r = pearson(scores[f"static{suffix}"].to_numpy(), scores[f"{context}{suffix}"].to_numpy())
+                rows.append(
+                    (relation, sign, context.removesuffix("_context"), r, *fisher_interval(r, n_heads, level), n_heads)
+                )
+    return pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson", "low", "high", "heads"])
+
+
+def pearson(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Return the correlation of two samples; NaN where one of them does not vary."""
+    x, y = x - x.mean(), y - y.mean()
+    size = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / size if size > 1e-12 else float("nan")
+
+
+def fisher_interval(r: float, n: int, level: float) -> tuple[float, float]:
+    """Return the interval of a correlation of n pairs: tanh(artanh r ± z / √(n − 3)); NaN for fewer than four pairs."""
+    if n < 4 or np.isnan(r):
+        return float("nan"), float("nan")
+    half = norm.ppf((1 + level) / 2) / np.sqrt(n - 3)
+    centre = np.arctanh(np.clip(r, -1 + 1e-12, 1 - 1e-12))
+    return float(np.tanh(centre - half)), float(np.tanh(centre + half))
+
+
+def _rows(
+    scores: Float[Tensor, "context sign layer template head"],
+    relation: str,
+    prompts: SourcePrompts,
+    templates: Sequence[str],
+) -> pd.DataFrame:
+    """Lay one relation's scores out, a row per layer, template and head."""
+    n_layers, n_templates, n_heads = scores.shape[2:]
+    index = pd.MultiIndex.from_product(
+        [range(n_layers), range(n_templates), range(n_heads)], names=["layer", "place", "head"]
+    )
+    names = [f"{context}{suffix}" for context in CONTEXTS for suffix in ("", "_suppression")]
+    table = pd.DataFrame(scores.flatten(0, 1).flatten(1).T.double().numpy(), index=index, columns=names).reset_index()
+    place = table.pop("place")
+    items = prompts.template.bincount(minlength=n_templates).numpy()
+    table.insert(2, "relation", relation)
+    table.insert(3, "template", [templates[i] for i in place])
+    table.insert(4, "items", items[place])
+    return table

@@ -1,0 +1,1 @@
+"""Typed einops kernels: tensors in, tensors out. No model, no file, no pandas."""

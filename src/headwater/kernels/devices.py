@@ -1,0 +1,54 @@
+"""What the kernels ask of a device: whether Triton runs there, and float32 products that are float32."""
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether the Triton twin of a kernel is the one for this tensor's device."""
+    return tensor.is_cuda and is_ampere(tensor.device) and _triton_works()
+
+
+@lru_cache
+def is_ampere(device: torch.device) -> bool:
+    """Whether a CUDA device is of the Ampere generation or later: its tensor cores take bfloat16 and TF32."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@lru_cache
+def _triton_works() -> bool:
+    """Whether Triton is there, and the C compiler that it builds its launchers with."""
+    compilers = ("cc", "gcc", "clang")
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply float32 matrices in float32 inside, even where the caller lets torch use fewer bits (TF32, bfloat16)."""
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in float32.
+
+    On CUDA the product of two bfloat16 (or float16) matrices runs on the tensor cores: there the products of the
+    entries are exact, and their sums are taken in float32.
+    """
+    is_half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    if a.is_cuda and is_half and is_ampere(a.device) and torch.__version__ >= "2.8":  # earlier ones cannot give float32
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

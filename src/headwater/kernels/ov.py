@@ -1,0 +1,115 @@
+"""What attention heads map a token to: the OV maps of one layer's heads, and where a target stands in them.
+
+A head that attends to a source s writes m_s = x_s W_V W_O W_U, one logit for each token of the vocabulary (Elhelo &
+Geva, ACL 2025). This file is the formula as it is read: the whole map in float64, then counts. `ov_blocked` and
+`ov_sweep` compute the same without the map.
+
+    rank of t in m_s        greater = #{v != t : m_s[v] > m_s[t]},   smaller = #{v != t : m_s[v] < m_s[t]}
+    t in the top k          greater < k
+    t in the bottom k       smaller < k
+
+Ties. Tokens with equal logits must tie however the sums are associated, so "greater" means greater by more than the
+rounding of the formula itself in float64, `tie` = 2^-46 |x_s| |W_V| |W_O| max_v |W_U[:, v]|. What ties with the target
+is neither greater nor smaller.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+TIE = 2.0**-46
+"""Float64 rounding of the OV formula, relative to the product of its factors' norms."""
+
+
+@dataclass(frozen=True)
+class OVMaps:
+    """The OV maps x W_V W_O W_U of one layer's heads, as their factors, in whatever dtype the model keeps them."""
+
+    x: Float[Tensor, "source d_model"]
+    """What the heads read for each source token."""
+    W_V: Float[Tensor, "kv_head d_model d_head"]
+    W_O: Float[Tensor, "head d_head d_model"]
+    W_U: Float[Tensor, "d_model d_vocab"]
+    longest: float
+    """The norm of W_U's longest column (`longest_column`), the same for every layer of a model."""
+
+    @property
+    def n_heads(self) -> int:
+        """Number of query heads."""
+        return self.W_O.shape[0]
+
+    @property
+    def d_vocab(self) -> int:
+        """Number of tokens."""
+        return self.W_U.shape[1]
+
+    def value_head(self, head: int) -> int:
+        """The value head that a query head reads; several share one when heads are grouped."""
+        return head * self.W_V.shape[0] // self.n_heads
+
+    @cached_property
+    def scale(self) -> Float[Tensor, "head source"]:
+        """|x_s| |W_V| |W_O| max_v |W_U[:, v]| in float64: no term of the formula's sums is larger."""
+        values = torch.linalg.vector_norm(self.W_V, dim=(1, 2), dtype=torch.float64)
+        outputs = torch.linalg.vector_norm(self.W_O, dim=(1, 2), dtype=torch.float64)
+        heads = values.repeat_interleave(len(outputs) // len(values)) * outputs * self.longest
+        return heads[:, None] * torch.linalg.vector_norm(self.x, dim=1, dtype=torch.float64)
+
+    @property
+    def tie(self) -> Float[Tensor, "head source"]:
+        """Logits of a row that differ by no more than this are equal."""
+        return TIE * self.scale
+
+
+def longest_column(W_U: Float[Tensor, "d_model d_vocab"]) -> float:
+    """Return the norm of the longest column of the unembedding."""
+    tiles = W_U.split(8192, dim=1)
+    return max(torch.linalg.vector_norm(tile.float(), dim=0).max().item() for tile in tiles)
+
+
+def ov_logits(maps: OVMaps) -> Float[Tensor, "head source d_vocab"]:
+    """The whole maps in float64: m = x W_V W_O W_U."""
+    W_V = maps.W_V.repeat_interleave(maps.n_heads // maps.W_V.shape[0], dim=0)
+    z = einsum(maps.x.double(), W_V.double(), "source d_model, head d_model d_head -> head source d_head")
+    y = einsum(z, maps.W_O.double(), "head source d_head, head d_head d_model -> head source d_model")
+    return einsum(y, maps.W_U.double(), "head source d_model, d_model d_vocab -> head source d_vocab")
+
+
+def ranks(
+    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"]
+) -> tuple[Int[Tensor, "head pair"], Int[Tensor, "head pair"]]:
+    """Count the tokens with a greater and with a smaller logit than each pair's target, from the whole maps.
+
+    Args:
+        maps: the heads of one layer.
+        source: rows of `maps.x`.
+        target: token ids.
+    """
+    rows = ov_logits(maps)[:, source]
+    index = target.expand(maps.n_heads, -1)[..., None]
+    own, tie = rows.gather(-1, index), maps.tie[:, source, None]
+    rows = rows.scatter(-1, index, torch.nan)
+    return (rows > own + tie).sum(-1), (rows < own - tie).sum(-1)
+
+
+def topk_membership(
+    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
+) -> tuple[Bool[Tensor, "head pair"], Bool[Tensor, "head pair"]]:
+    """Say whether each pair's target is among the k largest, and among the k smallest, logits of its source."""
+    greater, smaller = ranks(maps, source, target)
+    return greater < k, smaller < k
+
+
+def topk_hits(
+    maps: OVMaps, source: Int[Tensor, "item"], target: Int[Tensor, "pair"], k: int
+) -> tuple[Bool[Tensor, "head item pair"], Bool[Tensor, "head item pair"]]:
+    """Say the same for every source with every target of a relation: what shuffled targets would have hit."""
+    n, m = len(source), len(target)
+    top, bottom = topk_membership(
+        maps, source.repeat_interleave(m), target.repeat(n), torch.full((n * m,), k, device=target.device)
+    )
+    return top.unflatten(-1, (n, m)), bottom.unflatten(-1, (n, m))

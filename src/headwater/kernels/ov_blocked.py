@@ -1,0 +1,269 @@
+"""The counts of `ov`, without the maps: where a target stands in x W_V W_O W_U, in a workspace of fixed size.
+
+Three things make it fast. Counting replaces sorting: whether t is in the top k takes one comparison per token. The maps
+stay low rank: x W_V once for every source of the suite, and W_O W_U once for all heads. And almost every pair is out
+after a glance: once k tokens are greater than t and k are smaller, no other token matters.
+
+1. `topk_membership` compares every pair of every head with a sample of the vocabulary.
+2. The few pairs left compute their head's output y = x W_V W_O in float64, and compare y W_U, tile after tile, each as
+   wide as what was seen so far; after every tile those that are out leave.
+3. Pairs that reach the end with a token too near their k-th place to call are decided in float64.
+
+Float32 is trusted up to a margin, `rounding` times the norms of the factors multiplied in float32. A token within the
+margin of the target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype.
+`ov_sweep` goes through the whole vocabulary in the same manner.
+
+On a CUDA device the first glance at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
+factors kept in bfloat16 are multiplied by tensor cores; a workspace some 16 times as large makes launches few.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headwater.kernels.devices import exact_product, full_float32, runs_triton
+from headwater.kernels.ov import OVMaps
+
+ROUNDING = 2.0**-19
+"""Float32 rounding, relative to the norms: 32 units in the last place. Sums that do not cancel (positive factors, 8,192
+numbers) lose up to 12, random ones less than 3."""
+TENSOR_ROUNDING = 2.0**-15
+"""The same of tensor cores, which cut sums off: 512 steps (8,192 numbers) lose up to half a unit each, on average at
+half the sum's final size, and three products of 11-bit parts two units more."""
+FIRST_TILE = 512
+TILE_NUMBERS = 2**22
+"""Most logits at a time (16 MB in float32) on a CPU."""
+FACTOR_NUMBERS = 2**23
+"""Most numbers of one factor converted at a time (64 MB in float64) on a CPU."""
+CUDA_WORKSPACE = 16
+"""How many times as much on a CUDA device."""
+
+
+@dataclass(frozen=True)
+class Triples:
+    """Pairs of chosen heads, head after head."""
+
+    head: Int[Tensor, "triple"]
+    source: Int[Tensor, "triple"]
+    target: Int[Tensor, "triple"]
+
+    def __len__(self) -> int:
+        return len(self.head)
+
+    def __getitem__(self, chosen: slice | Tensor) -> "Triples":
+        return Triples(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+@full_float32()
+def topk_membership(
+    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
+) -> tuple[Bool[Tensor, "head pair"], Bool[Tensor, "head pair"]]:
+    """Say whether each pair's target is among the k largest, and among the k smallest, logits of its source.
+
+    Args:
+        maps: the heads of one layer.
+        source: rows of `maps.x`.
+        target: token ids.
+        k: may differ from pair to pair.
+    """
+    top, bottom = torch.zeros(2, maps.n_heads, len(source), dtype=torch.bool, device=source.device)
+    step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
+    left = [
+        _not_out_at_first_glance(maps, *(part[start : start + step] for part in (source, target, k)))
+        for start in range(0, len(source), step)
+    ]
+    head, pair = torch.cat([top[:, :0], *left], dim=1).nonzero(as_tuple=True)
+    top[head, pair], bottom[head, pair] = settle(maps, Triples(head, source[pair], target[pair]), k[pair])
+    return top, bottom
+
+
+def _not_out_at_first_glance(
+    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
+) -> Bool[Tensor, "head pair"]:
+    """Leave the pairs without k tokens of a sample above the target and k below it."""
+    sample = maps.W_U[:, :: max(1, maps.d_vocab // _sample_size(maps))][:, : _sample_size(maps)].contiguous()
+    margin = (rounding(maps) * maps.scale[:, source]).float()
+    rows, row = source.unique(return_inverse=True)
+    tokens, column = target.unique(return_inverse=True)
+    targets = maps.W_U[:, tokens]
+    z = head_values(maps, maps.x[rows].float())
+    left = torch.empty(margin.shape, dtype=torch.bool, device=margin.device)
+    for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
+        W_O = maps.W_O[heads].flatten(0, 1)
+        to_target = rearrange(
+            exact_product(targets.T, W_O.T), "token (head d_head) -> head token d_head", d_head=z.shape[-1]
+        )
+        to_sample = rearrange(
+            exact_product(W_O, sample), "(head d_head) token -> head d_head token", d_head=z.shape[-1]
+        )
+        if runs_triton(z):
+            above, below = _glance_at_heads(maps, heads, z[:, row], to_target[:, column], to_sample, margin[heads])
+            left[heads] = (above < k) | (below < k)
+            continue
+        for head, W_target, W_sample in zip(heads, to_target, to_sample, strict=True):
+            z_pair = z[maps.value_head(head)][row]
+            own = (z_pair * W_target[column]).sum(-1)
+            above, below = count_beyond(z_pair @ W_sample, own, margin[head])
+            left[head] = (above < k) | (below < k)
+    return left
+
+
+def _glance_at_heads(
+    maps: OVMaps,
+    heads: range,
+    z: Float[Tensor, "kv_head pair d_head"],
+    W_target: Float[Tensor, "block pair d_head"],
+    W_sample: Float[Tensor, "block d_head token"],
+    margin: Float[Tensor, "block pair"],
+) -> Int[Tensor, "2 block pair"]:
+    """Count beyond each pair's own logit for several heads in one launch; a sampled target is within the margin."""
+    from headwater.kernels.ov_triton import count_beyond as count_at_once
+
+    z = z[[maps.value_head(head) for head in heads]]
+    nowhere = torch.full((z.shape[1],), -1, device=z.device)
+    return count_at_once(z, W_sample, (z * W_target).sum(-1), margin, nowhere)
+
+
+def _sample_size(maps: OVMaps) -> int:
+    return FIRST_TILE * (8 if maps.W_U.is_cuda else 1)
+
+
+def settle(
+    maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]
+) -> tuple[Bool[Tensor, "triple"], Bool[Tensor, "triple"]]:
+    """Decide top-k and bottom-k membership of chosen triples: the staged count, then float64 where it is too near."""
+    step = max(1, factor_numbers(maps) // maps.x.shape[1])
+    parts = [
+        _settle(maps, triples[start : start + step], k[start : start + step]) for start in range(0, len(triples), step)
+    ] or [torch.zeros(2, 0, dtype=torch.bool, device=k.device)]
+    top, bottom = torch.cat(parts, dim=1)
+    return top, bottom
+
+
+def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Tensor, "2 triple"]:
+    exact = head_outputs(maps, triples)
+    own64 = token_logits(maps, exact, triples.target)
+    y, own, target = exact.float(), own64.float(), triples.target
+    margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1) + _tie(maps, triples)).float()
+    alive = torch.arange(len(triples), device=k.device)
+    counts = torch.zeros(4, len(triples), device=k.device)
+    start = 0
+    while start < maps.d_vocab and len(alive):
+        stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
+        logits = y[alive] @ maps.W_U[:, start:stop].float()
+        leave_out(logits, target[alive] - start)
+        certain = count_beyond(logits, own[alive], margin[alive])
+        possible = count_beyond(logits, own[alive], -margin[alive])
+        counts[:, alive] += torch.stack([*certain, *possible])
+        alive = alive[(counts[:2, alive] < k[alive]).any(0)]
+        start = stop
+    hit = torch.zeros(2, len(triples), dtype=torch.bool, device=k.device)
+    hit[:, alive] = counts[2:, alive] < k[alive]
+    unsure = alive[((counts[:2, alive] < k[alive]) & ~hit[:, alive]).any(0)]
+    hit[:, unsure] = _exact_counts(maps, exact[unsure], own64[unsure], triples[unsure]) < k[unsure]
+    return hit
+
+
+def _exact_counts(
+    maps: OVMaps, y: Float[Tensor, "triple d_model"], own: Float[Tensor, "triple"], triples: Triples
+) -> Int[Tensor, "2 triple"]:
+    """Count greater and smaller logits over the whole vocabulary in float64."""
+    counts = torch.zeros(2, len(triples), dtype=torch.int64, device=y.device)
+    tie = _tie(maps, triples)
+    start = 0
+    while start < maps.d_vocab and len(triples):
+        stop = min(maps.d_vocab, start + next_width(maps, maps.d_vocab, len(triples)) // 2 + 1)
+        logits = y @ maps.W_U[:, start:stop].double()
+        leave_out(logits, triples.target - start)
+        counts += torch.stack(count_beyond(logits, own, tie)).long()
+        start = stop
+    return counts
+
+
+def head_values(maps: OVMaps, x: Float[Tensor, "source d_model"]) -> Float[Tensor, "kv_head source d_head"]:
+    """Return z = x W_V in the precision of x."""
+    z = x @ rearrange(maps.W_V.to(x.dtype), "kv_head d_model d_head -> d_model (kv_head d_head)")
+    return rearrange(z, "source (kv_head d_head) -> kv_head source d_head", kv_head=len(maps.W_V)).contiguous()
+
+
+def head_outputs(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple d_model"]:
+    """Return y = x_s W_V W_O in float64: what the triple's head writes for its source."""
+    y = torch.empty(len(triples), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
+    heads, counts = triples.head.unique_consecutive(return_counts=True)
+    start = 0
+    for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
+        rows = slice(start, start + count)
+        z = maps.x[triples.source[rows]].double() @ maps.W_V[maps.value_head(head)].double()
+        y[rows] = z @ maps.W_O[head].double()
+        start += count
+    return y
+
+
+def token_logits(
+    maps: OVMaps, y: Float[Tensor, "triple d_model"], token: Int[Tensor, "triple"]
+) -> Float[Tensor, "triple"]:
+    """Return the logit y W_U[:, token] of one token per triple, in float64."""
+    return (y * maps.W_U[:, token].T.double()).sum(-1)
+
+
+def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, "triple"]) -> Float[Tensor, "triple"]:
+    """Return in float64 how far the logit of each triple's target is above that of another token."""
+    step = max(1, factor_numbers(maps) // maps.x.shape[1])
+    differences = [torch.zeros(0, dtype=torch.float64, device=other.device)]
+    for start in range(0, len(triples), step):
+        part = triples[start : start + step]
+        y = head_outputs(maps, part)
+        differences.append(token_logits(maps, y, part.target) - token_logits(maps, y, other[start : start + step]))
+    return torch.cat(differences)
+
+
+def _tie(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple"]:
+    return maps.tie[triples.head, triples.source]
+
+
+def rounding(maps: OVMaps) -> float:
+    """How far float32 is trusted where tensor cores may have multiplied."""
+    return TENSOR_ROUNDING if maps.W_U.is_cuda else ROUNDING
+
+
+def factor_numbers(maps: OVMaps) -> int:
+    """Most numbers of one factor converted at a time on this device."""
+    return FACTOR_NUMBERS * (CUDA_WORKSPACE if maps.W_U.is_cuda else 1)
+
+
+def tile_numbers(maps: OVMaps) -> int:
+    """Most logits at a time on this device."""
+    return TILE_NUMBERS * (CUDA_WORKSPACE if maps.W_U.is_cuda else 1)
+
+
+def next_width(maps: OVMaps, seen: int, rows: int) -> int:
+    """As many tokens as were seen so far, if the tile of W_U and the rows' logits stay within the workspace."""
+    most = min(2 * factor_numbers(maps) // maps.x.shape[1], tile_numbers(maps) // rows)
+    return max(1, min(max(FIRST_TILE, seen), most))
+
+
+def head_blocks(maps: OVMaps, columns: int) -> Iterator[range]:
+    """Blocks of heads whose W_O, and W_O W_U over so many columns, fit the workspace."""
+    size = max(1, 2 * factor_numbers(maps) // (maps.W_O.shape[1] * max(columns, maps.W_O.shape[2])))
+    for start in range(0, maps.n_heads, size):
+        yield range(start, min(start + size, maps.n_heads))
+
+
+def count_beyond(
+    logits: Float[Tensor, "row token"], own: Float[Tensor, "row"], margin: Float[Tensor, "row"]
+) -> tuple[Float[Tensor, "row"], Float[Tensor, "row"]]:
+    """Count the logits above own + margin and below own - margin (as floats: comparison and sum then vectorize)."""
+    beyond = torch.empty_like(logits)
+    above = torch.gt(logits, (own + margin)[:, None], out=beyond).sum(-1)
+    below = torch.lt(logits, (own - margin)[:, None], out=beyond).sum(-1)
+    return above, below
+
+
+def leave_out(logits: Float[Tensor, "row token"], column: Int[Tensor, "row"]) -> None:
+    """Take each row's own target out of the count: nothing compares with NaN."""
+    rows = ((column >= 0) & (column < logits.shape[1])).nonzero()[:, 0]
+    logits[rows, column[rows]] = torch.nan

@@ -1,0 +1,195 @@
+"""Score a file of texts, a few hundred at a time: what is finished is kept, and nothing is held but the scores.
+
+A file is read by the ending of its name: `.jsonl` has a JSON object per line and the text in one of its fields, `.csv`
+a column of texts, anything else a text per line. Rows that cannot be scored keep their place, with a note that says
+why: empty, not UTF-8, no text in the row, nothing in front of the only token.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from headwater.errors import InputError
+from headwater.likelihood.scores import SHARES, memorization_scores
+from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
+from headwater.results import Compute, Result, RunFolder, RunRecord, run_pieces
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from headwater.models.hooked import HookedModel
+
+TEXTS_AT_ONCE = 256
+NO_TEXT = "no text in this row"
+NOTES = ("", EMPTY, NOT_UNICODE, NOTHING_BEFORE, NO_TEXT)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ScoredTexts(Result):
+    """The scores of a file of texts; higher = more likely seen."""
+
+    table: pd.DataFrame
+    """A row per text of the file, in its order: `text` (counted from 0), `zlib_bytes`, `tokens`, `scored`, `windows`,
+    `note`, `clamped`, then a column per score, such as `loss`, `zlib` and `min_k_0.2`; see
+    `headwater.likelihood.scores`."""
+    run: RunRecord
+
+    def summary(self) -> dict[str, Any]:
+        """Count the texts, those that could not be scored, and why."""
+        return {
+            "model": self.run.model,
+            "texts": len(self.table),
+            "scored": int((self.table["scored"] > 0).sum()),
+            "windowed": int((self.table["windows"] > 1).sum()),
+            "not_scored": {n: int(c) for n, c in self.table["note"].value_counts().items() if n},
+            "tokens": int(self.table["scored"].sum()),
+        }
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw how the texts are distributed over Min-K%."""
+        from headwater.figures.likelihood import plot_scored_texts
+
+        return plot_scored_texts(self, ax)
+
+
+def score_file(
+    model: HookedModel,
+    file: str | Path,
+    *,
+    field: str = "text",
+    k: Sequence[float] = SHARES,
+    reference: HookedModel | None = None,
+    lowercase: bool = False,
+    long: str = "window",
+    stride: int | None = None,
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> ScoredTexts:
+    """Score every text of a file.
+
+    Args:
+        model: the model.
+        file: `.jsonl`, `.csv`, or a text per line.
+        field: the field or column that holds the text.
+        k: the shares of lowest tokens.
+        reference: another model, for the score `reference`.
+        lowercase: also read the lowercased texts, for the score `lowercase`.
+        long: what becomes of texts longer than the context: read in windows ("window"), or an "error".
+        stride: how many new tokens each further window scores. Default: half the context.
+        batch_size: texts in one run of the model.
+        progress: show a bar.
+        out: a folder for the result. An interrupted run, repeated with it, continues.
+
+    Raises:
+        InputError: the file does not exist, is empty or has no such column, or an option cannot be used.
+        RunFolderError: `out` holds another run.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise InputError(f"The file of texts {path} does not exist.")
+    options: dict[str, Any] = {"file": _digest(path), "field": field, "k": [float(share) for share in k]}
+    options |= {"reference": reference.fingerprint if reference is not None else None, "lowercase": lowercase}
+    run = RunRecord.of(
+        "score_file",
+        model,
+        options=options | {"long": long, "stride": stride},
+    )
+    folder = RunFolder(out, run) if out is not None else None
+    if folder is not None and folder.finished:
+        return ScoredTexts.load(folder.path)
+    reading = {"long": long, "stride": stride, "batch_size": batch_size, "progress": False}
+
+    def columns_of(texts: list[str | None]) -> dict[str, Tensor]:
+        given = [text if text is not None else "" for text in texts]
+        stats = token_statistics(model, given, **reading)  # type: ignore[arg-type]
+        other = token_statistics(reference, given, **reading) if reference is not None else None  # type: ignore[arg-type]
+        lowered = [text.lower() for text in stats.texts["content"]]
+        lower = token_statistics(model, lowered, **reading) if lowercase else None  # type: ignore[arg-type]
+        wide = memorization_scores(stats, k=k, reference=other, lowercased=lower).wide().drop(columns="text")
+        wide["note"] = [
+            NOTES.index(NO_TEXT if text is None else n) for text, n in zip(texts, wide["note"], strict=True)
+        ]
+        return {str(name): torch.from_numpy(wide[name].to_numpy(copy=True)) for name in wide}
+
+    def work(bar: tqdm) -> Iterator[tuple[str, Compute]]:  # type: ignore[type-arg]
+        for number, texts in enumerate(_chunks(_texts(path, field))):
+            yield f"texts-{number:08d}", partial(columns_of, texts)
+            bar.update(len(texts))
+
+    with tqdm(desc="Scoring", unit="text", disable=not progress) as bar:
+        pieces = list(run_pieces(folder, work(bar)))
+    if not pieces:
+        raise InputError(f"{path} holds no texts.")
+    result = ScoredTexts(_table(pieces), folder.run if folder is not None else run)
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def _texts(path: Path, field: str) -> Iterator[str | None]:
+    """Read texts one after the other; None for a row without one. Bytes that are not UTF-8 become lone surrogates."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        if path.suffix == ".csv":
+            csv.field_size_limit(2**27)
+            rows = csv.DictReader(lines)
+            if field not in (rows.fieldnames or ()):
+                raise InputError(
+                    f"{path} has no column {field!r}; it has {', '.join(rows.fieldnames or ()) or 'none'}."
+                )
+            yield from (row.get(field) for row in rows)
+        elif path.suffix == ".jsonl":
+            yield from (_field_of(line, field) for line in lines if line.strip())
+        else:
+            yield from (line.rstrip("\r\n") for line in lines)
+
+
+def _field_of(line: str, field: str) -> str | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    text = value.get(field) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _chunks(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
+    while chunk := list(itertools.islice(texts, TEXTS_AT_ONCE)):
+        yield chunk
+
+
+def _table(pieces: Sequence[dict[str, Tensor]]) -> pd.DataFrame:
+    columns = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
+    columns["note"] = np.array(NOTES, dtype=object)[columns["note"]]
+    table = pd.DataFrame(columns)
+    table.insert(0, "text", range(len(table)))
+    first = ["text", "tokens", "scored", "windows", "note", "zlib_bytes", "clamped"]
+    return table[[*first, *sorted(map(str, table.columns.drop(first)), key=_place)]]
+
+
+def _place(name: str) -> tuple[int, float]:
+    """Order scores: kinds as documented, then K (safetensors give columns back in an order of their own)."""
+    kinds = ("loss", "perplexity", "zlib", "lowercase", "reference", "min_k", "min_k++", "gap_k")
+    if name in kinds:
+        return kinds.index(name), 0.0
+    kind, _, share = name.rpartition("_")
+    return kinds.index(kind), float(share)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -1,0 +1,275 @@
+"""Memorization by the depth of questions: DepthQA's figure, for any model and any graph of questions.
+
+Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, §4; Min-K% of Shi et al., ICLR 2024.
+
+1. Write every question, or an answer behind its question, as the model reads it (`framing`).
+2. Take the likelihood statistics of the tokens of the span, at the final layer and at any others (`statistics`), and
+   score them: Min-K% and its relatives (`scores`). Higher = more likely seen; the figure draws minus Min-K%.
+3. Average over each graph's questions of a depth (`aggregate="group"`), or keep questions apart ("node").
+4. Score answers from 1 to 5 (`answering`); discrepancies between neighbouring depths, and the gap of a deepest question
+   to the questions it builds on (`discrepancy`).
+5. Quartile groups of the deepest questions: drawn Min-K% at most its first quartile (25), or at least its third (75).
+6. Compare, with controls and intervals (`comparisons`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from headwater.errors import InputError, did_you_mean
+from headwater.likelihood.answering import Judge, answered_and_scored, plan_of
+from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
+from headwater.likelihood.depth import DepthGraph
+from headwater.likelihood.discrepancy import discrepancies, judged
+from headwater.likelihood.framing import SPANS, frame_of
+from headwater.likelihood.report import report
+from headwater.likelihood.resampling import Graphs
+from headwater.likelihood.scores import checked_shares
+from headwater.likelihood.scoring import Scored, Scoring
+from headwater.likelihood.statistics import Layers, Lens, chosen_layers, lens_name
+from headwater.results import Result, RunFolder, RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from headwater.models.hooked import HookedModel
+
+AGGREGATES = ("group", "node")
+DRAWS = 1000
+FIRST_COLUMNS = (
+    "group", "id", "depth", "question_id", "question", "answer", "predecessors", "successors", "tokens", "scored",
+    "windows", "note",
+)  # fmt: skip
+JUDGED_COLUMNS = (
+    "model_answer", "score", "predecessor_score", "successor_score", "forward", "backward", "backward_first", "gap",
+    "quartile",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DepthProfile(Result):
+    """How likely a model has seen the questions of each depth, and how well it answers them.
+
+    Scores are "higher = more likely seen" everywhere but in the figure, which draws minus Min-K% as it was published.
+    """
+
+    table: pd.DataFrame
+    """A row per node: `group, id, depth, question, answer` (the accepted one that is scored), `tokens, scored` (of the
+    span), `note` (why nothing was scored); a column per score: `loss, zlib, min_k_0.2, min_k++_0.2, gap_k_0.2` and so
+    on, `min_k_0.2_shuffled`; `model_answer, score` (1 to 5); `predecessor_score, successor_score, forward, backward,
+    backward_first, gap`; `quartile` (25, 75, or 0 between them and above no other depth)."""
+    depthwise: pd.DataFrame
+    """What the boxes are drawn of: a row per graph and depth, or per node: `group, depth`, the scores, `nodes`."""
+    by_layer: pd.DataFrame
+    """A row per layer, depth and score: `layer, depth, score, value, low, high`, the mean over `depthwise` rows."""
+    judged: pd.DataFrame
+    """Accuracy and discrepancies, see `headwater.likelihood.discrepancy.judged`."""
+    comparisons: pd.DataFrame
+    """Differences between depths and their controls, see `headwater.likelihood.comparisons`."""
+    tokens: pd.DataFrame
+    """A row per scored token at the final layer: `id` (of the first node with this text), `position, token,
+    log_probability`, `lowest` (whether Min-K% is a mean over it)."""
+    run: RunRecord
+
+    @property
+    def main(self) -> str:
+        """The score of the figure."""
+        return f"min_k_{self.run.options['k'][0]:g}"
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The depths of the questions, shallowest first."""
+        return tuple(sorted(self.table["depth"].unique().tolist()))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values; Min-K% with the figure's sign."""
+        drawn = -self.depthwise.groupby("depth")[self.main].median()
+        overall = self.judged[(self.judged["depths"] == "all") | (self.judged["measure"] == "accuracy")]
+        return {
+            "model": self.run.model,
+            "graph": self.run.options["graph"],
+            "nodes": len(self.table),
+            "graphs": int(self.table["group"].nunique()),
+            "not_scored": {str(n): int(c) for n, c in self.table["note"].value_counts().items() if n},
+            "windowed": int((self.table["windows"] > 1).sum()),
+            "without_judge_score": int(self.table["score"].isna().sum()),
+            "median_min_k": {str(depth): _rounded(value) for depth, value in drawn.items()},
+            "judged": {
+                f"{row['measure']} {row['depths']}": _rounded(row["value"]) for row in overall.to_dict("records")
+            },
+            "score_gap": {
+                row["control"]: _rounded(row["value"])
+                for row in self.comparisons[self.comparisons["measure"] == "gap"].to_dict("records")
+            },
+        }
+
+    def report(self) -> list[str]:
+        """Return what holds on this model and what does not, in plain sentences made of the numbers."""
+        return report(self)
+
+    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+        """Draw Min-K% by depth and the density of the score gap; on a given `ax`, the boxes alone."""
+        from headwater.figures.depth_profile import depth_profiles, plot_boxes
+
+        return depth_profiles([self]) if ax is None else plot_boxes(self, ax)
+
+
+def memorization(
+    model: HookedModel,
+    graph: DepthGraph,
+    *,
+    span: str = "answer",
+    context: str = "raw",
+    aggregate: str = "group",
+    layers: Layers = "final",
+    k: float | Sequence[float] = 0.2,
+    lens: Lens = "logit",
+    answers: str | None = None,
+    judge: Judge = None,
+    prompt: str | None = None,
+    max_new_tokens: int = 32,
+    quartiles: str = "node",
+    controls: bool = True,
+    seed: int = 0,
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> DepthProfile:
+    """Measure memorization by question depth.
+
+    Args:
+        model: the model.
+        graph: what `load_depth_graph` returned.
+        span: what is scored: the "question", the accepted "answer" given the question, the "model_answer" given the
+            question, or "both", the question and the accepted answer.
+        context: "raw" (in `prompt`) or "chat" (in the chat template).
+        aggregate: what a box of the figure holds: a value per graph and depth ("group"), or per question ("node").
+        layers: "final", "all", a layer or several; the final one is always read.
+        k: the share of lowest tokens of Min-K% and its relatives; of several, the figure draws the first.
+        lens: how layers are read, see `token_statistics`.
+        answers: the answers that are judged: those in the data ("data"), or the "model"'s own. Default: the data's,
+            where there are any.
+        judge: a function of question, accepted answers and answer that gives 1 to 5 or None; "label" for label match
+            (5 or 1). Default: the scores in the data, else label match where accepted answers are short.
+        prompt: of a raw context, a text with one `{question}`. Default: "Q: {question}" and "A:" on two lines.
+        max_new_tokens: the model's own answers are cut off after so many tokens.
+        quartiles: Min-K% that makes the quartile groups: of the deepest question itself ("node"), or the average over
+            all questions of its graph ("group").
+        controls: score shuffled texts too; doubles the work.
+        seed: of shuffling and of the bootstrap.
+        batch_size: texts in one run of the model.
+        progress: show bars.
+        out: a folder for the result. An interrupted run, repeated with it, continues.
+
+    Raises:
+        InputError: an option cannot be used, or there is nothing to score.
+        RunFolderError: `out` holds another run.
+    """
+    if not isinstance(graph, DepthGraph):
+        raise InputError(f"graph must be what hw.load_depth_graph returns, found a {type(graph).__name__}.")
+    _check_choices(span=(span, SPANS), aggregate=(aggregate, AGGREGATES), quartiles=(quartiles, AGGREGATES))
+    frame = frame_of(model, context, prompt)
+    plan = plan_of(graph, answers, judge, span)
+    shares = checked_shares([k] if isinstance(k, int | float) else k)
+    read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
+    options = {
+        "graph": graph.name, "nodes": _digest(graph), "span": span, "context": context, "frame": list(frame),
+        "aggregate": aggregate, "layers": read, "k": shares, "answers": plan.answers, "scores": plan.scores,
+        "lens": lens_name(lens), "judge": getattr(judge, "__qualname__", judge), "max_new_tokens": max_new_tokens,
+        "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
+    }  # fmt: skip
+    run = RunRecord.of(
+        "memorization",
+        model,
+        options,
+        seed=seed,
+    )
+    folder = RunFolder(out, run) if out is not None else None
+    if folder is not None and folder.finished:
+        return DepthProfile.load(folder.path)
+    running = {"batch_size": batch_size, "progress": progress}
+    writing = {"max_new_tokens": max_new_tokens, "first_line": context == "raw"}
+    nodes = graph.table.drop(columns=["model_answer", "score"])
+    nodes = nodes.join(answered_and_scored(model, graph, plan, judge, frame, running | writing, folder))
+    scoring = Scoring(model, frame, span, read, lens, shares, running, folder)
+    scored = scoring.score(nodes)
+    shuffled = scoring.score_shuffled(nodes, seed) if controls else None
+    result = _profile(nodes, scored, shuffled, folder.run if folder is not None else run)
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def _check_choices(**choices: tuple[str, Sequence[str]]) -> None:
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise InputError(f"{name}={value!r} is none of {', '.join(known)}.{did_you_mean(str(value), known)}")
+
+
+def _profile(nodes: pd.DataFrame, scored: Scored, shuffled: Scored | None, run: RunRecord) -> DepthProfile:
+    """Put everything that is measured together."""
+    options, main = run.options, f"min_k_{run.options['k'][0]:g}"
+    final = options["layers"][-1]
+    described = nodes.assign(answer=[accepted[0] for accepted in nodes["answers"]]).join(discrepancies(nodes))
+    table = described.merge(scored.nodes[scored.nodes["layer"] == final].drop(columns="layer"), on="id")
+    if shuffled is not None:
+        there = shuffled.nodes[shuffled.nodes["layer"] == final].set_index("id")[main]
+        table[main + SHUFFLED] = table["id"].map(there)
+    if not table["scored"].any():
+        raise InputError(f"None of the {len(table):,} nodes has anything to score: {table['note'].iloc[0]}.")
+    table["quartile"] = _quartiles(table, main, options["quartiles"])
+    graphs = Graphs.of(table["group"], DRAWS, run.seed or 0)
+    order = [*FIRST_COLUMNS, *scored.scores, *(c for c in (main + SHUFFLED,) if c in table), *JUDGED_COLUMNS]
+    order += [POPULARITY] if POPULARITY in table else []
+    every = nodes[["id", "group", "depth"]].merge(scored.nodes, on="id")
+    keys = ["group", "depth"] if options["aggregate"] == "group" else ["group", "depth", "id"]
+    return DepthProfile(
+        table=table[order],
+        depthwise=_averages(table, keys, scored.scores),
+        by_layer=_by_layer(_averages(every, ["layer", *keys], scored.scores), scored.scores, run.seed or 0),
+        judged=judged(table, graphs),
+        comparisons=comparisons(table, [name for name in scored.scores if name != "perplexity"], main, graphs),
+        tokens=scored.tokens,
+        run=run,
+    )
+
+
+def _averages(nodes: pd.DataFrame, keys: list[str], scores: list[str]) -> pd.DataFrame:
+    """Average nodes that have the same keys; nodes without a score do not count."""
+    grouped = nodes.groupby(keys, sort=True)
+    return grouped[scores].mean().join(grouped[scores[0]].count().rename("nodes")).reset_index()
+
+
+def _by_layer(averages: pd.DataFrame, scores: list[str], seed: int) -> pd.DataFrame:
+    rows = []
+    for (layer, depth), part in averages.groupby(["layer", "depth"]):
+        graphs = Graphs.of(part["group"], DRAWS, seed)
+        for score in scores:
+            found = graphs.mean(part[score].to_numpy(float))
+            rows.append({"layer": layer, "depth": depth, "score": score} | found._asdict())
+    return pd.DataFrame(rows)
+
+
+def _quartiles(table: pd.DataFrame, main: str, of: str) -> pd.Series[int]:
+    """Mark the deepest nodes whose drawn Min-K% (minus the score) is at most Q25 (25) or at least Q75 (75)."""
+    drawn = -table[main] if of == "node" else -table.groupby("group")[main].transform("mean")
+    drawn = drawn.where(table["depth"] == table["depth"].max())
+    low, high = drawn.quantile(0.25), drawn.quantile(0.75)
+    return pd.Series(np.select([drawn <= low, drawn >= high], [25, 75], 0), index=table.index)
+
+
+def _rounded(value: float) -> float | None:
+    return None if math.isnan(value) else round(float(value), 4)
+
+
+def _digest(graph: DepthGraph) -> str:
+    return hashlib.sha256(str(graph.table.to_json(orient="split")).encode()).hexdigest()[:16]

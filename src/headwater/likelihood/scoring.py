@@ -1,0 +1,99 @@
+"""Score the nodes of a depth graph: each text once, at every layer asked for, as it is or with its words shuffled."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from headwater.likelihood.framing import Frame, Framed, framed, framed_statistics, shuffled_words
+from headwater.likelihood.scores import memorization_scores
+from headwater.likelihood.statistics import Lens
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+    from headwater.results import RunFolder
+
+NO_ANSWER = "no answer of the model"
+DESCRIBED = ("tokens", "scored", "windows", "note")
+SCORES = re.compile(r"(loss|perplexity|zlib|(min_k|min_k\+\+|gap_k)_[\d.e-]+)$")
+
+
+class Scored(NamedTuple):
+    """What the texts of nodes are worth."""
+
+    nodes: pd.DataFrame
+    """A row per node and layer: `id, layer, tokens, scored, windows, note`, a column per score."""
+    tokens: pd.DataFrame
+    """A row per scored token at the last layer; see `DepthProfile.tokens`."""
+
+    @property
+    def scores(self) -> list[str]:
+        """The names of the columns of scores."""
+        return [str(name) for name in self.nodes if name not in ("id", "layer", *DESCRIBED)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How nodes are scored."""
+
+    model: HookedModel
+    frame: Frame
+    span: str
+    layers: list[int]
+    lens: Lens
+    shares: list[float]
+    options: dict[str, Any]
+    """`batch_size` and `progress`."""
+    folder: RunFolder | None
+
+    def score(self, nodes: pd.DataFrame) -> Scored:
+        """Score the nodes as they are."""
+        return self._score(nodes, nodes["question"].tolist(), self._answers(nodes), "statistics")
+
+    def score_shuffled(self, nodes: pd.DataFrame, seed: int) -> Scored:
+        """Score the nodes with the words of each question, and those of each answer, in another order."""
+        rng = np.random.default_rng(seed)
+        texts = [*dict.fromkeys(nodes["question"]), *dict.fromkeys(filter(None, self._answers(nodes)))]
+        other = {text: shuffled_words(text, rng) for text in texts}
+        answers = [other[answer] if answer else None for answer in self._answers(nodes)]
+        return self._score(nodes, [other[question] for question in nodes["question"]], answers, "shuffled")
+
+    def _answers(self, nodes: pd.DataFrame) -> list[str | None]:
+        if self.span == "model_answer":
+            return nodes["model_answer"].tolist()
+        return [accepted[0] for accepted in nodes["answers"]]
+
+    def _score(self, nodes: pd.DataFrame, questions: list[str], answers: list[str | None], name: str) -> Scored:
+        """Score each different text once, and give its scores to the nodes that have it."""
+        written = [framed(self.frame, self.span, *pair) for pair in zip(questions, answers, strict=True)]
+        numbers: dict[Framed, int] = {}
+        number_of = [numbers.setdefault(one, len(numbers)) for one in written]
+        stats = framed_statistics(
+            self.model, list(numbers), self.layers, self.lens,
+            out=self.folder.path / name if self.folder is not None else None, **self.options,
+        )  # fmt: skip
+        wide = memorization_scores(stats, k=self.shares).wide()
+        kept = ["text", "layer", *DESCRIBED, *filter(SCORES.match, map(str, wide))]
+        places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
+        found = places.merge(wide[kept], on="text").drop(columns="text")
+        if self.span == "model_answer":
+            found["note"] = found["note"].where(found["tokens"] > 0, NO_ANSWER)
+        return Scored(found, self._tokens(stats.table, places))
+
+    def _tokens(self, table: pd.DataFrame, places: pd.DataFrame) -> pd.DataFrame:
+        last = table[table["layer"] == self.layers[-1]]
+        rank = last.groupby("text")["log_probability"].rank(method="first")
+        size = last.groupby("text")["log_probability"].transform("size")
+        count = np.maximum(1, np.floor(size.astype(float) * self.shares[0]))
+        first = places.drop_duplicates("text").set_index("text")["id"]
+        return (
+            pd.DataFrame(
+                {"id": last["text"].map(first), **{c: last[c] for c in ("position", "token", "log_probability")}}
+            )
+            .assign(lowest=rank <= count)
+            .reset_index(drop=True)
+        )

@@ -1,0 +1,401 @@
+"""What a model says to every token of a text: log-probability, entropy, variance, top log-probability, rank.
+
+1. Tokenize each text once, with exactly one BOS where the model wants one; character spans become tokens by offsets.
+2. A text longer than the context is refused, or cut into windows: each ends `stride` tokens further than the one
+   before, begins with BOS where the model wants one, and scores only the tokens that no earlier window has scored.
+3. Run windows of like length together, up to the last layer asked for and not to the logits; keep the residual stream
+   in front of each scored token.
+4. Read it through a lens: the logit lens (the final norm), or a tuned lens and then the final norm (Belrose et al.
+   2023). At the final layer the logit lens is the model's own output.
+5. Take the statistics in one pass over tiles of the vocabulary (`headwater.kernels.likelihood`): the logits of all of
+   it are never held.
+
+A token is scored if something stands before it. Where a model wants no BOS (GPT-NeoX, Phi, Qwen) a text's first token
+is therefore not scored, and a text of one token has nothing to score; such texts stay in `texts` with a note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from headwater.errors import InputError
+from headwater.kernels import likelihood
+from headwater.models.memory import in_halves
+from headwater.models.tokens import Batch, encode, pad_id, token_span
+from headwater.models.unembedding import unembedding_head
+from headwater.results import Compute, Result, RunFolder, RunRecord, run_pieces
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from headwater.models.hooked import Hook, HookedModel
+
+Lens: TypeAlias = str | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
+"""The logit lens ("logit"); a function of the residual stream `token d_model` (float32) and the layer, which gives what
+the final norm is to read; or each layer's (A, b) of a tuned lens, which adds A h + b to the residual stream h."""
+Layers: TypeAlias = str | int | Sequence[int]
+"""The final layer, all of them ("all"), one or several."""
+Span: TypeAlias = tuple[int, int] | None
+"""The characters (start, end) of a text whose tokens are scored; None for all."""
+
+STATISTICS = likelihood.TokenStatistics._fields
+EMPTY = "empty text"
+NOT_UNICODE = "not UTF-8"
+NOTHING_BEFORE = "one token, and nothing before it: the model wants no BOS"
+WINDOWS_PER_PIECE = 256
+"""How many windows are finished, and kept in `out`, at a time."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TextStatistics(Result):
+    """The statistics of the scored tokens of texts."""
+
+    table: pd.DataFrame
+    """A row per scored token: `text` (its index), `position` (in the token sequence, a BOS counted), `token`,
+    `token_id`, `layer` (its output was read; not there for `layers="final"`), `log_probability`, `entropy` and
+    `top1_log_probability` in nats, `variance` of log p under p in nats², `rank` (0 is the greedy choice)."""
+    texts: pd.DataFrame
+    """A row per text, scored or not: `text`, `content`, `zlib_bytes` (of the scored span), `tokens` (BOS not counted),
+    `scored`, `windows`, `note` (why nothing could be scored)."""
+    run: RunRecord
+
+    def __repr__(self) -> str:
+        unscored = int((self.texts["scored"] == 0).sum())
+        lost = f", {unscored:,} with nothing to score" if unscored else ""
+        return f"TextStatistics({self.run.model}: {len(self.texts):,} texts{lost}; {len(self.table):,} rows)"
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw how the log-probabilities are distributed; with several layers, their quartiles by layer."""
+        from headwater.figures.likelihood import plot_statistics
+
+        return plot_statistics(self, ax)
+
+
+class _Window(NamedTuple):
+    """A stretch of a text that the model reads at once."""
+
+    text: int
+    ids: list[int]
+    scored: list[int]
+    """Places in `ids`."""
+    shift: int
+    """What takes a place in `ids` to the position in the whole text."""
+
+
+def token_statistics(
+    model: HookedModel,
+    texts: str | Iterable[str],
+    *,
+    spans: Sequence[Span] | None = None,
+    layers: Layers = "final",
+    lens: Lens = "logit",
+    long: str = "error",
+    stride: int | None = None,
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> TextStatistics:
+    """Return the likelihood statistics of every token of texts, from one pass of the model.
+
+    Args:
+        model: the model.
+        texts: a text, or texts.
+        spans: for each text the characters (start, end) whose tokens are scored, or None for all of them. A token that
+            holds characters on both sides of an edge is scored. The whole text is read in any case.
+        layers: "final", "all", a layer or several. Layer l is read behind its block, resid_post.
+        lens: how layers are read: "logit", a function, or the (A, b) of a tuned lens by layer. The final layer may be
+            missing from a mapping: it is read as the model reads it.
+        long: whether a text longer than the context is an "error" or read in windows ("window").
+        stride: how many new tokens each further window scores. Default: half the context.
+        batch_size: windows in one run of the model. Results do not depend on it.
+        progress: show a bar.
+        out: a folder for the result. An interrupted run, repeated with it, continues.
+
+    Raises:
+        InputError: a text, span, layer, lens or option cannot be used; the message says which.
+        RunFolderError: `out` holds another run.
+    """
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    chosen = chosen_layers(layers, model.shape.n_layers)
+    read = _lens(lens, chosen, model.shape.n_layers)
+    if batch_size < 1:
+        raise InputError(f"batch_size={batch_size} must be at least 1.")
+    options = {"texts": _digest(texts), "count": len(texts), "spans": [list(s) if s else None for s in spans or []]}
+    options |= {"layers": list(chosen), "lens": lens_name(lens), "long": long, "stride": stride}
+    run = RunRecord.of(
+        "token_statistics",
+        model,
+        options=options | {"layer_column": layers != "final"},
+    )
+    folder = RunFolder(out, run) if out is not None else None
+    if folder is not None and folder.finished:
+        return TextStatistics.load(folder.path)
+    described, windows = _windows(model, texts, spans, long, _stride(stride, model.shape.n_ctx))
+    measure = _measurer(model, chosen, read) if windows else None
+
+    def work(bar: tqdm) -> Iterator[tuple[str, Compute]]:  # type: ignore[type-arg]
+        for start in range(0, len(windows), WINDOWS_PER_PIECE):
+            part = windows[start : start + WINDOWS_PER_PIECE]
+            assert measure is not None
+            yield f"windows-{start:08d}", partial(_measure_windows, model, part, measure, batch_size, bar)
+            bar.update(start + len(part) - bar.n)
+
+    with tqdm(total=len(windows), desc="Scoring", unit="text", disable=not progress) as bar:
+        pieces = list(run_pieces(folder, work(bar)))
+    table = _table(model, pieces, chosen, with_layer=layers != "final")
+    result = TextStatistics(table, described, folder.run if folder is not None else run)
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def _windows(
+    model: HookedModel, texts: Sequence[Any], spans: Sequence[Span] | None, long: str, stride: int
+) -> tuple[pd.DataFrame, list[_Window]]:
+    """Tokenize every text and cut it; describe every text, also those of which nothing can be scored."""
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer to read texts with: pass tokenizer= to hw.load.")
+    if not texts:
+        raise InputError("There are no texts to score.")
+    if spans is not None and len(spans) != len(texts):
+        raise InputError(f"{len(spans)} spans were given for {len(texts)} texts; give one per text, or None for it.")
+    if long not in ("error", "window"):
+        raise InputError(f"long={long!r} is neither 'error' nor 'window'.")
+    described, windows = [], []
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
+        span = _checked_span(spans[index], text, index) if spans is not None else None
+        content = text.encode("utf-8", "replace").decode("utf-8")
+        ids, wanted = _tokens(model, content, span, index) if content == text else ([], [])
+        found = _cut(model, index, ids, wanted, long, stride)
+        n_tokens = len(ids) - (ids[:1] == [model.bos])
+        note = ""
+        if not wanted:
+            note = NOT_UNICODE if content != text else NOTHING_BEFORE if n_tokens else EMPTY
+        scored_text = content[slice(*span)] if span else content
+        described.append(
+            {
+                "text": index,
+                "content": content,
+                "zlib_bytes": len(zlib.compress(scored_text.encode("utf-8"))),
+                "tokens": n_tokens,
+                "scored": len(wanted),
+                "windows": len(found),
+                "note": note,
+            }
+        )
+        windows += found
+    return pd.DataFrame(described), windows
+
+
+def _tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list[int], list[int]]:
+    """Return a text's token ids, and the places of those to score: in the span, and not the first."""
+    assert model.tokenizer is not None
+    if not text:
+        return [], []
+    ids, offsets = encode(model.tokenizer, text, model.bos)
+    wanted: Iterable[int] = range(len(ids))
+    if span is not None:
+        if offsets is None:
+            raise InputError("Spans need a fast tokenizer, which says the characters of each token; this one does not.")
+        try:
+            wanted = token_span(offsets, *span)
+        except InputError as error:
+            raise InputError(f"Text {index}: {error}") from None
+    outside = [token for token in ids if not 0 <= token < model.shape.d_vocab]
+    if outside:
+        raise InputError(
+            f"Text {index} has the token {outside[0]}, outside the model's vocabulary of {model.shape.d_vocab}."
+        )
+    return ids, [place for place in wanted if place > 0]
+
+
+def _cut(model: HookedModel, index: int, ids: list[int], wanted: list[int], long: str, stride: int) -> list[_Window]:
+    """Cut a text into windows that each score the wanted tokens no earlier one has reached."""
+    n_ctx = model.shape.n_ctx
+    if not wanted:
+        return []
+    if len(ids) <= n_ctx:
+        return [_Window(index, ids, wanted, shift=0)]
+    if long == "error":
+        raise InputError(
+            f"Text {index} has {len(ids):,} tokens; the model reads at most {n_ctx:,}. Shorten it, or pass "
+            "long='window' to read it in windows."
+        )
+    bos = [ids[0]] if ids[0] == model.bos else []
+    ends = [n_ctx, *range(n_ctx + stride, len(ids), stride), len(ids)]
+    windows = []
+    for reached, end in zip([0, *ends], ends, strict=False):
+        scored = [place for place in wanted if reached <= place < end]
+        start = end - (n_ctx - len(bos))
+        shift = start - len(bos)
+        if scored:
+            windows.append(_Window(index, bos + ids[start:end], [place - shift for place in scored], shift))
+    return windows
+
+
+def _measurer(
+    model: HookedModel, layers: Sequence[int], read: Callable[[Tensor, int], Tensor]
+) -> Callable[[Batch, Tensor, Tensor], dict[str, Tensor]]:
+    """Return what runs one batch and gives the statistics of the tokens at (rows, columns), layer by layer."""
+    normalise, head = unembedding_head(model)
+
+    def measure(batch: Batch, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
+        kept: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Hook:
+            def take(residual: Tensor, hook: Any) -> None:
+                kept[layer] = residual[rows.to(residual.device), columns.to(residual.device) - 1]
+
+            return f"blocks.{layer}.hook_resid_post", take
+
+        model.run(batch, [keep(layer) for layer in layers], stop_at=max(layers) + 1)
+        target = batch.tokens[rows, columns]
+        found = []
+        for layer in layers:
+            hidden = normalise(read(kept.pop(layer).float(), layer))
+            found.append(likelihood.token_statistics(hidden, head, target.to(hidden.device)))
+        return {name: torch.stack([getattr(one, name).cpu() for one in found]) for name in STATISTICS}
+
+    return measure
+
+
+@torch.inference_mode()
+def _measure_windows(
+    model: HookedModel,
+    windows: Sequence[_Window],
+    measure: Callable[[Batch, Tensor, Tensor], dict[str, Tensor]],
+    batch_size: int,
+    bar: Any,
+) -> dict[str, Tensor]:
+    """Measure windows, those of like length together."""
+    by_length = sorted(windows, key=lambda window: len(window.ids))
+    pad = pad_id(model.tokenizer)
+    parts = []
+
+    def run(chunk: range) -> None:
+        group = by_length[chunk.start : chunk.stop]
+        width = len(group[-1].ids)
+        tokens = torch.tensor([window.ids + [pad] * (width - len(window.ids)) for window in group])
+        lengths = torch.tensor([len(window.ids) for window in group])
+        places = [(row, place) for row, window in enumerate(group) for place in window.scored]
+        rows, columns = torch.tensor(places).T
+        found = measure(Batch(tokens, torch.arange(width) < lengths[:, None]), rows, columns)
+        text, shift = (torch.tensor([getattr(w, name) for w in group])[rows] for name in ("text", "shift"))
+        parts.append(found | {"text": text, "position": columns + shift, "token_id": tokens[rows, columns]})
+        bar.update(len(group))
+
+    for start in range(0, len(by_length), batch_size):
+        in_halves(range(len(by_length))[start : start + batch_size], run)
+    return {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
+
+
+def _table(
+    model: HookedModel, pieces: Sequence[Mapping[str, Tensor]], layers: Sequence[int], with_layer: bool
+) -> pd.DataFrame:
+    """Put the pieces together in the order of texts, layers and positions."""
+    names = ["text", "position", "token", "token_id", *(["layer"] if with_layer else []), *STATISTICS]
+    if not pieces:
+        return pd.DataFrame({name: [] for name in names})
+    whole = {name: torch.cat([piece[name] for piece in pieces], dim=-1).numpy() for name in pieces[0]}
+    columns = {name: np.tile(whole[name], len(layers)) for name in ("text", "position", "token_id")}
+    columns["layer"] = np.repeat(layers, len(whole["text"]))
+    columns |= {name: whole[name].reshape(-1) for name in STATISTICS}
+    used = np.unique(whole["token_id"])
+    strings = np.array(model.token_strings(used.tolist()), dtype=object)
+    columns["token"] = strings[np.searchsorted(used, columns["token_id"])]
+    order = np.lexsort((columns["position"], columns["layer"], columns["text"]))
+    return pd.DataFrame({name: columns[name][order] for name in names})
+
+
+def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
+    """Return the layers asked for, in order.
+
+    Raises:
+        InputError: there is no such layer, or one is named twice.
+    """
+    if isinstance(layers, str):
+        if layers not in ("final", "all"):
+            raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
+        return (n_layers - 1,) if layers == "final" else tuple(range(n_layers))
+    asked = [layers] if isinstance(layers, int) else [int(layer) for layer in layers]
+    for layer in asked:
+        if not -n_layers <= layer < n_layers:
+            raise InputError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
+    chosen = tuple(sorted({layer % n_layers for layer in asked}))
+    if not chosen or len(chosen) < len(asked):
+        raise InputError(f"layers={asked} must name at least one layer, each once.")
+    return chosen
+
+
+def _lens(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
+    """Return what takes a layer's residual stream to what the final norm reads."""
+    if isinstance(lens, Mapping):
+        missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]
+        if missing:
+            raise InputError(f"The tuned lens has no translator for layer {missing[0]}; it has {sorted(lens)}.")
+
+        def translate(residual: Float[Tensor, "token d_model"], layer: int) -> Tensor:
+            if layer not in lens:
+                return residual
+            A, b = (part.to(residual) for part in lens[layer])
+            if A.shape != (residual.shape[1],) * 2 or b.shape != A.shape[:1]:
+                raise InputError(
+                    f"The tuned lens of layer {layer} has shapes {tuple(A.shape)} and {tuple(b.shape)}; the model "
+                    f"needs ({residual.shape[1]}, {residual.shape[1]}) and ({residual.shape[1]},)."
+                )
+            return residual + residual @ A.T + b
+
+        return translate
+    if callable(lens):
+        return lens
+    if lens != "logit":
+        raise InputError(f"lens={lens!r} is neither 'logit', nor a function, nor a mapping of layers to (A, b).")
+    return lambda residual, layer: residual
+
+
+def lens_name(lens: Lens) -> str:
+    """Name a lens for the record of the run: a mapping by the hash of its numbers."""
+    if isinstance(lens, str):
+        return lens
+    if isinstance(lens, Mapping):
+        digest = hashlib.sha256()
+        for layer in sorted(lens):
+            for part in lens[layer]:
+                digest.update(f"{layer} {tuple(part.shape)}".encode() + part.detach().cpu().double().numpy().tobytes())
+        return f"tuned lens {digest.hexdigest()[:16]}"
+    return getattr(lens, "__qualname__", repr(lens))
+
+
+def _stride(stride: int | None, n_ctx: int) -> int:
+    if stride is not None and not 1 <= stride < n_ctx:
+        raise InputError(f"stride={stride} must lie between 1 and {n_ctx - 1}: the model reads {n_ctx} tokens at once.")
+    return stride or max(1, n_ctx // 2)
+
+
+def _checked_span(span: Span, text: str, index: int) -> Span:
+    if span is None:
+        return None
+    start, end = span
+    if not 0 <= start < end <= len(text):
+        raise InputError(f"The span {tuple(span)} of text {index} is not within its {len(text)} characters.")
+    return int(start), int(end)
+
+
+def _digest(texts: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps([str(text) for text in texts]).encode()).hexdigest()[:16]

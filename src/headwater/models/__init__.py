@@ -1,0 +1,1 @@
+"""Models: the only room that imports transformer_lens or transformers."""

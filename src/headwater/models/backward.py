@@ -1,0 +1,262 @@
+"""The gradient of a linear reading of one state at the output of every attention head, from the last layer down.
+
+A number read at position p of layer l hangs on heads of layers <= l at positions <= p, and for the positions from some
+first one on, what comes before that one is a constant. So
+
+1. `keys_values` runs what comes before once, without gradients; texts that begin alike share it.
+2. `Descent` runs the rest on top of it, up to layer l. Only the topmost layers record a graph; of the others it keeps
+   what each block was called with.
+3. `Descent.slopes` goes down: gradient of the recorded layers, then the layers below once more, with a graph this time,
+   a few at a time. So the graphs of a few layers are in memory, never those of all.
+
+Attention is the model's own: scale, soft cap, window and rotation are in the pattern its hook gives. TransformerLens
+computes it eagerly whether or not a hook asks, so one layer's pattern `batch head query key` exists at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from headwater.errors import InterventionError
+from headwater.models.tokens import Batch
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import Hook, HookedModel
+
+KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]
+"""By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may stand for all."""
+GRAPH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
+"""What the recorded graphs may take, roughly; at least one layer of one row is recorded."""
+PATTERN, Z = "blocks.{}.attn.hook_pattern", "blocks.{}.attn.hook_z"
+RESID_PRE, MLP_IN = "blocks.{}.hook_resid_pre", "blocks.{}.mlp.hook_in"
+
+
+@dataclass(frozen=True)
+class HeadSlopes:
+    """One layer: what its heads read, and the gradient at what they give."""
+
+    layer: int
+    pattern: Float[Tensor, "batch head query key"]
+    gradient: Float[Tensor, "batch query head d_head"]
+    values: Float[Tensor, "batch kv_head key d_head"]
+
+
+class _Prefix(DynamicCache):  # type: ignore[misc]
+    """A cache that puts fixed keys and values before each layer's own, remembers values, and never grows."""
+
+    def __init__(self, before: KeysValues):
+        super().__init__()
+        self.before = before
+        self.watched: range = range(0)
+        self.values: dict[int, Tensor] = {}
+        for layer, (keys, values) in before.items():
+            super().update(keys, values, layer)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the fixed keys and values followed by the new ones."""
+        keys, values = _joined(self.before.get(layer), keys, values)
+        if layer in self.watched:
+            self.values[layer] = values.detach()
+        return keys, values
+
+
+class _EnoughError(Exception):
+    """Ends a run whose last keys and values have come."""
+
+
+class _Tap(_Prefix):
+    """The same, for a run whose keys and values of the first layers are wanted and nothing else."""
+
+    def __init__(self, before: KeysValues, n_layers: int):
+        super().__init__(before)
+        self.last, self.after = n_layers - 1, KeysValues()
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the fixed keys and values followed by the new ones, and keep them."""
+        self.after[layer] = super().update(keys, values, layer)
+        if layer == self.last:
+            raise _EnoughError
+        return self.after[layer]
+
+
+def keys_values(
+    model: HookedModel, tokens: Int[Tensor, "row position"], before: KeysValues, n_layers: int
+) -> KeysValues:
+    """Return the keys and values of the first layers for the tokens `before` covers and these, which follow them."""
+    if not tokens.shape[1]:
+        return before
+    tap = _Tap(before, n_layers)
+    with contextlib.suppress(_EnoughError):
+        model.run(_unpadded(tokens), stop_at=n_layers, past_key_values=tap)
+    return {layer: (keys.clone(), values.clone()) for layer, (keys, values) in tap.after.items()}
+
+
+class Descent:
+    """A run up to the state that is read, and the way back down from it.
+
+    Attributes:
+        states: the states read, `batch d_model`.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        tokens: Int[Tensor, "batch position"],
+        before: KeysValues,
+        reading: tuple[str, int],
+        positions: Int[Tensor, " batch"],
+        lowest: int = 0,
+    ):
+        """Run.
+
+        Args:
+            model: the model; its parameters are frozen, as `hw.load` leaves them.
+            tokens: the tokens after `before`; padding, if any, comes last.
+            before: what `keys_values` returned.
+            reading: the hook that is read, and its layer.
+            positions: where it is read, among `tokens`.
+            lowest: no gradient is wanted in layers before this one.
+        """
+        self.model, self._cache = model, _Prefix(before)
+        self._lowest, self._top = lowest, reading[1]
+        self._entries: dict[int, Tensor] = {}
+        self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._z: dict[int, Tensor] = {}
+        self._patterns: dict[int, Tensor] = {}
+        n_keys = tokens.shape[1] + (next(iter(before.values()))[0].shape[2] if before else 0)
+        at_once = max(1, graphs_in_memory(model, tokens.numel(), n_keys))
+        stops = range(reading[1] + 1, lowest, -at_once)
+        self._segments = [range(max(lowest, stop - at_once), stop) for stop in stops]
+        self._states = self._run(tokens, reading[0], positions)
+        self.states = self._states.detach()
+
+    def slopes(self, weight: Float[Tensor, " d_model"]) -> Iterator[HeadSlopes]:
+        """Yield, from the top layer down, the gradients of state · weight at each head's output. Goes down once."""
+        gradient: Tensor | None = None
+        for segment in self._segments:
+            if gradient is None:
+                with torch.enable_grad():
+                    reached = (self._states.to(weight) @ weight).sum()
+                del self._states
+            else:
+                reached = self._again(segment)
+            heads = {layer: self._z.pop(layer) for layer in segment}
+            entry = [] if segment.start == self._lowest else [self._entries[segment.start]]
+            found = torch.autograd.grad(reached, [*entry, *heads.values()], gradient, allow_unused=True)
+            del reached
+            gradient = found[0]
+            for layer, slope in reversed(list(zip(heads, found[len(entry) :], strict=True))):
+                at_head = torch.zeros_like(heads[layer]) if slope is None else slope
+                yield HeadSlopes(layer, self._patterns.pop(layer), at_head, self._cache.values.pop(layer))
+
+    def _run(self, tokens: Tensor, name: str, positions: Tensor) -> Float[Tensor, "batch d_model"]:
+        """Run the model to the state, recording the graph of the topmost segment.
+
+        The last MLP is run at the position that is read only; it is added to every position's residual stream, and no
+        other is looked at.
+        """
+        kept: list[Tensor] = []
+
+        def at_position(activation: Tensor) -> Tensor:
+            rows = torch.arange(len(activation), device=activation.device)
+            return activation[rows, positions.to(activation.device)]
+
+        def narrow(activation: Tensor, hook: Any) -> Tensor:
+            return at_position(activation)[:, None]
+
+        def keep(activation: Tensor, hook: Any) -> None:
+            kept.append(activation[:, 0] if activation.shape[1] == 1 else at_position(activation))
+
+        def enter(residual: Tensor, hook: Any) -> Tensor:
+            return self._enter(residual, self._segments[0].start)
+
+        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, keep)]
+        hooks.append((RESID_PRE.format(self._segments[0].start), enter))
+        if MLP_IN.format(self._top) in self.model.raw.hook_dict:
+            hooks.append((MLP_IN.format(self._top), narrow))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.model.lock)
+            for layer in range(self._lowest, self._segments[0].start):
+                handle = self.model.raw.blocks[layer].register_forward_pre_hook(
+                    partial(self._note_call, layer), with_kwargs=True
+                )
+                stack.callback(handle.remove)
+            self.model.run(_unpadded(tokens), hooks, stop_at=self._top + 1, grad=True, past_key_values=self._cache)
+        return kept[0]
+
+    def _again(self, segment: range) -> Tensor:
+        """Run some blocks again as they were called, this time with a graph; return the residual stream after them."""
+        residual = self._enter(self._entries[segment.start], segment.start)
+        with torch.enable_grad(), self.model.hooks(self._watch(segment)):
+            for layer in segment:
+                args, options = self._calls.pop(layer)
+                out = self.model.raw.blocks[layer](residual, *args, **options)
+                residual = out[0] if isinstance(out, tuple) else out
+        first = self._entries.pop(segment.stop)
+        difference = float((residual.detach() - first.detach()).abs().max())
+        if not difference <= 1e-2 * float(first.detach().abs().max()):
+            raise InterventionError(
+                f"{self.model.name}: blocks {segment.start} to {segment.stop - 1}, run again as the model ran them, "
+                f"give another residual stream (by {difference:.1e}); their gradients are not to be trusted."
+            )
+        return residual
+
+    def _enter(self, residual: Tensor, layer: int) -> Tensor:
+        """Begin a graph here, or at the heads of this layer if no gradient is wanted before them."""
+        entry = residual.detach()
+        self._entries[layer] = entry if layer == self._lowest else entry.requires_grad_(True)
+        return self._entries[layer]
+
+    def _watch(self, segment: range) -> list[Hook]:
+        """Hooks that keep patterns and head outputs of some layers."""
+        self._cache.watched = segment
+
+        def keep_pattern(pattern: Tensor, hook: Any, layer: int) -> None:
+            self._patterns[layer] = pattern.detach()
+
+        def keep_z(z: Tensor, hook: Any, layer: int) -> Tensor:
+            self._z[layer] = z.detach().requires_grad_(True) if layer == self._lowest else z
+            return self._z[layer]
+
+        hooks: list[Hook] = [(PATTERN.format(layer), partial(keep_pattern, layer=layer)) for layer in segment]
+        return hooks + [(Z.format(layer), partial(keep_z, layer=layer)) for layer in segment]
+
+    def _note_call(self, layer: int, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Keep what a block is called with; the residual stream only where a segment begins."""
+        if not args:
+            raise InterventionError(f"{self.model.name} does not hand its blocks the residual stream first.")
+        if any(segment.start == layer for segment in self._segments):
+            self._entries[layer] = args[0]
+        self._calls[layer] = (args[1:], dict(options))
+
+
+def _joined(before: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    if before is None:
+        return keys, values
+    earlier_keys, earlier_values = (x.expand(len(keys), -1, -1, -1) for x in before)
+    return torch.cat([earlier_keys, keys], 2), torch.cat([earlier_values, values], 2)
+
+
+def _unpadded(tokens: Tensor) -> Batch:
+    """Padding at the end needs no mask: nothing before it can see it, and nothing is read from it."""
+    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def graphs_in_memory(model: HookedModel, n_tokens: int, n_keys: int) -> int:
+    """How many graphs of one layer and `n_tokens` tokens fit in memory, by a rough count of what autograd keeps.
+
+    Per token and layer: a dozen widths, eight MLP widths and four rows of a pattern for each head.
+    """
+    shape = model.shape
+    numbers = n_tokens * (12 * shape.d_model + 8 * shape.d_mlp + 4 * shape.n_heads * n_keys)
+    size = numbers * torch.finfo(model.dtype).bits // 8
+    return GRAPH_BYTES.get(model.device.type, GRAPH_BYTES["cpu"]) // size

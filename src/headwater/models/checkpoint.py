@@ -1,0 +1,228 @@
+"""Checkpoints on disk: find the folder, read its config, read single tensors without building the model.
+
+Tensors are memory-mapped: `read` maps the one file that holds the tensor and hands out a view of it, so what is in
+memory is what is being used, and it is let go with the last reference to the tensor.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from headwater.errors import ModelError
+from headwater.models.layouts import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors, layout_of
+from headwater.models.shape import shape_of, text_config
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
+NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
+
+
+def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: a local one as it is, a hub name through the hub's cache.
+
+    Only the files that are needed are fetched: configs, tokenizer, safetensors.
+
+    Args:
+        what: a folder, or a name on the hub such as "openai-community/gpt2".
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ModelError: there is no such folder and no such model, or it cannot be reached.
+    """
+    path = Path(what).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(f"{what} is a file; give the folder of the checkpoint.")
+    name = hub_name(str(what))
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(NEEDED_FILES)))
+    except HFValidationError:
+        raise ModelError(f"{str(what)!r} is neither a folder nor a name on the hub; check the path.") from None
+    except GatedRepoError:
+        raise ModelError(f"{name!r} is gated on the hub; ask for access there, then `hf auth login`.") from None
+    except RepositoryNotFoundError:
+        raise ModelError(f"The hub has no model {name!r} (or not for this login); check the name.") from None
+    except RevisionNotFoundError:
+        raise ModelError(
+            f"The hub's model {name!r} has no revision {revision!r}; check the branch or commit."
+        ) from None
+    except OSError as error:
+        raise ModelError(
+            f"{name!r} is no folder, is not in the hub's cache, and the hub cannot be reached "
+            f"({type(error).__name__}); give a folder, or fetch it first with `hf download {name}`."
+        ) from None
+
+
+def hub_name(name: str) -> str:
+    """The hub's name for one of TransformerLens's short names ("pythia-70m"); any other name itself."""
+    if not name or any(mark in name for mark in "/\\. "):
+        return name
+    from transformer_lens.tools.model_registry import registry_io
+
+    return registry_io.resolve_model_alias(name) or name
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a checkpoint folder.
+
+    Raises:
+        ModelError: the config is missing, damaged, or of a model type that transformers does not know.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} has no config.json, so it is not a checkpoint; give the folder that save_pretrained wrote."
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a config may hold anything, and each config class checks it in its own way
+        raise ModelError(f"The config in {folder} cannot be read: {first_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder's safetensors, read tensor by tensor under names relative to the base model (see `layouts`).
+
+    Attributes:
+        folder: where it is.
+        config: its transformers config; of a multimodal model, the language model's part.
+        names: each tensor's own name in the files.
+        files: the file that holds each tensor.
+    """
+
+    folder: Path
+    config: Any
+    names: dict[str, str]
+    files: dict[str, Path]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, memory-mapped, on the CPU in the dtype it is stored in."""
+        with open_safetensors(self.files[name]) as file:
+            return file.get_tensor(self.names[name])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the weights are stored in (that of the embedding)."""
+        return self.read(f"{layout_of(self.config).embedding}.weight").dtype
+
+
+def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
+    """Open a checkpoint folder and check, by the files' headers, that every tensor is there in its right shape.
+
+    Raises:
+        ModelError: config or weights missing, damaged, pickled or quantized; a tensor missing or of another shape; an
+            unsupported architecture.
+    """
+    whole_config = read_config(folder, trust_remote_code)
+    with _believed(folder):
+        n_layers = shape_of(whole_config).n_layers
+    if getattr(whole_config, "quantization_config", None):
+        raise ModelError(f"{folder} holds quantized weights; headwater reads float weights: save a dequantized copy.")
+    stored = {name: (file, shape) for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
+    if n_layers > len(stored):
+        raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
+    with _believed(folder):
+        config = text_config(whole_config)
+        expected = expected_tensors(config)
+    names = canonical_names(folder, config, stored)
+    for name, shape in expected.items():
+        if name not in names:
+            raise ModelError(f"{folder} has no tensor {name!r} (expected shape {shape}); the checkpoint is incomplete.")
+        found = stored[names[name]][1]
+        if found != shape:
+            raise ModelError(
+                f"Tensor {names[name]!r} in {folder} has shape {found}, but the config says {shape}; "
+                "config.json and weights do not belong together."
+            )
+    beyond = layout_of(config).block(config.num_hidden_layers)
+    if extra := [own for name, own in names.items() if name.startswith(beyond)]:
+        raise ModelError(
+            f"The config in {folder} says {config.num_hidden_layers} layers, but the weights hold {extra[0]!r}; "
+            "config.json and weights do not belong together."
+        )
+    names = {name: own for name, own in names.items() if name in expected or name == UNEMBEDDING}
+    return Checkpoint(folder, config, names, {name: stored[own][0] for name, own in names.items()})
+
+
+@contextmanager
+def _believed(folder: Path) -> Iterator[None]:
+    """Make one error of whatever a config leads to whose sizes are no numbers, no sizes, or do not go together."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"The config in {folder} describes no model: {first_line(error)}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a folder: the shards its index names, or the single file."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        if any(path for pattern in PICKLED for path in folder.glob(pattern)):
+            raise ModelError(
+                f"{folder} holds pickled weights only; headwater reads safetensors: load it with transformers and "
+                "save it again with model.save_pretrained."
+            )
+        raise ModelError(f"{folder} has no weights ({SINGLE} or {INDEX}); give the folder that save_pretrained wrote.")
+    try:
+        shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ModelError(f"{folder / INDEX} is damaged: {first_line(error)}; fetch it again.") from error
+    outside = [name for name in shards if not isinstance(name, str) or not is_file_name(name)]
+    if outside or not shards:
+        raise ModelError(f"{folder / INDEX} names {(outside or ['no file'])[0]!r}, which is no file of the folder.")
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(shards)} shards, first {missing[0]}; fetch them again."
+        )
+    return [folder / name for name in shards]
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name read from data is that of a file in the folder at hand, and leads nowhere else."""
+    return bool(name) and name not in (".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Every tensor's shape, from the file's header alone."""
+    with open_safetensors(file) as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+
+
+def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[str, str]:
+    """Map names relative to the base model to the names in the files, whatever prefix these carry."""
+    embedding = f"{layout_of(config).embedding}.weight"
+    matches = [name for name in stored if name == embedding or name.endswith(f".{embedding}")]
+    if len(matches) != 1:
+        raise ModelError(f"{folder} has {len(matches)} tensors named {embedding!r}, not one; is it a language model?")
+    prefix = matches[0].removesuffix(embedding)
+    return {UNEMBEDDING if name.endswith(UNEMBEDDING_NAMES) else name.removeprefix(prefix): name for name in stored}
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, naming it in the error when it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or save it again.") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type when it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

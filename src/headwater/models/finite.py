@@ -1,0 +1,101 @@
+"""NaN and infinity, named by layer and example.
+
+float16 ends at 65,504 and some checkpoints go beyond it; what comes out is NaN, and every score made of it is wrong
+without a word. So each run of a model is looked at where it ends:
+
+1. Of logits, the first column of the vocabulary suffices: whatever is not finite in a residual stream reaches every
+   token's logit. A residual stream is looked at whole. Padding does not count.
+2. Only when something is wrong the batch runs once more, and each layer's output is watched: the message names the
+   first layer, the example and the token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headwater.errors import NumericsError
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import Hook, HookedModel
+    from headwater.models.tokens import Batch
+
+
+def finite_output(
+    model: HookedModel,
+    out: Float[Tensor, "batch position out"],
+    batch: Batch,
+    columns: Int[Tensor, " position"] | None,
+    *,
+    edited: bool = False,
+    cached: bool = False,
+) -> None:
+    """Refuse what a run gave when it is not finite at a real token.
+
+    Args:
+        model: the model, still locked, its hooks attached.
+        out: logits, or a residual stream.
+        batch: what was run.
+        columns: the positions of `out`; None for all.
+        edited: hooks are attached, whose edits are then made again to find the layer.
+        cached: the run continued an earlier one, so it cannot be made again.
+
+    Raises:
+        NumericsError: with layer, example and token.
+    """
+    seen = out if out.shape[-1] == model.shape.d_model else out[..., :1]
+    real = batch.mask if columns is None else batch.mask[:, columns.to(batch.mask.device)]
+    wrong = ~seen.detach().isfinite().all(-1).cpu() & real.cpu()
+    if bool(wrong.any()):
+        raise NumericsError(_message(model, batch, wrong, columns, edited, cached))
+
+
+def _message(
+    model: HookedModel,
+    batch: Batch,
+    wrong: Bool[Tensor, "batch position"],
+    columns: Int[Tensor, " position"] | None,
+    edited: bool,
+    cached: bool,
+) -> str:
+    found = None if cached else _first_layer(model, batch)
+    layer, (example, place) = found or (None, _first(wrong))
+    position = place if found or columns is None else int(columns[place])
+    token = model.token_strings([int(batch.tokens[example, position])])[0]
+    where = f"the output of layer {layer}" if layer is not None else "the logits"
+    kind = str(model.dtype).removeprefix("torch.")
+    advice = "an edit did it" if edited and model.dtype == torch.float32 else "load the model with dtype='float32'"
+    if model.dtype == torch.float16:
+        advice = "float16 ends at 65,504; load the model with dtype='bfloat16' or 'float32'"
+    return (
+        f"{model.name} ({kind}) computed NaN or infinity: first in {where}, example {example}, position {position} "
+        f"({token!r}); {int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it. Probably {advice}."
+    )
+
+
+def _first_layer(model: HookedModel, batch: Batch) -> tuple[int, tuple[int, int]] | None:
+    """Run once more and return the first layer and (example, position) that is not finite."""
+    found: list[tuple[int, tuple[int, int]]] = []
+
+    def watch(layer: int) -> Hook:
+        def look(residual: Tensor, hook: Any) -> None:
+            wrong = ~residual.detach().isfinite().all(-1).cpu() & batch.mask
+            if not found and bool(wrong.any()):
+                found.append((layer, _first(wrong)))
+
+        return f"blocks.{layer}.hook_resid_post", look
+
+    watching = [watch(layer) for layer in range(model.shape.n_layers)]
+    options: dict[str, Any] = {"use_cache": False} if hasattr(model.raw, "original_model") else {}
+    mask = {"attention_mask": batch.mask.long().to(model.device)} if batch.padded else {}
+    with torch.inference_mode(), model.raw.hooks(fwd_hooks=watching):
+        model.raw(batch.tokens.to(model.device), **options, **mask)
+    return found[0] if found else None
+
+
+def _first(wrong: Bool[Tensor, "batch position"]) -> tuple[int, int]:
+    example, position = wrong.nonzero()[0].tolist()
+    return example, position

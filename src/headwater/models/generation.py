@@ -1,0 +1,217 @@
+"""Greedy generation in batches, with the log-probability of every token that was chosen.
+
+1. Prompts are padded on the left, so that in every row the new tokens follow the prompt without a gap, also for layers
+   that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
+2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
+   and values with it.
+3. A row ends with a token of `stop`, which is kept as its last token, or after `max_new_tokens`.
+
+A row's result is that of the row alone, to the rounding of sums whose order depends on the size of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, PreTrainedTokenizerBase
+
+from headwater.errors import InputError
+from headwater.models.hooked import is_bridge
+from headwater.models.memory import in_halves
+from headwater.models.tokens import Batch, Offsets, pad_id
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a model wrote after each prompt of a batch.
+
+    Attributes:
+        tokens: the new tokens of each row; the padding id after its end.
+        log_probs: the natural logarithm of the probability of each; 0 after the end.
+        lengths: how many new tokens each row has.
+        stopped: whether the row ended by itself, not because there was no room left.
+    """
+
+    tokens: Int[Tensor, "batch new"]
+    log_probs: Float[Tensor, "batch new"]
+    lengths: Int[Tensor, " batch"]
+    stopped: Bool[Tensor, " batch"]
+
+
+def generate(
+    model: HookedModel, prompts: Batch, *, max_new_tokens: int, stop: Callable[[int], bool] = lambda token: False
+) -> Generated:
+    """Continue prompts greedily.
+
+    Args:
+        model: the model.
+        prompts: what `model.tokenize` made.
+        max_new_tokens: at most this many new tokens per row.
+        stop: says of a token whether it ends its row.
+
+    Raises:
+        InputError: a prompt and its new tokens do not fit into what the model reads.
+    """
+    longest = int(prompts.lengths.max()) + max_new_tokens
+    if max_new_tokens < 1 or longest > model.shape.n_ctx:
+        raise InputError(
+            f"Prompts and max_new_tokens={max_new_tokens} new tokens come to {longest} tokens; the model reads at most "
+            f"{model.shape.n_ctx}, and at least one token must be asked for."
+        )
+    parts: list[Generated] = []
+
+    def run(rows: range) -> None:
+        parts.append(_continue(model, prompts.rows(rows.start, rows.stop), max_new_tokens, stop))
+
+    in_halves(range(len(prompts)), run)
+    return parts[0] if len(parts) == 1 else _joined(parts, pad_id(model.tokenizer))
+
+
+def _continue(model: HookedModel, prompts: Batch, max_new_tokens: int, stop: Callable[[int], bool]) -> Generated:
+    """Continue prompts that go through the model as one batch."""
+    size = (len(prompts), max_new_tokens)
+    tokens = torch.full(size, pad_id(model.tokenizer), dtype=torch.long)
+    log_probs = torch.zeros(size)
+    lengths = torch.zeros(len(prompts), dtype=torch.long)
+    stopped = torch.zeros(len(prompts), dtype=torch.bool)
+    with torch.inference_mode(), model.lock:
+        state = _Cached(model, prompts) if is_bridge(model.raw) else _Rerun(model, prompts)
+        live = torch.arange(len(prompts))
+        for step in range(max_new_tokens):
+            logits = state.logits().float()
+            chosen = logits.argmax(-1)
+            log_probs[live, step] = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).cpu()
+            tokens[live, step] = chosen.cpu()
+            lengths[live] += 1
+            ends = torch.tensor([stop(token) for token in chosen.tolist()], dtype=torch.bool)
+            stopped[live] = ends
+            if bool(ends.all()):
+                break
+            going = (~ends).nonzero()[:, 0]
+            live = live[going]
+            state.follow(chosen.cpu(), going)
+    width = int(lengths.max())
+    return Generated(tokens[:, :width], log_probs[:, :width], lengths, stopped)
+
+
+def _joined(parts: Sequence[Generated], padding: int) -> Generated:
+    """Put batches that were continued one after the other under one another."""
+    tokens = pad_sequence([row for part in parts for row in part.tokens], batch_first=True, padding_value=padding)
+    log_probs = pad_sequence([row for part in parts for row in part.log_probs], batch_first=True)
+    lengths, stopped = (torch.cat([getattr(part, name) for part in parts]) for name in ("lengths", "stopped"))
+    return Generated(tokens, log_probs, lengths, stopped)
+
+
+class _Cached:
+    """The rows still going, their keys and values, and the token each reads next."""
+
+    def __init__(self, model: HookedModel, prompts: Batch):
+        self._model, self._cache = model, DynamicCache()
+        width = prompts.tokens.shape[1]
+        shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
+        self._reads = Batch(prompts.tokens.gather(1, shift), prompts.mask.gather(1, shift))
+        self._mask = self._reads.mask.long()
+        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+
+    def logits(self) -> Float[Tensor, "row d_vocab"]:
+        """Run what was not yet run, and return the logits of the next token."""
+        device = self._model.device
+        out = self._model.run(
+            self._reads,
+            keep=[self._reads.tokens.shape[1] - 1],
+            attention_mask=self._mask.to(device),
+            position_ids=self._positions.to(device),
+            past_key_values=self._cache,
+        )
+        return out[:, -1]
+
+    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " row_going"]) -> None:
+        """Append the chosen tokens to the rows that go on; forget the others."""
+        if len(going) < len(chosen):
+            self._cache.batch_select_indices(going.to(self._model.device))
+        new = torch.ones(len(going), 1, dtype=torch.long)
+        self._reads = Batch(chosen[going][:, None], new.bool())
+        self._mask = torch.cat([self._mask[going], new], 1)
+        self._positions = self._positions[going, -1:] + 1
+
+
+class _Rerun:
+    """The same without a cache, for models that are not behind a bridge: every step runs the rows anew."""
+
+    def __init__(self, model: HookedModel, prompts: Batch):
+        self._model = model
+        self._rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
+
+    def logits(self) -> Float[Tensor, "row d_vocab"]:
+        return self._model.run(self._rows, keep="last")[:, -1]
+
+    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " row_going"]) -> None:
+        self._rows = [[*self._rows[i], int(chosen[i])] for i in going.tolist()]
+
+
+def end_tokens(model: HookedModel) -> frozenset[int]:
+    """Return the ids that end a text: those of the tokenizer, the config and the generation config together."""
+    inner = getattr(model.raw, "original_model", None)
+    named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]
+    for config in (model.config, getattr(inner, "generation_config", None)):
+        value = getattr(config, "eos_token_id", None)
+        named += value if isinstance(value, list) else [value]
+    return frozenset(int(token) for token in named if token is not None)
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, message: str) -> str | None:
+    """Write a message as the tokenizer's chat template does, up to where the answer begins; None without a template.
+
+    Templates that write the date get a fixed one, and those that can think aloud are told not to.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    return str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}],
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string="26 Jul 2024",
+            enable_thinking=False,
+        )
+    )
+
+
+def continuation_offsets(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]
+) -> tuple[str, Offsets]:
+    """Return the text that generated tokens add to a prompt, and the characters of that text each token stands for.
+
+    What a token adds is what decoding grows by; tokens that share a character, as bytes of it, each have that
+    character, as they have in the offsets of a tokenizer.
+
+    Args:
+        tokenizer: the model's.
+        before: the last tokens of the prompt: some decoders drop a space at the very beginning of a text.
+        tokens: the tokens after them.
+    """
+    anchor = list(before)
+    start = len(_decode(tokenizer, anchor))
+    whole = _decode(tokenizer, [*anchor, *tokens])[start:]
+    offsets, reached = [], 0
+    for count in range(1, len(tokens) + 1):
+        grown = _decode(tokenizer, [*anchor, *tokens[:count]])[start:]
+        agree = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), None)
+        solid = min(len(grown), len(whole)) if agree is None else agree
+        shares = agree is not None  # the bytes so far end within a character, which the next tokens complete
+        offsets.append((reached, max(solid, reached) + shares))
+        reached = max(reached, solid)
+    return whole, tuple(offsets)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    return tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,328 @@
+"""A model that can be run, watched and edited: TransformerLens's bridge behind a surface of a few names.
+
+`model.tokenize` makes a batch, `model.run` gives logits (with hooks if asked), `model.cache` keeps activations. Hooks
+go through one context manager, `model.hooks`, which promises three things:
+
+1. every hook names an activation that exists, and it fired whenever the model ran: a dead hook is an error, because an
+   experiment whose edit never happened looks like an experiment without effect;
+2. nothing is left behind, whatever is raised inside, KeyboardInterrupt included;
+3. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import inspect
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.models.fingerprint import fingerprint, fingerprint_of_model
+from headwater.models.finite import finite_output
+from headwater.models.shape import ARCHITECTURES, ModelShape
+from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
+
+if TYPE_CHECKING:
+    from headwater.models.caches import Cache
+
+HookFunction: TypeAlias = Callable[..., Tensor | None]
+"""Takes (activation, hook); returns what replaces the activation, or None. It must not edit in place: clone first."""
+Hook: TypeAlias = tuple[str, HookFunction]
+"""The name of an activation, such as "blocks.3.hook_resid_post", and what to do there."""
+Keep: TypeAlias = Literal["last"] | Sequence[int] | Int[Tensor, " kept"] | None
+"""The positions whose logits are wanted: all (None), each row's last real token, or these columns."""
+
+
+DISCARDED = r"A hook on .* returned a modified tensor"
+"""How TransformerLens begins its warning that an edit was thrown away."""
+
+
+class HookedModel:
+    """A transformer with hooks, in evaluation mode, its weights exactly as the checkpoint stores them.
+
+    Attributes:
+        raw: the TransformerBridge (or, under transformer-lens 3.9, the HookedTransformer) itself.
+        name: the hub name, folder or class the model came from.
+        revision: the revision of the hub, when known.
+        shape: the sizes.
+        config: the transformers config, or TransformerLens's own for models that have no other.
+        tokenizer: may be None.
+        bos: the id that begins every text, or None for models that want none.
+        lock: held while the model runs; hold it to make several runs one.
+        steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
+    """
+
+    def __init__(
+        self,
+        raw: Any,
+        *,
+        name: str,
+        shape: ModelShape,
+        config: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        revision: str | None = None,
+    ):
+        self.raw = raw
+        self.name = name
+        self.revision = revision
+        self.shape = shape
+        self.config = config
+        self.tokenizer = tokenizer
+        self.bos = _bos_of(raw, tokenizer)
+        self.lock = threading.RLock()
+        self.steps_checked = False
+
+    def __repr__(self) -> str:
+        shape = self.shape
+        return (
+            f"HookedModel({self.name}: {shape.n_layers} layers × {shape.n_heads} heads, d_model {shape.d_model}, "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = {"model": self.name, "revision": self.revision or "", **vars(self.shape), "dtype": self.dtype}
+        cells = "".join(f"<tr><th>{key}</th><td>{html.escape(str(value))}</td></tr>" for key, value in rows.items())
+        return f"<table>{cells}<tr><th>device</th><td>{self.device}</td></tr></table>"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return next(p.dtype for p in self.raw.parameters() if p.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs of the model go."""
+        return next(iter(self.raw.parameters())).device
+
+    @cached_property
+    def spread(self) -> bool:
+        """Whether its layers lie on several devices."""
+        return len({parameter.device for parameter in self.raw.parameters()}) > 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the weights and the configuration, the same for a folder that is loaded or streamed."""
+        if is_bridge(self.raw) and self.shape.architecture in ARCHITECTURES.values():
+            return fingerprint_of_model(self.raw)
+        return fingerprint(self.shape, self.raw.cfg, sorted(self.raw.named_parameters()))
+
+    @cached_property
+    def _keeps_logits(self) -> bool:
+        """Whether the wrapped model itself can leave out the logits that are not wanted."""
+        return "logits_to_keep" in inspect.signature(self.raw.original_model.forward).parameters
+
+    def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
+        """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).
+
+        Texts begin with exactly one beginning-of-sequence token where the model wants one (`model.bos`); token ids are
+        taken as they are.
+
+        Raises:
+            InputError: see `headwater.models.tokens.make_batch`.
+        """
+        shape = self.shape
+        return make_batch(inputs, self.tokenizer, bos=self.bos, mask=mask, d_vocab=shape.d_vocab, n_ctx=shape.n_ctx)
+
+    def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """Return the text of each token."""
+        return token_strings(self.tokenizer, tokens)
+
+    def run(
+        self,
+        inputs: Inputs,
+        hooks: Iterable[Hook] = (),
+        *,
+        keep: Keep = None,
+        stop_at: int | None = None,
+        grad: bool = False,
+        **forward: Any,
+    ) -> Tensor:
+        """Run the model.
+
+        Args:
+            inputs: anything `tokenize` takes.
+            hooks: watched or edited activations; each must fire.
+            keep: positions whose logits are wanted; fewer are cheaper.
+            stop_at: run only the layers before this one and return the residual stream that enters it.
+            grad: record gradients (otherwise the run is under `torch.inference_mode()`).
+            **forward: passed on to the model, such as `past_key_values`.
+
+        Returns:
+            Logits `[batch, position, d_vocab]` in the model's dtype and on its device, or with `stop_at` the residual
+            stream `[batch, position, d_model]`.
+
+        Raises:
+            InputError: the inputs or positions cannot be used.
+            InterventionError: a hook names no activation, or never fired.
+            NumericsError: the model computed NaN or infinity.
+        """
+        batch, listed = self.tokenize(inputs), list(hooks)
+        if stop_at is not None and not 0 <= stop_at <= self.shape.n_layers:
+            raise InputError(f"stop_at={stop_at} is not a layer; the model has layers 0 to {self.shape.n_layers - 1}.")
+        columns = None if stop_at is not None else _columns(keep, batch)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad() if grad else torch.inference_mode())
+            stack.enter_context(self.hooks(listed))
+            out = self._forward(batch, columns, stop_at, forward)
+            finite_output(self, out, batch, columns, edited=bool(listed), cached="past_key_values" in forward)
+        if isinstance(keep, str) and columns is not None:
+            here = torch.searchsorted(columns, batch.lengths - 1).to(out.device)
+            out = out[torch.arange(len(out), device=out.device), here][:, None]
+        return out
+
+    @contextlib.contextmanager
+    def hooks(self, hooks: Iterable[Hook]) -> Iterator[None]:
+        """Attach hooks for as long as the context lasts; no other thread can run the model meanwhile.
+
+        Raises:
+            InterventionError: a hook names no activation; or the model ran in the context and a hook did not fire, or
+                its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be read).
+        """
+        listed = list(hooks)
+        fired: set[int] = set()
+
+        def watched(index: int, function: HookFunction) -> HookFunction:
+            def call(activation: Tensor, hook: Any) -> Tensor | None:
+                fired.add(index)
+                return function(activation, hook=hook)
+
+            return call
+
+        if not listed:
+            with self.lock:
+                yield
+            return
+        with self.lock, _discarded_edits_raise(), contextlib.ExitStack() as stack:
+            self._check_names(name for name, _ in listed)
+            attached = [(name, watched(i, function)) for i, (name, function) in enumerate(listed)]
+            ran = ("blocks.0.hook_resid_pre", watched(-1, lambda activation, hook: None))
+            try:
+                stack.enter_context(self.raw.hooks(fwd_hooks=[*attached, ran]))
+            except (ValueError, AssertionError) as error:
+                raise InterventionError(f"TransformerLens refused a hook: {error}") from None
+            yield
+        if fired:
+            silent = sorted({name for i, (name, _) in enumerate(listed) if i not in fired})
+            if silent:
+                raise InterventionError(
+                    f"The model ran, but nothing passed through {', '.join(silent[:3])}: this activation is not "
+                    "computed on this architecture or in this run, so the hook had no effect."
+                )
+
+    def cache(
+        self,
+        inputs: Inputs,
+        *,
+        residual: bool | str = True,
+        attention: bool = True,
+        layers: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        batch_size: int = 16,
+        device: str | torch.device = "cpu",
+        progress: bool = True,
+    ) -> Cache:
+        """Run the model and keep what is asked for; see `headwater.models.caches.fill_cache`."""
+        from headwater.models.caches import fill_cache
+
+        return fill_cache(
+            self,
+            inputs,
+            residual=residual,
+            attention=attention,
+            layers=layers,
+            positions=positions,
+            heads=heads,
+            batch_size=batch_size,
+            device=device,
+            progress=progress,
+        )
+
+    def _forward(
+        self,
+        batch: Batch,
+        columns: Int[Tensor, " kept"] | None,
+        stop_at: int | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        tokens = batch.tokens.to(self.device)
+        if batch.padded:
+            options = {"attention_mask": batch.mask.long().to(self.device)} | options
+        if not is_bridge(self.raw):
+            out = self.raw(tokens, stop_at_layer=stop_at, **options)
+            return out if columns is None else out[:, columns.to(out.device)]
+        if "past_key_values" not in options:
+            options = {"use_cache": False} | options
+        if stop_at == self.shape.n_layers:
+            return self._residual_after_last_block(tokens, options)
+        if columns is None:
+            return self.raw(tokens, stop_at_layer=stop_at, **options)
+        if self._keeps_logits:
+            # as a list where the logits are on another device than the inputs: it fits everywhere
+            keep = columns.tolist() if self.spread else columns.to(self.device)
+            return self.raw(tokens, **{"logits_to_keep": keep} | options)
+        return self.raw(tokens, **options)[:, columns]
+
+    def _residual_after_last_block(self, tokens: Tensor, options: dict[str, Any]) -> Tensor:
+        """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook."""
+        kept: list[Tensor] = []
+        name = f"blocks.{self.shape.n_layers - 1}.hook_resid_post"
+        keep = {"logits_to_keep": 1} if self._keeps_logits else {}
+        with self.raw.hooks(fwd_hooks=[(name, lambda residual, hook: kept.append(residual))]):
+            self.raw(tokens, **keep | options)
+        return kept[0]
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        known = self.raw.hook_dict
+        for name in names:
+            if name not in known:
+                raise InterventionError(
+                    f"{self.name} has no activation named {name!r}.{did_you_mean(name, known, shown=3)}"
+                )
+
+
+@contextlib.contextmanager
+def _discarded_edits_raise() -> Iterator[None]:
+    """TransformerLens only warns when it throws an edit away; an experiment must not go on then."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=DISCARDED, category=UserWarning)
+        try:
+            yield
+        except UserWarning as warning:
+            if not re.match(DISCARDED, str(warning)):
+                raise
+            raise InterventionError(f"An edit did not take effect. {warning}") from None
+
+
+def is_bridge(raw: Any) -> bool:
+    """Whether a model is a TransformerBridge, and not a HookedTransformer."""
+    return any(kind.__name__ == "TransformerBridge" for kind in type(raw).__mro__)
+
+
+def _bos_of(raw: Any, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    if tokenizer is None or not getattr(raw.cfg, "default_prepend_bos", True):
+        return None
+    return tokenizer.bos_token_id
+
+
+def _columns(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
+    """The columns of the batch whose logits must be computed, or None for all."""
+    if keep is None:
+        return None
+    width = batch.tokens.shape[1]
+    if isinstance(keep, str):
+        return torch.unique(batch.lengths - 1)
+    columns = torch.as_tensor(keep, dtype=torch.long).cpu()
+    if columns.ndim != 1 or not len(columns) or not -width <= int(columns.min()) <= int(columns.max()) < width:
+        raise InputError(f"keep={keep} is not a list of positions of sequences of {width} tokens.")
+    return columns % width

@@ -1,0 +1,332 @@
+"""Load a model from wherever it is: a hub name, a folder, memory, or the one that comes with the package.
+
+Weights are read from safetensors only (pickled ones of a HookedTransformer with `pickled=True`, and then tensors only)
+and never processed: no folding of norms, no centring. No code of a checkpoint runs unless `trust_remote_code` is given.
+A model given in memory is not touched: TransformerLens replaces a model's modules in place, so it gets a copy of the
+modules that shares the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.resources
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from headwater.errors import InputError, ModelError, did_you_mean
+from headwater.models import checks
+from headwater.models.checkpoint import (
+    checkpoint_folder,
+    first_line,
+    open_checkpoint,
+    read_config,
+    tensor_shapes,
+    weight_files,
+)
+from headwater.models.embedded import embedded_folder
+from headwater.models.hooked import HookedModel
+from headwater.models.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
+from headwater.models.memory import refuse_too_large
+from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
+from headwater.models.tokens import load_tokenizer
+
+
+def load(
+    what: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    pickled: bool = False,
+) -> HookedModel:
+    """Load a model with hooks.
+
+    Args:
+        what: nothing (the embedded model), a hub name, a folder with a checkpoint (also one that a HookedTransformer
+            wrote: state dict and config), a transformers model, a TransformerBridge, or a HookedTransformer where
+            transformer-lens 3.9 is installed. Models given in memory are not changed.
+        tokenizer: needed for a transformers model; for a checkpoint, instead of its own. A name or folder works too.
+        device: default: a CUDA device if there is one, else the CPU; for models given in memory: where they are. "auto"
+            spreads the layers of a checkpoint over all CUDA devices, where one is too small.
+        dtype: default: as the checkpoint stores it.
+        revision: of the hub.
+        trust_remote_code: allow a checkpoint to bring its own code.
+        pickled: allow the state dict of a HookedTransformer to be a `.pth` or `.pt` file. Tensors are read from it,
+            nothing else.
+
+    Raises:
+        ModelError: the model cannot be found or read, or its parts do not fit together.
+        InputError: `what` is nothing that can be loaded, or it does not fit into memory.
+    """
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    kind = _dtype(dtype)
+    if what is None:
+        return _embedded(device, kind)
+    if isinstance(what, str | Path):
+        path = Path(what).expanduser()
+        if is_lens_checkpoint(path):
+            raw = read_lens_checkpoint(path, tokenizer, device or _default_device(), kind, pickled=pickled)
+            return _from_lens(raw, tokenizer, None, None, name=str(what))
+        return _from_checkpoint(str(what), tokenizer, device, kind, revision, trust_remote_code)
+    if isinstance(what, PreTrainedModel):
+        return _from_transformers(what, tokenizer, device, kind)
+    if isinstance(what, torch.nn.Module) and hasattr(what, "hook_dict") and hasattr(what, "cfg"):
+        return _from_lens(what, tokenizer, device, kind)
+    raise InputError(
+        f"Cannot load a {type(what).__name__}: give a hub name, a folder, a transformers model, a TransformerBridge, "
+        "or nothing for the embedded model."
+    )
+
+
+def _embedded(device: str | torch.device | None, dtype: torch.dtype | None) -> HookedModel:
+    folder = importlib.resources.files("headwater") / "world" / "model"
+    with importlib.resources.as_file(folder) as path:
+        model = _from_checkpoint(str(embedded_folder(path)), None, device, dtype, None, False)
+    model.name = "embedded"
+    return model
+
+
+def _from_checkpoint(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> HookedModel:
+    path, spread = Path(source).expanduser(), device == "auto"
+    folder = _folder(source, revision)
+    config = read_config(folder, trust_remote_code)
+    if text_config(config).model_type in ARCHITECTURES:
+        open_checkpoint(folder, trust_remote_code)
+    else:
+        weight_files(folder)
+    tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if not spread:
+        _refuse_unless_it_fits(folder, config, dtype, torch.device(device or _default_device()))
+    hf = _read_weights(folder, config, dtype, trust_remote_code, spread)
+    if not spread:
+        hf.to(device or _default_device())
+    return _boot(hf, tokenizer, source, None if path.is_dir() else folder.name)
+
+
+def _from_transformers(
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+) -> HookedModel:
+    twin = _twin(hf).eval()
+    if device is not None or dtype is not None:
+        twin.to(device=device, dtype=dtype)
+    twin.set_attn_implementation("eager")
+    name = hf.name_or_path or type(hf).__name__
+    return _boot(twin, tokenizer, name, getattr(hf.config, "_commit_hash", None))
+
+
+def _from_lens(
+    raw: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    name: str | None = None,
+) -> HookedModel:
+    here, kind = next(iter(raw.parameters())).device, next(iter(raw.parameters())).dtype
+    if (device is not None and torch.device(device).type != here.type) or (dtype is not None and dtype != kind):
+        raise InputError(
+            f"This model is on {here} in {kind}, and headwater does not move a caller's model; move it before."
+        )
+    hf_config = getattr(getattr(raw, "original_model", None), "config", None)
+    known = getattr(hf_config, "model_type", None) is not None
+    tokenizer = tokenizer or getattr(raw, "tokenizer", None)
+    model = HookedModel(
+        raw,
+        name=name or str(getattr(raw.cfg, "model_name", None) or type(raw).__name__),
+        shape=_shape(hf_config, raw.cfg),
+        config=hf_config if known else vars(raw.cfg).copy(),
+        tokenizer=tokenizer,
+    )
+    if getattr(raw, "compatibility_mode", False) or str(raw.cfg.normalization_type or "").endswith("Pre"):
+        warnings.warn(
+            f"{model.name}: TransformerLens has folded the norms into this model's weights; analyses of parameters "
+            "will see the folded ones. Load it without processing for the checkpoint's own.",
+            stacklevel=3,
+        )
+    return _checked(model)
+
+
+def _boot(
+    hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str | None
+) -> HookedModel:
+    """Wrap a transformers model that is ours to change."""
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    hf.eval().requires_grad_(False)
+    architecture = ARCHITECTURES.get(text_config(hf.config).model_type, type(hf).__name__)
+    hf.config.architectures = [architecture]
+    if tokenizer is not None:
+        checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
+    try:
+        raw = build_bridge_from_module(
+            hf, architecture, hf_config=hf.config, tokenizer=_for_bridge(tokenizer), model_name=name
+        )
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {error}") from None
+    model = HookedModel(
+        raw,
+        name=name,
+        shape=_shape(hf.config, raw.cfg),
+        config=hf.config,
+        tokenizer=tokenizer,
+        revision=revision,
+    )
+    return _checked(model)
+
+
+def _checked(model: HookedModel) -> HookedModel:
+    checks.evaluation_mode(model)
+    checks.finite_weights(model)
+    if model.tokenizer is not None:
+        checks.tokenizer_fits(model.tokenizer, model.shape.d_vocab)
+    return model
+
+
+def _twin(hf: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model's modules and config; the parameters are new objects that share the original's memory."""
+    shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in hf.parameters()}
+    return copy.deepcopy(hf, shared)
+
+
+def _for_bridge(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
+    """A copy for the bridge, which adds special tokens to its tokenizer and reloads one that hides its origin."""
+    if tokenizer is None:
+        return None
+    ours = copy.deepcopy(tokenizer)
+    ours.init_kwargs = {**ours.init_kwargs, "name_or_path": ours.name_or_path or "in memory", "add_bos_token": True}
+    return ours
+
+
+def _shape(hf_config: Any, cfg: Any) -> ModelShape:
+    if getattr(hf_config, "model_type", None) in ARCHITECTURES or hasattr(hf_config, "text_config"):
+        return shape_of(hf_config)
+    return ModelShape(
+        architecture=str(getattr(cfg, "architecture", None) or getattr(cfg, "original_architecture", None) or "custom"),
+        n_layers=cfg.n_layers,
+        n_heads=cfg.n_heads,
+        n_kv_heads=cfg.n_key_value_heads or cfg.n_heads,
+        d_model=cfg.d_model,
+        d_head=cfg.d_head,
+        d_mlp=cfg.d_mlp or 0,
+        d_vocab=cfg.d_vocab,
+        n_ctx=cfg.n_ctx,
+        parallel_blocks=bool(cfg.parallel_attn_mlp),
+    )
+
+
+def _refuse_unless_it_fits(folder: Path, config: Any, dtype: torch.dtype | None, device: torch.device) -> None:
+    stored = getattr(config, "dtype", None)
+    kind = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
+    count = sum(math.prod(shape) for file in weight_files(folder) for shape in tensor_shapes(file).values())
+    advice = (
+        'Use dtype="bfloat16", device="auto" with several GPUs, or another machine; hw.classify_heads(folder) needs '
+        "one layer at a time."
+    )
+    refuse_too_large(f"The model in {folder}", count * kind.itemsize, device, advice)
+
+
+def _read_weights(
+    folder: Path, config: Any, dtype: torch.dtype | None, trust_remote_code: bool, spread: bool
+) -> PreTrainedModel:
+    try:
+        with _quiet_transformers():
+            hf, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype or "auto",
+                trust_remote_code=trust_remote_code,
+                attn_implementation="eager",
+                use_safetensors=True,
+                output_loading_info=True,
+                device_map="auto" if spread else None,
+            )
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise ModelError(f"The weights in {folder} cannot be loaded: {first_line(error)}") from error
+    _check_report(folder, report, text_config(config).num_hidden_layers)
+    if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
+        raise InputError(f"All devices together are too small for the model in {folder}: {away} is not in memory.")
+    return hf
+
+
+def _check_report(folder: Path, report: dict[str, Any], n_layers: int) -> None:
+    """Transformers fills what a checkpoint lacks with random numbers and drops what it has besides; refuse both."""
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{folder}: {len(missing)} parameters are missing from the weight files: {missing[0]} ...")
+    for name in sorted(report["unexpected_keys"]):
+        layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
+        if layer and int(layer[1]) >= n_layers:
+            raise ModelError(f"{folder}: the config says {n_layers} layers, but the weight files hold {name}.")
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep the loading bar and report of transformers off the screen; what they say is checked here."""
+    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _folder(source: str, revision: str | None) -> Path:
+    """Find the folder of a checkpoint; TransformerLens's short names ("pythia-70m") stand for hub names."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(f"{path} is a file; give the folder of the checkpoint.")
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ModelError(f"There is no folder {path}.")
+    known = _known_names()
+    try:
+        return checkpoint_folder(known.get(source, source), revision)
+    except ModelError as error:
+        near = did_you_mean(source, known)
+        raise ModelError(f"{error}{near if near.startswith(' Did') else ''}") from error
+
+
+def _known_names() -> dict[str, str]:
+    """The names TransformerLens knows, its short ones too, and the hub name of each."""
+    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
+
+    short = {alias: name for name, aliases in MODEL_ALIASES.items() for alias in aliases}
+    return {name: name for name in OFFICIAL_MODEL_NAMES} | short
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise InputError(f"dtype={dtype!r} is no torch dtype.{did_you_mean(dtype, ('float32', 'bfloat16', 'float16'))}")
+    return found
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

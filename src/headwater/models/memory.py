@@ -1,0 +1,70 @@
+"""What fits in memory: refuse what plainly does not before it starts, and go on in halves where it ran out.
+
+A run that would not fit is refused with the figures, because a machine that begins to swap, or a process that the
+system ends, says nothing. An estimate can still be wrong, as others use the device too: then `in_halves` takes the same
+items in two parts, and those again, down to single ones.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import psutil
+import torch
+
+from headwater.errors import HeadwaterError, InputError
+
+Value = TypeVar("Value")
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) -> None:
+    """Refuse what needs more bytes than a device has left.
+
+    Raises:
+        InputError: it would not fit; the message has both figures.
+    """
+    available = available_memory(device)
+    if needed > available:
+        raise InputError(
+            f"{what} would take {needed / 2**30:,.1f} GiB; {device} has {available / 2**30:,.1f} GiB free. {advice}"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a GPU or a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def in_halves(items: Sequence[Any], work: Callable[[Any], Value]) -> list[Value]:
+    """Do the work on all items at once; when memory runs out, on one half and then the other, and so on.
+
+    The work must leave nothing behind when it fails.
+
+    Returns:
+        What each part of the work returned, in order.
+
+    Raises:
+        HeadwaterError: there is not enough memory for a single item.
+    """
+    try:
+        return [work(items)]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if len(items) < 2:
+        raise HeadwaterError(f"Memory ran out even with one sequence at a time: {reason}")
+    middle = len(items) // 2
+    return [*in_halves(items[:middle], work), *in_halves(items[middle:], work)]

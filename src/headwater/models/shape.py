@@ -1,0 +1,88 @@
+"""The sizes of a model, read from its transformers config in one vocabulary for every architecture."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.errors import ModelError
+
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "phi": "PhiForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+"""The supported architectures: the config's `model_type` and the class in transformers it names."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model.
+
+    Attributes:
+        architecture: the name of its class in transformers, such as "LlamaForCausalLM".
+        n_layers: number of blocks.
+        n_heads: number of query heads in each block.
+        n_kv_heads: number of key and value heads in each block; fewer than `n_heads` when heads are grouped.
+        d_model: width of the residual stream.
+        d_head: width of one head.
+        d_mlp: width of the MLP's hidden layer.
+        d_vocab: rows of the embedding, padding rows counted.
+        n_ctx: longest sequence the model was made for.
+        parallel_blocks: whether attention and MLP of a block both read the block's input.
+    """
+
+    architecture: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_model: int
+    d_head: int
+    d_mlp: int
+    d_vocab: int
+    n_ctx: int
+    parallel_blocks: bool
+
+    @property
+    def group_size(self) -> int:
+        """How many query heads share one key and value head."""
+        return self.n_heads // self.n_kv_heads
+
+
+def text_config(config: Any) -> Any:
+    """The config of the language model: a multimodal config's text part, any other config itself."""
+    return config.get_text_config(decoder=True)
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Read a model's shape from its transformers config.
+
+    Args:
+        config: the config of any supported architecture.
+
+    Raises:
+        ModelError: the architecture is not one of `ARCHITECTURES`.
+    """
+    config = text_config(config)
+    if config.model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"The model type {config.model_type!r} is not supported; headwater reads {', '.join(ARCHITECTURES)}."
+        )
+    d_model, n_heads = config.hidden_size, config.num_attention_heads
+    mlp_width = config.n_inner if config.model_type == "gpt2" else config.intermediate_size
+    return ModelShape(
+        architecture=ARCHITECTURES[config.model_type],
+        n_layers=config.num_hidden_layers,
+        n_heads=n_heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
+        d_model=d_model,
+        d_head=getattr(config, "head_dim", None) or d_model // n_heads,
+        d_mlp=mlp_width or 4 * d_model,
+        d_vocab=config.vocab_size,
+        n_ctx=config.max_position_embeddings,
+        parallel_blocks=config.model_type == "phi" or getattr(config, "use_parallel_residual", False),
+    )

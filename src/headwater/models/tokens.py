@@ -1,0 +1,293 @@
+"""Text to token ids and back: one rule for the beginning-of-sequence token, one layout for batches.
+
+1. A text becomes the tokenizer's ids without its special tokens; then, where the model wants one, exactly one
+   beginning-of-sequence id is put in front (a text that already begins with it gets no second one).
+   Whether a model wants it is TransformerLens's `default_prepend_bos`: yes for GPT-2, Llama, Mistral and Gemma, no for
+   GPT-NeoX (Pythia), Phi and Qwen.
+2. Token ids given by the caller are used as they are.
+3. A `Batch` is right-padded: the real tokens of every row begin at position 0, whatever padding they came with.
+4. A character span is mapped to tokens by the tokenizer's offsets, never by searching in decoded text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from headwater.errors import InputError, ModelError
+from headwater.models.checkpoint import first_line
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+)  # fmt: skip
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
+Offsets: TypeAlias = tuple[tuple[int, int], ...]
+"""The (start, end) characters of each token of a text; (0, 0) for a beginning-of-sequence token."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Batch:
+    """Token ids of several sequences, right-padded.
+
+    Attributes:
+        tokens: the ids; at padding, whatever id the tokenizer pads with.
+        mask: True at real tokens.
+        offsets: for sequences made from text, the characters of each real token.
+    """
+
+    tokens: Int[Tensor, "batch position"]
+    mask: Bool[Tensor, "batch position"]
+    offsets: tuple[Offsets, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} sequences, {int(self.lengths.min())} to {int(self.lengths.max())} tokens)"
+
+    @property
+    def lengths(self) -> Int[Tensor, " batch"]:
+        """The number of real tokens in each row."""
+        return self.mask.sum(1)
+
+    @property
+    def padded(self) -> bool:
+        """Whether any row is shorter than the batch is wide."""
+        return not bool(self.mask.all())
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Return some rows as a batch of their own, no wider than the longest of them."""
+        mask = self.mask[start:stop]
+        width = int(mask.sum(1).max())
+        offsets = self.offsets[start:stop] if self.offsets is not None else None
+        return Batch(self.tokens[start:stop, :width], mask[:, :width], offsets)
+
+    def split(self, batch_size: int) -> Iterator[tuple[slice, Batch]]:
+        """Yield the batch in pieces of at most `batch_size` rows, each with the rows it covers."""
+        for start in range(0, len(self), batch_size):
+            stop = min(start + batch_size, len(self))
+            yield slice(start, stop), self.rows(start, stop)
+
+
+Inputs: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Batch
+"""What can be made a batch: a text, texts, one or several lists of token ids, a tensor of token ids, or a batch."""
+
+
+def make_batch(
+    inputs: Inputs,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    bos: int | None = None,
+    mask: Tensor | None = None,
+    d_vocab: int | None = None,
+    n_ctx: int | None = None,
+) -> Batch:
+    """Make a right-padded batch.
+
+    Args:
+        inputs: a text, texts, lists of token ids, a tensor of token ids (one row or a batch), or a batch.
+        tokenizer: needed for texts.
+        bos: the id that begins every text, or None.
+        mask: for a tensor of token ids, True (or 1) at its real tokens. It must be given when the tensor is padded.
+        d_vocab: ids must be smaller than this.
+        n_ctx: sequences must not be longer than this.
+
+    Raises:
+        InputError: there is nothing in it, an id is outside the vocabulary, a sequence is too long, or a tensor looks
+            padded and no mask says where.
+    """
+    if isinstance(inputs, Batch):
+        batch = inputs
+    elif isinstance(inputs, Tensor):
+        batch = _from_tensor(inputs, mask, tokenizer)
+    elif isinstance(inputs, str) or (inputs and all(isinstance(text, str) for text in inputs)):
+        texts: list[str] = [inputs] if isinstance(inputs, str) else list(inputs)  # type: ignore[arg-type]
+        if tokenizer is None:
+            raise InputError(
+                "Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids."
+            )
+        encoded = [encode(tokenizer, text, bos) for text in texts]
+        offsets = tuple(spans for _, spans in encoded if spans is not None)
+        batch = _from_lists(
+            [ids for ids, _ in encoded], pad_id(tokenizer), offsets if len(offsets) == len(texts) else None
+        )
+    else:
+        batch = _from_lists(_id_rows(inputs), pad_id(tokenizer))
+    _check_ids(batch, d_vocab, n_ctx)
+    return batch
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None = None) -> tuple[list[int], Offsets | None]:
+    """Return a text's token ids, with exactly one `bos` in front when given, and the characters of each token."""
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    ids = list(found["input_ids"])
+    offsets = tuple((int(start), int(end)) for start, end in found["offset_mapping"]) if fast else None
+    if bos is None or ids[:1] == [bos]:
+        return ids, offsets
+    return [bos, *ids], ((0, 0), *offsets) if offsets is not None else None
+
+
+def token_span(offsets: Offsets, start: int, end: int) -> range:
+    """Return the positions of the tokens that hold any of the characters `start` to `end` (end excluded).
+
+    Raises:
+        InputError: no token holds them.
+    """
+    held = [i for i, (first, last) in enumerate(offsets) if first < end and start < last]
+    if not held:
+        raise InputError(f"No token holds the characters {start} to {end}; the text ends at {offsets[-1][1]}.")
+    return range(held[0], held[-1] + 1)
+
+
+def single_token_id(tokenizer: PreTrainedTokenizerBase, word: str) -> int | None:
+    """Return the id of the one token that `word` is after a space, or None when it is several tokens or unknown.
+
+    Tokenizers that put a space of their own in front of a text (Llama 2) give that space as a token before; it is
+    not counted.
+    """
+    ids, _ = encode(tokenizer, " " + word)
+    if len(ids) == 2 and tokenizer.convert_ids_to_tokens(ids[0]) == "▁":
+        ids = ids[1:] if str(tokenizer.convert_ids_to_tokens(ids[1])).startswith("▁") else ids
+    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
+
+
+def token_strings(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:
+    """Return the text of each token, spaces kept; the id itself when there is no tokenizer."""
+    if tokenizer is None:
+        return tuple(str(token) for token in ids)
+    pieces = tokenizer.convert_ids_to_tokens(list(ids))
+    return tuple(
+        piece.replace("▁", " ") if str(piece).startswith("▁") else tokenizer.decode([token])
+        for token, piece in zip(ids, pieces, strict=True)
+    )
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Return the id written at padding: the tokenizer's own, else its end-of-sequence token, else 0."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id) if tokenizer is not None else ()
+    return next((int(token) for token in ids if token is not None), 0)
+
+
+def load_tokenizer(
+    source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or hub name exactly as its tokenizer.json says.
+
+    AutoTokenizer chooses a class by the config's model type, and several of these classes rebuild the tokenizer from
+    the vocabulary alone, so a file whose rules differ is silently read as another tokenizer. Here the file is always
+    followed; the class only supplies what the file does not hold (names of special tokens, the chat template).
+
+    Raises:
+        ModelError: there are no tokenizer files, or they cannot be read.
+    """
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
+            "or copy the tokenizer files into the folder."
+        )
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        file = cached_file(
+            str(source), "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if file is None:
+            return AutoTokenizer.from_pretrained(str(source), **options)
+        faithful = PreTrainedTokenizerFast.from_pretrained(str(source), **options)
+    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
+        raise ModelError(f"The tokenizer of {source} cannot be read: {first_line(error)}") from None
+    try:
+        named = AutoTokenizer.from_pretrained(str(source), **options)
+    except (ValueError, OSError, KeyError, AttributeError, ImportError):
+        return faithful
+    vocabulary = faithful.get_vocab()
+    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = getattr(named, role, None)
+        if getattr(faithful, role) is None and token is not None and str(token) in vocabulary:
+            setattr(faithful, role, str(token))
+    faithful.chat_template = faithful.chat_template or named.chat_template
+    return faithful
+
+
+def _id_rows(inputs: Any) -> list[list[int]]:
+    """Check lists of token ids; one list of ids is one row."""
+    try:
+        rows = [list(row) for row in ([inputs] if isinstance(inputs[0], int) else inputs)]
+        ids = [operator.index(token) for row in rows for token in row]
+    except (TypeError, IndexError, KeyError):
+        ids = []
+    if not ids:
+        raise InputError(
+            "Give a text, texts, lists of token ids (whole numbers), or a tensor of token ids; none empty."
+        )
+    return rows
+
+
+def _from_lists(rows: list[list[int]], pad: int, offsets: tuple[Offsets, ...] | None = None) -> Batch:
+    if not rows or not all(rows):
+        raise InputError("There is nothing to run: an input has no tokens.")
+    width = max(map(len, rows))
+    tokens = torch.full((len(rows), width), pad, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = True
+    return Batch(tokens, mask, offsets)
+
+
+def _from_tensor(tokens: Tensor, mask: Tensor | None, tokenizer: PreTrainedTokenizerBase | None) -> Batch:
+    if tokens.ndim not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise InputError(
+            f"A tensor of token ids has whole numbers and one or two axes; this one is {tokens.dtype} with shape "
+            f"{tuple(tokens.shape)}."
+        )
+    if not tokens.numel():
+        raise InputError("There is nothing to run: the tensor of token ids is empty.")
+    tokens = tokens.detach().cpu().long().reshape(-1, tokens.shape[-1])
+    if mask is None:
+        _refuse_unmarked_padding(tokens, tokenizer)
+        return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    real = mask.detach().cpu().bool().reshape(-1, mask.shape[-1])
+    if real.shape != tokens.shape:
+        raise InputError(f"The mask has shape {tuple(real.shape)}, the tokens {tuple(tokens.shape)}.")
+    begins = real.int().diff(dim=1, prepend=torch.zeros(len(real), 1, dtype=torch.int)) == 1
+    if not bool((begins.sum(1) == 1).all()):
+        raise InputError("Each row of the mask must mark one unbroken run of real tokens.")
+    return _from_lists([row[keep].tolist() for row, keep in zip(tokens, real, strict=True)], pad_id(tokenizer))
+
+
+def _refuse_unmarked_padding(tokens: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Refuse a tensor that begins or ends with padding and has no mask: its values would be wrong silently."""
+    if tokenizer is None:
+        return
+    pad = pad_id(tokenizer)
+    begins = tokens[:, 0] == pad
+    if pad == tokenizer.bos_token_id:
+        begins = begins & (tokens[:, min(1, tokens.shape[1] - 1)] == pad) & (tokens.shape[1] > 1)
+    ends = (tokens[:, -1] == pad) & (tokens.shape[1] > 1)
+    if bool((begins | ends).any()):
+        row = int((begins | ends).nonzero()[0])
+        raise InputError(
+            f"Row {row} of the token ids begins or ends with the padding id {pad}, and there is no mask. Pass mask= "
+            "(True at real tokens), or give texts or lists of different lengths."
+        )
+
+
+def _check_ids(batch: Batch, d_vocab: int | None, n_ctx: int | None) -> None:
+    ids = batch.tokens[batch.mask]
+    if d_vocab is not None and not 0 <= int(ids.min()) <= int(ids.max()) < d_vocab:
+        outside = int(ids.max()) if int(ids.max()) >= d_vocab else int(ids.min())
+        raise InputError(f"Token id {outside} is outside the model's vocabulary of {d_vocab}.")
+    longest = int(batch.lengths.max())
+    if n_ctx is not None and longest > n_ctx:
+        raise InputError(f"A sequence has {longest} tokens; the model reads at most {n_ctx}.")

@@ -1,0 +1,78 @@
+"""The last step of a model: the final norm, and the head that turns what it gives into logits.
+
+    logits = cap(normalise(residual) W_U + b_U)      cap(x) = c · tanh(x / c) where the architecture has one (Gemma 2)
+
+The norm is computed in float32 whatever the dtype of the weights, so that nothing is rounded between the residual
+stream and the logits. W_U stays as the model holds it. Padded vocabularies keep their padding columns: the model's own
+softmax runs over them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headwater.errors import ModelError
+from headwater.kernels.likelihood import UnembeddingHead
+from headwater.models.tokens import Batch
+from headwater.models.weights import LoadedWeights, finite
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+
+Normalise: TypeAlias = Callable[[Tensor], Tensor]
+"""The final norm: residual stream `[..., d_model]` in any dtype to the same shape in float32."""
+
+
+@torch.inference_mode()
+def unembedding_head(model: HookedModel) -> tuple[Normalise, UnembeddingHead]:
+    """Return the final norm in float32 and the head behind it, after checking them against the model's own logits.
+
+    Raises:
+        ModelError: together they do not give the model's logits (the architecture does something more to them).
+    """
+    raw = model.raw
+    bias = getattr(raw.unembed, "b_U", None)
+    cap = float(getattr(raw.cfg, "output_logits_soft_cap", None) or -1.0)
+    head = UnembeddingHead(
+        W_U=finite(raw.unembed.W_U.detach(), "unembed.W_U"),
+        bias=bias.detach() if bias is not None and bool(bias.any()) else None,
+        softcap=cap if cap > 0 else None,
+    )
+    normalise = _final_norm(model)
+    _check(model, normalise, head)
+    return normalise, head
+
+
+def _final_norm(model: HookedModel) -> Normalise:
+    raw = model.raw
+    gain = LoadedWeights(model).final_norm_gain().float().to(raw.unembed.W_U.device)
+    bias = next((b for b in (getattr(raw.ln_final, name, None) for name in ("bias", "b")) if b is not None), None)
+    kind = str(raw.cfg.normalization_type)
+    centred, eps = kind.startswith("LN"), float(raw.cfg.eps)
+
+    def normalise(residual: Tensor) -> Tensor:
+        x = residual.to(gain.device).float()
+        x = x - x.mean(-1, keepdim=True) if centred else x
+        x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
+        return x if bias is None else x + bias.float()
+
+    return normalise
+
+
+def _check(model: HookedModel, normalise: Normalise, head: UnembeddingHead) -> None:
+    """Run a few tokens both ways: what is not known about an architecture must not go unnoticed."""
+    tokens = torch.arange(min(4, model.shape.d_vocab, model.shape.n_ctx))[None]
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    expected = model.run(batch)[0].float()
+    hidden = normalise(model.run(batch, stop_at=model.shape.n_layers)[0])
+    found = head.logits(hidden, slice(None))
+    error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not error <= max(1e-4, 8 * torch.finfo(model.dtype).eps):
+        raise ModelError(
+            f"The logits of {model.name} are not its final norm, unembedding and soft cap alone: they differ by "
+            f"{error:.1%} of the largest. Likelihoods read from its residual stream would be wrong."
+        )

@@ -1,0 +1,220 @@
+"""Step through a model's blocks one sublayer at a time, on rows that start at any layer and any position.
+
+An intervention at layer l and position p leaves every layer above l and every position before p as they were. To
+recompute only the rest, a sweep needs three things that a whole forward does not offer:
+
+1. `record`: one ordinary run that keeps, beside the residual stream, the keys and values of each layer and the
+   arguments with which the model calls each attention (rotary angles, masks).
+2. `attention` and `feed_forward`: one sublayer of one layer, on any batch of rows, where each row says which positions
+   it holds. The keys and values of the positions before it come from the recording and are shared by all rows.
+3. `logits`: the final norm and the unembedding, at the rows asked for.
+
+The composition (pre-norm, post-norm, serial, parallel) is the bridge's own, read from its blocks; `record` checks the
+head against the model's own logits, and sweeps carry a row without any edit whose outcome must equal the plain run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.activations import NewGELUActivation
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What one run of a right-padded batch leaves behind for the rows that will share it."""
+
+    activations: Mapping[str, Tensor]
+    """By hook name, as the hook gives them."""
+    keys: Mapping[int, Float[Tensor, "batch kv_head key d_head"]]
+    values: Mapping[int, Float[Tensor, "batch kv_head key d_head"]]
+    calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]
+    """By layer: the positional and keyword arguments of the model's call of its attention."""
+    visible: Mapping[int, Bool[Tensor, "query key"]]
+    """By layer: which keys a query may see (causal, and within the window where the layer slides)."""
+    last_logits: Float[Tensor, "batch d_vocab"]
+    """At the last column of the batch."""
+
+
+class _KeyValueTap:
+    """Stands in for a key-value cache while recording: keeps what each layer offers, adds nothing."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.keys[layer], self.values[layer] = keys, values
+        return keys, values
+
+
+class SharedPrefix:
+    """A cache that puts the recorded keys and values of one layer before a row's own, and never changes."""
+
+    def __init__(self, keys: Float[Tensor, "row kv_head key d_head"], values: Float[Tensor, "row kv_head key d_head"]):
+        self.keys, self.values = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the recorded keys and values followed by the new ones."""
+        return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+
+
+class Blocks:
+    """The blocks of a bridge as functions of rows. Use inside `torch.inference_mode()` and the model's lock."""
+
+    def __init__(self, model: HookedModel):
+        self.model = model
+        self._blocks = list(model.raw.blocks)
+        self.parallel = model.shape.parallel_blocks
+        self._soft_cap = float(getattr(model.raw.cfg, "output_logits_soft_cap", None) or -1.0)
+
+    def attention(
+        self,
+        layer: int,
+        residual: Float[Tensor, "row position d_model"],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        positions: Int[Tensor, "row position"],
+        mask: Float[Tensor, "row head_or_one position key"],
+        prefix: SharedPrefix | None,
+    ) -> Float[Tensor, "row position d_model"]:
+        """What a layer's attention adds to the residual stream of rows that hold these positions."""
+        block = self._blocks[layer]
+        args, options = call
+        options = {name: _at_positions(value, positions) for name, value in options.items()}
+        options |= {"attention_mask": mask, "past_key_values": prefix}
+        normed = block.ln1(residual)
+        if "hidden_states" in options:
+            options["hidden_states"] = normed
+        else:
+            args = (normed, *args[1:])
+        out = block.attn(*args, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        return self._post_norm(block, "ln1_post", out)
+
+    def project_heads(self, layer: int, z: Float[Tensor, "position head d_head"]) -> Float[Tensor, "position d_model"]:
+        """What a layer's attention adds, given the output of each of its heads."""
+        block = self._blocks[layer]
+        return self._post_norm(block, "ln1_post", block.attn.o(z.flatten(1)[None]))[0]
+
+    @contextlib.contextmanager
+    def fused(self) -> Iterator[None]:
+        """Compute the tanh form of GELU in one pass over memory, where the model (GPT-2, Phi) takes eight."""
+        gelus = [m for block in self._blocks for m in block.mlp.modules() if type(m) is NewGELUActivation]
+        try:
+            for gelu in gelus:
+                gelu.__dict__["forward"] = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+            yield
+        finally:
+            for gelu in gelus:
+                gelu.__dict__.pop("forward", None)
+
+    def feed_forward(self, layer: int, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
+        """What a layer's MLP adds, given the residual stream it reads (before its norm)."""
+        block = self._blocks[layer]
+        norm = next((name for name in ("ln2", "ln1") if name in block.submodules), None)
+        if not self.parallel and "ln2" not in block.submodules:
+            norm = None
+        inputs = residual[None]
+        out = block.mlp(getattr(block, norm)(inputs) if norm else inputs)
+        out = out[0] if isinstance(out, tuple) else out
+        return self._post_norm(block, "ln2_post", out)[0]
+
+    def logits(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_vocab"]:
+        """Final norm, unembedding and soft cap of the residual stream after the last block."""
+        raw = self.model.raw
+        return self._capped(raw.unembed(raw.ln_final(residual[None]))[0])
+
+    def logits_of(
+        self, residual: Float[Tensor, "row d_model"], tokens: Int[Tensor, "row answer"]
+    ) -> Float[Tensor, "row answer"]:
+        """The logits of some tokens only, for each row its own: the columns of the unembedding that are wanted."""
+        raw = self.model.raw
+        normed = raw.ln_final(residual[None])[0]
+        columns = raw.unembed.W_U.T[tokens]
+        return self._capped(torch.einsum("rd,rad->ra", normed, columns) + raw.unembed.b_U[tokens])
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits
+
+    def record(self, tokens: Int[Tensor, "batch position"], names: Iterable[str]) -> Recording:
+        """Run a right-padded batch once and keep the named activations, the keys and values and the calls."""
+        tap, calls = _KeyValueTap(), {}
+        activations: dict[str, Tensor] = {}
+
+        def keep(activation: Tensor, hook: Any, name: str) -> None:
+            activations[name] = activation.detach().clone()
+
+        def tapped(layer: int) -> Callable[..., Any]:
+            def before(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+                calls[layer] = (args, dict(options))
+                return args, options | {"past_key_values": tap}
+
+            return before
+
+        hooks = [(name, functools.partial(keep, name=name)) for name in dict.fromkeys(names)]
+        options = {"use_cache": False} | self._only_last_logits()
+        with contextlib.ExitStack() as stack:
+            for layer, block in enumerate(self._blocks):
+                handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.enter_context(self.model.hooks(hooks))
+            stack.enter_context(self.fused())
+            logits = self.model.raw(tokens, **options)
+        visible = {layer: _visible(options.get("attention_mask"), tokens) for layer, (_, options) in calls.items()}
+        return Recording(activations, tap.keys, tap.values, calls, visible, logits[:, -1])
+
+    def _only_last_logits(self) -> dict[str, int]:
+        parameters = inspect.signature(self.model.raw.original_model.forward).parameters
+        return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    @staticmethod
+    def _post_norm(block: Any, name: str, out: Tensor) -> Tensor:
+        return getattr(block, name)(out) if name in block.submodules else out
+
+
+def cannot_step(model: HookedModel) -> str | None:
+    """Say why a model's blocks cannot be stepped through, or None when they can (as far as its structure shows)."""
+    raw = model.raw
+    blocks = getattr(raw, "blocks", None)
+    if blocks is None or not all(hasattr(block, "submodules") for block in blocks):
+        return "it is not a TransformerBridge with a stack of blocks"
+    if model.spread:
+        return "its layers are spread over several devices"
+    for block in blocks:
+        missing = {"ln1", "attn", "mlp"} - set(block.submodules)
+        if missing:
+            return f"its blocks have no {' or '.join(sorted(missing))}"
+    if any(point.fwd_hooks for point in raw.hook_dict.values()):
+        return "it carries hooks of its own"
+    return None
+
+
+def _at_positions(value: Any, positions: Int[Tensor, "row position"]) -> Any:
+    """Take an argument that runs over the positions of the recorded batch at each row's own positions."""
+    if isinstance(value, tuple) and value and all(isinstance(item, Tensor) for item in value):
+        return tuple(_at_positions(item, positions) for item in value)
+    if isinstance(value, Tensor) and value.ndim >= 2 and not value.is_floating_point():
+        return positions
+    if isinstance(value, Tensor) and value.ndim == 3:
+        return value[0][positions]
+    return value
+
+
+def _visible(mask: Tensor | None, tokens: Int[Tensor, "batch position"]) -> Bool[Tensor, "query key"]:
+    """Read which keys each query sees from a four-axis mask; without one, attention is causal."""
+    length = tokens.shape[1]
+    if mask is None or mask.ndim < 4:
+        return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    first = mask[0, 0, :length, :length]
+    return first if first.dtype == torch.bool else first == 0

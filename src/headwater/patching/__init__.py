@@ -1,0 +1,1 @@
+"""Patching: activation patching and attention knockout sweeps."""

@@ -1,0 +1,153 @@
+"""A sweep resolved to tokens: its cells, what is read of each, and how they are cut into groups and waves.
+
+A group is a stretch of examples whose recorded activations fit in memory; a wave is a stretch of a group's cells that
+go down the layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from headwater.models.hooked import HookedModel
+from headwater.patching.metrics import Metric, answer_ids
+from headwater.patching.prompts import Prompt, Where, aligned_positions, positions_of
+from headwater.patching.sources import Source
+from headwater.patching.variants import LOGITS, Edit, Reading, Replace
+
+WAVE_TOKENS = 1 << 15
+"""The most tokens that travel down the layers together."""
+GROUP_FLOATS = 1 << 26
+"""About how many numbers the recorded activations of a group of examples may hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One cell of the sweep on one example."""
+
+    example: int
+    labels: Mapping[str, Any]
+    """Its coordinates, as they stand in the table."""
+    edits: tuple[Edit, ...]
+    family: tuple[Any, ...] | None = None
+    """Cells of one family (adjacent, of one example) begin at one layer and end ever later: they share a trunk."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything a sweep needs, resolved to tokens and positions."""
+
+    model: HookedModel
+    base: tuple[Prompt, ...]
+    """The prompts whose runs are edited."""
+    other: tuple[Prompt, ...] | None
+    """The other prompt of each pair."""
+    base_is_clean: bool
+    cells: tuple[Cell, ...]
+    metrics: tuple[Metric, ...]
+    source: Source | None = None
+    batch_size: int | None = None
+    states: tuple[Reading, ...] = ()
+    """Residual-stream states that are wanted themselves, beside what metrics read."""
+    states_at: Where = "last"
+
+    @cached_property
+    def kept(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By example and metric: the positions it reads."""
+        pairs = zip(self.base, self.other or [None] * len(self.base), strict=True)
+        n = len(self.base)
+        return tuple(
+            tuple(aligned_positions(metric.at, base, other, i, n) for metric in self.metrics)
+            for i, (base, other) in enumerate(pairs)
+        )
+
+    @cached_property
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        """By example: every position that is read, ascending."""
+        pairs = zip(self.base, self.kept, strict=True)
+        n = len(self.base)
+        states = [positions_of(self.states_at, base, i, n) if self.states else () for i, (base, _) in enumerate(pairs)]
+        return tuple(
+            tuple(sorted({p for at in (*kept, state) for p in at}))
+            for kept, state in zip(self.kept, states, strict=True)
+        )
+
+    @cached_property
+    def answers(self) -> tuple[tuple[Int[Tensor, " example"], ...], ...]:
+        """By metric: the token ids of its answers, one per example."""
+        model, n = self.model, len(self.base)
+        return tuple(
+            tuple(answer_ids(answer, model.tokenizer, n, model.shape.d_vocab) for answer in metric.answers)
+            for metric in self.metrics
+        )
+
+    @property
+    def only_answers(self) -> Int[Tensor, "example answer"] | None:
+        """The tokens whose logits suffice: the answers of each metric in turn; None where some metric needs all."""
+        read = [answers for m, answers in zip(self.metrics, self.answers, strict=True) if m.site == LOGITS]
+        if not read or any(metric.needs_all for metric in self.metrics if metric.site == LOGITS):
+            return None
+        return torch.stack([ids for answers in read for ids in answers], 1)
+
+    def reading(self, metric: Metric, edits: Sequence[Edit]) -> Reading:
+        """What a metric reads after these edits."""
+        if metric.site == LOGITS:
+            return LOGITS, self.model.shape.n_layers
+        last = max((edit.layers.stop for edit in edits), default=1) - 1
+        return metric.site, metric.layer if metric.layer is not None else last
+
+
+def waves(job: Job) -> Iterator[tuple[range, range]]:
+    """Cut a sweep into groups of examples and waves of cells: (examples of the group, cells of the wave)."""
+    per_example = [0] * len(job.base)
+    activations: set[tuple[str, int]] = set()
+    for cell in job.cells:
+        per_example[cell.example] += _tokens(job, cell)
+        activations |= {(e.site.name, layer) for e in cell.edits if isinstance(e, Replace) for layer in e.layers}
+    shape = job.model.shape
+    recorded = len(activations) * (2 if job.source is not None else 1) + 2 * shape.n_layers
+    by_example: list[list[int]] = [[] for _ in job.base]
+    for index, cell in enumerate(job.cells):
+        by_example[cell.example].append(index)
+    groups: list[list[int]] = []
+    width, live = 0, 0
+    for example, prompt in enumerate(job.base):
+        wider = max(width, len(prompt))
+        fits = groups and (len(groups[-1]) + 1) * wider * shape.d_model * recorded <= GROUP_FLOATS
+        if not (fits and live + per_example[example] <= WAVE_TOKENS):
+            groups.append([])
+            wider, live = len(prompt), 0
+        groups[-1].append(example)
+        width, live = wider, live + per_example[example]
+    for group in groups:
+        examples = range(group[0], group[-1] + 1)
+        first = by_example[examples.start][0] if by_example[examples.start] else 0
+        last = first + sum(len(by_example[i]) for i in examples)
+        yield from ((examples, wave) for wave in _cut(job, range(first, last)))
+
+
+def _cut(job: Job, cells: range) -> Iterator[range]:
+    """Cut a group's cells into waves of at most `WAVE_TOKENS` tokens, families left whole."""
+    start, live = cells.start, 0
+    for index in cells:
+        cell = job.cells[index]
+        tokens = _tokens(job, cell)
+        before = job.cells[index - 1] if index > start else None
+        same_family = before is not None and cell.family is not None and before.family == cell.family
+        if before is not None and live + tokens > WAVE_TOKENS and not same_family:
+            yield range(start, index)
+            start, live = index, 0
+        live += tokens
+    if start < cells.stop:
+        yield range(start, cells.stop)
+
+
+def _tokens(job: Job, cell: Cell) -> int:
+    """Count the tokens of a cell's row."""
+    return max(0, job.positions[cell.example][-1] + 1 - min(edit.first_position for edit in cell.edits))

@@ -1,0 +1,166 @@
+"""What a sweep measures: numbers read off the logits at kept positions, or off the residual stream.
+
+A logit difference is linear in the last residual stream and shows what pushes for and against an answer; a probability
+saturates. Measure a probability beside one of the others, not instead of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.tokens import Tokenizer
+from headwater.patching.prompts import Where
+from headwater.patching.sites import STATES
+from headwater.patching.variants import LOGITS
+
+Answer: TypeAlias = str | int | Sequence[str] | Sequence[int]
+"""A token, as text or id: one for all prompts, or one per prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A number for each run, from what it leaves at the positions `at`.
+
+    `function` takes the values read, `row kept width` in float32, then the token ids of each of `answers`, `row`, then
+    (when `against_clean`) the clean run's values, `row kept width`; it returns one number per row.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    at: Where = "last"
+    site: str = LOGITS
+    """`logits`, or the name of a residual-stream site."""
+    layer: int | None = None
+    """The layer of the site; None is the last layer that the cell edits."""
+    answers: tuple[Answer, ...] = ()
+    against_clean: bool = False
+    needs_all: bool = True
+    """Whether the function looks at more logits than those of its answers."""
+
+    def __post_init__(self) -> None:
+        if self.site != LOGITS and self.site not in STATES:
+            raise InputError(f"A metric cannot read {self.site!r}.{did_you_mean(self.site, (LOGITS, *STATES))}")
+
+    def measure(
+        self,
+        values: Float[Tensor, "row kept width"],
+        answers: Sequence[Int[Tensor, " row"]],
+        clean: Float[Tensor, "row kept width"] | None = None,
+    ) -> Float[Tensor, " row"]:
+        """Apply the metric.
+
+        Raises:
+            InputError: the function gave something other than one number per row.
+        """
+        inputs = [values.float(), *answers] + ([clean.float()] if self.against_clean and clean is not None else [])
+        measured = self.function(*inputs)
+        if not isinstance(measured, Tensor) or measured.shape != values.shape[:1]:
+            found = tuple(measured.shape) if isinstance(measured, Tensor) else type(measured).__name__
+            raise InputError(
+                f"The metric {self.name!r} was given values of shape {tuple(values.shape)} (row, kept position, width) "
+                f"and gave {found}; it must give one number per row, shape ({values.shape[0]},)."
+            )
+        return measured
+
+
+def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> Metric:
+    """The logit of one token minus the logit of another (averaged over kept positions, if there are several)."""
+
+    def difference(logits: Tensor, correct: Tensor, wrong: Tensor) -> Tensor:
+        return (_taken(logits, correct) - _taken(logits, wrong)).mean(1)
+
+    return Metric("logit_difference", difference, at, answers=(correct, wrong), needs_all=False)
+
+
+def log_probability(answer: Answer, *, at: Where = "last") -> Metric:
+    """The log-probability of a token, in nats."""
+    return Metric("log_probability", lambda x, t: _taken(x.log_softmax(-1), t).mean(1), at, answers=(answer,))
+
+
+def probability(answer: Answer, *, at: Where = "last") -> Metric:
+    """The probability of a token. It saturates near 0 and 1: measure a logit difference beside it."""
+    return Metric("probability", lambda x, t: _taken(x.softmax(-1), t).mean(1), at, answers=(answer,))
+
+
+def rank(answer: Answer, *, at: Where = "last") -> Metric:
+    """How many tokens have a larger logit than this one: 0 is the top."""
+    return Metric("rank", lambda x, t: (x > _taken(x, t)[..., None]).sum(-1).float().mean(1), at, answers=(answer,))
+
+
+def kl_divergence(*, at: Where = "last") -> Metric:
+    """How far the next-token distribution is from the clean run's, KL(clean ‖ run), in nats."""
+
+    def divergence(logits: Tensor, clean: Tensor) -> Tensor:
+        log_p, log_q = clean.log_softmax(-1), logits.log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean(1)
+
+    return Metric("kl_divergence", divergence, at, against_clean=True)
+
+
+BY_NAME = {f.__name__: f for f in (logit_difference, log_probability, probability, rank, kl_divergence)}
+
+
+def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Metric, ...]:
+    """Take a metric, a function of the kept logits, or several of these.
+
+    Raises:
+        InputError: it is none of these, or two metrics share a name.
+    """
+    several = list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]
+    metrics = []
+    for one in several:
+        if isinstance(one, Metric):
+            metrics.append(one)
+        elif callable(one):
+            metrics.append(Metric(getattr(one, "__name__", type(one).__name__), one))
+        else:
+            raise InputError(
+                f"{one!r} is not a metric. Use hw.logit_difference(...), hw.kl_divergence() or a function."
+            )
+    names = [one.name for one in metrics]
+    if not names or len(set(names)) < len(names):
+        raise InputError(
+            f"A sweep needs metrics of different names; these are {names}. Rename with dataclasses.replace."
+        )
+    return tuple(metrics)
+
+
+def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_vocab: int) -> Int[Tensor, " example"]:
+    """Return the token id of an answer for each prompt.
+
+    Raises:
+        InputError: a text is not one token, an id is outside the vocabulary, or their number is not the prompts'.
+    """
+    several = [answer] * n_examples if isinstance(answer, str | int) else list(answer)
+    if len(several) != n_examples:
+        raise InputError(f"{len(several)} answer tokens were given for {n_examples} prompts.")
+    ids = [_token_id(one, tokenizer) for one in several]
+    outside = [i for i in ids if not 0 <= i < d_vocab]
+    if outside:
+        raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {d_vocab}.")
+    return torch.tensor(ids)
+
+
+def _token_id(answer: Any, tokenizer: Tokenizer | None) -> int:
+    if isinstance(answer, int):
+        return answer
+    if tokenizer is None:
+        raise InputError(f"The answer {answer!r} is text, and this model has no tokenizer: give token ids.")
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    if len(ids) != 1:
+        spaced = tokenizer.encode(" " + answer, add_special_tokens=False)
+        hint = f" With a leading space, {' ' + answer!r} is one." if len(spaced) == 1 else ""
+        pieces = [tokenizer.decode([i]) for i in ids]
+        raise InputError(f"The answer {answer!r} is {len(ids)} tokens, {pieces}; a metric needs one token.{hint}")
+    return int(ids[0])
+
+
+def _taken(values: Float[Tensor, "row kept d_vocab"], tokens: Int[Tensor, " row"]) -> Float[Tensor, "row kept"]:
+    return values.gather(-1, tokens[:, None, None].expand(-1, values.shape[1], 1))[..., 0]

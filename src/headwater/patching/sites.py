@@ -1,0 +1,101 @@
+"""Where an intervention acts: the named activations of a block, in the order in which the block computes them.
+
+    serial     resid_pre -> q k v -> pattern -> z -> attn_out -> resid_mid -> mlp_out -> resid_post
+    parallel   resid_pre -> q k v -> pattern -> z -> attn_out              -> mlp_out -> resid_post
+
+`q`, `k`, `v` are taken before rotation, as TransformerLens names them; with grouped heads `k` and `v` count key-value
+heads. `attn_out` and `mlp_out` are what is added to the residual stream, after a post-norm where there is one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headwater.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from headwater.models.shape import ModelShape
+
+
+class Stage(enum.IntEnum):
+    """How far into its block an edit acts; what comes before is as it was."""
+
+    BLOCK_INPUT = 0
+    ATTENTION = 1
+    HEAD_OUTPUT = 2
+    BETWEEN = 3
+    BLOCK_OUTPUT = 4
+
+
+@dataclass(frozen=True)
+class Site:
+    """One kind of activation."""
+
+    name: str
+    hook: str
+    """Its hook name in TransformerLens, with the layer left open."""
+    axes: tuple[str, ...]
+    """The axes of one example's activation, apart from the last where that is the width."""
+    stage: Stage
+
+    @property
+    def swept_axes(self) -> tuple[str, ...]:
+        """The axes that a sweep can run over."""
+        return "layer", *(axis for axis in ("position", "head", "key") if axis in self.axes)
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether the activation is one per head."""
+        return "head" in self.axes
+
+    def hook_name(self, layer: int) -> str:
+        """Return the hook name at one layer."""
+        return self.hook.format(layer=layer)
+
+    def n_heads(self, shape: ModelShape) -> int:
+        """How many heads the site has: key-value heads for `k` and `v`."""
+        return shape.n_kv_heads if self.name in ("k", "v") else shape.n_heads
+
+
+_TOKEN, _HEAD = ("position",), ("position", "head")
+SITES = {
+    site.name: site
+    for site in (
+        Site("resid_pre", "blocks.{layer}.hook_resid_pre", _TOKEN, Stage.BLOCK_INPUT),
+        Site("q", "blocks.{layer}.attn.hook_q", _HEAD, Stage.ATTENTION),
+        Site("k", "blocks.{layer}.attn.hook_k", _HEAD, Stage.ATTENTION),
+        Site("v", "blocks.{layer}.attn.hook_v", _HEAD, Stage.ATTENTION),
+        Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.ATTENTION),
+        Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT),
+        Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.BETWEEN),
+        Site("resid_mid", "blocks.{layer}.hook_resid_mid", _TOKEN, Stage.BETWEEN),
+        Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.BLOCK_OUTPUT),
+        Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
+    )
+}
+SCORES_HOOK = "blocks.{layer}.attn.hook_attn_scores"
+STATES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+"""The sites that a metric may read in place of logits."""
+
+
+def sites_named(names: str | Iterable[str], shape: ModelShape) -> tuple[Site, ...]:
+    """Look sites up by name.
+
+    Raises:
+        InputError: no such site, or the model has none of it.
+    """
+    asked = (names,) if isinstance(names, str) else tuple(names)
+    if not asked:
+        raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
+    for name in asked:
+        if name not in SITES:
+            raise InputError(f"There is no site {name!r}.{did_you_mean(name, SITES)}")
+        if name == "resid_mid" and shape.parallel_blocks:
+            raise InputError(
+                f"resid_mid was asked for, but {shape.architecture} runs attention and MLP in parallel: nothing lies "
+                "between them. Use resid_pre, resid_post, attn_out or mlp_out."
+            )
+    return tuple(SITES[name] for name in dict.fromkeys(asked))

@@ -1,0 +1,310 @@
+"""Patching sweeps: replace an activation, run on, see what becomes of a metric.
+
+Activation patching (Vig et al. 2020; Meng et al. 2022; Heimersheim and Nanda 2024): of a clean and a corrupted prompt
+that align token by token, one run's activation at a site is written into the other's.
+
+    denoise   clean activations into the corrupted run: what suffices to bring the answer back
+    noise     corrupted activations into the clean run: what is needed to keep it
+
+    effect            = metric of the edited run - metric of the run that was edited
+    normalized_effect = effect / (metric of the other run - metric of the run that was edited)
+
+so that 0 is no effect and 1 is all the way to the other run. Values may also be zero, a mean over prompts (ablation),
+or another prompt's (resampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.patching.engine import Measured, measure
+from headwater.patching.grid import AXES, Window, axes_of, chosen, grid, labels_of, layer_runs, steps, windows_of
+from headwater.patching.job import Cell, Job
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.prompts import (
+    Prompt,
+    Prompts,
+    Where,
+    aligned_positions,
+    first_difference,
+    read_pairs,
+    read_prompts,
+)
+from headwater.patching.sites import Site, sites_named
+from headwater.patching.sources import Source, source_of
+from headwater.patching.statistics import summarize
+from headwater.patching.variants import Replace
+from headwater.results import Result, RunFolder, RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DIRECTIONS = ("denoise", "noise")
+COORDINATES = ("site", "layer", "position", "token", "head", "key", "window", "metric")
+
+
+@dataclass(frozen=True, repr=False)
+class Sweep(Result):
+    """What a patching or knockout sweep found."""
+
+    table: pd.DataFrame
+    """A row per example, cell and metric: `example, site, layer, position, token, head, key, window, metric,
+    effect, normalized_effect, clean, corrupted, edges`, those that apply."""
+    run: RunRecord
+    tokens: Sequence[Sequence[str]] = ()
+    """The tokens of each example's edited prompt."""
+    engine: str = "wavefront"
+    """How it was run: `wavefront`, `whole runs` or `gradients`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(tuple(strings) for strings in self.tokens))
+
+    def summary(self, *, level: float = 0.95, value: str = "effect", seed: int = 0) -> pd.DataFrame:
+        """Summarize each cell over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
+
+        Args:
+            level: of the interval.
+            value: the column summarized, `effect` or `normalized_effect`.
+            seed: of the bootstrap and the permutations.
+
+        Returns:
+            A row per cell and metric: its coordinates, `examples, mean, low, high, p_value`. Interval and p are NaN for
+            one example.
+        """
+        return summarize(self.table, self.coordinates, value, level, seed)
+
+    @property
+    def coordinates(self) -> list[str]:
+        """The columns that name a cell."""
+        named = [name for name in COORDINATES if name in self.table.columns]
+        return named if self.table["example"].nunique() == 1 else [name for name in named if name != "token"]
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes | Figure:
+        """Draw layer × position or layer × head as a heat map centred at 0, or the curve over layers."""
+        from headwater.figures.sweep import plot_sweep
+
+        return plot_sweep(self, ax, **options)
+
+    def agreement(self, exact: Sweep) -> pd.DataFrame:
+        """Compare an approximate sweep with the exact one, cell by cell.
+
+        Returns:
+            A row per site and metric: `cells, pearson, spearman, sign_agreement`.
+
+        Raises:
+            InputError: the sweeps do not have the same cells.
+        """
+        from headwater.patching.statistics import agreement
+
+        return agreement(self.table, exact.table)
+
+
+def patch(
+    model: HookedModel,
+    clean: Prompts | pd.DataFrame | Path,
+    corrupted: Prompts | None = None,
+    *,
+    sites: str | Iterable[str],
+    metric: Metric | Any,
+    over: str | Iterable[str] | None = None,
+    direction: str = "denoise",
+    values: str = "other run",
+    layers: Iterable[int] | int | None = None,
+    positions: Where = "all",
+    heads: Iterable[int] | int | None = None,
+    window: Window = None,
+    dataset: Prompts | None = None,
+    method: str = "exact",
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Sweep:
+    """Sweep patches over layers, positions and heads.
+
+    Args:
+        model: the model; it is left as it was.
+        clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
+            or the path of a CSV or JSON Lines file).
+        corrupted: the other prompt of each pair. May be absent when values come from elsewhere.
+        sites: one or more of resid_pre, resid_mid, resid_post, attn_out, mlp_out, z, q, k, v, pattern.
+        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
+            `row kept d_vocab` at the last position that gives a number per row.
+        over: the axes to run over, of `layer`, `position`, `head` and, for `pattern`, `key`. Default: layer and head
+            where a site has heads, layer and position otherwise. What is not run over is patched all at once.
+        direction: `denoise` edits the corrupted run, `noise` the clean one.
+        values: `other run`, `zero`, `mean` (over `dataset`) or `resample` (another prompt of `dataset`).
+        layers: which take part.
+        positions: which take part; query positions for `pattern`.
+        heads: which take part; key-value heads for `k` and `v`.
+        window: patch this many layers around each at once, or `"cumulative"`; a mapping gives it by axis.
+        dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
+        method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
+        seed: of `resample`.
+        batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
+            out.
+        progress: show a progress bar.
+        out: a folder: finished cells are written as they come, an interrupted sweep goes on where it stopped.
+
+    Raises:
+        InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.
+        InterventionError: an edit did not take effect.
+    """
+    if direction not in DIRECTIONS:
+        raise InputError(f"direction={direction!r} is neither 'denoise' nor 'noise'.")
+    if method not in ("exact", "attribution"):
+        raise InputError(f"method={method!r} is neither 'exact' nor 'attribution'.")
+    first, second = read_pairs(model, clean, corrupted)
+    base_is_clean = direction == "noise" or second is None
+    base, other = (first, second) if base_is_clean or second is None else (second, first)
+    named = sites_named(sites, model.shape)
+    metrics = as_metrics(metric)
+    pool = read_prompts(model, dataset) if dataset is not None else None
+    source = source_of(values, base, other, pool, [site.name for site in named], seed)
+    cells = [
+        cell
+        for example in range(len(base))
+        for site in named
+        for cell in _cells(model, site, base, other, example, over, layers, positions, heads, window, source)
+    ]
+    job = Job(model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size)
+    options = {
+        "sites": [site.name for site in named],
+        "over": list(over) if over is not None and not isinstance(over, str) else over,
+        "direction": direction,
+        "values": values,
+        "mean_over": source.mean_over if values == "mean" else None,
+        "window": window,
+        "method": method,
+        **prompt_options(first, second, pool),
+        **sweep_options(metrics, layers, positions, heads),
+    }
+    record = RunRecord.of("patch", model, options, seed)
+    if method == "attribution":
+        from headwater.patching.attribution import attribute
+
+        return finish(job, attribute(job, progress=progress), record, None, out)
+    folder = RunFolder(out, record) if out is not None else None
+    if folder is not None and folder.finished:
+        return Sweep.load(folder.path)
+    return finish(job, measure(job, folder, progress), folder.run if folder else record, folder, None)
+
+
+def _cells(
+    model: HookedModel,
+    site: Site,
+    base: tuple[Prompt, ...],
+    other: tuple[Prompt, ...] | None,
+    example: int,
+    over: str | Iterable[str] | None,
+    layers: Iterable[int] | int | None,
+    positions: Where,
+    heads: Iterable[int] | int | None,
+    window: Window,
+    source: Source,
+) -> list[Cell]:
+    """List one example's cells of one site."""
+    allowed = site.swept_axes
+    default = ("layer", "head") if site.has_heads else ("layer", "position")
+    axes = axes_of(over, default, allowed, f"The site {site.name}")
+    sizes = windows_of(window, axes)
+    prompt = base[example]
+    places = aligned_positions(positions, prompt, other[example] if other else None, example, len(base))
+    n_heads = site.n_heads(model.shape)
+    among = {
+        "layer": chosen(layers, model.shape.n_layers, "layer"),
+        "position": places,
+        "head": chosen(heads, n_heads, "head") if site.has_heads else (),
+        "key": range(len(prompt)),
+    }
+    total = {"layer": model.shape.n_layers, "position": len(prompt), "head": n_heads, "key": len(prompt)}
+    listed = {
+        axis: steps(among[axis], axis in axes, sizes.get(axis), axis != "layer" and len(among[axis]) == total[axis])
+        for axis in allowed
+    }
+    since = first_difference(prompt, other[example]) if other and source.is_other_run else 0
+    cells = []
+    for step in grid(listed):
+        at, of, to = (step[axis].covers if axis in step else None for axis in ("position", "head", "key"))
+        edits = tuple(Replace(site, run, at, of, to, since) for run in layer_runs(step["layer"].covers or ()))
+        labels = {"site": site.name} | labels_of(step, sizes)
+        if "position" in labels:
+            labels["token"] = prompt.strings[labels["position"]]
+        nested = "layer" in sizes and len(edits) == 1
+        others = tuple(step[axis].label for axis in allowed if axis != "layer")
+        family = (site.name, *others, edits[0].layers.start) if nested else None
+        cells.append(Cell(example, labels, edits, family))
+    return cells
+
+
+def finish(job: Job, measured: Measured, record: RunRecord, folder: RunFolder | None, out: str | Path | None) -> Sweep:
+    """Make the result of what was measured, and write it where a run folder waits for it."""
+    tokens = tuple(prompt.strings for prompt in job.base)
+    sweep = Sweep(tabulate(job, measured), record, tokens, measured.engine)
+    if folder is not None:
+        folder.finish(sweep)
+    elif out is not None:
+        sweep.save(out)
+    return sweep
+
+
+def tabulate(job: Job, measured: Measured) -> pd.DataFrame:
+    """Lay cells and metrics out as rows."""
+    n_cells, n_metrics = measured.values.shape
+    columns: dict[str, Any] = {"example": np.repeat([cell.example for cell in job.cells], n_metrics)}
+    for name in ("site", "layer", "position", "token", "head", "key", "window"):
+        if any(name in cell.labels for cell in job.cells):
+            listed = [cell.labels.get(name) for cell in job.cells for _ in range(n_metrics)]
+            is_index = name in AXES
+            columns[name] = pd.array(listed, dtype="Int64" if None in listed else "int64") if is_index else listed
+    columns["metric"] = [metric.name for metric in job.metrics] * n_cells
+    effect = measured.values - measured.unedited
+    columns["effect"] = effect.flatten().numpy()
+    if job.other is not None:
+        gap = measured.other - measured.unedited
+        normalized = torch.where(gap.abs() > 1e-9, effect / gap + 0.0, torch.nan)
+        columns["normalized_effect"] = normalized.flatten().numpy()
+    clean, corrupted = (measured.unedited, measured.other) if job.base_is_clean else (measured.other, measured.unedited)
+    columns["clean"] = clean.flatten().numpy()
+    if job.other is not None:
+        columns["corrupted"] = corrupted.flatten().numpy()
+    if not bool(measured.edges.isnan().all()):
+        columns["edges"] = np.repeat(measured.edges.numpy(), n_metrics).astype(np.int64)
+    return pd.DataFrame(columns)
+
+
+def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, Any]:
+    """Name the prompts of a run by their token ids."""
+    return {"prompts": [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]}
+
+
+def sweep_options(metrics: Sequence[Metric], layers: Any, positions: Any, heads: Any) -> dict[str, Any]:
+    """Describe metrics and selections in JSON values."""
+    described = [
+        {"name": m.name, "at": plain(m.at), "site": m.site, "layer": m.layer, "answers": plain(list(m.answers))}
+        for m in metrics
+    ]
+    return {"metrics": described, "layers": plain(layers), "positions": plain(positions), "heads": plain(heads)}
+
+
+def plain(value: Any) -> Any:
+    """Turn a selection into JSON values; a function becomes its name."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, range | slice):
+        return repr(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if callable(value):
+        return getattr(value, "__name__", repr(value))
+    return [plain(item) for item in value]

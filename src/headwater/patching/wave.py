@@ -1,0 +1,340 @@
+"""Run many variants of a few examples in one walk down the layers, each from its own first layer and position.
+
+At layer l the variants whose first edit lies there join: their residual stream is the unedited run's, from their first
+position on. Below, all of them go on together.
+
+1. Every row holds the tokens from its first changed position to the last position read. A tile of rows of similar
+   length goes through a whole block and back into the wave's residual stream before the next tile does: what it needs
+   on the way stays in the cache, and a tile that runs out of memory can start again.
+2. A row that joins after attention (an edited head output, say) takes the recorded attention output, and one that joins
+   after the MLP takes that too.
+3. A variant with a trunk (cumulative windows) follows its trunk and leaves it at the layer where its own edits end.
+4. In the last layer only the positions that are read go through the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headwater.errors import InterventionError
+from headwater.models.memory import in_halves
+from headwater.models.wavefront import Blocks, Recording
+from headwater.patching.sites import SITES, Site, Stage
+from headwater.patching.tile import Row, Tile
+from headwater.patching.variants import LOGITS, Reading, Replace, Values, Variant, write_pattern, write_tokens
+
+Deliver = Callable[[Reading, list[int], Tensor], None]
+"""Takes a reading, the variants read and their values, `variant kept width`."""
+PREFIX_SHARE = 4
+"""A key before a row counts as this part of a token of its own."""
+PADDING_SHARE = 16
+"""At most this part of a large tile is padding."""
+INSIDE_ATTENTION = ("q", "k", "v", "pattern", "z")
+
+
+class Wave:
+    """One walk down the layers. Use inside `torch.inference_mode()` and the model's lock."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        recording: Recording,
+        variants: Sequence[Variant],
+        values: Values,
+        deliver: Deliver,
+        tile_tokens: int,
+        answers: Int[Tensor, "example answer"] | None = None,
+    ):
+        self.blocks, self.recording, self.variants, self.values = blocks, recording, variants, values
+        self.deliver, self.tile_tokens, self.answers = deliver, tile_tokens, answers
+        self.layers = sorted(recording.calls)
+        needed = [layer if site != LOGITS else self.layers[-1] for v in variants for site, layer in v.readings]
+        self.last_layer = max(needed, default=-1)
+        self.writers: dict[tuple[str, int], set[int]] = {}
+        self.readers: dict[Reading, list[int]] = {}
+        for index, variant in enumerate(variants):
+            for edit in (edit for edit in variant.edits if isinstance(edit, Replace)):
+                for layer in edit.layers:
+                    self.writers.setdefault((edit.site.name, layer), set()).add(index)
+            for reading in variant.readings if variant.is_felt else ():
+                self.readers.setdefault(reading, []).append(index)
+        self.joining = self._plan()
+        self.rows: dict[int, Row] = {}
+        self._tile: tuple[int, Tile] | None = None
+        self._applied: set[tuple[int, int, int]] = set()
+
+    def run(self) -> None:
+        """Walk down the layers and deliver every reading of every variant that is felt where it is read."""
+        start = self._recorded("resid_pre", 0)
+        size = sum(row.length for rows in self.joining.values() for row in rows)
+        self.residual = start.new_empty(size, start.shape[-1])
+        with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
+            for layer in self.layers[: self.last_layer + 1]:
+                self._join(layer)
+                for rows in self._tiles(layer):
+                    self._within_memory(rows, partial(self._step, layer))
+        self._read_logits()
+        self._check_that_every_edit_was_made()
+
+    def _plan(self) -> dict[int, list[Row]]:
+        """Say which rows join at which layer; a variant that follows its trunk wherever it is read has none."""
+        arrivals: list[tuple[int, Stage, int, int]] = []
+        for index, variant in enumerate(self.variants):
+            if not variant.is_felt:
+                continue
+            if variant.trunk is None:
+                arrivals.append((variant.first_layer, variant.stage, variant.first_position, index))
+                continue
+            leaves = variant.stop_layer < self.variants[variant.trunk].stop_layer
+            if leaves and any(layer >= variant.stop_layer for _, layer in variant.readings):
+                arrivals.append((variant.stop_layer, Stage.BLOCK_INPUT, variant.first_position, index))
+        joining: dict[int, list[Row]] = {}
+        offset = 0
+        for layer, stage, start, index in sorted(arrivals):
+            variant = self.variants[index]
+            row = Row(index, variant.example, start, variant.kept[-1] + 1 - start, offset, layer, stage)
+            joining.setdefault(layer, []).append(row)
+            offset += row.length
+        return joining
+
+    def _join(self, layer: int) -> None:
+        """Take in the rows that start here: from the recorded residual stream, or from the trunk they leave."""
+        for row in self.joining.get(layer, []):
+            trunk = self.variants[row.variant].trunk
+            if trunk is None:
+                entering = self._recorded("resid_pre", layer)[row.example, row.start : row.start + row.length]
+            else:
+                entering = self._stream(self.rows[trunk])
+            self._stream(row).copy_(entering)
+            self.rows[row.variant] = row
+
+    def _stream(self, row: Row) -> Float[Tensor, "position d_model"]:
+        """A row's part of the residual stream."""
+        return self.residual[row.offset : row.offset + row.length]
+
+    def _tiles(self, layer: int) -> Iterator[list[Row]]:
+        """Cut the rows into tiles that enter the layer at one stage and are of similar length."""
+        by_stage: dict[Stage, list[Row]] = {}
+        for row in self.rows.values():
+            by_stage.setdefault(max(row.stage_in(layer), Stage.ATTENTION), []).append(row)
+        for waiting in by_stage.values():
+            waiting.sort(key=lambda row: (row.length, row.start))
+            while waiting:
+                tile = [waiting.pop()]
+                filled = tile[0].length
+                while waiting and self._fits(tile, waiting[-1], filled):
+                    filled += waiting[-1].length
+                    tile.append(waiting.pop())
+                yield tile
+
+    def _fits(self, tile: Sequence[Row], row: Row, filled: int) -> bool:
+        """Whether a shorter row may join a tile: within its size, and with little padding once it is large."""
+        width, rows = tile[0].length, len(tile) + 1
+        size = rows * (width + row.start // PREFIX_SHARE)
+        padding = rows * width - filled - row.length
+        tight = padding <= rows * width // PADDING_SHARE or size <= self.tile_tokens // 8
+        return tight and size <= self.tile_tokens
+
+    def _step(self, layer: int, rows: Sequence[Row]) -> None:
+        """Take the rows of one tile through one block."""
+        tile = Tile(rows, self.residual.device)
+        residual = self._at("resid_pre", layer, tile, self.residual[tile.places])
+        attn_out = self._at("attn_out", layer, tile, self._attention(layer, tile, residual))
+        if self.blocks.parallel:
+            middle, before_mlp = residual, residual + attn_out
+        else:
+            middle = before_mlp = self._at("resid_mid", layer, tile, residual + attn_out)
+        mlp_out = self._at("mlp_out", layer, tile, self._feed_forward(layer, tile, middle))
+        self.residual[tile.places] = self._at("resid_post", layer, tile, before_mlp + mlp_out)
+
+    def _attention(self, layer: int, tile: Tile, residual: Tensor) -> Float[Tensor, "token d_model"]:
+        """What attention adds: computed, or as recorded for rows that join after it."""
+        stage = tile.rows[0].stage_in(layer)
+        if stage >= Stage.BETWEEN:
+            return tile.recorded(self._recorded("attn_out", layer))
+        if stage == Stage.HEAD_OUTPUT:
+            z = tile.recorded(self._recorded("z", layer))
+            for i, row in enumerate(tile.rows):
+                self._write(SITES["z"], layer, row, z[tile.tokens_of(i)])
+            return self.blocks.project_heads(layer, z)
+        mask, prefix = self._mask(layer, tile), tile.prefix(self.recording, layer)
+        call = self.recording.calls[layer]
+        self._tile = layer, tile
+        try:
+            return tile.packed(self.blocks.attention(layer, tile.padded(residual), call, tile.positions, mask, prefix))
+        finally:
+            self._tile = None
+
+    def _mask(self, layer: int, tile: Tile) -> Float[Tensor, "row head_or_one position key"]:
+        """Say which keys each token may read."""
+        positions, keys = tile.positions, tile.key_positions
+        allowed = self.recording.visible[layer][positions[:, :, None], keys.clamp_min(0)[:, None, :]]
+        allowed = (allowed & (keys >= 0)[:, None, :])[:, None]
+        variants = [self.variants[row.variant] for row in tile.rows]
+        cuts = [(i, cut) for i, variant in enumerate(variants) for cut in variant.cutting(layer, zero=False)]
+        if any(cut.heads is not None for _, cut in cuts):
+            allowed = allowed.repeat(1, self.blocks.model.shape.n_heads, 1, 1)
+        for i, cut in cuts:
+            severed = cut.edges[positions[i]][:, keys[i].clamp_min(0)]
+            heads: Any = slice(None) if cut.heads is None else list(cut.heads)
+            allowed[i, heads] &= ~severed
+            self._note(tile.rows[i], cut, layer)
+        if cuts and not bool(allowed.any(-1).all()):
+            raise InterventionError(_no_key_left(layer, tile, allowed))
+        mask = torch.zeros(allowed.shape, dtype=self.residual.dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, torch.finfo(mask.dtype).min)
+
+    def _feed_forward(self, layer: int, tile: Tile, middle: Tensor) -> Float[Tensor, "token d_model"]:
+        """What the MLP adds: computed, or as recorded for rows that join after it."""
+        skipped_from = Stage.HEAD_OUTPUT if self.blocks.parallel else Stage.BLOCK_OUTPUT
+        if tile.rows[0].stage_in(layer) >= skipped_from:
+            return tile.recorded(self._recorded("mlp_out", layer))
+        if layer < self.last_layer:
+            return self.blocks.feed_forward(layer, middle)
+        kept = [token for i in range(len(tile.rows)) for token in self._kept_tokens(tile, i)]
+        mlp_out = torch.zeros_like(middle)
+        mlp_out[kept] = self.blocks.feed_forward(layer, middle[kept])
+        return mlp_out
+
+    def _kept_tokens(self, tile: Tile, i: int, index: int | None = None) -> list[int]:
+        """Where the positions that a row's variant (or one that follows it) reads lie in a tile."""
+        row = tile.rows[i]
+        variant = self.variants[row.variant if index is None else index]
+        return [tile.tokens_of(i).start + position - row.start for position in variant.kept]
+
+    def _hooks(self) -> list[tuple[str, Callable[..., Tensor | None]]]:
+        """Hooks at the sites inside attention, wherever the edit of a row that attends acts."""
+        wanted: dict[tuple[str, int], Site] = {}
+        for row in (variant for variant in self.variants if variant.is_felt and variant.trunk is None):
+            for edit in row.edits:
+                site = edit.site if isinstance(edit, Replace) else SITES["pattern"] if edit.zero else None
+                if site is None or site.name not in INSIDE_ATTENTION:
+                    continue
+                for layer in edit.layers:
+                    taken_as_recorded = layer == row.first_layer and row.stage >= Stage.HEAD_OUTPUT
+                    if layer <= self.last_layer and not taken_as_recorded:
+                        wanted[site.name, layer] = site
+        return [(site.hook_name(layer), self._edit_inside(site)) for (_, layer), site in wanted.items()]
+
+    def _edit_inside(self, site: Site) -> Callable[[Tensor, Any], Tensor | None]:
+        def edit(activation: Tensor, hook: Any) -> Tensor | None:
+            if self._tile is None:
+                return None
+            layer, tile = self._tile
+            edited = activation.clone()
+            for i, row in enumerate(tile.rows):
+                if site.name == "pattern":
+                    held = edited[i, :, : row.length]
+                    self._write(site, layer, row, held, tile.key_positions[i])
+                    self._zero_edges(layer, row, held, tile.key_positions[i])
+                else:
+                    self._write(site, layer, row, edited[i, : row.length])
+            return edited
+
+        return edit
+
+    def _at(self, name: str, layer: int, tile: Tile, activation: Tensor) -> Tensor:
+        """Make the edits at a site between sublayers, then deliver what is read there."""
+        writers = self.writers.get((name, layer), ())
+        for i, row in enumerate(tile.rows if writers else ()):
+            if row.variant in writers and self._is_own(row, layer):
+                self._write(SITES[name], layer, row, activation[tile.tokens_of(i)])
+        if (name, layer) in self.readers:
+            self._read(name, layer, tile, activation)
+        return activation
+
+    def _is_own(self, row: Row, layer: int) -> bool:
+        """Whether a row's edits are still to be made; one that left its trunk had them made there."""
+        return self.variants[row.variant].trunk is None or layer < row.layer
+
+    def _write(self, site: Site, layer: int, row: Row, held: Tensor, key_positions: Tensor | None = None) -> None:
+        for edit in self.variants[row.variant].replacing(site, layer):
+            value = self.values.of(site, layer, row.example)
+            if key_positions is None:
+                write_tokens(held, edit, value, row.start)
+            else:
+                write_pattern(held, edit, value, row.start, key_positions)
+            self._note(row, edit, layer)
+
+    def _zero_edges(self, layer: int, row: Row, held: Tensor, key_positions: Tensor) -> None:
+        for cut in self.variants[row.variant].cutting(layer, zero=True):
+            severed = cut.edges[row.start : row.start + row.length][:, key_positions.clamp_min(0)]
+            heads: Any = slice(None) if cut.heads is None else list(cut.heads)
+            held[heads] = held[heads].masked_fill(severed, 0.0)
+            self._note(row, cut, layer)
+
+    def _recorded(self, name: str, layer: int) -> Tensor:
+        return self.recording.activations[SITES[name].hook_name(layer)]
+
+    def _read(self, name: str, layer: int, tile: Tile, activation: Tensor) -> None:
+        """Deliver what is read at a site of this layer, from each variant's own row or its trunk's."""
+        place = {row.variant: i for i, row in enumerate(tile.rows)}
+        readers: dict[int, list[tuple[int, list[int]]]] = {}
+        for index in self.readers[name, layer]:
+            row = self._row_of(index)
+            if row is not None and row.variant in place:
+                tokens = self._kept_tokens(tile, place[row.variant], index)
+                readers.setdefault(len(tokens), []).append((index, tokens))
+        for pairs in readers.values():
+            read = torch.tensor([tokens for _, tokens in pairs], device=activation.device)
+            self.deliver((name, layer), [index for index, _ in pairs], activation[read])
+
+    def _row_of(self, index: int) -> Row | None:
+        """The row that holds a variant: its own, or its trunk's for as long as it follows it."""
+        trunk = self.variants[index].trunk
+        return self.rows.get(index) or (None if trunk is None else self.rows.get(trunk))
+
+    def _read_logits(self) -> None:
+        """Deliver the logits at the kept positions, a tile of variants at a time."""
+        readers: dict[int, list[int]] = {}
+        for index in self.readers.get((LOGITS, len(self.layers)), ()):
+            if self._row_of(index) is not None:
+                readers.setdefault(len(self.variants[index].kept), []).append(index)
+        for n_kept, indices in readers.items():
+            for i in range(0, len(indices), max(1, self.tile_tokens // n_kept)):
+                part = indices[i : i + max(1, self.tile_tokens // n_kept)]
+                self._within_memory(part, self._deliver_logits)
+
+    def _deliver_logits(self, indices: list[int]) -> None:
+        rows = [(row, self.variants[index].kept) for index in indices if (row := self._row_of(index)) is not None]
+        places = [[row.offset + position - row.start for position in kept] for row, kept in rows]
+        tokens = torch.tensor(places, device=self.residual.device)
+        residual = self.residual[tokens.flatten()]
+        if self.answers is None:
+            logits = self.blocks.logits(residual)
+        else:
+            examples = torch.tensor([self.variants[i].example for i in indices], device=residual.device)
+            logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
+        self.deliver((LOGITS, len(self.layers)), indices, logits.view(*tokens.shape, -1))
+
+    def _within_memory(self, items: Sequence[Any], work: Callable[[Any], object]) -> None:
+        """Do the work; when memory runs out, do it in parts, and make all tiles smaller from now on."""
+        parts = in_halves(items, work)
+        self.tile_tokens = max(1, self.tile_tokens // len(parts))
+
+    def _note(self, row: Row, edit: object, layer: int) -> None:
+        self._applied.add((row.variant, id(edit), layer))
+
+    def _check_that_every_edit_was_made(self) -> None:
+        for index in (index for index in self.rows if self.variants[index].trunk is None):
+            for edit in self.variants[index].edits:
+                for layer in edit.layers[: max(0, self.last_layer + 1 - edit.layers.start)]:
+                    if (index, id(edit), layer) not in self._applied:
+                        raise InterventionError(
+                            f"The edit {edit} of layer {layer} did not take effect: its hook never fired. This is a "
+                            "fault of the model's hooks, not of the sweep's options."
+                        )
+
+
+def _no_key_left(layer: int, tile: Tile, allowed: Bool[Tensor, "row head_or_one position key"]) -> str:
+    row, *_, column = (~allowed.any(-1)).nonzero()[0].tolist()
+    return (
+        f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example {tile.rows[row].example} "
+        f"no key to attend to in layer {layer}. Leave it at least one key, or use variant='zero'."
+    )

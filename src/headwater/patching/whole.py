@@ -1,0 +1,160 @@
+"""Run variants the plain way: for each, one ordinary forward of the whole prompt, with hooks that make its edits.
+
+This is what the wavefront must equal, and what serves architectures that it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from headwater.errors import InterventionError
+from headwater.models.hooked import HookedModel
+from headwater.patching.sites import SCORES_HOOK, SITES
+from headwater.patching.variants import (
+    LOGITS,
+    Cut,
+    Edit,
+    Reading,
+    Replace,
+    Values,
+    Variant,
+    write_pattern,
+    write_tokens,
+)
+from headwater.patching.wave import Deliver
+
+
+def run_whole(
+    model: HookedModel, prompts: Sequence[Sequence[int]], variants: Sequence[Variant], values: Values, deliver: Deliver
+) -> None:
+    """Run every variant that is felt where it is read, one forward each, and deliver its readings."""
+    for index, variant in enumerate(variants):
+        if variant.is_felt:
+            for reading, read in run_variant(model, prompts[variant.example], variant, values).items():
+                deliver(reading, [index], read[None])
+
+
+def run_variant(model: HookedModel, prompt: Sequence[int], variant: Variant, values: Values) -> dict[Reading, Tensor]:
+    """Run one prompt with a variant's edits; return each reading at the kept positions, `kept width`."""
+    n_layers = model.shape.n_layers
+    deepest = max(layer + (site != LOGITS) for site, layer in variant.readings)
+    read: dict[Reading, Tensor] = {}
+
+    def take(activation: Tensor, hook: Any, reading: Reading) -> None:
+        read[reading] = activation[0, list(variant.kept)].clone()
+
+    hooks = [
+        hook
+        for edit in variant.edits
+        for layer in edit.layers
+        if layer < deepest
+        for hook in _hooks(edit, layer, variant, values)
+    ]
+    for site, layer in variant.readings:
+        if site != LOGITS:
+            hooks.append((SITES[site].hook_name(layer), partial(take, reading=(site, layer))))
+    wants_logits = (LOGITS, n_layers) in variant.readings
+    stop_at = None if wants_logits or deepest == n_layers else deepest
+    out = model.run([list(prompt)], hooks, keep=list(variant.kept) if stop_at is None else None, stop_at=stop_at)
+    if wants_logits:
+        read[LOGITS, n_layers] = out[0]
+    return read
+
+
+def capture(
+    model: HookedModel,
+    tokens: list[list[int]],
+    names: Sequence[str],
+    keep: Int[Tensor, " kept"] | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Run prompts as one padded batch; return the named activations and the logits at the kept columns."""
+    held: dict[str, Tensor] = {}
+
+    def hold(activation: Tensor, hook: Any, name: str) -> None:
+        held[name] = activation.clone()
+
+    hooks = [(name, partial(hold, name=name)) for name in dict.fromkeys(names)]
+    return held, model.run(tokens, hooks, keep=keep if keep is not None else [0])
+
+
+def visible_keys(
+    model: HookedModel, prompt: Sequence[int], layers: Iterable[int]
+) -> dict[int, Bool[Tensor, "query key"]]:
+    """Return which keys each query sees at these layers, read off the masked scores of one run."""
+    visible: dict[int, Tensor] = {}
+
+    def look(scores: Tensor, hook: Any, layer: int) -> None:
+        visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
+
+    model.run([list(prompt)], [(SCORES_HOOK.format(layer=i), partial(look, layer=i)) for i in layers], keep=[0])
+    return visible
+
+
+def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[tuple[str, Any]]:
+    if isinstance(edit, Replace) and edit.site.name == "resid_mid":
+        return _middle_hooks(edit, layer, values.of(edit.site, layer, variant.example))
+    if isinstance(edit, Replace):
+        value = values.of(edit.site, layer, variant.example)
+        return [(edit.site.hook_name(layer), partial(_replace, edit=edit, value=value))]
+    if edit.zero:
+        return [(SITES["pattern"].hook_name(layer), partial(_zero, cut=edit))]
+    return [(SCORES_HOOK.format(layer=layer), partial(_mask, cut=edit, where=f"layer {layer}"))]
+
+
+def _middle_hooks(edit: Replace, layer: int, value: Tensor) -> list[tuple[str, Any]]:
+    """Write the residual stream between attention and MLP by way of what attention adds.
+
+    On a bridge the hook named resid_mid sits at the MLP's norm: an edit there reaches the MLP but not the skip
+    connection around it, so that the residual stream would go on unedited.
+    """
+    entering: list[Tensor] = []
+
+    def difference(attn_out: Tensor, hook: Any) -> Tensor:
+        middle = entering[0] + attn_out
+        write_tokens(middle[0], edit, value, 0)
+        return middle - entering[0]
+
+    return [
+        (SITES["resid_pre"].hook_name(layer), lambda residual, hook: entering.append(residual)),
+        (SITES["attn_out"].hook_name(layer), difference),
+    ]
+
+
+def _replace(activation: Tensor, hook: Any, edit: Replace, value: Tensor) -> Tensor:
+    edited = activation.clone()
+    if edit.site.name == "pattern":
+        write_pattern(edited[0], edit, value, 0, torch.arange(edited.shape[-1], device=edited.device))
+    else:
+        write_tokens(edited[0], edit, value, 0)
+    return edited
+
+
+def _zero(pattern: Tensor, hook: Any, cut: Cut) -> Tensor:
+    return torch.where(_severed(pattern, cut), 0.0, pattern)
+
+
+def _mask(scores: Tensor, hook: Any, cut: Cut, where: str) -> Tensor:
+    least = torch.finfo(scores.dtype).min
+    visible = scores > least / 2
+    left = visible & ~_severed(scores, cut)
+    if bool((visible.any(-1) & ~left.any(-1)).any()):
+        token = int((visible.any(-1) & ~left.any(-1)).nonzero()[0][-1])
+        raise InterventionError(
+            f"Knocking out these edges leaves token {token} no key to attend to in {where}. Leave it at least one key, "
+            "or use variant='zero'."
+        )
+    return scores.masked_fill(_severed(scores, cut), least)
+
+
+def _severed(scores: Tensor, cut: Cut) -> Tensor:
+    severed = torch.zeros_like(scores, dtype=torch.bool)
+    heads: Any = slice(None) if cut.heads is None else list(cut.heads)
+    length = scores.shape[-2]
+    severed[:, heads] = cut.edges[:length, :length].to(scores.device)
+    return severed

@@ -1,0 +1,1 @@
+"""Pathways: anchored knockout, probes and saliency."""

@@ -1,0 +1,73 @@
+"""Intervals by resampling examples: all quantities of an example, every layer and seed, are drawn together.
+
+A resample is a row of counts, how often each example was drawn. The first row is all ones: the data themselves. So a
+mean is one matrix product for all resamples, layers and seeds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import NDArray
+
+DRAWS = 1000
+LEVEL = 0.95
+FEWEST = 10
+"""With fewer examples a mean gets no interval."""
+Counts = Float[np.ndarray, "resample example"]
+
+
+def resamples(n_examples: int, draws: int = DRAWS, seed: int = 0) -> Counts:
+    """Draw `n_examples` examples with replacement, many times; row 0 is every example once."""
+    rng = np.random.default_rng(seed)
+    counts = np.ones((draws + 1, n_examples))
+    for row in counts[1:]:
+        row[:] = np.bincount(rng.integers(n_examples, size=n_examples), minlength=n_examples)
+    return counts
+
+
+def member_means(
+    counts: Counts,
+    values: Float[np.ndarray, "seed example *column"],
+    member: NDArray[np.bool_],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Average over the seeds and examples that are members, with intervals.
+
+    Args:
+        counts: resamples.
+        values: by seed, example and whatever else.
+        member: of the same shape: what takes part.
+
+    Returns:
+        By column: mean, low, high (NaN where fewer than `FEWEST` examples are ever members), and how many are.
+    """
+    taken = np.where(member, values, 0.0).sum(0).reshape(counts.shape[1], -1)
+    sizes = member.sum(0).reshape(counts.shape[1], -1).astype(float)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = (counts @ taken) / (counts @ sizes)
+    examples = (sizes > 0).sum(0)
+    _, low, high = interval(means)
+    few = examples < FEWEST
+    return means[0], np.where(few, np.nan, low), np.where(few, np.nan, high), examples
+
+
+def weighted_auc(counts: Counts, z: NDArray[np.int64], scores: NDArray[np.float64]) -> Float[np.ndarray, " resample"]:
+    """Return the AUC of scores in every resample; ties count half, NaN where a class is missing."""
+    _, group = np.unique(scores, return_inverse=True)
+    order = np.argsort(group, kind="stable")
+    begins = np.flatnonzero(np.diff(group[order], prepend=-1))
+    drawn = counts[:, order]
+    positive = np.add.reduceat(drawn * z[order], begins, axis=1)
+    negative = np.add.reduceat(drawn * (1 - z[order]), begins, axis=1)
+    below = negative.cumsum(1) - negative / 2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (positive * below).sum(1) / (positive.sum(1) * negative.sum(1))
+
+
+def interval(estimates: Float[np.ndarray, " resample *column"]) -> tuple[NDArray[np.float64], ...]:
+    """Return the estimate on the data and the percentile interval over the resamples; NaN where most are undefined."""
+    tail = (1 - LEVEL) / 2
+    defined = np.isfinite(estimates).mean(0) > 0.5
+    filled = np.where(defined, estimates, 0.0)
+    low, high = np.nanquantile(filled, [tail, 1 - tail], axis=0)
+    return np.asarray(estimates[0]), np.where(defined, low, np.nan), np.where(defined, high, np.nan)

@@ -1,0 +1,158 @@
+"""What the published analysis lacks: baselines for the probe and for the modes, and every intervention side by side.
+
+- `relation_logits`: how often answers of this relation are wrong, in the examples the probe was fitted on. A probe that
+  is no better has learnt which questions are hard, not whether this answer is true.
+- `aware_logits`: a probe on untouched states that predicts the mode ("self-awareness"), fitted on one half of the
+  examples and read on the other. Its baselines: −|logit| of the truth probe, since what is undecided flips easily, and
+  both logit and |logit| (`logit_baseline`), since often one prediction flips and the other does not.
+- `compare`: AUCs with intervals, and the difference of two on the same resamples.
+- `by_intervention`: how often predictions flip, for all examples and by mode, after each intervention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from scipy.special import logit as log_odds
+
+from headwater.pathways.bootstrap import Counts, interval, member_means, weighted_auc
+from headwater.pathways.modes import MODES, Effects
+from headwater.pathways.probes import States, fit_layer
+
+FEWEST_OF_A_MODE = 10
+ALL = "all"
+PerExample = Float[np.ndarray, "seed example"]
+
+
+def relation_logits(
+    relations: NDArray[np.object_], z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]
+) -> PerExample:
+    """Return the log-odds of a wrong answer by relation, counted in the other half, one of each kind added."""
+    found = np.empty(half.shape)
+    for seed, halves in enumerate(half):
+        for side in (0, 1):
+            counted = pd.Series(z[halves != side]).groupby(relations[halves != side]).agg(["sum", "size"])
+            shares = (counted["sum"] + 1) / (counted["size"] + 2)
+            overall = (z[halves != side].sum() + 1) / ((halves != side).sum() + 2)
+            here = halves == side
+            found[seed, here] = log_odds(pd.Series(relations[here]).map(shares).fillna(overall).to_numpy(dtype=float))
+    return found
+
+
+def aware_logits(
+    states: States,
+    flips: Bool[np.ndarray, "seed example"],
+    half: Int[np.ndarray, "seed example"],
+    best: Int[np.ndarray, "seed example"],
+) -> PerExample:
+    """Predict from the untouched state at l* who is Q-anchored; NaN where the other half has too few of a mode."""
+    return _from_other_half(lambda seed, here: states[int(best[seed, here[0]])].double().numpy(), flips, half)
+
+
+def logit_baseline(
+    logits: PerExample, flips: Bool[np.ndarray, "seed example"], half: Int[np.ndarray, "seed example"]
+) -> PerExample:
+    """Predict the same from the truth probe's logit at l* and its size alone."""
+    return _from_other_half(lambda seed, here: np.stack([logits[seed], np.abs(logits[seed])], 1), flips, half)
+
+
+def _from_other_half(
+    features: Callable[[int, NDArray[np.int64]], Float[np.ndarray, "example feature"]],
+    flips: Bool[np.ndarray, "seed example"],
+    half: Int[np.ndarray, "seed example"],
+) -> PerExample:
+    found = np.full(flips.shape, np.nan)
+    for seed, (q_anchored, halves) in enumerate(zip(flips, half, strict=True)):
+        for side in (0, 1):
+            fitting, here = np.flatnonzero(halves != side), np.flatnonzero(halves == side)
+            if min(q_anchored[fitting].sum(), (~q_anchored[fitting]).sum()) < FEWEST_OF_A_MODE:
+                continue
+            known = features(seed, here)
+            weight, bias = fit_layer(known, q_anchored.astype(np.int64), fitting)
+            found[seed, here] = known[here] @ weight + bias
+    return found
+
+
+def compare(
+    counts: Counts,
+    truth: NDArray[np.bool_] | NDArray[np.int64],
+    half: Int[np.ndarray, "seed example"],
+    scores: Mapping[str, PerExample],
+    question: str,
+) -> pd.DataFrame:
+    """Return the AUC of each score, and how much higher the first is than each other, with 95 % intervals.
+
+    An AUC is taken within each half of each seed, whose scores come from one probe, and averaged.
+
+    Args:
+        counts: resamples of the examples.
+        truth: by seed and example, what the scores should tell.
+        half: the half that each example is measured in.
+        scores: by name.
+        question: what is asked; goes into the table.
+    """
+    aucs = {name: _mean_auc(counts, np.asarray(truth, dtype=np.int64), half, values) for name, values in scores.items()}
+    rows: list[dict[str, Any]] = []
+    first = next(iter(aucs))
+    for name, found in aucs.items():
+        rows.append({"question": question, "score": name, "difference": False} | _estimate(found))
+        if name != first:
+            rows.append(
+                {"question": question, "score": f"{first} − {name}", "difference": True}
+                | _estimate(aucs[first] - found)
+            )
+    return pd.DataFrame(rows)
+
+
+def by_intervention(
+    measured: Mapping[str, list[Effects]], q_anchored: Bool[np.ndarray, "seed example"], counts: Counts
+) -> pd.DataFrame:
+    """Average flips and changes of every intervention by layer, for all examples and by mode.
+
+    Args:
+        measured: the effects of each intervention, one per draw.
+        q_anchored: who is Q-anchored, where possible by another seed's probe.
+        counts: resamples of the examples.
+    """
+    tables = []
+    groups = {ALL: np.ones_like(q_anchored), MODES[0]: q_anchored, MODES[1]: ~q_anchored}
+    for name, draws in measured.items():
+        values = {
+            "flip_rate": np.concatenate([draw.flipped for draw in draws]).astype(float),
+            "delta_p": np.concatenate([draw.delta_p for draw in draws]),
+            "delta_logit": np.concatenate([draw.delta_logit for draw in draws]),
+        }
+        applies = np.concatenate([draw.applies for draw in draws])
+        for group, member in groups.items():
+            taken = np.swapaxes(applies & np.tile(member[:, None], (len(draws), 1, 1)), 1, 2)
+            columns: dict[str, Any] = {"intervention": name, "group": group, "layer": np.arange(taken.shape[2])}
+            for column, numbers in values.items():
+                mean, low, high, examples = member_means(counts, np.nan_to_num(np.swapaxes(numbers, 1, 2)), taken)
+                columns |= {"examples": examples, column: mean, f"{column}_low": low, f"{column}_high": high}
+            tables.append(pd.DataFrame(columns))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _mean_auc(
+    counts: Counts, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
+) -> Float[np.ndarray, " resample"]:
+    truth = np.broadcast_to(truth, half.shape)
+    found = []
+    for expected, halves, values in zip(truth, half, scores, strict=True):
+        for side in (0, 1):
+            here = (halves == side) & np.isfinite(values)
+            if len(np.unique(expected[here])) == 2:
+                found.append(weighted_auc(counts[:, here], expected[here], values[here]))
+    defined = np.isfinite(found).sum(0) if found else np.zeros(len(counts))
+    with np.errstate(invalid="ignore"):
+        return np.nansum(found, axis=0) / defined if found else np.full(len(counts), np.nan)
+
+
+def _estimate(found: Float[np.ndarray, " resample"]) -> dict[str, float]:
+    value, low, high = interval(found)
+    return {"value": float(value), "low": float(low), "high": float(high)}

@@ -1,0 +1,165 @@
+"""What is done to an answered question before its states are read again: knocked-out edges, and the random control.
+
+    exact question tokens    no later position may attend to E_Q (Luo et al., ACL 2026, §3.2)
+    random question tokens   the same for as many other tokens of the question, drawn at random
+    window                   E_Q again, severed only in a few layers around one
+
+`swap` makes those that change the tokens instead. An intervention is a list of rows to run; `after_states` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.tokens import encode, token_span
+from headwater.patching.knockout import Edges, knocked_out_states
+from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.examples import SLOT
+from headwater.pathways.probes import States, probe_positions, states_at
+
+EXACT = "exact question tokens"
+RANDOM = "random question tokens"
+QUERIES = ("after", "answer")
+Places: TypeAlias = list[tuple[int, ...]]
+"""Positions, by row."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The options that every run of an analysis shares."""
+
+    site: str
+    token: str
+    variant: str
+    edges: str
+    """Who may no longer read E_Q: every position `after` it, or the exact tokens of the `answer` only."""
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """Rows to run: which examples they belong to, their tokens, what is severed, and where the state is read."""
+
+    name: str
+    examples: NDArray[np.int64]
+    """The examples it applies to; the fields below have one entry for each."""
+    tokens: Sequence[tuple[int, ...]]
+    positions: Sequence[int]
+    keys: Sequence[tuple[int, ...]] | None = None
+    """Positions that are no longer read; None severs nothing."""
+    queries: Sequence[tuple[int, ...]] | None = None
+    """Positions that no longer read them; None is all that come after."""
+    layers: tuple[int, ...] | None = None
+    """Layers in which they are severed; None is all."""
+
+    def rows(self, chosen: Sequence[int]) -> Intervention:
+        """Return some of the rows."""
+
+        def pick(values: Any) -> Any:
+            return None if values is None else [values[i] for i in chosen]
+
+        return replace(
+            self,
+            examples=self.examples[list(chosen)],
+            tokens=pick(self.tokens),
+            positions=pick(self.positions),
+            keys=pick(self.keys),
+            queries=pick(self.queries),
+        )
+
+
+def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -> States:
+    """Run the rows of an intervention and return the state that the probe reads, of every layer."""
+    tokens = [list(row) for row in intervention.tokens]
+    positions = list(intervention.positions)
+    if intervention.keys is None:
+        return states_at(model, tokens, positions, setup.site, setup.batch_size, progress=False)
+    keys = [set(row) for row in intervention.keys]
+    queries: Any = "after" if intervention.queries is None else [set(row) for row in intervention.queries]
+    _, after = knocked_out_states(
+        model,
+        tokens,
+        block=Edges(queries, keys),
+        sites=setup.site,
+        at=positions,
+        variant=setup.variant,
+        layers=intervention.layers,
+        batch_size=setup.batch_size,
+        progress=False,
+    )
+    return after[setup.site]
+
+
+def block_exact_tokens(answered: AnsweredQuestions, setup: Setup) -> Intervention:
+    """Sever what reads E_Q."""
+    return _blocked(EXACT, answered, setup, answered.exact_question_tokens())
+
+
+def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places, seed: int) -> Intervention:
+    """Sever what reads as many `others` as there are exact tokens; fewer where there are not so many, none if none."""
+    drawn = []
+    for row, (places, exact) in enumerate(zip(others, answered.exact_question_tokens(), strict=True)):
+        shuffled = np.random.default_rng([seed, row]).permutation(np.array(places, dtype=np.int64))
+        drawn.append(tuple(sorted(shuffled[: len(exact)].tolist())))
+    return _blocked(RANDOM, answered, setup, drawn)
+
+
+def block_in_window(intervention: Intervention, layer: int, window: int, n_layers: int) -> Intervention:
+    """Sever in `window` layers around one only."""
+    first = layer - window // 2
+    layers = tuple(other for other in range(first, first + window) if 0 <= other < n_layers)
+    return replace(intervention, name=f"window {layer}", layers=layers)
+
+
+def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Places:
+    """Return the positions of every row's question tokens outside E_Q, but for the first token of the text."""
+    before, _ = prompt_parts_of(answered)
+    found = []
+    rows = zip(prompts_of(answered), answered.table["question"], answered.exact_question_tokens(), strict=True)
+    for prompt, question, exact in rows:
+        _, offsets = encode(model.tokenizer, prompt, model.bos)  # type: ignore[arg-type]
+        inside = token_span(offsets or (), len(before), len(before) + len(question))
+        found.append(tuple(position for position in inside if position > 0 and position not in exact))
+    return found
+
+
+def prompts_of(answered: AnsweredQuestions) -> list[str]:
+    """Return the prompt of every row."""
+    before, after = prompt_parts_of(answered)
+    return [before + question + after for question in answered.table["question"]]
+
+
+def prompt_parts_of(answered: AnsweredQuestions) -> tuple[str, str]:
+    """Return what stood before the question and what after it.
+
+    Raises:
+        InputError: the run record does not say.
+    """
+    prompt = answered.run.options.get("prompt", "")
+    if prompt.count(SLOT) != 1:
+        raise InputError("These answers do not record their prompt: make them with hw.answer, or pass controls=False.")
+    before, after = prompt.split(SLOT)
+    return before, after
+
+
+def _blocked(name: str, answered: AnsweredQuestions, setup: Setup, keys: Sequence[tuple[int, ...]]) -> Intervention:
+    positions = probe_positions(answered, setup.token)
+    table = answered.table
+    exact_answer = list(table["exact_answer_tokens"])
+    useful = [row for row, (own, at) in enumerate(zip(keys, positions, strict=True)) if own and min(own) < at]
+    whole = Intervention(
+        name,
+        np.arange(len(table)),
+        list(table["tokens"]),
+        positions,
+        keys,
+        exact_answer if setup.edges == "answer" else None,
+    )
+    return whole.rows(useful)

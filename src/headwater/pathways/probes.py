@@ -1,0 +1,276 @@
+"""Linear probes of truthfulness: does a state of the model tell a wrong answer from a right one?
+
+Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.2.
+
+1. One state per layer of each answered question: what the MLP adds (or attention, or the whole residual stream), at the
+   last token of the exact answer, the last token of the answer, or the token that the exact answer follows.
+2. Per layer a logistic regression (scikit-learn) on the standardized states, fitted on all folds but one; folds keep
+   rows of one group (one question text) together and the share of wrong answers even. Standardization is folded into
+   the weights: logit = state · weight + bias, P(z = 1) = sigmoid(logit), z = 1 for a wrong answer.
+3. l*, the best layer, has the highest AUC on the fold left out. Where a fold has fewer than `FEW` rows, its AUC says
+   little: then each is left out in turn, AUCs are averaged, and the probes are fitted on all rows in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from numpy.typing import ArrayLike, NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.hooked import Hook, HookedModel
+from headwater.patching.sites import SITES
+from headwater.pathways.answers import AnsweredQuestions
+
+PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
+PROBE_TOKENS = ("answer_last", "exact_answer_last", "before_answer")
+FEW = 200
+NOISE = 1e-6
+"""Coordinates that vary less than this, of the one that varies most, are not blown up to the size of the others."""
+States = Float[Tensor, "layer example d_model"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A linear probe of one layer: P(z = 1) = sigmoid(state · weight + bias), z = 1 for a wrong answer."""
+
+    site: str
+    """What is read: `mlp_out`, `attn_out` or `resid_post`."""
+    token: str
+    """Where: `answer_last`, `exact_answer_last`, or `before_answer`, the token that the exact answer follows."""
+    layer: int
+    weight: Float[Tensor, " d_model"]
+    bias: float
+
+    def logits(self, states: Float[Tensor, "example d_model"]) -> Float[Tensor, " example"]:
+        """Return the logit of z = 1 of each state, in the type of the weights."""
+        return states.to(self.weight) @ self.weight + self.bias
+
+
+@dataclass(frozen=True)
+class Probes:
+    """A linear probe per layer, and which layer does best."""
+
+    site: str
+    token: str
+    weight: Float[Tensor, "layer d_model"]
+    bias: Float[Tensor, " layer"]
+    best: int
+    """l*: the layer with the highest AUC on rows left out."""
+    validation_auc: Float[Tensor, " layer"] | None = None
+    """The AUC of every layer on these rows."""
+
+    def __getitem__(self, layer: int) -> Probe:
+        if not -len(self.weight) <= layer < len(self.weight):
+            raise InputError(f"There is no probe of layer {layer}; there are layers 0 to {len(self.weight) - 1}.")
+        layer %= len(self.weight)
+        return Probe(self.site, self.token, layer, self.weight[layer], float(self.bias[layer]))
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def logits(self, states: States) -> Float[Tensor, "layer example"]:
+        """Return the logit of z = 1 of each state, in the type of the weights."""
+        by_layer = zip(states, self.weight, self.bias, strict=True)
+        return torch.stack([layer.to(weight) @ weight + bias for layer, weight, bias in by_layer])
+
+
+def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
+    """Return the position that a probe reads in each row's tokens.
+
+    Raises:
+        InputError: there is no such token.
+    """
+    table = answered.table
+    if token == "answer_last":
+        return [len(tokens) - 1 for tokens in table["tokens"]]
+    if token == "exact_answer_last":
+        return [max(positions) for positions in table["exact_answer_tokens"]]
+    if token == "before_answer":
+        return [min(positions) - 1 for positions in table["exact_answer_tokens"]]
+    raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
+
+
+def probe_states(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    *,
+    site: str = "mlp_out",
+    token: str = "exact_answer_last",
+    batch_size: int = 64,
+    progress: bool = True,
+) -> States:
+    """Return the states that probes read, of every layer and row, in float32 on the CPU.
+
+    Args:
+        model: the model that answered.
+        answered: what `hw.answer` returned.
+        site: what is read: `mlp_out`, `attn_out` or `resid_post`.
+        token: where: `exact_answer_last`, `answer_last` or `before_answer`.
+        batch_size: rows in one run; rows of about equal length run together.
+        progress: show a bar.
+
+    Raises:
+        InputError: an option names nothing.
+    """
+    check_probe_options(site, token, batch_size)
+    return states_at(
+        model, list(answered.table["tokens"]), probe_positions(answered, token), site, batch_size, progress
+    )
+
+
+def states_at(
+    model: HookedModel,
+    tokens: Sequence[Sequence[int]],
+    positions: Sequence[int],
+    site: str,
+    batch_size: int,
+    progress: bool,
+) -> States:
+    """Return the state of every layer at one position of each row of token ids."""
+    shape = model.shape
+    states = torch.empty(shape.n_layers, len(tokens), shape.d_model)
+    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
+    with tqdm(total=len(order), desc="States", unit="row", disable=not progress) as bar:
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            columns = torch.tensor([positions[row] for row in rows])
+            batch = model.tokenize([list(tokens[row]) for row in rows])
+            model.run(batch, list(_keep(states, rows, columns, site)), keep=[0])
+            bar.update(len(rows))
+    return states
+
+
+def _keep(states: States, rows: list[int], columns: Tensor, site: str) -> Iterator[Hook]:
+    """Yield a hook per layer that copies each row's state into its place."""
+    for layer in range(len(states)):
+
+        def keep(activation: Tensor, hook: Any, layer: int = layer) -> None:
+            picked = activation[torch.arange(len(rows), device=activation.device), columns.to(activation.device)]
+            states[layer, rows] = picked.float().cpu()
+
+        yield SITES[site].hook_name(layer), keep
+
+
+def fit_probes(
+    states: States,
+    z: ArrayLike,
+    *,
+    site: str,
+    token: str,
+    groups: Sequence[Hashable],
+    seed: int = 0,
+    folds: int = 5,
+    C: float = 0.1,
+) -> Probes:
+    """Fit a probe per layer, and choose the best layer on rows left out.
+
+    Args:
+        states: what `probe_states` returned.
+        z: 1 where the answer is wrong.
+        site: what the states are; carried along.
+        token: where they were read; carried along.
+        groups: rows of one group (one question text) are never on both sides of the split.
+        seed: for the split.
+        folds: one of this many folds is left out to choose the layer, or each in turn where they are small.
+        C: inverse strength of the L2 penalty on the standardized states.
+
+    Raises:
+        InputError: there are too few rows of one kind to fit and to choose.
+    """
+    wrong = np.asarray(z, dtype=np.int64)
+    splits = grouped_folds(wrong, groups, folds, seed)
+    if len(splits[0][1]) >= FEW:
+        weight, bias = _fit_layers(states, wrong, splits[0][0], C)
+        aucs = _aucs(states, wrong, splits[0][1], weight, bias)
+    else:
+        aucs = torch.stack(
+            [_aucs(states, wrong, rows, *_fit_layers(states, wrong, others, C)) for others, rows in splits]
+        ).mean(0)
+        weight, bias = _fit_layers(states, wrong, np.arange(len(wrong)), C)
+    return Probes(site, token, weight, bias, int(aucs.argmax()), aucs)
+
+
+def grouped_folds(
+    z: NDArray[np.int64], groups: Sequence[Hashable], folds: int, seed: int
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Split rows into folds that keep groups whole and classes even: (the others, the fold) of each.
+
+    Groups are ordered by their share of wrong answers, at random where it is equal, and dealt out in turn.
+
+    Raises:
+        InputError: some fold, or what it leaves, would hold right or wrong answers only.
+    """
+    if folds < 2:
+        raise InputError(f"folds={folds} must be at least 2: one is left out.")
+    codes = pd.factorize(pd.Series(list(groups), dtype=object))[0]
+    per_class = [len(np.unique(codes[z == value])) for value in (0, 1)]
+    short = InputError(
+        f"{per_class[0]:,} right and {per_class[1]:,} wrong answers to different questions are too few for {folds} "
+        "folds that each hold both. Give more questions, or fewer folds."
+    )
+    if min(per_class) < folds:
+        raise short
+    shares = np.bincount(codes, weights=z) / np.bincount(codes)
+    dealt = np.lexsort((np.random.default_rng(seed).random(len(shares)), shares))
+    fold_of = np.empty(len(shares), dtype=np.int64)
+    fold_of[dealt] = np.arange(len(shares)) % folds
+    splits = [(np.flatnonzero(fold_of[codes] != fold), np.flatnonzero(fold_of[codes] == fold)) for fold in range(folds)]
+    if any(len(np.unique(z[side])) < 2 for split in splits for side in split):
+        raise short
+    return splits
+
+
+def auc(z: NDArray[np.int64], logits: NDArray[np.float64]) -> float:
+    """Return the area under the ROC curve of logits that should be high where z = 1; NaN with one class only."""
+    return float(roc_auc_score(z, logits)) if 0 < z.sum() < len(z) else float("nan")
+
+
+def check_probe_options(site: str, token: str, batch_size: int) -> None:
+    """Refuse a site, token or batch size that there is not."""
+    if site not in PROBE_SITES:
+        raise InputError(f"There is no probe site {site!r}.{did_you_mean(site, PROBE_SITES)}")
+    if token not in PROBE_TOKENS:
+        raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
+    if batch_size < 1:
+        raise InputError(f"batch_size={batch_size} must be at least 1.")
+
+
+def _fit_layers(
+    states: States, z: NDArray[np.int64], rows: NDArray[np.int64], C: float
+) -> tuple[Float[Tensor, "layer d_model"], Float[Tensor, " layer"]]:
+    fitted = [fit_layer(layer.double().numpy(), z, rows, C) for layer in states]
+    biases = torch.tensor([bias for _, bias in fitted], dtype=torch.float64)
+    return torch.from_numpy(np.stack([weight for weight, _ in fitted])), biases
+
+
+def _aucs(
+    states: States,
+    z: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    weight: Float[Tensor, "layer d_model"],
+    bias: Float[Tensor, " layer"],
+) -> Float[Tensor, " layer"]:
+    logits = Probes("", "", weight, bias, best=0).logits(states[:, torch.from_numpy(rows)])
+    return torch.tensor([auc(z[rows], logit.numpy()) for logit in logits], dtype=torch.float64)
+
+
+def fit_layer(
+    states: NDArray[np.float64], z: NDArray[np.int64], rows: NDArray[np.int64], C: float = 0.1
+) -> tuple[NDArray[np.float64], float]:
+    """Fit one layer on some rows; return the weight and bias for the states as they are."""
+    mean, spread = states[rows].mean(0), states[rows].std(0)
+    spread = np.maximum(spread, NOISE * spread.max()) if spread.any() else np.ones_like(spread)
+    classifier = LogisticRegression(C=C, max_iter=2000).fit((states[rows] - mean) / spread, z[rows])
+    weight = classifier.coef_[0] / spread
+    return weight, float(classifier.intercept_[0] - weight @ mean)

@@ -1,0 +1,369 @@
+"""Saliency: does what the probe reads come to the answer's tokens straight from the question's?
+
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.3 (Eq. 1); after Wang et al., "Label Words are Anchors", 2023.
+
+    S(i, j) = |A(i, j) · ∂L/∂A(i, j)|        at each layer, averaged over heads; i the query, j the key
+
+1. L is the cross-entropy of the hallucination probe at layer l* with the true z, or the probe's logit. Since L depends
+   on the attention through the logit alone, ∂L/∂A = (p - z) · ∂logit/∂A with p the probe's probability: one backward
+   serves both, and a confident and right probe (p ≈ z) has no cross-entropy gradient whatever flows.
+2. A ∂L/∂A = A ⟨g, v⟩ (`kernels.attention`), g the gradient at the head's output, from `models.backward`: no gradient of
+   a pattern is formed, layers above l* and positions after the probe's token are not run, and positions before the
+   first edge are run without gradients, those that all texts begin with once.
+3. S(E_Q→E_A): the mean over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token.
+   Both are averaged over the layers up to l*.
+
+At l* itself only the probe's own token has a gradient; other queries count there as 0. Pairs that a sliding window
+hides are left out, and a layer that sees no pair is NaN and left out of the average. A probe that reads before the
+exact answer cannot depend on E_A: S(E_Q→E_A) is then NaN, not 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.backward import KeysValues, keys_values
+from headwater.models.hooked import HookedModel
+from headwater.patching.grid import chosen
+from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.dip import critical_dip, dip
+from headwater.pathways.flows import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
+from headwater.pathways.probes import Probe
+from headwater.results import Compute, Result, RunFolder, RunRecord, run_pieces
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TARGETS = ("cross_entropy", "logit")
+EDGES = ("exact_answer", "all")
+COLUMNS = tuple(f"saliency_{name}" for name in EDGES)
+NEAR_ZERO = 0.1
+"""An example is near zero when its saliency is less than this share of its set's mean."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Saliency(Result):
+    """How much the probe hangs on the attention paid to the exact question tokens, per example."""
+
+    table: pd.DataFrame
+    """A row per example and target: `dataset, example, target, z, logit, probability, saliency_exact_answer`
+    (S(E_Q→E_A)), `saliency_all` (S(E_Q→*)); `example` is the row of the answered questions' table, `logit` and
+    `probability` are the probe's, of a wrong answer."""
+    by_layer: pd.DataFrame
+    """The same at each layer: `dataset, example, target, layer, saliency_exact_answer, saliency_all`."""
+    target: str
+    """The target that figures and `of` show unless told otherwise."""
+    run: RunRecord
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets, in the order of the table."""
+        return tuple(dict.fromkeys(self.table["dataset"]))
+
+    def of(self, target: str | None = None) -> pd.DataFrame:
+        """Return the rows of one target, by default the one asked for.
+
+        Raises:
+            InputError: there is no such target.
+        """
+        return self.table[self.table["target"] == checked(target or self.target, TARGETS, "target")]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values.
+
+        Per set and kind of edge, for both targets: the medians of right and of wrong answers; the share of examples
+        that are near zero (less than a tenth of the mean); whether the dip test rejects a single peak at 5 %.
+        `saturated` is the share of the near-zero examples of the cross-entropy that are not near zero with the logit:
+        there the probe is sure and right, and nothing is said about flow.
+        """
+        sets = []
+        for name in self.datasets:
+            rows = self.table[self.table["dataset"] == name]
+            entry: dict[str, Any] = {"dataset": name, "examples": int(rows["example"].nunique())}
+            sets.append(entry | {column: _summary_of(rows.dropna(subset=[column]), column) for column in COLUMNS})
+        return {"model": self.run.model, "probe": self.run.options["probe"], "datasets": sets}
+
+    def report(self) -> list[str]:
+        """Return what was found, in plain sentences made of the numbers."""
+        return [sentence for entry in self.summary()["datasets"] for sentence in _sentences(entry)]
+
+    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+        """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
+        from headwater.figures.saliency_density import plot_saliency
+
+        return plot_saliency(self, ax)
+
+
+def saliency(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    probe: Probe,
+    *,
+    target: str = "cross_entropy",
+    edges: str | Sequence[str] = EDGES,
+    heads: str = "mean_abs",
+    pairs: str = "mean",
+    layers: Iterable[int] | int | None = None,
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Saliency:
+    """Measure the saliency of the attention edges from the exact question tokens.
+
+    Args:
+        model: the model that answered.
+        answered: what `hw.answer` returned.
+        probe: of the layer l* to be explained, such as `fit_probes(...)[best]`.
+        target: what figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are kept.
+        edges: `exact_answer` (E_Q→E_A), `all` (E_Q→*), or both. E_Q→E_A alone needs gradients at the answer's
+            positions only, and is faster; the other column is then NaN.
+        heads: `mean_abs` averages |A ∂L/∂A| over heads, `abs_mean` takes the absolute value of the average.
+        pairs: `mean` over pairs of tokens, or their `sum`.
+        layers: which layers; default: all up to the probe's.
+        batch_size: examples in one run; examples that need about the same positions run together.
+        progress: show a bar.
+        out: a folder to write to; an interrupted run goes on where it stopped.
+
+    Returns:
+        The saliency of every row of `answered`, in float64. Memory: the residual stream and the keys and values of
+        each layer, and the graphs of a few layers at a time.
+
+    Raises:
+        InputError: an option names nothing, the probe does not fit the model, or another model gave the answers.
+        RunFolderError: `out` holds another run.
+    """
+    wanted = Wanted(
+        edges=tuple(
+            dict.fromkeys(checked(name, EDGES, "edges") for name in ([edges] if isinstance(edges, str) else edges))
+        ),
+        heads=checked(heads, ("mean_abs", "abs_mean"), "heads"),
+        pairs=checked(pairs, ("mean", "sum"), "pairs"),
+        layers=_layers(model, probe, layers),
+    )
+    checked(target, TARGETS, "target")
+    _check(model, answered, probe, wanted, batch_size)
+    run = _record(model, answered, probe, wanted, target, batch_size)
+    folder = RunFolder(out, run) if out is not None else None
+    if folder is not None and folder.finished:
+        return Saliency.load(folder.path)
+    rows = rows_of(answered, probe, wanted.edges)
+    _warn_if_blind(rows, probe, wanted)
+    with torch.inference_mode(False):
+        measured = _measure(model, rows, probe, wanted, batch_size, folder, progress)
+    result = _result(answered, measured, wanted.layers, target, folder.run if folder else run)
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def _measure(
+    model: HookedModel,
+    rows: Sequence[Row],
+    probe: Probe,
+    wanted: Wanted,
+    batch_size: int,
+    folder: RunFolder | None,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].first, len(rows[i].tokens)))
+    shared = common if (common := common_start(rows)) >= WORTH_A_RUN else 0
+    start: KeysValues | None = None
+    n_layers = probe.layer + 1
+    shape = (len(rows), len(wanted.layers))
+    found = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
+    found["logit"] = torch.empty(len(rows), dtype=torch.float64)
+    batches = {f"rows-{at:07d}": order[at : at + batch_size] for at in range(0, len(rows), batch_size)}
+
+    def compute(places: list[int]) -> dict[str, Tensor]:
+        nonlocal start
+        if start is None:
+            start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
+        return measure_batch(model, [rows[i] for i in places], probe, wanted, start, shared)
+
+    def work(bar: tqdm[Any]) -> Iterator[tuple[str, Compute]]:
+        for name, places in batches.items():
+            yield name, partial(compute, places)
+            bar.update(len(places))
+
+    with tqdm(total=len(rows), desc="Saliency", unit="example", disable=not progress) as bar:
+        for places, made in zip(batches.values(), run_pieces(folder, work(bar)), strict=True):
+            for name, values in made.items():
+                found[name][places] = values
+    return found
+
+
+def _result(
+    answered: AnsweredQuestions, measured: dict[str, Tensor], layers: Sequence[int], target: str, run: RunRecord
+) -> Saliency:
+    """Put the numbers into tables: cross-entropy's gradient is the logit's times |p - z|."""
+    z = torch.tensor(answered.z, dtype=torch.float64)
+    logit = measured["logit"]
+    distance = torch.where(z == 1, torch.sigmoid(-logit), torch.sigmoid(logit))
+    nothing = torch.full((len(z), len(layers)), torch.nan, dtype=torch.float64)
+    flows = {column: measured.get(name, nothing) for name, column in zip(EDGES, COLUMNS, strict=True)}
+    names = {"dataset": answered.table["dataset"].to_numpy(), "example": np.arange(len(z))}
+    tables, by_layer = [], []
+    for name in TARGETS:
+        scaled = {
+            column: flow * (distance[:, None] if name == "cross_entropy" else 1) for column, flow in flows.items()
+        }
+        probe = {"z": answered.z, "logit": logit.numpy(), "probability": torch.sigmoid(logit).numpy()}
+        means = {column: flow.nanmean(1).numpy() for column, flow in scaled.items()}
+        tables.append(pd.DataFrame({**names, "target": name, **probe, **means}))
+        repeated = {key: np.repeat(values, len(layers)) for key, values in names.items()}
+        flat = {column: flow.flatten().numpy() for column, flow in scaled.items()}
+        by_layer.append(pd.DataFrame({**repeated, "target": name, "layer": np.tile(layers, len(z)), **flat}))
+    return Saliency(pd.concat(tables, ignore_index=True), pd.concat(by_layer, ignore_index=True), target, run)
+
+
+def _summary_of(rows: pd.DataFrame, column: str) -> dict[str, Any] | None:
+    """Describe one kind of edge in one set; None where it has no value."""
+    if rows.empty:
+        return None
+    by_target = {target: rows[rows["target"] == target].set_index("example") for target in TARGETS}
+    near_zero = {target: part[column] < NEAR_ZERO * part[column].mean() for target, part in by_target.items()}
+    medians = {
+        f"median_{target}_{name}": float(part.loc[part["z"] == kind, column].median())
+        if (part["z"] == kind).any()
+        else None
+        for target, part in by_target.items()
+        for kind, name in enumerate(("right", "wrong"))
+    }
+    at_zero = near_zero["cross_entropy"]
+    several = {t: len(p) > 1 and dip(p[column].to_numpy()) > critical_dip(len(p)) for t, p in by_target.items()}
+    return {
+        **medians,
+        "near_zero": {target: round(float(near.mean()), 4) for target, near in near_zero.items()},
+        "saturated": round(float((~near_zero["logit"][at_zero]).mean()), 4) if at_zero.any() else None,
+        "several_peaks": several,
+    }
+
+
+def _sentences(entry: dict[str, Any]) -> Iterator[str]:
+    """Say what the summary of one set shows."""
+    name = entry["dataset"]
+    for column, edges in zip(COLUMNS, ("S(E_Q→E_A)", "S(E_Q→*)"), strict=True):
+        found = entry[column]
+        if found is None:
+            yield f"{name}: {edges} has no value: it was not asked for, or the probe cannot depend on these edges."
+            continue
+        right, wrong = found["median_logit_right"], found["median_logit_wrong"]
+        if right and wrong is not None:
+            yield f"{name}: {edges} of the logit is {wrong / right:.2f} times as large for wrong answers as for right."
+        near, saturated = found["near_zero"], found["saturated"]
+        why = (
+            f", of which {saturated:.0%} have a probe that is sure and right and a flow like the others"
+            if saturated
+            else ""
+        )
+        yield (
+            f"{name}: {near['cross_entropy']:.1%} of the examples are near zero in {edges} of the cross-entropy{why}; "
+            f"{near['logit']:.1%} with the logit."
+        )
+        entropy, logit = (
+            "more than one peak" if several else "one peak" for several in found["several_peaks"].values()
+        )
+        yield f"{name}: by the dip test {edges} has {entropy} with the cross-entropy and {logit} with the logit."
+
+
+def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
+    """The layers asked for; those whose heads the probe cannot hang on are refused."""
+    if not isinstance(probe, Probe):
+        raise InputError(f"probe must be a Probe, such as hw.pathways.probes.fit_probes(...)[5]; found {probe!r}.")
+    if not 0 <= probe.layer < model.shape.n_layers:
+        raise InputError(
+            f"The probe is of layer {probe.layer}; {model.name} has layers 0 to {model.shape.n_layers - 1}."
+        )
+    last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
+    if last < 0:
+        raise InputError(f"No head of {model.name} comes before the MLP of layer 0: attention runs beside it.")
+    asked = tuple(range(last + 1)) if layers is None else tuple(chosen(layers, model.shape.n_layers, "layer"))
+    above = [layer for layer in asked if layer > last]
+    if above:
+        raise InputError(f"layers={above} cannot reach the probe, which reads {probe.site} of layer {probe.layer}.")
+    return asked
+
+
+def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: Wanted, batch_size: int) -> None:
+    """Refuse what does not fit together."""
+    if not isinstance(answered, AnsweredQuestions):
+        raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
+    if not hasattr(model.raw, "original_model"):
+        raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
+    if next(model.raw.parameters()).is_inference():
+        raise InputError(
+            f"{model.name} was loaded under torch.inference_mode(), which forbids gradients: load it outside."
+        )
+    if answered.run.fingerprint != model.fingerprint:
+        raise InputError(f"The answers come from another model ({answered.run.model}), not from {model.name}.")
+    checked(probe.site, ("mlp_out", "attn_out", "resid_post"), "the probe's site")
+    if len(probe.weight) != model.shape.d_model:
+        raise InputError(
+            f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
+        )
+    if not wanted.edges:
+        raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
+    if batch_size < 1:
+        raise InputError(f"batch_size={batch_size} must be at least 1.")
+
+
+def checked(name: str, valid: Sequence[str], option: str) -> str:
+    """Return a name that is one of the valid ones.
+
+    Raises:
+        InputError: it is not.
+    """
+    if name not in valid:
+        raise InputError(f"{option}={name!r} is not one of {', '.join(valid)}.{did_you_mean(str(name), valid)}")
+    return name
+
+
+def _warn_if_blind(rows: Sequence[Row], probe: Probe, wanted: Wanted) -> None:
+    blind = sum(not row.queries for row in rows)
+    if blind and "exact_answer" in wanted.edges:
+        warnings.warn(
+            f"The probe reads {probe.token}, before the exact answer of {blind:,} of {len(rows):,} examples: it cannot "
+            "depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
+            stacklevel=3,
+        )
+
+
+def _record(
+    model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: Wanted, target: str, batch_size: int
+) -> RunRecord:
+    weight = hashlib.sha256(probe.weight.double().cpu().numpy().tobytes()).hexdigest()[:16]
+    return RunRecord.of(
+        "saliency",
+        model,
+        options={
+            "answered": hashlib.sha256(str(answered.table.to_json(orient="split")).encode()).hexdigest()[:16],
+            "probe": {
+                "site": probe.site,
+                "token": probe.token,
+                "layer": probe.layer,
+                "weight": weight,
+                "bias": probe.bias,
+            },
+            "target": target,
+            "edges": list(wanted.edges),
+            "heads": wanted.heads,
+            "pairs": wanted.pairs,
+            "layers": list(wanted.layers),
+            "batch_size": batch_size,
+        },
+    )

@@ -1,0 +1,220 @@
+"""The tables of a traced question set, from its logits: rows per layer, modes at l*, AUCs, curves, controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Int
+from numpy.typing import NDArray
+
+from headwater.pathways.bootstrap import Counts, resamples
+from headwater.pathways.controls import aware_logits, by_intervention, compare, logit_baseline, relation_logits
+from headwater.pathways.interventions import EXACT, RANDOM
+from headwater.pathways.measuring import Measured
+from headwater.pathways.modes import (
+    MODES,
+    RANDOM_SPLIT,
+    Effects,
+    at_layer,
+    components,
+    crossed,
+    curves,
+    effects,
+    splits_of,
+)
+from headwater.pathways.probes import auc
+
+WRONG_ANSWER, ANY_MODE = "which answers are wrong", "which examples are Q-anchored"
+PROBE, RELATION, AFTER, AFTER_RANDOM = "probe", "relation", "probe after knockout", "probe after random knockout"
+AWARE, MARGIN, BY_LOGIT = "probe of the mode", "−|logit|", "logit and |logit|"
+KEPT = ("relation", "popularity", "depth")
+"""Columns of the questions that go along into the table of modes."""
+
+
+def tables_of(measured: Measured, rows: Sequence[int], controls: bool) -> dict[str, pd.DataFrame]:
+    """Return every table of one question set, by the names of the fields of `Pathways`.
+
+    Args:
+        measured: its logits.
+        rows: the rows of the whole answered table that its examples are.
+        controls: whether to compare with baselines.
+    """
+    dataset = measured.answered.datasets[0]
+    best, z = measured.fits.best, measured.answered.z
+    counts = resamples(len(z))
+    exact = effects(measured.before, measured.knockout)
+    shown = exact if measured.windowed is None else effects(_everywhere(measured.before, best), measured.windowed)
+    random = effects(measured.before, measured.others[RANDOM][0]) if RANDOM in measured.others else None
+    windowed = measured.windowed is not None
+    lines = curves(shown, splits_of(exact, best, windowed), counts)
+    at_best = [curves(exact.at(best), splits_of(exact.at(best), np.zeros_like(best), windowed), counts)]
+    if random is not None:
+        at_best.append(curves(random.at(best), {RANDOM_SPLIT: random.at(best).flipped}, counts))
+        if not windowed:
+            lines = pd.concat([lines, curves(random, {RANDOM_SPLIT: random.flipped}, counts)], ignore_index=True)
+    own = at_layer(exact.flipped, best)
+    aware = aware_logits(measured.states, own, measured.fits.half, best) if controls else np.full(own.shape, np.nan)
+    done = {EXACT: [exact]} | {
+        name: [effects(measured.before, after) for after in draws] for name, draws in measured.others.items()
+    }
+    q_anchored = own if len(own) == 1 else crossed(own)
+    done_at_best = {name: [draw.at(best) for draw in draws] for name, draws in done.items()}
+    found = {
+        "table": _table(measured, shown, random, own if windowed else None),
+        "modes": _modes(measured, exact, aware),
+        "auc": _aucs(measured),
+        "curves": lines,
+        "curves_at_best": pd.concat(at_best, ignore_index=True).drop(columns="layer"),
+        "controls": by_intervention(done, q_anchored, counts),
+        "controls_at_best": by_intervention(done_at_best, q_anchored, counts).drop(columns="layer"),
+        "baselines": _baselines(measured, counts, own, aware),
+        "components": _components(measured, exact, random),
+    }
+    for name in ("table", "modes"):
+        found[name]["example"] = np.asarray(rows)[found[name]["example"]]
+    return {name: _in_front(table, dataset) for name, table in found.items()}
+
+
+def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> NDArray[Any]:
+    """Return the logit at l* as if it stood at every layer."""
+    return np.broadcast_to(at_layer(before, best)[:, None], before.shape)
+
+
+def _table(measured: Measured, shown: Effects, random: Effects | None, own: NDArray[np.bool_] | None) -> pd.DataFrame:
+    """A row per example, seed and layer. Modes are those of the layer, or of l* where `own` gives these."""
+    shape = shown.delta_p.shape
+    seed, layer, example = (axis.ravel() for axis in np.indices(shape))
+    q_anchored = shown.flipped if own is None else np.broadcast_to(own[:, None], shape)
+    columns: dict[str, Any] = {
+        "example": example,
+        "seed": seed,
+        "layer": layer,
+        "split": measured.fits.half[seed, example],
+        "logit": measured.before if own is None else _everywhere(measured.before, measured.fits.best),
+        "probability": shown.probability,
+        "probability_after": shown.probability_after,
+        "delta_p": shown.delta_p,
+        "delta_logit": shown.delta_logit,
+        "flipped": shown.flipped,
+        "mode": np.where(q_anchored, *MODES),
+        "correct": (measured.answered.z == 0)[example],
+    }
+    if random is not None:
+        columns |= {
+            "random_delta_p": random.delta_p,
+            "random_delta_logit": random.delta_logit,
+            "random_flipped": random.flipped,
+        }
+    return pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
+
+
+def _modes(measured: Measured, exact: Effects, aware: NDArray[np.float64]) -> pd.DataFrame:
+    """A row per example and seed: what happens at l*."""
+    best, table = measured.fits.best, measured.answered.table
+    seed, example = (axis.ravel() for axis in np.indices(best.shape))
+    logit, flips = at_layer(measured.before, best), at_layer(exact.flipped, best)
+    columns: dict[str, Any] = {
+        "example": example,
+        "seed": seed,
+        "layer": best,
+        "split": measured.fits.half,
+        "logit": logit,
+        "margin": np.abs(logit),
+        "predicted_wrong": logit > 0,
+        "delta_p": at_layer(exact.delta_p, best),
+        "delta_logit": at_layer(exact.delta_logit, best),
+        "mode": np.where(flips, *MODES),
+        "crossed_mode": np.where(crossed(flips), *MODES) if len(flips) > 1 else np.full(flips.shape, None),
+        "aware_logit": aware,
+        "correct": (measured.answered.z == 0)[example],
+    }
+    columns |= {name: table[name].to_numpy()[example] for name in KEPT if name in table}
+    return pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
+
+
+def _aucs(measured: Measured) -> pd.DataFrame:
+    """A row per seed, half and layer: the AUC where the layer was chosen, and on the half that was never seen."""
+    z, fits = measured.answered.z, measured.fits
+    random = measured.others.get(RANDOM, [np.full_like(measured.before, np.nan)])[0]
+    rows = []
+    for seed, sides in enumerate(fits.probes):
+        for side, probes in enumerate(sides):
+            here = fits.half[seed] == side
+            drawn = here & np.isfinite(random[seed, 0])
+            for layer in range(len(probes)):
+                rows.append(
+                    {
+                        "seed": seed,
+                        "split": side,
+                        "layer": layer,
+                        "best": layer == probes.best,
+                        "validation_auc": float(probes.validation_auc[layer]),  # type: ignore[index]
+                        "auc": auc(z[here], measured.before[seed, layer, here]),
+                        "auc_after_knockout": auc(z[here], measured.knockout[seed, layer, here]),
+                        "auc_after_random": auc(z[drawn], random[seed, layer, drawn]),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def _baselines(measured: Measured, counts: Counts, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
+    """AUCs at l*: of the probe and what it is held against, and of two ways to tell the mode beforehand."""
+    best, half, z, table = measured.fits.best, measured.fits.half, measured.answered.z, measured.answered.table
+    truth = {PROBE: at_layer(measured.before, best)}
+    if "relation" in table and table["relation"].notna().any():
+        relations = table["relation"].fillna("").to_numpy(dtype=object)
+        truth[RELATION] = relation_logits(relations, z, half)
+    truth[AFTER] = at_layer(measured.knockout, best)
+    if RANDOM in measured.others:
+        truth[AFTER_RANDOM] = at_layer(measured.others[RANDOM][0], best)
+    mode = {
+        AWARE: aware,
+        MARGIN: -np.abs(truth[PROBE]),
+        BY_LOGIT: logit_baseline(truth[PROBE], own, half) if np.isfinite(aware).any() else aware,
+    }
+    asked = (WRONG_ANSWER, z, truth), (ANY_MODE, own, mode)
+    return pd.concat([compare(counts, what, half, scores, name) for name, what, scores in asked], ignore_index=True)
+
+
+def _components(measured: Measured, exact: Effects, random: Effects | None) -> pd.DataFrame:
+    """One or two modes of the logit change at l*, averaged over seeds: all examples, and those of each prediction.
+
+    Changes are in standard deviations of the logits of the probe that measures the half: probes differ in scale.
+    """
+    best, spread = measured.fits.best, _spread(measured)
+    predicted_wrong = at_layer(measured.before, best).mean(0) > 0
+    populations = {
+        "all": np.full(predicted_wrong.shape, True),
+        "predicted right": ~predicted_wrong,
+        "predicted wrong": predicted_wrong,
+    }
+    rows = []
+    for name, effect in {EXACT: exact, RANDOM: random}.items():
+        if effect is not None:
+            changes = (at_layer(effect.delta_logit, best) / spread).mean(0)
+            for population, member in populations.items():
+                rows.append({"intervention": name, "population": population, **components(changes[member])})
+    return pd.DataFrame(rows)
+
+
+def _spread(measured: Measured) -> NDArray[np.float64]:
+    """Return the standard deviation of the logit at l* over the half that each example is in, by seed and example."""
+    logits, half = at_layer(measured.before, measured.fits.best), measured.fits.half
+    found = np.empty(logits.shape)
+    for seed, side in np.ndindex(len(half), 2):
+        here = half[seed] == side
+        found[seed, here] = logits[seed, here].std() or 1.0
+    return found
+
+
+def _in_front(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
+    table.insert(0, "dataset", dataset)
+    return table
+
+
+def stacked(parts: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+    """Put the tables of all question sets below one another."""
+    return {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in parts[0]}

@@ -1,0 +1,324 @@
+"""Anchored pathways: does the signal that tells right from wrong answers flow from the question or from the answer?
+
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, with the controls that it lacks.
+
+1. Probes per layer, cross-fitted: every example is measured by probes fitted on others (`measuring`, `probes`).
+2. Knockout: in layers up to k nothing after E_Q may attend to it; ΔP(k), flips, modes (`modes`). One pass gives all k.
+3. Controls: random question tokens, token swap, answer only; modes by another seed's probe; one peak or two; the margin
+   and the relation as baselines (`controls`, `swap`, `dip`).
+4. What holds on this model, as sentences made of the numbers (`report`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.hooked import HookedModel
+from headwater.patching.knockout import VARIANTS
+from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.interventions import QUERIES, Setup
+from headwater.pathways.measuring import (
+    FOLDS,
+    Halves,
+    Measured,
+    Pieces,
+    halves,
+    measure,
+    probes_as_tensors,
+    probes_from_tensors,
+)
+from headwater.pathways.probes import Probe, Probes, check_probe_options, fit_probes
+from headwater.pathways.report import report_of, summary_of
+from headwater.pathways.tables import stacked, tables_of
+from headwater.results import Compute, Result, RunFolder, RunRecord, run_pieces
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POOLED = "all"
+POOLED_ROWS = 1000
+"""How many examples of each question set the pooled probes are fitted on, at most."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pathways(Result):
+    """Where the truthfulness signal of a model comes from, on each question set. All logits are of z = 1, "wrong"."""
+
+    table: pd.DataFrame
+    """A row per dataset, example, seed and layer: what the knockout of E_Q in layers up to this one does to the probe.
+
+    - `example`: the row of the answered questions; `split`: the half it is measured in, by probes of the other half;
+    - `logit`; `probability`, `probability_after`: of the probe's original prediction; `delta_p`: their difference in
+      percentage points; `delta_logit`: the change towards that prediction; `flipped`: the hard prediction changed;
+    - `mode`: "Q-anchored" where it flipped at this layer, else "A-anchored" (with `window=`: at l*, without window);
+    - `correct`: the answer is right; `random_delta_p`, `random_delta_logit`, `random_flipped`: the same with random
+      question tokens knocked out; NaN where a question has no others.
+    """
+    modes: pd.DataFrame
+    """A row per dataset, example and seed, at l*: `layer, split, logit, margin, predicted_wrong, delta_p, delta_logit,
+    mode, crossed_mode` (by the next seed's probe), `aware_logit` (a probe of the mode), `correct`, and relation,
+    popularity and depth where the questions have them."""
+    auc: pd.DataFrame
+    """`dataset, seed, split, layer, best, validation_auc, auc, auc_after_knockout, auc_after_random`."""
+    curves: pd.DataFrame
+    """Mean ΔP and logit change by `dataset, split_by, mode, layer`, with 95 % intervals; see `pathways.modes`."""
+    curves_at_best: pd.DataFrame
+    """The same at l* of each fit, by `dataset, split_by, mode`."""
+    controls: pd.DataFrame
+    """Flip rates and changes by `dataset, intervention, group, layer`, with 95 % intervals. Groups: "all", and
+    the modes at l*, given by another seed's probe where there is one."""
+    controls_at_best: pd.DataFrame
+    """The same at l* of each fit, by `dataset, intervention, group`."""
+    baselines: pd.DataFrame
+    """AUCs at l* by `dataset, question, score` with 95 % intervals, and differences of two (`difference`)."""
+    components: pd.DataFrame
+    """One mode or two, by `dataset, intervention, population`; see `pathways.modes.components`."""
+    fits: pd.DataFrame
+    """`dataset, seed, split, best`: which probes the rows of `weight` and `bias` are; dataset "all" is pooled."""
+    weight: Float[Tensor, "fit layer d_model"]
+    bias: Float[Tensor, "fit layer"]
+    dropped: pd.DataFrame
+    """`dataset, cause, examples`: question sets that could not be traced."""
+    run: RunRecord
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets, in the order of the table."""
+        return tuple(dict.fromkeys(self.auc["dataset"]))
+
+    @property
+    def probes(self) -> Probes:
+        """The probes fitted on all question sets together, one per layer."""
+        return self.probes_of(POOLED)
+
+    @property
+    def probe(self) -> Probe:
+        """The pooled probe of the best layer."""
+        return self.probes[self.best_layer]
+
+    @property
+    def best_layer(self) -> int:
+        """l*: the layer whose pooled probe has the highest AUC on rows left out."""
+        return self.probes.best
+
+    def probes_of(self, dataset: str, seed: int = 0, split: int = 0) -> Probes:
+        """Return the probes that measured one half of a question set, fitted on its other half.
+
+        Raises:
+            InputError: there are none.
+        """
+        of_dataset = self.fits["dataset"] == dataset
+        if not of_dataset.any():
+            raise InputError(f"There is no question set {dataset!r} here.{did_you_mean(dataset, self.fits['dataset'])}")
+        chosen = (
+            of_dataset if dataset == POOLED else of_dataset & self.fits["seed"].eq(seed) & self.fits["split"].eq(split)
+        )
+        rows = np.flatnonzero(chosen)
+        if not len(rows):
+            raise InputError(f"{dataset} has no probes of seed {seed} and split {split}.")
+        options = self.run.options
+        row, best = int(rows[0]), int(self.fits["best"].iloc[rows[0]])
+        return Probes(options["site"], options["token"], self.weight[row], self.bias[row], best)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values."""
+        return summary_of(self)
+
+    def report(self) -> list[str]:
+        """Return what holds on this model and what does not, in plain sentences made of the numbers."""
+        return report_of(self)
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes | Figure:
+        """Draw ΔP against the layer; see `headwater.figures.delta_p`."""
+        from headwater.figures.pathway_curves import plot_delta_p
+
+        return plot_delta_p(self, ax, **options)
+
+
+def trace_pathways(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    *,
+    site: str = "mlp_out",
+    token: str = "exact_answer_last",
+    variant: str = "mask",
+    edges: str = "after",
+    window: int | None = None,
+    seeds: int = 3,
+    controls: bool = True,
+    batch_size: int = 64,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Pathways:
+    """Trace where the signal comes from that tells right from wrong answers.
+
+    Args:
+        model: the model that answered.
+        answered: what `hw.answer` returned.
+        site: what the probes read: `mlp_out`, `attn_out` or `resid_post`.
+        token: where: `exact_answer_last`, `answer_last`, or `before_answer` (the token that the exact answer follows).
+        variant: `mask` (severed before the softmax; the rest renormalises) or `zero` (after it: A = 0 to the letter).
+        edges: who may no longer attend to E_Q: every position `after` it, or the exact tokens of the `answer` alone.
+        window: sever in so many layers around each instead of in all up to it, and read the probe of l*; 1 is each
+            layer alone. Costs a pass per layer.
+        seeds: how many times the examples are split and probes fitted; modes are cross-fitted with two and more.
+        controls: run the controls too (about eight more passes) and compare with baselines.
+        batch_size: rows in one run.
+        progress: show bars.
+        out: a folder to write to; an interrupted run goes on where it stopped.
+
+    Raises:
+        InputError: an option names nothing, or no question set has enough right and wrong answers.
+        RunFolderError: `out` holds another run.
+
+    Example:
+        >>> import headwater as hw
+        >>> model = hw.load()
+        >>> answered = hw.answer(model, hw.load_questions("properties", sample=120), progress=False)
+        >>> pathways = hw.trace_pathways(model, answered, controls=False, progress=False)
+        >>> sorted(pathways.table["mode"].unique())
+        ['A-anchored', 'Q-anchored']
+    """
+    setup = Setup(site, token, variant, edges, batch_size)
+    _check(model, answered, setup, window, seeds)
+    run = _record(model, answered, setup, window, seeds, controls)
+    folder = RunFolder(out, run) if out is not None else None
+    if folder is not None and folder.finished:
+        return Pathways.load(folder.path)
+    usable, dropped = _usable(answered, seeds)
+    parts, fits, pooled = [], [], []
+    for number, (name, half) in enumerate(usable.items()):
+        rows = np.flatnonzero(answered.table["dataset"] == name)
+        own = AnsweredQuestions(answered.table.iloc[rows].reset_index(drop=True), answered.dropped, answered.run)
+        pieces = partial(_pieces, folder, f"{number:02d}")
+        options: dict[str, Any] = {"window": window, "controls": controls, "pieces": pieces, "progress": progress}
+        measured = measure(model, own, half, setup, **options)
+        parts.append(tables_of(measured, rows.tolist(), controls))
+        fits.append(measured.fits)
+        pooled.append(_sampled(measured))
+    probes = _pooled(pooled, setup, partial(_pieces, folder, POOLED))
+    listed = [(name, fit.probes) for name, fit in zip(usable, fits, strict=True)]
+    fields: dict[str, Any] = stacked(parts) | _fit_fields(listed, probes)
+    result = Pathways(**fields, dropped=dropped, run=folder.run if folder else run)
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def _check(model: HookedModel, answered: Any, setup: Setup, window: int | None, seeds: int) -> None:
+    if not isinstance(answered, AnsweredQuestions):
+        raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
+    if answered.run.fingerprint != model.fingerprint:
+        raise InputError(
+            f"These questions were answered by {answered.run.model} (other weights than {model.name}'s): its probes "
+            "would read another model's answers. Answer them again with this model."
+        )
+    check_probe_options(setup.site, setup.token, setup.batch_size)
+    for name, value, valid in (("variant", setup.variant, VARIANTS), ("edges", setup.edges, QUERIES)):
+        if value not in valid:
+            raise InputError(f"{name}={value!r} is not one of {', '.join(valid)}.")
+    if setup.edges == "answer" and setup.token == "before_answer":
+        raise InputError(
+            "edges='answer' severs what the exact answer reads, and token='before_answer' is read before it: nothing "
+            "could change. Use another token=, or edges='after'."
+        )
+    if seeds < 1 or (window is not None and window < 1):
+        raise InputError(f"seeds={seeds} and window={window} must be at least 1 (window may be None).")
+
+
+def _record(
+    model: HookedModel, answered: AnsweredQuestions, setup: Setup, window: int | None, seeds: int, controls: bool
+) -> RunRecord:
+    content = answered.table.drop(columns="log_probs", errors="ignore").to_json(orient="split")
+    return RunRecord.of(
+        "trace_pathways",
+        model,
+        options={
+            "answered": hashlib.sha256(str(content).encode()).hexdigest()[:16],
+            **vars(setup),
+            "window": window,
+            "seeds": seeds,
+            "controls": controls,
+        },
+        seed=0,
+    )
+
+
+def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves], pd.DataFrame]:
+    """Split the question sets that can be split; say why the others cannot.
+
+    Raises:
+        InputError: none can.
+    """
+    usable, causes = {}, []
+    for name in answered.datasets:
+        rows = answered.table["dataset"] == name
+        own = AnsweredQuestions(answered.table[rows].reset_index(drop=True), answered.dropped, answered.run)
+        try:
+            usable[name] = halves(own, seeds)
+        except InputError:
+            right, wrong = int((own.z == 0).sum()), int((own.z == 1).sum())
+            what = "too few answers of one kind" if right and wrong else "answers of one kind only"
+            causes.append(
+                {"dataset": name, "cause": f"{what}: {right:,} right, {wrong:,} wrong", "examples": len(own.z)}
+            )
+    if not usable:
+        listed = "; ".join(f"{row['dataset']}: {row['cause']}" for row in causes)
+        raise InputError(
+            f"No question set can be traced ({listed}). Each needs right and wrong answers to at least {2 * FOLDS} "
+            "different questions each."
+        )
+    return usable, pd.DataFrame(causes, columns=["dataset", "cause", "examples"])
+
+
+def _pieces(folder: RunFolder | None, prefix: str, work: Iterable[tuple[str, Compute]]) -> Iterator[dict[str, Tensor]]:
+    return run_pieces(folder, ((f"{prefix}-{name}", compute) for name, compute in work))
+
+
+def _sampled(measured: Measured) -> tuple[Tensor, np.ndarray, list[tuple[str, str]]]:
+    """Draw the states, labels and questions of a set that go into the pooled probes."""
+    table = measured.answered.table
+    rows = np.sort(np.random.default_rng(0).permutation(len(table))[:POOLED_ROWS])
+    groups = [(str(table["dataset"].iloc[row]), str(table["question"].iloc[row])) for row in rows]
+    return measured.states[:, torch.from_numpy(rows)].clone(), measured.answered.z[rows], groups
+
+
+def _pooled(samples: list[tuple[Tensor, np.ndarray, list[tuple[str, str]]]], setup: Setup, pieces: Pieces) -> Probes:
+    """Fit probes on all question sets together."""
+    groups = [group for _, _, own in samples for group in own]
+
+    def compute() -> dict[str, Tensor]:
+        states, z = torch.cat([states for states, _, _ in samples], 1), np.concatenate([z for _, z, _ in samples])
+        return probes_as_tensors(fit_probes(states, z, site=setup.site, token=setup.token, groups=groups, folds=FOLDS))
+
+    (tensors,) = pieces([("probes", compute)])
+    return probes_from_tensors(tensors, setup)
+
+
+def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: Probes) -> dict[str, Any]:
+    """List all probes: which they are, and their weights."""
+    found = [
+        ({"dataset": name, "seed": seed, "split": side, "best": probes.best}, probes)
+        for name, by_seed in listed
+        for seed, sides in enumerate(by_seed)
+        for side, probes in enumerate(sides)
+    ]
+    found.append(({"dataset": POOLED, "seed": 0, "split": -1, "best": pooled.best}, pooled))
+    return {
+        "fits": pd.DataFrame([row for row, _ in found]),
+        "weight": torch.stack([probes.weight for _, probes in found]),
+        "bias": torch.stack([probes.bias for _, probes in found]),
+    }

@@ -1,0 +1,97 @@
+"""The published accuracy and discrepancies by question depth, measured again.
+
+Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, zero-shot. The published numbers follow from the
+published answers with GPT-4's scores, when the data hold them; otherwise the model answers anew, and another judge
+scores. Backward discrepancies are compared as the released code takes them, over the first successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from headwater.likelihood.answering import Judge
+from headwater.likelihood.depth import DepthGraph
+from headwater.likelihood.profile import memorization
+from headwater.models.hooked import HookedModel
+from headwater.models.load import load
+from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
+from headwater.results import RunFolder, RunRecord
+
+QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
+PUBLISHED = {"accuracy": "accuracy", "forward": "forward", "backward_first": "backward"}
+OWN_SCORES = (
+    "The data hold no scores of a judge for these answers, so they are not GPT-4's: accuracy and discrepancies are on "
+    "another judge's scale."
+)
+
+
+def reproduce_depth(
+    model: HookedModel | str | Path,
+    graph: DepthGraph,
+    *,
+    published: str | None = None,
+    judge: Judge = None,
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Reproduction:
+    """Measure the published accuracy and discrepancies on a model.
+
+    Args:
+        model: a loaded model, or a checkpoint folder or hub name.
+        graph: what `load_depth_graph` returned.
+        published: the published model to compare with; by default the one of the model's name.
+        judge: see `hw.memorization`.
+        batch_size: texts in one run.
+        progress: show progress bars.
+        out: a folder for the result. An interrupted call, repeated, goes on from there.
+
+    Raises:
+        InputError: no such published model, or one of another shape; or nothing can be scored.
+    """
+    model = model if isinstance(model, HookedModel) else load(model)
+    reference = published_numbers("depth")
+    name = reference.name_of(model.name, model.shape, published)
+    profile = memorization(
+        model,
+        graph,
+        judge=judge,
+        controls=False,
+        batch_size=batch_size,
+        progress=progress,
+        out=Path(out) / "profile" if out else None,
+    )
+    run = RunRecord(
+        analysis="reproduce_depth",
+        model=model.name,
+        fingerprint=model.fingerprint,
+        dtype=profile.run.dtype,
+        device=profile.run.device,
+        options={"published": name, "profile": profile.run.options},
+        revision=model.revision,
+    )
+    folder = RunFolder(out, run) if out else None
+    if folder and folder.finished:
+        return Reproduction.load(folder.path)
+    notes = [] if name else [no_numbers(model.name, reference)]
+    if graph.table["score"].isna().all():
+        notes.append(OWN_SCORES)
+    rows = compare_depth(profile.judged, reference.models[name] if name else {})
+    result = Reproduction(compared(rows), name, reference.source, [*notes, *graph.notes], run)
+    if folder:
+        folder.finish(result)
+    return result
+
+
+def compare_depth(judged: pd.DataFrame, numbers: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the rows of accuracy and discrepancies: `quantity, depth, published, measured`."""
+    rows = []
+    for row in judged[judged["measure"].isin(QUANTITIES)].to_dict("records"):
+        depths = "overall" if row["depths"] == "all" else str(row["depths"])
+        published = numbers.get(PUBLISHED[row["measure"]], {}).get(depths)
+        rows.append((QUANTITIES[row["measure"]], depths, published, row["value"]))
+    return pd.DataFrame(rows, columns=["quantity", "depth", "published", "measured"])

@@ -1,0 +1,134 @@
+"""The published detection of wrong answers, measured again: AUC of every method, and of telling the mode.
+
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, Tables 2 and 3.
+
+1. A question file at a time: as many questions as were published (2,000 to train and 2,000 to test) are drawn and
+   answered, and E_Q and E_A located.
+2. `hw.detect` with every published method; half of the answers train, half test.
+3. AUC per question set and method; and that of the gate for the modes of the test half, which the publication calls
+   self-awareness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.load import load
+from headwater.pathways.answers import answer
+from headwater.pathways.detection import Detection, detect
+from headwater.pathways.extractors import Extractor, extractor_name
+from headwater.pathways.questions import Source, load_questions
+from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
+from headwater.results import RunFolder, RunRecord
+
+METHODS = {
+    "p_true": "P(True)",
+    "logit_mean": "logits mean",
+    "logit_min": "logits min",
+    "probe": "probing",
+    "random_gate": "MoP random gate",
+    "vanilla_experts": "MoP vanilla experts",
+    "mop": "MoP",
+    "pr": "PR",
+}
+DATASETS = {"popqa": "PopQA", "triviaqa": "TriviaQA", "hotpotqa": "HotpotQA", "nq_open": "NQ"}
+QUESTIONS = 4000
+NOT_STATED = (
+    "The publication does not state its label rule, prompt and exact token in full; its questions are a random draw, "
+    "and its exact tokens come from GPT-4o."
+)
+
+
+def reproduce_pathways(
+    model: HookedModel | str | Path,
+    questions: Source | Sequence[Source],
+    *,
+    published: str | None = None,
+    sample: int | None = QUESTIONS,
+    methods: Sequence[str] = tuple(METHODS),
+    token: str = "exact_answer_last",
+    seeds: int = 3,
+    extractor: Extractor | None = None,
+    batch_size: int = 64,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Reproduction:
+    """Measure the published numbers of detection on a model.
+
+    Args:
+        model: a loaded model, or a checkpoint folder or hub name.
+        questions: a question file, or several; see `load_questions`.
+        published: the published model to compare with; by default the one of the model's name.
+        sample: how many questions of each set; None for all.
+        methods: names of `hw.detect`.
+        token: what probes read.
+        seeds: how many splits into halves.
+        extractor: names the exact words of questions and answers that say nothing of them; see `hw.answer`.
+        batch_size: rows in one run.
+        progress: show progress bars.
+        out: a folder for the result. An interrupted call, repeated, goes on from there.
+
+    Raises:
+        InputError: no such published model, or one of another shape; or the questions cannot be used.
+    """
+    unknown = [name for name in methods if name not in METHODS]
+    if unknown:
+        raise InputError(f"{unknown[0]!r} was not published: the methods are {', '.join(METHODS)}.")
+    sources = [questions] if isinstance(questions, str | Path | pd.DataFrame) else list(questions)
+    model = model if isinstance(model, HookedModel) else load(model)
+    reference = published_numbers("pathways")
+    name = reference.name_of(model.name, model.shape, published)
+    options = {"sample": sample, "methods": list(methods), "token": token, "seeds": seeds}
+    named = {"published": name, "questions": [_named(source) for source in sources]}
+    run = _record(model, options | named | {"extractor": extractor_name(extractor)})
+    folder = RunFolder(out, run) if out else None
+    if folder and folder.finished:
+        return Reproduction.load(folder.path)
+    numbers = reference.models[name] if name else {}
+    pieces = []
+    for number, source in enumerate(sources):
+        part = folder.path / f"set_{number}" if folder else None
+        shared: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+        drawn = load_questions(source, sample=sample)
+        answered = answer(model, drawn, extractor=extractor, out=part / "answers" if part else None, **shared)
+        fitting: dict[str, Any] = {"methods": methods, "token": token, "seeds": seeds}
+        detection = detect(model, answered, out=part / "detection" if part else None, **fitting, **shared)
+        pieces.append(compare_detection(detection, numbers))
+    notes = [NOT_STATED] if name else [no_numbers(model.name, reference), NOT_STATED]
+    result = Reproduction(compared(pd.concat(pieces, ignore_index=True)), name, reference.source, notes, run)
+    if folder:
+        folder.finish(result)
+    return result
+
+
+def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the rows of every question set: `quantity, dataset, method, published, measured`."""
+    rows: list[tuple[str, str, str, float | None, float]] = []
+    published, modes = numbers.get("detection", {}), numbers.get("mode", {})
+    for row in detection.table.to_dict("records"):
+        name, method = DATASETS.get(row["dataset"], row["dataset"]), METHODS[row["method"]]
+        rows.append(("AUC of wrong answers", name, method, published.get(method, {}).get(name), row["auc"]))
+    for dataset, fits in detection.fits.groupby("dataset", sort=False):
+        name, gate = DATASETS.get(str(dataset), str(dataset)), fits["gate_auc"].to_numpy(dtype=float)
+        auc = float(np.nanmean(gate)) if not np.isnan(gate).all() else float("nan")
+        rows.append(("AUC of the mode", name, "gate", modes.get(name), auc))
+    return pd.DataFrame(rows, columns=["quantity", "dataset", "method", "published", "measured"])
+
+
+def _named(source: Source) -> str:
+    return "a table" if isinstance(source, pd.DataFrame) else str(source)
+
+
+def _record(model: HookedModel, options: dict[str, Any]) -> RunRecord:
+    return RunRecord.of(
+        "reproduce_pathways",
+        model,
+        options,
+    )

@@ -1,0 +1,132 @@
+"""Published numbers beside measured ones.
+
+The JSON files of this folder hold numbers of publications, each file with its source, by model. A reproduction is a
+table of rows `published | measured | difference`; where a model has no published numbers, that column is empty and a
+note says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from headwater.errors import InputError, did_you_mean
+from headwater.results import Result, RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from headwater.models.shape import ModelShape
+
+KINDS = ("maps", "pathways", "depth")
+
+
+@dataclass(frozen=True)
+class Published:
+    """The numbers of one publication."""
+
+    source: str
+    models: Mapping[str, Mapping[str, Any]]
+    """By model: its shape (`layers`, `heads`) and its numbers."""
+
+    def name_of(self, model: str, shape: ModelShape, asked: str | None = None) -> str | None:
+        """Return the published model that `model` is, or None.
+
+        Args:
+            model: the name or folder it was loaded from; its last part decides.
+            shape: its shape, which must be the published one.
+            asked: the published model to compare with, whatever `model` is called.
+
+        Raises:
+            InputError: there is no such published model, or its shape is another.
+        """
+        if asked is not None and asked not in self.models:
+            raise InputError(f"There are no published numbers of {asked!r}.{did_you_mean(asked, self.models)}")
+        short = {_short(name): name for name in self.models}
+        name = asked or short.get(_short(model))
+        if name is None:
+            return None
+        published = self.models[name]["layers"], self.models[name]["heads"]
+        if published != (shape.n_layers, shape.n_heads):
+            raise InputError(
+                f"{model} is not {name}: it has {shape.n_layers} layers of {shape.n_heads} heads, "
+                f"the published model {published[0]} of {published[1]}. Give the published model itself."
+            )
+        return name
+
+
+@dataclass(frozen=True, repr=False)
+class Reproduction(Result):
+    """Published and measured numbers of one model.
+
+    Attributes:
+        table: a row per number: `quantity`, what it is a number of (relation, dataset, depth), `published, measured,
+            difference`; what was not published, or could not be measured, is NaN.
+        published_model: whose numbers stand in `published`; None where there are none.
+        source: where these numbers come from.
+        notes: what a reader must know before comparing.
+        run: what made it.
+    """
+
+    table: pd.DataFrame
+    published_model: str | None
+    source: str
+    notes: list[str]
+    run: RunRecord
+
+    def summary(self) -> dict[str, Any]:
+        """Return what was compared, and the largest difference of each quantity, as JSON values."""
+        both = self.table.dropna(subset=["difference"])
+        largest = both.assign(size=both["difference"].abs()).groupby("quantity", sort=False)["size"].max()
+        return {
+            "model": self.run.model,
+            "published_model": self.published_model,
+            "compared": len(both),
+            "measured": int(self.table["measured"].notna().sum()),
+            "largest_difference": {name: float(value) for name, value in largest.items()},
+            "notes": self.notes,
+            "source": self.source,
+        }
+
+    def plot(self, ax: Any = None) -> Figure:
+        """Draw measured against published, a panel per quantity."""
+        from headwater.figures.reproduction import plot_reproduction
+
+        return plot_reproduction(self, ax)
+
+
+def published_numbers(kind: str) -> Published:
+    """Read the numbers of one publication: "maps", "pathways" or "depth".
+
+    Raises:
+        InputError: there is no such file.
+    """
+    if kind not in KINDS:
+        raise InputError(f"There are no published numbers called {kind!r}.{did_you_mean(kind, KINDS)}")
+    text = (files("headwater.reference") / f"{kind}.json").read_text(encoding="utf-8")
+    return Published(**json.loads(text))
+
+
+def compared(rows: pd.DataFrame) -> pd.DataFrame:
+    """Put `published`, `measured` and their `difference` last."""
+    named = [name for name in rows.columns if name not in ("published", "measured")]
+    numbers = rows[["published", "measured"]].astype(float)
+    return rows[named].join(numbers).assign(difference=numbers["measured"] - numbers["published"])
+
+
+def no_numbers(model: str, published: Published) -> str:
+    """Say that a model has no published numbers, and which models have."""
+    return (
+        f"No published numbers exist for {model}: the column is empty. They exist for {', '.join(published.models)}; "
+        "if this is one of them under another name, name it with `published`."
+    )
+
+
+def _short(name: str) -> str:
+    return Path(name).name.lower().removeprefix("meta-")

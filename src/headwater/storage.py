@@ -1,0 +1,124 @@
+"""Files that are whole or absent: written under another name, forced to the disk, then renamed.
+
+1. `write_atomically` writes a temporary file in the same folder, flushes it to the disk, renames it, and flushes the
+   folder, so that neither a killed process nor a power cut leaves a half-written file under the real name.
+2. A disk that is full, or a folder that may not be written, is one clear error; the temporary file is removed.
+3. `one_writer` holds a folder for this thread. The operating system lets go of it when the process ends, however it
+   ends; a thread that was interrupted may take its own folder again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from headwater.errors import RunFolderError
+
+LOCK = ".lock"
+
+
+def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
+    """Write under a temporary name, then rename: readers see the old file or the whole new one, also after a crash.
+
+    Raises:
+        RunFolderError: the file cannot be written, for example because the disk is full.
+    """
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        write(temporary)
+        _flush(temporary)
+        temporary.replace(file)
+        _flush(file.parent)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise RunFolderError(
+            f"{file} cannot be written: {reason}. Make room or choose another folder, and run the same command again; "
+            "what is finished is kept."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object atomically."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        RunFolderError: the file is damaged or cannot be read.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunFolderError(f"{file} is damaged ({error}). Delete the folder and run again.") from None
+    if not isinstance(value, dict):
+        raise RunFolderError(
+            f"{file} is damaged: it holds a {type(value).__name__}, not an object. Delete the folder and run again."
+        )
+    return value
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it.
+
+    Raises:
+        RunFolderError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"Cannot make the output folder {path}: {error.strerror}.") from None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writers that were killed; only whoever holds the folder may."""
+    for file in folder.glob(".*.tmp"):
+        file.unlink(missing_ok=True)
+
+
+def one_writer(folder: Path) -> FileLock | None:
+    """Hold a folder for this thread until `release_writer`, or until the holder is forgotten; None if another has it.
+
+    The lock is the operating system's (`flock`), so one that a dead process held is free.
+    """
+    lock = FileLock(folder / LOCK, is_singleton=True)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return None
+    except OSError as error:
+        raise RunFolderError(f"The output folder {folder} cannot be written: {error.strerror}.") from None
+    return lock
+
+
+def release_writer(lock: FileLock) -> None:
+    """Let a folder go and remove its lock file."""
+    Path(lock.lock_file).unlink(missing_ok=True)
+    lock.release(force=True)
+
+
+def _flush(path: Path) -> None:
+    with _descriptor(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

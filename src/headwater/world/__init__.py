@@ -1,0 +1,1 @@
+"""World: the embedded model, the corpus it was trained on, and planted models for tests."""

@@ -1,0 +1,194 @@
+"""What the embedded model knows, measured on its weights.
+
+1. Answers: greedy, after the prompt `Q: {question}` and, on its own line, `A:`, up to the line break. Right when equal
+   to an accepted answer, letter case aside.
+2. Probe: logistic regression on the MLP output of a layer at one token (the last of the answer, or the one before the
+   answer), fitted on half of the questions, AUC for right against wrong on the other half, over all questions and
+   within relations (mean over relations, by size). Beside it the frequency-free baseline: the same on question set and
+   relation alone.
+3. Ablation: the share of a relation's facts, among those answered rightly, that stay right when the relation's heads
+   write nothing, against as many random other heads of the same layers.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+from headwater.world.corpus import prompt_of
+
+MAX_NEW_TOKENS = 6
+PROBED_TOKENS = ("answer_last", "before_answer")
+Head = tuple[int, int]
+
+
+@torch.inference_mode()
+def answer(model: Any, tokenizer: Any, questions: Sequence[str], batch: int = 512) -> list[str]:
+    """Answer each question greedily; an answer ends at the line break."""
+    prompts = tokenizer([prompt_of(question) for question in questions])["input_ids"]
+    stop = tokenizer.convert_tokens_to_ids("Ċ")
+    answers = [""] * len(prompts)
+    for places in _equally_long(prompts, batch):
+        tokens = torch.tensor([prompts[place] for place in places])
+        length = tokens.shape[1]
+        for _ in range(MAX_NEW_TOKENS):
+            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
+            tokens = torch.cat([tokens, model.lm_head(hidden).argmax(-1, keepdim=True)], dim=1)
+            if (tokens[:, length:] == stop).any(1).all():
+                break
+        for place, new in zip(places, tokens[:, length:].tolist(), strict=True):
+            answers[place] = tokenizer.decode(new[: new.index(stop)] if stop in new else new).strip()
+    return answers
+
+
+def is_right(given: str, accepted: Sequence[str]) -> bool:
+    """Say whether an answer is one of the accepted ones."""
+    return given.casefold() in {answer.casefold() for answer in accepted}
+
+
+def answered(model: Any, tokenizer: Any, questions: pd.DataFrame) -> pd.DataFrame:
+    """Return the questions with the model's `answer`, whether it is `right`, and the `quarter` of its popularity.
+
+    Quarter 1 is the rarest, 4 the most frequent.
+    """
+    given = answer(model, tokenizer, questions["question"].tolist())
+    right = [is_right(a, accepted) for a, accepted in zip(given, questions["answers"], strict=True)]
+    quarter = np.ceil(questions["popularity"].rank(method="average", pct=True) * 4).astype(int)
+    return questions.assign(answer=given, right=right, quarter=quarter)
+
+
+@torch.inference_mode()
+def mlp_outputs(
+    model: Any, tokenizer: Any, table: pd.DataFrame, token: str, batch: int = 512
+) -> Float[Tensor, "layer example d_model"]:
+    """Return the MLP output of every layer at one token of each question with its answer.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        table: question, answer.
+        token: "answer_last", the last token of the answer, or "before_answer", the token that the answer follows.
+        batch: how many questions at a time.
+    """
+    texts = [prompt_of(question) for question in table["question"]]
+    if token == "answer_last":
+        texts = [f"{text} {answer}" for text, answer in zip(texts, table["answer"], strict=True)]
+    ids = tokenizer(texts)["input_ids"]
+    layers = model.model.layers
+    outputs = torch.empty(len(layers), len(ids), model.config.hidden_size)
+    for places in _equally_long(ids, batch):
+        seen: list[Tensor] = []
+
+        def keep_last(_module: Any, _inputs: Any, output: Tensor, seen: list[Tensor] = seen) -> None:
+            seen.append(output[:, -1])
+
+        hooks = [layer.mlp.register_forward_hook(keep_last) for layer in layers]
+        try:
+            model.model(input_ids=torch.tensor([ids[place] for place in places]), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        outputs[:, places] = torch.stack(seen)
+    return outputs
+
+
+def probe_aucs(model: Any, tokenizer: Any, table: pd.DataFrame, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Return (AUC, AUC within relations) of the baseline and of the probe at each token and layer."""
+    train = np.random.default_rng(seed).random(len(table)) < 0.5
+    features = {"baseline": pd.get_dummies(table[["dataset", "relation"]]).to_numpy(dtype=np.float64)}
+    for token in PROBED_TOKENS:
+        for layer, output in enumerate(mlp_outputs(model, tokenizer, table, token)):
+            features[f"{token}, layer {layer}"] = output.double().numpy()
+    return {name: _auc(values, table, train) for name, values in features.items()}
+
+
+def _auc(values: NDArray[np.float64], table: pd.DataFrame, train: NDArray[np.bool_]) -> tuple[float, float]:
+    right, tested = table["right"].to_numpy(), table[~train]
+    classifier = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1000))
+    classifier.fit(values[train], right[train])
+    scored = tested.assign(score=classifier.decision_function(values[~train]))
+    mixed = [group for _, group in scored.groupby("relation") if group["right"].nunique() == 2]
+    within = [roc_auc_score(group["right"], group["score"]) for group in mixed]
+    sizes = [len(group) for group in mixed]
+    return float(roc_auc_score(scored["right"], scored["score"])), float(np.average(within, weights=sizes))
+
+
+def ablation(
+    model: Any, tokenizer: Any, facts: pd.DataFrame, heads: Sequence[Head], draws: int = 5, seed: int = 0
+) -> dict[str, float]:
+    """Compare a relation without its heads and without random others of the same layers.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        facts: question, answers: facts of one relation that the model answers rightly.
+        heads: the relation's heads.
+        draws: how many sets of random heads.
+        seed: for the draws.
+
+    Returns:
+        `without_heads`, `without_random`: the share that stays right.
+    """
+    rng = np.random.default_rng(seed)
+    stays = [_share_right(model, tokenizer, facts, heads)]
+    for _ in range(draws):
+        stays.append(_share_right(model, tokenizer, facts, _others(rng, model, heads)))
+    return {"without_heads": stays[0], "without_random": float(np.mean(stays[1:]))}
+
+
+def _share_right(model: Any, tokenizer: Any, facts: pd.DataFrame, heads: Sequence[Head]) -> float:
+    with silent_heads(model, heads):
+        given = answer(model, tokenizer, facts["question"].tolist())
+    return float(np.mean([is_right(a, accepted) for a, accepted in zip(given, facts["answers"], strict=True)]))
+
+
+def _others(rng: np.random.Generator, model: Any, heads: Sequence[Head]) -> list[Head]:
+    """Draw as many heads of each layer, other than `heads` where there are enough."""
+    drawn: list[Head] = []
+    for layer in sorted({layer for layer, _ in heads}):
+        taken = [head for at, head in heads if at == layer]
+        free = [head for head in range(model.config.num_attention_heads) if head not in taken]
+        pool = free if len(free) >= len(taken) else list(range(model.config.num_attention_heads))
+        drawn += [(layer, int(head)) for head in rng.permutation(pool)[: len(taken)]]
+    return drawn
+
+
+@contextmanager
+def silent_heads(model: Any, heads: Sequence[Head]) -> Iterator[None]:
+    """Let the given heads, as (layer, head), write nothing."""
+    d_head = model.config.head_dim
+    hooks = []
+    for layer in {layer for layer, _ in heads}:
+        columns = [h * d_head + i for at, h in heads if at == layer for i in range(d_head)]
+
+        def silence(_module: Any, inputs: tuple[Tensor], columns: list[int] = columns) -> tuple[Tensor]:
+            z = inputs[0].clone()
+            z[..., columns] = 0
+            return (z,)
+
+        hooks.append(model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(silence))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _equally_long(ids: Sequence[Sequence[int]], batch: int) -> Iterator[NDArray[np.int64]]:
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for place, tokens in enumerate(ids):
+        by_length[len(tokens)].append(place)
+    for places in by_length.values():
+        for start in range(0, len(places), batch):
+            yield np.array(places[start : start + batch])

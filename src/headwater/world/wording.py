@@ -1,0 +1,76 @@
+"""How the world says things: statements and questions for each relation, read from `wordings.json`.
+
+A wording is a sentence with `{s}` for the subject and, in statements, `{t}` for the answer. In questions, square
+brackets mark the words that name the property asked for: with the subject they are the exact question tokens.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+Span = tuple[int, int]
+QUESTION_SETS = ("properties", "paraphrased", "natural", "multi_hop")
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The sentences that tell or ask a fact of one relation; `questions` maps a question set to its sentences."""
+
+    statements: tuple[str, ...]
+    questions: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A filled wording: the text and where in it (start, end) the subject and the property stand."""
+
+    text: str
+    subject: Span
+    property: tuple[Span, ...]
+
+
+@cache
+def wording_of(relation: str) -> Wording:
+    """Return the sentences of a relation, from the first entry of the file whose pattern is its name."""
+    for entry in _entries():
+        match = re.fullmatch(entry["relation"], relation)
+        if match:
+            words = {key: value.replace("_", " ").title() for key, value in match.groupdict().items()}
+            words["target"] = relation.split("_to_")[-1].replace("_", " ")
+
+            def filled(sentences: list[str], words: Mapping[str, str] = words) -> tuple[str, ...]:
+                return tuple(_replace(sentence, words) for sentence in sentences)
+
+            questions = {name: filled(sentences) for name, sentences in entry["questions"].items()}
+            return Wording(filled(entry["statements"]), questions)
+    raise KeyError(relation)
+
+
+def fill(sentence: str, subject: str) -> Sentence:
+    """Put the subject into a question and take the brackets out, keeping track of both."""
+    text, spans, where = "", [], (0, 0)
+    for part in re.split(r"(\[[^\]]*\]|\{s\})", sentence):
+        if part == "{s}":
+            where = (len(text), len(text) + len(subject))
+            text += subject
+        elif part.startswith("["):
+            spans.append((len(text), len(text) + len(part) - 2))
+            text += part[1:-1]
+        else:
+            text += part
+    return Sentence(text, where, tuple(spans))
+
+
+def _replace(sentence: str, words: Mapping[str, str]) -> str:
+    for key, value in words.items():
+        sentence = sentence.replace("{" + key + "}", value)
+    return sentence
+
+
+@cache
+def _entries() -> list[dict[str, Any]]:
+    return json.loads((files("headwater.world") / "wordings.json").read_text(encoding="utf-8"))

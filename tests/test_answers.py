@@ -1,0 +1,374 @@
+"""Answers: generation as Hugging Face does it, cut, labelled, located, counted, resumed."""
+
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError, RunFolderError
+from headwater.models.generation import Generated, chat_text, end_tokens, generate
+from headwater.pathways import answers as room
+from headwater.pathways.extractors import check_extractor, exact_words
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+
+PROMPTS = [" Paris of France is the capital", " cat", " the dog", " small one two three four five six Rome Italy chat"]
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }} "
+    "{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+)
+
+
+def tiny(family="llama", words=WORDS, chat=None):
+    tokenizer = tiny_tokenizer(words)
+    tokenizer.chat_template = chat
+    return hw.load(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+
+
+def asked(*rows, **columns):
+    """Questions whose subject is their second word."""
+    table = pd.DataFrame(
+        [{"question": q, "answers": [a], "id": str(i), "dataset": "set"} for i, (q, a) in enumerate(rows)]
+    )
+    table["subject"] = [q.split()[1] for q, _ in rows]
+    return hw.load_questions(table.assign(**columns))
+
+
+def random_questions(how_many):
+    rng = np.random.default_rng()
+    return asked(*((" ".join(rng.choice(WORDS, rng.integers(2, 9))), rng.choice(WORDS)) for _ in range(how_many)))
+
+
+def scripted(monkeypatch, said):
+    """Let the model say these texts, in the order of the questions' ids."""
+
+    def say(model, prompts, *, max_new_tokens, stop):
+        read = [model.tokenizer.decode(row[real]) for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
+        texts = [next(text for question, text in said.items() if question in prompt) for prompt in read]
+        rows = [_ids(model.tokenizer, text) for text in texts]
+        ends = [next((i for i, token in enumerate(row) if stop(token)), None) for row in rows]
+        rows = [row if end is None else row[: end + 1] for row, end in zip(rows, ends, strict=True)]
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+        return Generated(tokens, -tokens.float(), lengths, torch.tensor([end is not None for end in ends]))
+
+    monkeypatch.setattr(room, "generate", say)
+
+
+def _ids(tokenizer, text):
+    is_pieces = isinstance(text, list)
+    return (
+        tokenizer.convert_tokens_to_ids(text) if is_pieces else tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
+
+
+def words(row, name):
+    return [row["text"][start:end] for start, end in row[name]]
+
+
+@pytest.mark.oracle
+def test_generation_equals_hugging_face_row_by_row(family):
+    hf, tokenizer = tiny_model(family), tiny_tokenizer()
+    model = hw.load(hf, tokenizer=tokenizer)
+    batch = model.tokenize(PROMPTS)
+    made = generate(model, batch, max_new_tokens=8)
+    for i, length in enumerate(batch.lengths.tolist()):
+        row = batch.tokens[i, :length][None]
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+        expected = hf.generate(row, attention_mask=torch.ones_like(row), **options)[0]
+        assert made.tokens[i].tolist() == expected[length:].tolist()
+        with torch.inference_mode():
+            logits = hf(expected[None]).logits[0].log_softmax(-1)
+        log_probs = logits[length - 1 : -1].gather(1, expected[length:, None])[:, 0]
+        torch.testing.assert_close(made.log_probs[i], log_probs, atol=2e-5, rtol=1e-5)
+    assert made.lengths.tolist() == [8] * 4
+    assert not made.stopped.any()
+
+
+def test_rows_end_on_their_own_and_the_others_go_on_as_before():
+    model = tiny("gemma2")
+    batch = model.tokenize(PROMPTS)
+    whole = generate(model, batch, max_new_tokens=12)
+    stops = {int(whole.tokens[0, 2]), int(whole.tokens[2, 6])}
+    made = generate(model, batch, max_new_tokens=12, stop=lambda token: token in stops)
+    for i, row in enumerate(whole.tokens.tolist()):
+        end = next((place + 1 for place, token in enumerate(row) if token in stops), 12)
+        assert made.lengths[i] == end
+        assert made.tokens[i, :end].tolist() == row[:end]
+        assert bool(made.stopped[i]) == any(token in stops for token in row)
+        torch.testing.assert_close(made.log_probs[i, :end], whole.log_probs[i, :end], atol=2e-5, rtol=1e-5)
+        assert not made.log_probs[i, end:].any()
+
+
+def test_running_every_step_anew_gives_the_same(monkeypatch):
+    model = tiny("neox")
+    batch = model.tokenize(PROMPTS)
+    cached = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
+    monkeypatch.setattr("headwater.models.generation.is_bridge", lambda raw: False)
+    anew = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
+    assert anew.tokens.tolist() == cached.tokens.tolist()
+    torch.testing.assert_close(anew.log_probs, cached.log_probs, atol=2e-5, rtol=1e-5)
+
+
+def test_generation_refuses_what_does_not_fit():
+    model = tiny()
+    with pytest.raises(
+        InputError, match=r"max_new_tokens=60 new tokens come to 7\d tokens; the model reads at most 64"
+    ):
+        generate(model, model.tokenize(PROMPTS), max_new_tokens=60)
+
+
+def test_end_tokens_come_from_every_place_that_names_them():
+    hf = tiny_model("llama")
+    hf.generation_config.eos_token_id = [7, 9]
+    assert end_tokens(hw.load(hf, tokenizer=tiny_tokenizer())) == {0, 7, 9}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "mistral", "gemma3"])
+def test_answers_are_the_same_whatever_the_batch_size(family):
+    model, questions = tiny(family), random_questions(12)
+    tables = [hw.answer(model, questions, batch_size=n, max_new_tokens=5, progress=False).table for n in (1, 5, 64)]
+    for table in tables[1:]:
+        for a, b in zip(tables[0]["log_probs"], table["log_probs"], strict=True):
+            np.testing.assert_allclose(a, b, atol=3e-5)
+        pd.testing.assert_frame_equal(tables[0].drop(columns="log_probs"), table.drop(columns="log_probs"))
+
+
+def test_a_row_holds_text_tokens_spans_and_label(monkeypatch):
+    model = tiny()
+    scripted(monkeypatch, {"of France?": " is Paris A\n the dog", "of Spain?": " Rome", "dog see": "\t chien  \n"})
+    rows = [("capital of France?", "paris"), ("capital of Spain?", "Madrid"), ("dog see the dog cat", "chien")]
+    spans = [((8, 10),), ((8, 10),), ((12, 15),)]
+    answered = hw.answer(model, asked(*rows, subject=spans, property=[((0, 7),), ((0, 7),), ()]), progress=False)
+    right, wrong, tab = (row for _, row in answered.table.iterrows())
+    assert right["text"] == "Q: capital of France?\nA: is Paris A"
+    assert [right[name] for name in ("answer", "z", "matched", "finished")] == ["is Paris A", 0, "paris", True]
+    assert [wrong[name] for name in ("answer", "z", "matched", "finished")] == ["Rome", 1, "", False]
+    assert words(right, "exact_answer") == ["Paris"]
+    assert words(wrong, "exact_answer") == ["Rome"]
+    assert words(right, "subject") == ["of"]
+    assert words(right, "property") == ["capital"]
+    assert words(tab, "subject") == ["dog"]
+    assert (tab["text"], tab["answer"]) == ("Q: dog see the dog cat\nA:\t chien", "chien")
+    for _, row in answered.table.iterrows():
+        assert model.tokenizer.decode(row["tokens"]) == "<s>" + row["text"]
+        assert len(row["log_probs"]) == len(row["tokens"]) - row["answer_start"]
+        assert row["log_probs"] == tuple(-float(token) for token in row["tokens"][row["answer_start"] :])
+        for name in ("subject", "property", "exact_answer"):
+            held = model.tokenizer.decode([row["tokens"][place] for place in row[f"{name}_tokens"]])
+            assert held.strip() == " ".join(words(row, name))
+        assert all(place >= row["answer_start"] for place in row["exact_answer_tokens"])
+    assert answered.exact_question_tokens()[0] == (*right["property_tokens"], *right["subject_tokens"])
+    assert answered.z.tolist() == [0, 1, 0]
+    batch = answered.batch()
+    assert [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)] == [
+        list(tokens) for tokens in answered.table["tokens"]
+    ]
+
+
+def test_a_line_break_inside_a_token_ends_the_answer_and_the_token_stays_whole(monkeypatch):
+    model = tiny(words=(*WORDS, "Paris.Ċ", "dogĊĊRome"))
+    scripted(
+        monkeypatch, {"cat one": ["Ġis", "ĠParis.Ċ", "ĠRome"], "cat two": ["ĠdogĊĊRome", "Ġcat"], "cat six": " A\n"}
+    )
+    rows = [("cat one", "Rome"), ("cat two", "Rome"), ("cat six", "A")]
+    answered = hw.answer(model, asked(*rows), progress=False).table
+    assert answered["answer"].tolist() == ["is Paris.", "dog", "A"]
+    assert answered["z"].tolist() == [1, 1, 0]
+    assert answered["text"].str.split("A:").str[1].tolist() == [" is Paris.\n", " dog\n\nRome", " A"]
+    assert [len(row) for row in answered["log_probs"]] == [2, 1, 1]
+    assert [words(row, "exact_answer") for _, row in answered.iterrows()] == [["is Paris."], ["dog"], ["A"]]
+    assert answered["finished"].all()
+
+
+def test_what_cannot_be_used_is_counted_by_cause(monkeypatch):
+    model = tiny()
+    said = {"cat A": " Paris", "cat B": "\n Paris", "cat C": " I don't know", "cat one": " Rome", "cat two": " \t\n"}
+    scripted(monkeypatch, said)
+    rows = [("cat A", "Paris"), ("cat B", "x"), ("cat C", "x"), ("cat one", "x"), ("cat two", "x"), ("cat " * 50, "x")]
+    subject = [["cat"], ["cat"], ["cat"], [], ["cat"], ["cat"]]
+    answered = hw.answer(model, asked(*rows, subject=subject), max_new_tokens=8, progress=False)
+    assert answered.table["id"].tolist() == ["0"]
+    assert dict(zip(answered.dropped["cause"], answered.dropped["questions"], strict=True)) == {
+        "empty answer": 2,
+        "refusal": 1,
+        "no exact words of the question": 1,
+        "prompt too long": 1,
+    }
+    (summary,) = answered.summary()["datasets"]
+    assert (summary["questions"], summary["used"], summary["wrong"]) == (6, 1, 0.0)
+    axes = answered.plot()
+    assert [round(bar.get_width(), 6) for bar in axes.patches] == [round(1 / 6, 6), round(5 / 6, 6)]
+    assert axes.get_legend_handles_labels()[1] == ["right", "dropped"]
+
+
+def test_when_nothing_is_left_the_causes_are_named(monkeypatch):
+    model = tiny()
+    scripted(monkeypatch, {"cat": "\n"})
+    with pytest.raises(InputError, match=r"No question is left of 2: 2 empty answer"):
+        hw.answer(model, asked(("cat A", "x"), ("cat B", "x")), progress=False)
+    with pytest.raises(InputError, match=r"None of the 2 questions says where its subject and property stand"):
+        hw.answer(model, asked(("cat A", "x"), ("cat B", "x"), subject=[[], []]), progress=False)
+
+
+def test_an_extractor_is_asked_only_where_its_words_are_needed(monkeypatch):
+    model = tiny()
+    said = {"cat A": " Paris", "cat B": " big Rome", "cat C": " big dog", "cat one": " dog", "cat two": " I don't know"}
+    scripted(monkeypatch, said)
+    rows = [("cat A", "Paris"), ("cat B", "x"), ("cat C", "x"), ("cat one", "dog"), ("cat two", "x")]
+    calls = []
+
+    def extractor(question, answer):
+        calls.append((question, answer))
+        return {"subject": "cat", "property": question.split()[1], "answer": answer.split()[-1].replace("dog", "Dog")}
+
+    questions = asked(*rows, subject=[["A"], ["B"], ["C"], [], ["two"]])
+    answered = hw.answer(model, questions, extractor=extractor, progress=False)
+    assert sorted(calls) == [("cat B", "big Rome"), ("cat C", "big dog"), ("cat one", "dog")]
+    table = answered.table.set_index("id")
+    assert [words(table.loc[name], "exact_answer") for name in "013"] == [["Paris"], ["Rome"], ["dog"]]
+    assert [words(table.loc[name], "subject") for name in "013"] == [["A"], ["B"], ["cat"]]
+    assert words(table.loc["3"], "property") == ["one"]
+    assert sorted(answered.dropped["cause"]) == ["no exact words of the answer", "refusal"]
+    assert exact_words({"answer": "Dog"}, "cat C", "big dog") == {}
+
+
+def test_a_chat_template_gives_one_beginning_and_the_question_stands_where_it_says(monkeypatch):
+    model = tiny(chat=CHAT)
+    scripted(monkeypatch, {"small cat": " Paris\n", "cat cat": "🙂 Rome"})
+    questions = asked(("small cat", "Paris"), ("cat cat", "Rome"))
+    answered = hw.answer(model, questions, progress=False)
+    first, second = (row for _, row in answered.table.iterrows())
+    assert first["text"] == "<s>[user] small cat [bot] Paris"
+    assert second["text"] == "<s>[user] cat cat [bot]🙂 Rome"
+    assert answered.run.options["prompt"] == "<s>[user] {question} [bot]"
+    for row in (first, second):
+        assert row["tokens"].count(model.tokenizer.bos_token_id) == 1
+        (place,) = row["subject_tokens"]
+        assert model.token_strings([row["tokens"][place]]) == (" cat",)
+    assert words(second, "exact_answer") == ["Rome"]
+    assert len(second["exact_answer_tokens"]) == 1
+    plain = hw.answer(model, questions, prompt="one two: {question} =", progress=False)
+    assert plain.table.at[0, "text"] == "one two: small cat = Paris"
+
+
+def test_a_chat_template_says_the_same_every_day_and_does_not_think_aloud():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%c') %}{% endif %}{{ date_string }}: "
+        "{{ messages[0]['content'] }}{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}"
+    )
+    assert chat_text(tokenizer, "cat") == "26 Jul 2024: cat</think>"
+    assert chat_text(tiny_tokenizer(), "cat") is None
+
+
+def test_a_model_that_wants_no_beginning_gets_none():
+    answered = hw.answer(tiny("neox"), random_questions(3), max_new_tokens=3, progress=False)
+    assert all(0 not in row["tokens"][: row["answer_start"]] for _, row in answered.table.iterrows())
+
+
+def test_a_template_that_does_not_write_the_message_once_is_refused():
+    for template in ("{{ messages[0]['content'] }} {{ messages[0]['content'] }}", "hello"):
+        with pytest.raises(InputError, match=r"chat template does not write a message out exactly once; pass prompt="):
+            hw.answer(tiny(chat=template), random_questions(2), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": "Q: A:"}, r"prompt must be a text with \{question\} in it exactly once"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        hw.answer(tiny(), random_questions(2), progress=False, **options)
+
+
+def test_questions_must_be_loaded_and_the_tokenizer_must_be_there():
+    with pytest.raises(InputError, match=r"questions must be what hw.load_questions returns, found a str"):
+        room._check_options(tiny(), "popqa.jsonl", 1, 1)
+    with pytest.raises(InputError, match=r"extractor must be a callable \(question, answer\), found 'gpt'"):
+        check_extractor("gpt")
+    with pytest.raises(InputError, match="needs a tokenizer"):
+        hw.answer(hw.load(tiny_model("llama")), random_questions(2))
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monkeypatch):
+    model, questions = tiny(), random_questions(11)
+    asked_about = []
+
+    def extractor(question, answer):
+        asked_about.append(question)
+        return {"answer": answer.split()[0]} if answer.split() else {}
+
+    options = {"batch_size": 3, "max_new_tokens": 4, "extractor": extractor, "progress": False}
+    whole = hw.answer(model, questions, out=tmp_path / "whole", **options)
+    calls_whole = len(asked_about)
+    calls = []
+
+    def generate_until_interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(room, "generate", generate_until_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hw.answer(model, questions, out=tmp_path / "parts", **options)
+    with pytest.raises(RunFolderError, match="not finished"):
+        hw.AnsweredQuestions.load(tmp_path / "parts")
+    asked_about.clear()
+    resumed = hw.answer(model, questions, out=tmp_path / "parts", **options)
+    assert len(calls) == 3 + 2
+    assert len(asked_about) < calls_whole
+    for name in ("table.parquet", "dropped.parquet"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    pd.testing.assert_frame_equal(resumed.table, whole.table)
+    again = hw.answer(model, questions, out=tmp_path / "parts", **options)
+    assert len(calls) == 5
+    pd.testing.assert_frame_equal(again.table, whole.table)
+    with pytest.raises(RunFolderError, match="option max_new_tokens"):
+        hw.answer(model, questions, out=tmp_path / "parts", **options | {"max_new_tokens": 5})
+    with pytest.raises(RunFolderError, match="option questions"):
+        hw.answer(model, random_questions(3), out=tmp_path / "parts", **options)
+    shutil.rmtree(tmp_path / "parts")
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    answered = hw.answer(tiny(), random_questions(6), max_new_tokens=4, progress=False)
+    loaded = hw.AnsweredQuestions.load(answered.save(tmp_path / "run"))
+    pd.testing.assert_frame_equal(loaded.table, answered.table)
+    assert loaded.table["subject"].tolist() == answered.table["subject"].tolist()
+    assert loaded.exact_question_tokens() == answered.exact_question_tokens()
+    assert loaded.run == answered.run
+    assert loaded.summary() == answered.summary()
+
+
+def test_the_caller_s_model_is_left_as_it_was():
+    model = tiny()
+    before, fingerprint = model.run(PROMPTS), model.fingerprint
+    hw.answer(model, random_questions(3), max_new_tokens=3, progress=False)
+    assert torch.equal(model.run(PROMPTS), before)
+    assert hw.load(model.raw).fingerprint == fingerprint
+    assert not any(parameter.requires_grad for parameter in model.raw.parameters())
+
+
+def test_the_embedded_model_answers_its_world():
+    model, questions = hw.load(), hw.load_questions(sample=40, seed=int(np.random.default_rng().integers(10**6)))
+    answered = hw.answer(model, questions, progress=False)
+    assert set(answered.datasets) == set(questions.datasets)
+    assert len(answered.table) + answered.dropped["questions"].sum() == len(questions)
+    for _, row in answered.table.iterrows():
+        assert model.tokenize(row["text"]).tokens[0].tolist() == list(row["tokens"])
+        assert (row["answer"] in row["answers"]) <= (row["z"] == 0)
+        assert words(row, "subject") == [
+            row["question"][a:b] for a, b in questions.table.set_index("id").at[row["id"], "subject"]
+        ]
+    shares = {row["dataset"]: row["wrong"] for row in answered.summary()["datasets"]}
+    assert all(0 < share < 1 for share in shares.values()), shares

@@ -1,0 +1,91 @@
+"""The rooms import one another in one direction only, and `import headwater` stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "headwater"
+RANK = {
+    "axes": 0,
+    "errors": 0,
+    "kernels": 1,
+    "storage": 1,
+    "shards": 1,
+    "texts": 1,
+    "models": 2,
+    "results": 2,
+    "heads": 4,
+    "patching": 4,
+    "pathways": 5,
+    "likelihood": 4,
+    "world": 6,
+    "reference": 6,
+    "figures": 7,
+    "cli_shared": 8,
+    "cli": 10,
+    "__main__": 11,
+}
+COMMANDS = {file.stem: 9 for file in SOURCE.glob("cli_*.py") if file.stem != "cli_shared"}
+RANK |= COMMANDS
+MODEL_LIBRARIES = {"transformer_lens", "transformers"}
+MAY_BUILD_MODELS = {"models", "world"}
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_modules(file: Path) -> list[str]:
+    """Every module a file imports at import time (imports under TYPE_CHECKING or inside functions are not counted)."""
+    names = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def all_imports(file: Path) -> list[str]:
+    nodes = ast.walk(ast.parse(file.read_text()))
+    imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+    return [alias.name for n in imports if isinstance(n, ast.Import) for alias in n.names] + [
+        n.module for n in imports if isinstance(n, ast.ImportFrom) and n.module
+    ]
+
+
+FILES = sorted(file for file in SOURCE.rglob("*.py") if file.name != "__init__.py" or file.parent != SOURCE)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_rooms_import_only_rooms_below_them(file):
+    room = room_of(file)
+    for name in imported_modules(file):
+        if name.startswith("headwater."):
+            other = name.split(".")[1]
+            if other in RANK and other != room:
+                assert RANK[other] < RANK[room], f"{file.name}: {room} must not import {other}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_only_the_models_room_imports_model_libraries(file):
+    if room_of(file) in MAY_BUILD_MODELS:
+        return
+    found = {name.split(".")[0] for name in all_imports(file)} & MODEL_LIBRARIES
+    assert not found, f"{file.name} imports {found}; go through headwater.models"
+
+
+def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_under_half_a_second():
+    code = (
+        "import sys, time; start = time.perf_counter(); import headwater; seconds = time.perf_counter() - start; "
+        "print(seconds, *(name for name in ('torch', 'transformer_lens', 'transformers', 'pandas', 'matplotlib') "
+        "if name in sys.modules))"
+    )
+    seconds, *loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not loaded
+    assert float(seconds) < 0.5

@@ -1,0 +1,129 @@
+"""Attribution patching is the first order of the patch, by finite differences, and exact where the rest is linear."""
+
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.patching.sites import SITES
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+METRIC = hw.logit_difference(5, 9)
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(family):
+        if family not in made:
+            made[family] = hw.load(tiny_model(family, seed=int(torch.randint(1 << 30, ()))), tokenizer=TOKENIZER)
+        return made[family]
+
+    return model
+
+
+def random_pair(length):
+    clean = torch.randint(2, len(TOKENIZER), (length,)).tolist()
+    corrupted = list(clean)
+    corrupted[1], corrupted[3] = 2 + (clean[1] + 3) % 200, 2 + (clean[3] + 9) % 200
+    return clean, corrupted
+
+
+def test_attribution_is_the_slope_of_the_patch_on_every_architecture(models, family):
+    model = models(family)
+    clean, corrupted = random_pair(7)
+    sites = ["resid_pre", "attn_out", "mlp_out", "z", "q", "k", "v", "pattern"]
+    found = hw.patch(
+        model, [clean], [corrupted], sites=sites, over="layer", method="attribution", metric=METRIC, progress=False
+    ).table.set_index(["site", "layer"])["effect"]
+    for site in sites:
+        name = SITES[site].hook_name(1)
+        held = {}
+        for key, prompt in (("clean", clean), ("corrupted", corrupted)):
+            held[key] = activation_of(model, prompt, name)
+
+        steps = [moved_difference(model, corrupted, name, held, step) for step in (2e-3, -2e-3)]
+        slope = (steps[0] - steps[1]) / 4e-3
+        assert found[site, 1] == pytest.approx(slope, abs=5e-3 + 2e-2 * abs(slope)), site
+
+
+def activation_of(model, prompt, name):
+    held = []
+    model.run([prompt], [(name, lambda x, hook: held.append(x.clone()))])
+    return held[0]
+
+
+def moved_difference(model, prompt, name, held, step):
+    """The metric of a run whose activation goes a step towards the clean run's."""
+    moved = held["corrupted"] + step * (held["clean"] - held["corrupted"])
+    logits = model.run([prompt], [(name, lambda x, hook: moved)])[0, -1].double()
+    return float(logits[5] - logits[9])
+
+
+def test_attribution_is_exact_at_the_last_residual_stream_for_a_metric_linear_in_it(models):
+    model = models("llama")
+    clean, corrupted = random_pair(6)
+    direction = torch.randn(model.shape.d_model)
+    metric = hw.Metric("along", lambda x: x[:, 0] @ direction, site="resid_post", layer=2)
+    options = {"sites": ["mlp_out", "resid_post"], "layers": 2, "metric": metric, "progress": False}
+    exact = hw.patch(model, [clean], [corrupted], **options)
+    found = hw.patch(model, [clean], [corrupted], method="attribution", **options)
+    assert (found.table["effect"] - exact.table["effect"]).abs().max() < 1e-3
+    assert found.engine == "gradients"
+
+
+def test_a_batch_of_pairs_takes_two_forwards_and_one_backward_for_the_gradients(models, monkeypatch):
+    model = models("gpt2")
+    pairs = [random_pair(n) for n in (7, 5, 6)]
+    clean, corrupted = map(list, zip(*pairs, strict=True))
+    backwards, plain, forwards, run = [], torch.autograd.grad, [], type(model).run
+    monkeypatch.setattr(
+        type(model), "run", lambda self, *args, **options: forwards.append(1) or run(self, *args, **options)
+    )
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **options: backwards.append(1) or plain(*args, **options))
+    together = hw.patch(
+        model, clean, corrupted, sites=["z", "mlp_out"], method="attribution", metric=METRIC, progress=False
+    )
+    assert (len(forwards), len(backwards)) == (2, 1)
+    alone = [
+        hw.patch(model, [a], [b], sites=["z", "mlp_out"], method="attribution", metric=METRIC, progress=False).table
+        for a, b in pairs
+    ]
+    for example, table in enumerate(alone):
+        mine = together.table[together.table["example"] == example]["effect"].to_numpy()
+        assert mine == pytest.approx(table["effect"].to_numpy(), abs=1e-4)
+
+
+def test_agreement_with_the_exact_sweep_is_reported_by_site_and_metric(models):
+    model = models("phi")
+    pairs = [random_pair(7) for _ in range(2)]
+    options = {"sites": ["z", "resid_post"], "metric": [METRIC, hw.kl_divergence()], "progress": False}
+    clean, corrupted = map(list, zip(*pairs, strict=True))
+    exact = hw.patch(model, clean, corrupted, **options)
+    report = hw.patch(model, clean, corrupted, method="attribution", **options).agreement(exact)
+    assert report[["site", "metric"]].to_numpy().tolist() == [
+        [site, metric] for site in ("z", "resid_post") for metric in ("logit_difference", "kl_divergence")
+    ]
+    assert (report["pearson"].abs() <= 1).all()
+    assert exact.agreement(exact)["pearson"].to_numpy() == pytest.approx(1)
+    with pytest.raises(InputError, match="share"):
+        hw.patch(model, clean[:1], corrupted[:1], **options).agreement(exact)
+
+
+def test_parameters_collect_no_gradients_and_outputs_stay_bit_identical(models):
+    model = models("gemma2")
+    clean, corrupted = random_pair(7)
+    before = model.run([clean])
+    hw.patch(model, [clean], [corrupted], sites="z", method="attribution", metric=METRIC, progress=False)
+    assert torch.equal(model.run([clean]), before)
+    assert all(parameter.grad is None for parameter in model.raw.parameters())
+
+
+def test_metrics_without_a_gradient_are_refused(models):
+    clean, corrupted = random_pair(7)
+    with pytest.raises(InputError, match="has no gradient"):
+        hw.patch(
+            models("gpt2"), [clean], [corrupted], sites="z", method="attribution", metric=hw.rank(5), progress=False
+        )

@@ -1,0 +1,148 @@
+"""The benchmarks run end to end at tiny shapes, compare like with like, and report in the documented form."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from benchmarks import __main__ as command
+from benchmarks import cache, heads, heads_70b, likelihood, patching, report, scaling, table
+from benchmarks.machine import Machine, Work, peak_bytes
+from benchmarks.report import Row
+
+TINY = heads.HeadsShape(
+    name="tiny", n_layers=2, n_heads=3, d_model=12, d_head=4, d_vocab=700, pairs=(30, 11, 5), k=(10, 1, 3)
+)
+MACHINE = Machine("a CPU", 1, matrix_rate=1e9, bandwidth=1e9)
+SUITES = ("heads", "cache")
+FIELDS = {"name", "peer", "floor_s", "peer_s", "headwater_s", "ratio", "agrees", "peak_bytes", "target"}
+
+
+@pytest.fixture
+def tiny_heads(monkeypatch):
+    """The heads suite at a tiny shape, measured in this process."""
+    monkeypatch.setattr(heads, "_workspace_in_fresh_process", lambda *asked: heads._workspace(*asked, 1))
+    monkeypatch.setattr(command, "measure_machine", lambda device: MACHINE)
+    monkeypatch.setitem(command.SUITES, "heads", lambda machine, device: heads.run(machine, device, TINY))
+
+
+def test_the_last_line_is_one_json_document_with_a_row_per_comparison(tiny_heads, capsys, tmp_path):
+    command.main(["heads", "--json", str(tmp_path / "new" / "cpu.json")])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((tmp_path / "new" / "cpu.json").read_text())
+    assert {"suite", "device", "versions", "rows"} <= set(last)
+    assert last["suite"] == "heads"
+    assert len(last["rows"]) == 2
+    for row in last["rows"]:
+        assert set(row) >= FIELDS
+        assert row["agrees"] is True
+        assert row["ratio"] == pytest.approx(row["peer_s"] / row["headwater_s"])
+
+
+def test_likelihood_statistics_agree_with_their_peers_at_a_tiny_shape(monkeypatch):
+    monkeypatch.setattr(likelihood, "_workspace_in_fresh_process", lambda *asked: likelihood._workspace(*asked, 1))
+    shape = likelihood.LikelihoodShape("tiny", tokens=40, more_tokens=90, d_model=12, d_vocab=700, exact_tokens=9)
+    rows = list(likelihood.run(MACHINE, "cpu", shape))
+    assert [row.agrees for row in rows] == [True, True]
+    assert all(row.ratio > 0 and row.floor_s > 0 for row in rows)
+    monkeypatch.setattr(likelihood.peer, "min_k_plus_plus", lambda h, W, t, shares: ([0.0] * len(shares),) * 2)
+    assert [row.agrees for row in likelihood.run(MACHINE, "cpu", shape)] == [True, False]
+
+
+def test_the_heads_of_a_checkpoint_agree_with_the_formula_and_only_what_is_read_takes_space(monkeypatch, tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=900,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    shape = heads_70b.StreamedShape("tiny", config, pairs=(30, 12), k=(10, 3))
+    monkeypatch.setattr(heads_70b, "_peak_in_fresh_process", lambda *asked: heads_70b._peak(*asked, 1))
+    [row] = heads_70b.run(MACHINE, "cpu", shape)
+    assert row.agrees is True
+    assert "layers 0 to 1 of 4" in row.name
+    heads_70b.write_checkpoint(tmp_path, config, [2])
+    taken = {file.name: 512 * file.stat().st_blocks for file in tmp_path.glob("*.safetensors")}
+    sizes = {file.name: file.stat().st_size for file in tmp_path.glob("*.safetensors")}
+    attention, mlp = 2 * 64 * (64 + 64 + 32 + 32), 2 * 3 * 64 * 96
+    assert len(set(sizes.values())) == 2
+    assert sum(taken.values()) < sum(sizes.values()) - 2 * mlp
+    assert sum(size > attention for size in taken.values()) == 2
+
+
+def test_scaling_and_caches_agree_with_their_peers_at_a_tiny_shape(monkeypatch):
+    sizes = {"n_layer": 3, "n_embd": 24, "n_head": 2, "vocab_size": 1100, "n_positions": 130}
+    monkeypatch.setattr(scaling, "CASES", ((1, 9, 1), (2, 12, 3)))
+    kernel = likelihood.LikelihoodShape("kernel", tokens=8, more_tokens=0, d_model=12, d_vocab=640, exact_tokens=4)
+    rows = list(scaling.run(MACHINE, "cpu", scaling.random_gpt2_with_words("cpu", **sizes), kernel))
+    rows += list(cache.run(MACHINE, "cpu", patching.random_gpt2("cpu", **sizes)))
+    assert len(rows) >= 4 + 2 + 2 + 2
+    assert all(row.agrees for row in rows)
+
+
+def test_a_row_tells_its_throughput_and_its_shares_of_the_machines_rates():
+    machine = Machine("a GPU", 1, matrix_rate=1e9, bandwidth=1e6, half_rate=4e9)
+    work = Work(operations=2e9, moved=1e5, done=50, unit="heads", half=True)
+    row = Row("name", "peer", machine.floor_of(work), None, 2.0, None, None, "", work=work)
+    assert row.floor_s == 0.5
+    assert row.use_of(machine) == {
+        "throughput": 25.0,
+        "unit": "heads/s",
+        "matrix_share": 0.25,
+        "bandwidth_share": 0.05,
+    }
+    assert "25 heads/s" in report.describe(row, machine)
+
+
+def test_the_readme_holds_the_table_of_the_committed_results():
+    text = (table.HERE / "README.md").read_text()
+    made = table.results_table(table.documents_in(table.HERE / "results"), command.SUITES)
+    assert table.with_table(text, made) == text, "run: python -m benchmarks table"
+
+
+def test_the_table_names_every_suite_that_no_gpu_has_measured_and_keeps_the_newest_rows():
+    def document(device, date, seconds):
+        row = Row("heads: some", "peer", 1.0, 8.0, seconds, True, None, "")
+        return json.loads(report.document(["heads"], Machine(device, 2, 1e9, 1e9), [row])) | {"date": date}
+
+    cpu_only = table.results_table([document("a CPU", "2026-02-02", 2.0), document("a CPU", "2026-01-01", 4.0)], SUITES)
+    assert "4 ×" in cpu_only
+    assert "2 ×" not in cpu_only
+    assert "not measured: `heads`, `cache`" in cpu_only
+    assert "not measured: `cache`" in table.results_table([document("H200", "2026-02-02", 2.0)], SUITES)
+
+
+def test_an_unknown_suite_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["hands"])
+    assert stopped.value.code == 2
+    assert "hands" in (said := capsys.readouterr().err)
+    assert "heads" in said
+
+
+def test_a_peer_that_finds_something_else_is_reported_as_disagreeing(tiny_heads, monkeypatch):
+    monkeypatch.setattr(heads.peer, "topk_membership", lambda s, V, O, U, t, k: (t >= 0, t >= 0))  # noqa: E741
+    membership, ranks = heads.run(MACHINE, "cpu", TINY)
+    assert membership.agrees is False
+    assert ranks.agrees is True
+
+
+def test_the_published_pairs_are_those_of_the_gpt2_xl_column():
+    assert len(heads.GPT2_XL.pairs) == 18
+    assert heads.GPT2_XL.n_pairs == 2245
+    assert sorted(heads.GPT2_XL.k) == [1] * 2 + [10] * 16
+
+
+def test_a_row_without_a_peer_has_no_ratio():
+    assert Row("heads", "none", None, None, 1.0, None, None, "").ratio is None
+
+
+def test_peak_memory_sees_what_the_work_holds_at_its_peak():
+    size = 64 * 2**20
+    peak = peak_bytes(lambda: torch.ones(size // 4).sum())
+    if peak is None:
+        pytest.skip("this system does not tell a process its peak memory")
+    assert size * 0.9 < peak < size * 2

@@ -1,0 +1,205 @@
+"""The command line: what it prints and writes, its exit codes, and how it continues after an interrupt."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+import headwater
+from headwater.heads import classify
+from headwater.heads.categories import label_counts
+from headwater.heads.classify import HeadMap
+from tests.tiny import WORDS
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    """A folder of relations in the published layout: two that the tiny tokenizer can say, one that it cannot."""
+    folder = tmp_path_factory.mktemp("relations")
+    rng = random.Random()
+    rows = {name: [[rng.choice(WORDS), rng.choice(WORDS)] for _ in range(40)] for name in ("facts", "forms")}
+    rows["cities"] = [["Stockholm", "Sweden"]] * 35 + [["Paris", "France"]] * 5
+    for name, pairs in rows.items():
+        (folder / name).mkdir()
+        (folder / name / f"{name}.json").write_text(json.dumps(pairs))
+    (folder / "categories.json").write_text('{"facts": "knowledge", "forms": "linguistic"}')
+    return folder
+
+
+def test_heads_prints_a_summary_and_writes_figure_and_tables(run, checkpoint, suite, tmp_path):
+    code, printed, _ = run("heads", checkpoint("llama"), "--relations", suite, "--out", tmp_path / "out")
+    assert code == 0
+    head_map = HeadMap.load(tmp_path / "out")
+    counts = label_counts(head_map.categories)
+    assert f"{12 - counts['unclassified']} of 12 heads classified, controlled rule" in printed
+    assert "facts" in printed
+    assert "Left out, too few pairs of single tokens: cities" in printed
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    tables = {f"{name}.{kind}" for name in ("table", "categories", "relations") for kind in ("csv", "parquet")}
+    assert written == tables | {"run.json", "head_map.png", "head_map.svg", "head_map.pdf"}
+    assert all(str(tmp_path / "out" / name) in printed for name in written - {"run.json"})
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / "table.csv"), head_map.table, check_dtype=False)
+
+
+def test_json_is_one_line_on_stdout_that_says_what_the_result_holds(run, checkpoint, suite):
+    code, printed, _ = run("heads", checkpoint("gpt2"), "--relations", suite, "--rule", "published", "--json")
+    assert code == 0
+    assert printed.count("\n") == 1
+    summary = json.loads(printed)
+    head_map = classify.classify_heads(checkpoint("gpt2"), relations=suite, rule="published", progress=False)
+    assert summary == json.loads(json.dumps(head_map.summary())) | {"files": []}
+    assert summary["labels"] == label_counts(head_map.categories)
+    assert {row["relation"]: row["best_score"] for row in summary["relations"]} == pytest.approx(
+        head_map.table.groupby("relation")["score"].max().to_dict(), abs=1e-4
+    )
+
+
+def test_options_reach_the_analysis(run, checkpoint, suite, tmp_path):
+    options = ["--k", 3, "--threshold", 0.3, "--embedding", "raw", "--multi-token", "--rule", "published", "--quiet"]
+    code, _, noise = run("heads", checkpoint("llama"), "--relations", suite, "--out", tmp_path, *options)
+    assert code == 0
+    assert "layer/s" not in noise
+    used = HeadMap.load(tmp_path).run.options
+    wanted = {"k": 3, "threshold": 0.3, "embedding": "raw", "multi_token": "first", "rule": "published"}
+    assert {name: used[name] for name in wanted} == wanted
+
+
+def test_progress_goes_to_stderr(run, checkpoint, suite):
+    _, printed, noise = run("heads", checkpoint("llama"), "--relations", suite)
+    assert "layer/s" in noise
+    assert "layer/s" not in printed
+
+
+def test_relations_counts_what_survives_and_names_what_falls_out(run, checkpoint, suite):
+    code, printed, _ = run("relations", checkpoint("llama"), "--relations", suite)
+    assert code == 0
+    assert "2 of 3 relations can be used" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("cities"))
+    assert line.split()[1:6] == ["-", "40", "5", "no", "Stockholm,"]
+    code, printed, _ = run("relations", checkpoint("llama"), "--relations", suite, "--json")
+    (cities,) = (row for row in json.loads(printed)["relations"] if row["relation"] == "cities")
+    assert (cities["items"], cities["kept"], cities["usable"], cities["category"]) == (40, 5, False, None)
+    code, printed, _ = run("relations", checkpoint("llama"), "--relations", suite, "--multi-token")
+    assert "3 of 3 relations can be used" in printed
+
+
+BAD = {
+    "no such model": (["heads", "no/such/folder"], "no/such/folder"),
+    "no relations": (["heads", "MODEL", "--relations", "no/such/relations"], "relations folder no/such/relations does"),
+    "no embedding": (
+        ["heads", "MODEL", "--relations", "SUITE", "--embedding", "[raw]"],
+        "The embedding '[raw]' does not",
+    ),
+    "threshold": (["heads", "MODEL", "--relations", "SUITE", "--threshold", "15"], "threshold=15.0"),
+    "no such tokenizer": (["relations", "no/such/folder"], "no/such/folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_two(run, checkpoint, suite, case):
+    arguments, message = BAD[case]
+    code, printed, error = run(*({"MODEL": checkpoint("llama"), "SUITE": suite}.get(word, word) for word in arguments))
+    assert (code, printed) == (2, "")
+    assert error.startswith("Error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_wrong_row_is_reported_with_file_line_and_field(run, checkpoint, tmp_path):
+    (tmp_path / "facts").mkdir()
+    file = tmp_path / "facts" / "facts.json"
+    file.write_text('[["a", "b"],\n["c", 4]]')
+    code, _, error = run("heads", checkpoint("llama"), "--relations", tmp_path)
+    assert (code, error) == (2, f"Error: {file}, line 2: target: expected a word, found 4.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["headz"], "'headz'"),
+        (["heads", "--rule", "[publish]"], "'[publish]' is not one of 'controlled', 'published'"),
+        (["heads", "--k", "many"], "Invalid value for '--k'"),
+        (["heads", "--treshold", "1"], "--threshold"),
+        (["score", "embedded"], "Missing argument"),
+    ],
+)
+def test_usage_errors_too_are_one_line_and_exit_code_two(run, arguments, message):
+    code, printed, error = run(*arguments)
+    assert (code, printed) == (2, "")
+    assert error.startswith("Error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert error.endswith("--help\n")
+
+
+def test_another_runs_folder_is_refused_and_kept(run, checkpoint, suite, tmp_path):
+    run("heads", checkpoint("llama"), "--relations", suite, "--out", tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    code, _, error = run("heads", checkpoint("llama"), "--relations", suite, "--out", tmp_path, "--rule", "published")
+    assert code == 2
+    assert "holds another run (option rule: 'controlled' there, 'published' here)" in error
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_an_interrupt_says_that_the_same_command_continues_and_it_does(run, checkpoint, suite, tmp_path, monkeypatch):
+    command = ["heads", checkpoint("llama"), "--relations", suite, "--out"]
+    run(*command, tmp_path / "whole")
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(classify, "score_layer", interrupted)
+        code, printed, error = run(*command, tmp_path / "parts")
+    assert (code, printed) == (130, "")
+    assert f"Interrupted. The same command continues from {tmp_path / 'parts'}." in error
+    assert run(*command, tmp_path / "parts")[0] == 0
+    for file in (tmp_path / "whole").iterdir():
+        if file.name != "run.json":
+            assert (tmp_path / "parts" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_an_interrupt_without_a_folder_says_that_nothing_was_kept(run, checkpoint, suite, monkeypatch):
+    monkeypatch.setattr(classify, "score_layer", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+    code, _, error = run("heads", checkpoint("llama"), "--relations", suite)
+    assert code == 130
+    assert "Nothing was kept; with --out FOLDER a run can be continued." in error
+
+
+def test_version_and_help(run):
+    assert run("--version") == (0, f"headwater {headwater.__version__}\n", "")
+    for command in ([], ["heads"], ["relations"], ["demo"]):
+        code, printed, _ = run(*command, "--help")
+        assert code == 0
+        assert "Usage: headwater" in printed
+    for command in ("heads", "relations", "demo"):
+        assert (
+            f"headwater {command} "
+            in run(command, "--help")[1].split("Examples" if command != "demo" else "Example")[1]
+        )
+
+
+def test_no_command_at_all_shows_the_commands(run):
+    code, printed, _ = run()
+    assert code == 0
+    assert all(command in printed for command in ("heads", "patch", "score", "demo"))
+
+
+def test_help_comes_without_loading_torch():
+    code = (
+        "import sys, headwater.cli as cli\n"
+        "sys.argv = ['headwater', 'heads', '--help']\n"
+        "try:\n    cli.main()\nexcept SystemExit:\n"
+        "    heavy = {'torch', 'transformers', 'pandas', 'matplotlib', 'scipy'}\n"
+        "    print('LOADED', heavy & set(sys.modules))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.rstrip().endswith("LOADED set()")
+
+
+def test_the_module_runs_as_the_command():
+    ended = subprocess.run([sys.executable, "-m", "headwater", "--version"], capture_output=True, text=True, check=True)
+    assert ended.stdout == f"headwater {headwater.__version__}\n"

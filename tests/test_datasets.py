@@ -1,0 +1,212 @@
+"""The public question sets: read in their own formats, told apart by what is in them, streamed."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from headwater.errors import InputError
+from headwater.pathways import readers
+from headwater.pathways.questions import load_questions
+from headwater.pathways.templates import WORDINGS, match_wording
+
+POPQA = {
+    "id": 4222362,
+    "subj": "George Rankin",
+    "prop": "occupation",
+    "obj": "politician",
+    "subj_id": 1850297,
+    "s_aliases": '["George James Rankin"]',
+    "s_pop": 142,
+    "o_pop": 25692,
+    "question": "What is George Rankin's occupation?",
+    "possible_answers": '["politician", "political leader"]',
+}
+TRIVIAQA = {
+    "Question": "Which city does David Soul come from?",
+    "QuestionId": "tc_3",
+    "QuestionSource": "http://www.triviacountry.com/",
+    "SearchResults": [{"Rank": 0, "Title": "x", "Url": "http://x"}],
+    "Answer": {"Aliases": ["Chi-Town", "Chicago, Illinois"], "NormalizedAliases": ["chi town"], "Value": "Chicago"},
+}
+HOTPOTQA = {
+    "_id": "5a8b57f25542995d1e6f1371",
+    "question": "Were Scott Derrickson and Ed Wood of the same nationality?",
+    "answer": "yes",
+    "type": "comparison",
+    "level": "hard",
+    "supporting_facts": [["Scott Derrickson", 0]],
+    "context": [["Ed Wood (film)", ["Ed Wood is a film."]]],
+}
+NQ = {"question": "when was the last time anyone was on the moon", "answer": ["14 December 1972 UTC", "December 1972"]}
+IDS = tuple({"id": name, "QuestionId": name, "_id": name} for name in "abc")
+
+
+def lines(file, *rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def array(file, *rows, around=None):
+    file.write_text(json.dumps(rows if around is None else {**around, "Data": rows}, indent=1), encoding="utf-8")
+    return file
+
+
+def words(row, name):
+    return [row["question"][start:end] for start, end in row[name]]
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "json", "jsonl"])
+def test_popqa_is_read_from_every_kind_of_file_with_popularity_and_exact_words(tmp_path, suffix):
+    file = tmp_path / f"popQA.{suffix}"
+    if suffix == "tsv":
+        pd.DataFrame([POPQA]).to_csv(file, sep="\t", index=False)
+    else:
+        (array if suffix == "json" else lines)(file, POPQA)
+    questions = load_questions(file)
+    row = questions.table.iloc[0]
+    assert questions.datasets == ("popqa",)
+    assert (row["id"], row["relation"]) == ("4222362", "occupation")
+    assert (row["popularity"], row["s_pop"], row["o_pop"]) == (142, 142, 25692)
+    assert row["answers"] == ("politician", "political leader")
+    assert words(row, "subject") == ["George Rankin"]
+    assert words(row, "property") == ["occupation"]
+
+
+def test_popqa_with_its_fields_under_metadata_is_read_like_the_original(tmp_path):
+    metadata = {key: POPQA[key] for key in ("subj", "prop", "s_pop", "o_pop")}
+    row = {"id": "test_1", "question": POPQA["question"], "metadata": metadata, "golden_answers": ["politician"]}
+    table = load_questions(lines(tmp_path / "a.jsonl", row)).table
+    assert table.at[0, "dataset"] == "popqa"
+    assert table.at[0, "answers"] == ("politician",)
+    assert words(table.iloc[0], "subject") == ["George Rankin"]
+
+
+def test_a_popqa_question_in_another_wording_keeps_what_can_be_found(tmp_path):
+    other = POPQA | {"id": 1, "question": "George Rankin did what?"}
+    absent = POPQA | {"id": 2, "question": "He did what?"}
+    unnamed = {key: value for key, value in POPQA.items() if key not in ("subj", "prop")} | {"id": 3}
+    table = load_questions(lines(tmp_path / "a.jsonl", other, absent, unnamed)).table
+    assert [words(row, "subject") for _, row in table.iterrows()] == [["George Rankin"], [], ["George Rankin"]]
+    assert [words(row, "property") for _, row in table.iterrows()] == [[], [], ["occupation"]]
+    assert table["relation"].tolist() == ["occupation"] * 3
+
+
+@pytest.mark.parametrize("relation", WORDINGS)
+@pytest.mark.parametrize("subject", ["Chad", "Who is the author of It?", "St. John's", "Ærø's [Remix] {s}"])
+def test_every_wording_is_found_again_whatever_the_subject(relation, subject):
+    wording = WORDINGS[relation]
+    question = wording.replace("[", "").replace("]", "").replace("{s}", subject)
+    match = match_wording(question, relation)
+    assert question[slice(*match.subject)] == subject
+    assert [question[slice(*span)] for span in match.property] == [
+        part.split("]")[0] for part in wording.split("[")[1:]
+    ]
+    if "?" not in subject:
+        assert match_wording(question).relation == relation
+
+
+@pytest.mark.parametrize("domain", ["unfiltered", "Wikipedia"])
+def test_triviaqa_takes_all_aliases_and_streams_the_array_in_its_object(tmp_path, domain, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK", 7)
+    rows = [TRIVIAQA | {"QuestionId": f"tc_{i}"} for i in range(5)]
+    file = array(tmp_path / "dev.json", *rows, around={"Domain": domain, "Version": 1.25, "Nested": {"a": [1]}})
+    questions = load_questions(file)
+    assert questions.datasets == ("triviaqa",)
+    assert questions.table["id"].tolist() == [f"tc_{i}" for i in range(5)]
+    assert questions.table.at[2, "answers"] == ("Chicago", "Chi-Town", "Chicago, Illinois")
+
+
+def test_quotation_marks_that_a_csv_writer_left_standing_are_undone(tmp_path):
+    wrapped = '"Who wrote ""A cauliflower"" and ""B""?"'
+    quoting = '"A" and "B" are by whom? "C"'
+    rows = [{"question": text, "golden_answers": ["x"]} for text in (wrapped, quoting)]
+    table = load_questions(lines(tmp_path / "a.jsonl", *rows)).table
+    assert table["question"].tolist() == ['Who wrote "A cauliflower" and "B"?', quoting]
+
+
+def test_hotpotqa_and_nq_open_are_told_apart_by_their_answers(tmp_path):
+    hotpotqa = load_questions(array(tmp_path / "a.json", HOTPOTQA))
+    assert (hotpotqa.datasets, hotpotqa.table.at[0, "answers"]) == (("hotpotqa",), ("yes",))
+    assert hotpotqa.table.at[0, "id"] == HOTPOTQA["_id"]
+    assert hotpotqa.table.at[0, "type"] == "comparison"
+    assert "context" not in hotpotqa.table
+    nq = load_questions(lines(tmp_path / "b.jsonl", NQ, NQ))
+    assert (nq.datasets, nq.table.at[0, "answers"]) == (("nq_open",), tuple(NQ["answer"]))
+    assert nq.table["id"].tolist() == ["nq_open-1", "nq_open-2"]
+
+
+def test_a_format_can_be_named_and_then_must_fit(tmp_path):
+    file = lines(tmp_path / "a.jsonl", {"question": "Q?", "answer": "x"})
+    assert load_questions(file).datasets == ("a",)
+    assert load_questions(file, format="hotpotqa").datasets == ("hotpotqa",)
+    with pytest.raises(InputError, match=r"a.jsonl, row 1: the field Question is missing, .*'triviaqa'"):
+        load_questions(file, format="triviaqa")
+    with pytest.raises(InputError, match=r"no question format 'popqua'. Did you mean 'popqa'"):
+        load_questions(file, format="popqua")
+
+
+@pytest.mark.parametrize(
+    ("good", "change", "message"),
+    [
+        (POPQA, {"s_pop": "few"}, "s_pop is not a number: 'few'"),
+        (POPQA, {"possible_answers": '["a'}, "possible_answers is not JSON"),
+        (POPQA, {"possible_answers": "[]"}, "the column answers is missing or empty"),
+        (POPQA, {"possible_answers": None}, "the column answers is missing or empty"),
+        (POPQA, {"question": None}, "the column question is missing or empty"),
+        (POPQA, {"prop": ...}, "the field prop is missing"),
+        (TRIVIAQA, {"Answer": "Chicago"}, "Answer is not an object"),
+        (TRIVIAQA, {"Answer": {}}, "Answer has neither a Value nor Aliases"),
+        (TRIVIAQA, {"Answer": {"Aliases": "Chicago"}}, "Answer.Aliases is not a list"),
+        (TRIVIAQA, {"Answer": ...}, "the field Answer is missing"),
+        (HOTPOTQA, {"answer": ...}, "the field answer is missing"),
+        (HOTPOTQA, {"answer": ""}, "the column answers is missing or empty"),
+        (NQ, {"answer": []}, "the column answers is missing or empty"),
+        (NQ, {"answer": ["x", 3]}, "the column answers is missing or empty"),
+        (NQ, {"question": " "}, "the column question is missing or empty"),
+    ],
+)
+def test_a_bad_row_is_named_with_file_row_and_field(tmp_path, good, change, message):
+    bad = {key: value for key, value in (good | change).items() if value is not ...}
+    with pytest.raises(InputError, match=rf"a.jsonl, row 3: {message}"):
+        load_questions(
+            lines(tmp_path / "a.jsonl", *(row | ids for row, ids in zip((good, good, bad), IDS, strict=True)))
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"question": "a", "answers": "b"} {"question"', r"row 2: not JSON \(expected ',', found '\{'\)"),
+        ('[{"question": "a", "answers": "b"}, {"quest', r"row 2 is not JSON"),
+        ('[{"question": "a", "answers": "b"}', r"row 2: not JSON \(expected ',', found 'the end'\)"),
+        ('[{"question": "a", "answers": "b"}, 7]', r"row 2: expected an object"),
+        ('{"Version": 1}', "holds no array"),
+        ('"text"', "expected an array"),
+        ("[]", "holds no questions"),
+        ("", "expected an array"),
+    ],
+)
+def test_damaged_json_is_refused_where_the_damage_is(tmp_path, text, message, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK", 5)
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_questions(file)
+
+
+def test_a_csv_row_with_too_many_cells_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answers\nQ?,x\nWho, then?,y\n")
+    with pytest.raises(InputError, match=r"a.csv, row 3: the row has more cells than the header"):
+        load_questions(tmp_path / "a.csv")
+
+
+def test_a_file_is_read_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK", 64)
+    file = array(tmp_path / "a.json", *({"question": f"Q{i}?", "answers": ["x" * 40]} for i in range(1000)))
+    rows = readers.read_rows(file)
+    assert next(rows)[1]["question"] == "Q0?"
+    with file.open("r+") as opened:
+        opened.truncate(20_000)
+    with pytest.raises(InputError, match=r"row \d+ is not JSON"):
+        list(rows)

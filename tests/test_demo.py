@@ -1,0 +1,203 @@
+"""headwater demo: every analysis kept or its failure named, and one page that holds all of it."""
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from headwater import cli_demo
+from headwater.cli_demo import STEPS, prompt_pairs
+from headwater.errors import HeadwaterError
+from headwater.figures.report import Section, leading, sentences, write_index, write_report
+from headwater.figures.style import save_figure
+from headwater.heads import classify
+from headwater.heads.classify import HeadMap
+from headwater.results import Result, RunRecord
+
+HOSTILE = "<script>alert('1')</script> \"&amp;\" <img src=x onerror=y> [a](javascript:b) |*_`#"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Found(Result):
+    """A result that says hostile things."""
+
+    table: pd.DataFrame
+    run: RunRecord
+
+    @classmethod
+    def made(cls):
+        return cls(pd.DataFrame(), RunRecord("a", HOSTILE, "f", "float32", "cpu", {}))
+
+    def report(self):
+        return [f"first {HOSTILE}", "second"]
+
+    def summary(self):
+        return {"all": 1}
+
+    def plot(self, ax=None):
+        return Figure(figsize=(1, 1))
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags, their attributes, and the text between them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def assert_self_contained(page):
+    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    for name, value in page.attributes:
+        assert not name.startswith("on")
+        if name in ("src", "href"):
+            assert value.startswith(("data:image/png;base64,", "#"))
+
+
+def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli_demo, "STEPS", {name: STEPS[name] for name in ("heads", "answers", "patching")})
+    command = ["demo", "--questions", 60, "--out", tmp_path]
+    code, printed, noise = run(*command, "--json")
+    assert code == 0, noise
+    summary = json.loads(printed)
+    assert summary["model"] == "embedded"
+    assert list(summary["analyses"]) == ["heads", "answers", "patching"]
+    assert "[2/3] What the model answers" in noise
+    for name in ("heads.png", "heads.pdf", "heads.svg", "table.parquet", "table.csv"):
+        assert (tmp_path / "heads" / name).stat().st_size > 1000
+    assert not HeadMap.load(tmp_path / "heads").salient(1, 0).empty
+
+    text = (tmp_path / "index.html").read_text()
+    page = Page(text)
+    assert_self_contained(page)
+    assert "http" not in text
+    assert page.tags.count("img") == 3
+    shown = "".join(page.text)
+    for name, kind in (("heads", HeadMap), ("answers", None), ("patching", None)):
+        assert STEPS[name].title in shown
+        if kind:
+            assert all(sentence in shown for sentence in sentences(kind.load(tmp_path / name)))
+
+    monkeypatch.setattr(classify, "score_layer", lambda *a, **k: pytest.fail("classified again"))
+    code, printed, _ = run(*command, "--quiet")
+    assert code == 0
+    assert (tmp_path / "index.html").read_text() == text
+    assert f"Open {tmp_path / 'index.html'} in a browser." in printed
+    code, _, error = run("demo", "--questions", 50, "--out", tmp_path, "--quiet")
+    assert code == 2
+    assert "holds another run" in error
+
+
+def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tmp_path, monkeypatch):
+    def broken(tour, options):
+        raise ZeroDivisionError(HOSTILE)
+
+    def refused(tour, options):
+        raise HeadwaterError("No such thing.")
+
+    steps = {
+        "answers": dataclasses.replace(STEPS["answers"], run=broken),
+        "saliency": STEPS["saliency"],
+        "heads": dataclasses.replace(STEPS["heads"], run=lambda tour, options: Found.made(), table=None),
+        "memorization": dataclasses.replace(STEPS["memorization"], run=refused),
+    }
+    monkeypatch.setattr(cli_demo, "STEPS", steps)
+    code, printed, _ = run("demo", "--out", tmp_path, "--json", "--quiet")
+    assert code == 1
+    analyses = json.loads(printed)["analyses"]
+    assert analyses["answers"] == {"failed": f"ZeroDivisionError: {HOSTILE}"}
+    assert analyses["saliency"] == {"failed": "It needs the analysis 'answers', which failed."}
+    assert analyses["memorization"] == {"failed": "No such thing."}
+    assert analyses["heads"] == {"all": 1}
+    page = Page((tmp_path / "index.html").read_text())
+    assert_self_contained(page)
+    assert HOSTILE in "".join(page.text)
+    assert page.tags.count("img") == 1
+
+
+def test_an_interrupt_ends_the_demo_and_says_how_to_go_on(run, tmp_path, monkeypatch):
+    def interrupted(tour, options):
+        raise KeyboardInterrupt
+
+    steps = {"answers": dataclasses.replace(STEPS["answers"], run=interrupted)}
+    monkeypatch.setattr(cli_demo, "STEPS", steps)
+    code, printed, error = run("demo", "--out", tmp_path, "--quiet")
+    assert (code, printed) == (130, "")
+    assert f"The same command continues from {tmp_path}." in error
+
+
+def test_nothing_that_an_analysis_says_can_reach_the_page_as_markup(tmp_path):
+    figure = Figure(figsize=(1, 1))
+    figure.add_subplot()
+    save_figure(figure, tmp_path / "a", ("png",))
+    table = pd.DataFrame({HOSTILE: [HOSTILE, None], "number": [1.23456, np.nan], "count": [1234, 5]})
+    figures = [(tmp_path / "a.png", HOSTILE)]
+    section = Section(HOSTILE, HOSTILE, [HOSTILE], [HOSTILE], figures, table, HOSTILE, tmp_path)
+    run = RunRecord("a", HOSTILE, "f", "float32", "cpu", {})
+    text = write_index([section], tmp_path / "index.html", title=HOSTILE, run=run).read_text()
+    page = Page(text)
+    assert_self_contained(page)
+    assert page.tags.count("img") == 1
+    assert dict(page.attributes)["alt"] == HOSTILE
+    assert "".join(page.text).count(HOSTILE) == 12
+    for cell in ("1.235", "1,234", "-"):
+        assert cell in page.text
+
+
+def test_nothing_that_an_analysis_says_is_read_as_markdown(tmp_path):
+    text = write_report({"answers": Found.made()}, tmp_path / "report.md").read_text()
+    for mark in ("<", ">", "[", "*", "_", "`", "|"):
+        assert text.count(mark) == text.count(f"\\{mark}")
+    assert "\n\nsecond\n" in text
+
+
+def test_of_many_sentences_the_first_about_each_question_set_leads():
+    said = ["general.", "a: 1.", "a: 2.", "b: 1.", "ab: 1.", "b: 2."]
+    assert leading(said, ["a", "b"]) == (["a: 1.", "b: 1."], ["general.", "a: 2.", "ab: 1.", "b: 2."])
+    assert leading(said, []) == (said, [])
+
+
+def rows_of(*rows):
+    names = ("z", "tokens", "answer_start", "subject_tokens")
+    return pd.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
+
+
+def test_prompts_are_paired_that_differ_in_their_subject_alone_and_in_their_answer():
+    table = rows_of(
+        (0, (0, 5, 7, 9, 21), 4, (2,)),
+        (1, (0, 5, 8, 9, 22), 4, (2,)),  # answered wrongly
+        (0, (0, 5, 6, 9, 23), 4, (2,)),
+        (0, (0, 5, 4, 3, 9, 24), 5, (2, 3)),  # a longer subject
+        (0, (0, 6, 6, 9, 25), 4, (2,)),  # other words
+        (0, (0, 5, 3, 9, 23), 4, (2,)),  # the answer of the one before
+        (0, (0, 5, 2, 9, 21), 4, (2,)),
+    )
+    pairs = prompt_pairs(table)
+    assert pairs == [([0, 5, 7, 9], [0, 5, 6, 9], 21, 23), ([0, 5, 3, 9], [0, 5, 2, 9], 23, 21)]
+    with pytest.raises(HeadwaterError, match="ask more"):
+        prompt_pairs(rows_of((0, (0, 5, 7, 21), 3, (2,)), (0, (0, 5, 8, 21), 3, (2,))))
+    with pytest.raises(HeadwaterError, match="ask more"):
+        prompt_pairs(rows_of((1, (0, 5, 7, 21), 3, (2,))))
+
+
+@pytest.mark.slow
+def test_the_whole_demo_runs_on_a_few_questions(run, tmp_path):
+    code, printed, noise = run("demo", "--questions", 80, "--out", tmp_path, "--json", "--quiet")
+    assert code == 0, noise
+    assert list(json.loads(printed)["analyses"]) == list(STEPS)
+    page = Page((tmp_path / "index.html").read_text())
+    assert_self_contained(page)
+    assert page.tags.count("img") == sum(1 + len(step.companions) for step in STEPS.values())
+    assert "failed" not in "".join(page.text)

@@ -1,0 +1,180 @@
+"""The figures of a depth profile show what its tables hold, in the published form; texts are escaped."""
+
+import re
+from html import unescape
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.figures.depth_profile import BLUE, GREEN, ORANGE, depth_profiles, layer_curves, plot_gaps
+from headwater.figures.tokens import FRAME, WIDTH, token_heat_map, token_html
+from headwater.likelihood.profile import DepthProfile
+from headwater.results import RunRecord
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def made_up(rng, name="tiny", graphs=12, layers=(0, 1), token=" x"):
+    """A profile of random numbers."""
+    rows = [
+        {"group": str(g), "id": f"{g}_d{depth}_n{i}", "depth": depth, "question": f"{g} {depth} {i}?", "answer": "a"}
+        for g in range(graphs)
+        for depth, count in ((1, 3), (2, 2), (3, 1))
+        for i in range(count)
+    ]
+    table = pd.DataFrame(rows)
+    table["min_k_0.2"] = -rng.exponential(3, len(table))
+    table["gap"] = np.where(table["depth"] == 3, rng.normal(0, 0.4, len(table)), np.nan)
+    deep = -table["min_k_0.2"].where(table["depth"] == 3)
+    table["quartile"] = np.select([deep <= deep.quantile(0.25), deep >= deep.quantile(0.75)], [25, 75], 0)
+    table["note"] = ""
+    averages = table.groupby(["group", "depth"])["min_k_0.2"].mean().reset_index()
+    curves = pd.DataFrame(
+        [
+            {
+                "layer": layer,
+                "depth": depth,
+                "score": "min_k_0.2",
+                "value": value,
+                "low": value - 0.2,
+                "high": value + 0.1,
+            }
+            for layer in layers
+            for depth, value in zip((1, 2, 3), -rng.exponential(3, 3), strict=True)
+        ]
+    )
+    tokens = pd.DataFrame(
+        [
+            {"id": name, "position": p, "token": token, "log_probability": -rng.exponential(4), "lowest": p == 2}
+            for name in table["id"]
+            for p in range(1, 6)
+        ]
+    )
+    run = RunRecord("memorization", name, "0", "float32", "cpu", {"k": [0.2], "aggregate": "group"})
+    return DepthProfile(table, averages, curves, pd.DataFrame(), pd.DataFrame(), tokens, run)
+
+
+def rgb(color):
+    return tuple(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+
+
+def test_several_models_have_a_panel_of_boxes_above_one_of_densities_each(rng):
+    profiles = [made_up(rng, name) for name in ("one", "two", "three")]
+    figure = depth_profiles(profiles)
+    assert isinstance(figure, Figure)
+    boxes = [ax for ax in figure.axes if ax.get_title(loc="left")]
+    assert [ax.get_title(loc="left") for ax in boxes] == ["one", "two", "three"]
+    assert boxes[0].get_ylabel() == "Depthwise Average MIN-K%"
+    assert len({ax.get_ylim() for ax in boxes}) == 1
+    densities = [ax for ax in figure.axes if ax not in boxes]
+    assert [ax.get_xlabel() for ax in densities] == ["Score Gap (D3 − D2)"] * 3
+    assert all(ax.get_xlim() == (-1.5, 1.5) for ax in densities)
+    figure.draw_without_rendering()
+    places = [(a.get_window_extent().y0, b.get_window_extent().y1) for a, b in zip(boxes, densities, strict=True)]
+    assert all(above > below for above, below in places)
+
+
+def test_boxes_are_blue_orange_and_green_and_their_medians_those_of_the_table(rng):
+    profile = made_up(rng)
+    ax = profile.plot().axes[0]
+    assert [patch.get_facecolor()[:3] for patch in ax.patches] == [rgb(c) for c in (BLUE, ORANGE, GREEN)]
+    medians = sorted({line.get_ydata()[0] for line in ax.lines if line.get_linewidth() == 1.2})
+    expected = -profile.depthwise.groupby("depth")["min_k_0.2"].median()
+    assert medians == pytest.approx(sorted(expected))
+    assert [label.get_text() for label in ax.get_xticklabels()] == [f"Depth {d}\nn = 12" for d in (1, 2, 3)]
+    assert profile.plot(ax) is ax
+
+
+def test_densities_integrate_to_one_and_carry_their_counts(rng):
+    profile = made_up(rng, graphs=40)
+    ax = profile.plot().axes[1]
+    for line, color, quartile in zip(ax.lines, (GREEN, ORANGE), (25, 75), strict=True):
+        x, y = line.get_data()
+        assert line.get_color() == color
+        assert np.trapezoid(y, x) == pytest.approx(1, abs=0.05)
+        gaps = profile.table.loc[profile.table["quartile"] == quartile, "gap"]
+        assert line.get_label() == f"{quartile}% (n = {len(gaps)})"
+
+
+def test_gaps_that_are_all_the_same_or_missing_are_no_density(rng):
+    profile = made_up(rng)
+    profile.table["gap"] = profile.table["gap"].where(profile.table["gap"].isna(), 0.25)
+    ax = profile.plot().axes[1]
+    assert [set(line.get_xdata()) for line in ax.lines] == [{0.25}, {0.25}]
+    profile.table["gap"] = np.nan
+    ax = profile.plot().axes[1]
+    assert [text.get_text() for text in ax.texts] == ["no judge scores"]
+    assert plot_gaps(profile, ax) is ax
+
+
+def test_curves_by_layer_have_the_sign_of_the_figure(rng):
+    profile = made_up(rng, layers=(0, 3, 7))
+    ax = layer_curves(profile)
+    for line, depth in zip(ax.lines, (1, 2, 3), strict=True):
+        rows = profile.by_layer[profile.by_layer["depth"] == depth]
+        assert line.get_xdata().tolist() == [0, 3, 7]
+        assert line.get_ydata() == pytest.approx(-rows["value"].to_numpy())
+    with pytest.raises(InputError, match=r"no score 'min_k_0.3'. Did you mean 'min_k_0.2'"):
+        layer_curves(profile, "min_k_0.3")
+    with pytest.raises(InputError, match="2 labels were given for 1 profiles"):
+        depth_profiles([profile], ["a", "b"])
+
+
+def test_the_heat_map_frames_the_lowest_tokens_and_breaks_long_texts(rng):
+    profile = made_up(rng, token=" twelve chars")
+    figure = token_heat_map(profile, ["0_d3_n0", "1_d1_n2"])
+    frames = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
+    assert len(frames) == 2
+    profile.tokens.loc[profile.tokens["id"] == "0_d3_n0", "token"] = "y" * 60
+    text = [text for text in token_heat_map(profile, ["0_d3_n0"]).axes[0].texts if text.get_text().startswith("y")]
+    assert len({round(one.get_position()[1], 3) for one in text}) == 5
+    assert all(one.get_position()[0] <= WIDTH for one in text)
+    with pytest.raises(InputError, match=r"no node '0_d3_n1'. Did you mean '0_d"):
+        token_heat_map(profile, ["0_d3_n1"])
+
+
+def test_html_holds_every_token_and_nothing_that_is_not_escaped(rng):
+    bad = "<script>alert('&')</script>"
+    profile = made_up(rng, token=bad)
+    page = token_html(profile, ["0_d3_n0"])
+    assert "<script>" not in page
+    assert page.count(FRAME) == 1
+    shown = [unescape(piece) for piece in re.findall(r'<span title="[^"]*" style="[^"]*">(.*?)</span>', page)]
+    assert shown == [bad] * 5
+
+
+def test_every_likelihood_result_has_a_figure_of_its_table(checkpoint, rng, tmp_path):
+    model = hw.load(checkpoint("llama"))
+    texts = [
+        "the capital of France is Paris",
+        "one two three four five",
+        "Rome",
+        "cat dog chat chien",
+        "go went",
+        "A B C",
+    ]
+    stats = hw.token_statistics(model, texts, progress=False)
+    ax = stats.plot()
+    assert ax.lines[0].get_xdata().tolist() == sorted(stats.table["log_probability"])
+    layered = hw.token_statistics(model, texts, layers="all", progress=False)
+    medians = layered.table.groupby("layer")["log_probability"].median()
+    assert layered.plot().lines[0].get_ydata() == pytest.approx(medians.to_numpy())
+    scores = hw.memorization_scores(stats, k=(0.2, 1.0))
+    lines = {line.get_label(): line for line in scores.plot().lines}
+    for kind in ("min_k", "min_k++", "gap_k"):
+        rows = scores.table[scores.table["score"] == kind].groupby("k")["value"].median()
+        assert lines[kind].get_ydata() == pytest.approx(rows.to_numpy())
+    members = hw.membership(scores, [1, 0, 1, 0, 1, 0], resamples=20)
+    drawn = np.concatenate([line.get_xdata() for line in members.plot().lines[:2]])
+    assert np.sort(drawn) == pytest.approx(np.sort(members.table["auc"]), nan_ok=True)
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(texts))
+    scored = hw.score_file(model, file, progress=False)
+    assert sum(patch.get_height() for patch in scored.plot().patches) == len(texts)

@@ -1,0 +1,85 @@
+"""Products in full float32 whatever the caller's settings, and a CPU that is left alone."""
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+
+from headwater.kernels import devices, likelihood
+from headwater.kernels.likelihood import UnembeddingHead
+from tests.second_device import card, second_device
+
+
+@pytest.fixture
+def fast_products():
+    """A caller who lets torch multiply float32 in fewer bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_inside_products_are_full_and_afterwards_the_callers_choice_is_back(fast_products):
+    @devices.full_float32()
+    def fails():
+        raise KeyError(torch.get_float32_matmul_precision())
+
+    with pytest.raises(KeyError, match="highest"):
+        fails()
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+def test_likelihoods_are_full_float32_for_a_caller_who_chose_fewer_bits(fast_products, monkeypatch):
+    seen = []
+    logits = UnembeddingHead.logits
+    monkeypatch.setattr(
+        UnembeddingHead,
+        "logits",
+        lambda *given, **options: seen.append(torch.get_float32_matmul_precision()) or logits(*given, **options),
+    )
+    likelihood.token_statistics(torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3]))
+    assert set(seen) == {"highest"}
+
+
+def test_a_tensor_on_the_cpu_has_no_triton_twin():
+    assert not devices.runs_triton(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "compiler", "runs"),
+    [
+        ((9, 0), True, "cc", True),
+        ((8, 0), True, "gcc", True),
+        ((7, 5), True, "cc", False),
+        ((9, 0), False, "cc", False),
+        ((9, 0), True, None, False),
+    ],
+)
+def test_triton_runs_on_ampere_and_later_where_it_and_a_compiler_are_installed(
+    monkeypatch, capability, triton, compiler, runs
+):
+    devices.is_ampere.cache_clear()
+    devices._triton_works.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == compiler else None)
+    with second_device():
+        on_a_card = torch.zeros(1, device=card())
+        monkeypatch.setattr(type(on_a_card), "is_cuda", True)
+        assert devices.runs_triton(on_a_card) is runs
+    devices.is_ampere.cache_clear()
+    devices._triton_works.cache_clear()
+
+
+def test_half_precision_factors_multiply_in_float32_on_the_cpu():
+    a, b = torch.randn(5, 7).bfloat16(), torch.randn(7, 3).bfloat16()
+    torch.testing.assert_close(devices.exact_product(a, b), a.float() @ b.float(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_on_the_card_half_precision_factors_keep_float32_sums():
+    a, b = torch.randn(300, 4096).bfloat16(), torch.randn(4096, 200).bfloat16()
+    found = devices.exact_product(a.cuda(), b.cuda()).cpu()
+    assert found.dtype == torch.float32
+    assert (found - a.double() @ b.double()).abs().max() < 2**-15 * a.double().norm() * b.double().norm(dim=0).max()

@@ -1,0 +1,71 @@
+"""Every example of the README and the documentation runs as it stands, and every public name has one."""
+
+import doctest
+import importlib
+import inspect
+import re
+import warnings
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+
+import headwater as hw
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PUBLIC = sorted(
+    name
+    for name in hw.__all__
+    if name != "__version__" and not inspect.ismodule(getattr(hw, name)) and name != "HeadwaterError"
+)
+
+
+def examples(page: Path) -> list[str]:
+    return FENCED.findall(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run_one_after_the_other(page):
+    names: dict = {"__name__": "example"}
+    for number, example in enumerate(examples(page), start=1):
+        exec(compile(example, f"{page.name}, example {number}", "exec"), names)
+    plt.close("all")
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    homes = {name: f"{getattr(hw, name).__module__}.{name}" for name in [*PUBLIC, "HeadwaterError"]}
+    assert not [name for name, home in homes.items() if f"::: {home}\n" not in listed]
+
+
+def test_every_public_function_is_used_in_an_example_that_runs():
+    code = "\n".join(example for page in PAGES for example in examples(page))
+    functions = [name for name in PUBLIC if inspect.isfunction(getattr(hw, name))]
+    assert not [name for name in functions if f"hw.{name}(" not in code]
+
+
+def test_every_public_class_is_named_in_the_documentation_or_made_by_an_example():
+    words = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    classes = [name for name in PUBLIC if inspect.isclass(getattr(hw, name))]
+    assert not [name for name in classes if not re.search(rf"\b{name}\b", words)]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if ">>> " in (getattr(hw, name).__doc__ or "")])
+def test_examples_in_docstrings_print_what_they_say(name):
+    module = importlib.import_module(getattr(hw, name).__module__)
+    (test,) = [
+        found for found in doctest.DocTestFinder().find(getattr(hw, name), name, module=module) if found.examples
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = doctest.DocTestRunner().run(test)
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_every_file_a_page_links_to_exists(page):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert not [link for link in links if not (page.parent / link).exists()]

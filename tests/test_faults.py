@@ -1,0 +1,215 @@
+"""A run that is killed, loses power or finds the disk full, at any moment and many times, ends with the same files.
+
+1. SIGKILL after a random time, again and again, until one attempt gets through.
+2. A power cut before the k-th step on the disk, for every k: what was not flushed is lost.
+3. A disk that is full at the k-th write, for every k; and the real limit of the system on the size of a file.
+"""
+
+import dataclasses
+import errno
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from headwater import storage
+from headwater.errors import RunFolderError
+from headwater.results import Result, RunFolder, RunRecord, run_pieces
+
+PIECES = 5
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Sums(Result):
+    table: pd.DataFrame
+    total: torch.Tensor
+    run: RunRecord
+
+
+def work(out: Path, computed: list[int] | None = None) -> Sums:
+    """A small analysis in the form of every other one."""
+    run = RunRecord("sums", "m", "abc", "float32", "cpu", {"pieces": PIECES}, created="2020-01-01T00:00:00+00:00")
+
+    def piece(number: int) -> dict[str, torch.Tensor]:
+        if computed is not None:
+            computed.append(number)
+        return {"value": torch.randn(200, generator=torch.Generator().manual_seed(number))}
+
+    folder = RunFolder(out, run)
+    if folder.finished:
+        return Sums.load(out)
+    made = list(run_pieces(folder, ((f"piece-{i}", lambda i=i: piece(i)) for i in range(PIECES))))
+    values = torch.stack([one["value"] for one in made])
+    result = Sums(pd.DataFrame({"mean": values.mean(1).numpy().astype(np.float64)}), values.sum(0), folder.run)
+    folder.finish(result)
+    return result
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    work(tmp_path / "whole")
+    return files(tmp_path / "whole")
+
+
+def started(out: Path) -> int:
+    """Begin the work in a forked process and return its number."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work(out)
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def killed_after(seconds: float, out: Path) -> bool:
+    """Begin the work and kill it; return whether it was done before."""
+    child = started(out)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFEXITED(status)
+
+
+def kill_at_random(tmp_path: Path, wanted: dict[str, bytes], kills: int) -> None:
+    start = time.perf_counter()
+    os.waitpid(started(tmp_path / "timed"), 0)
+    duration = (
+        time.perf_counter() - start
+    )  # with the fork, which takes longer than the work in a process with much memory
+    done, run = 0, 0
+    while done < kills:
+        out = tmp_path / f"run-{run}"
+        while not killed_after(random.uniform(0, 1.5 * duration), out):
+            done += 1
+        assert files(out) == wanted
+        run += 1
+    assert run > 0
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path, wanted):
+    kill_at_random(tmp_path, wanted, kills=60)
+
+
+@pytest.mark.slow
+def test_a_run_killed_hundreds_of_times_ends_with_the_same_bytes(tmp_path, wanted):
+    kill_at_random(tmp_path, wanted, kills=500)
+
+
+class PowerCutError(BaseException):
+    """Nothing after this happened."""
+
+
+def test_power_may_be_cut_before_any_step_on_the_disk(tmp_path, wanted, monkeypatch):
+    flush, replace, unlink = storage._flush, Path.replace, Path.unlink
+    state = {"step": 0, "cut": 0, "off": False}
+    flushed: set[Path] = set()
+
+    def step() -> None:
+        if state["step"] == state["cut"]:
+            state["off"] = True
+        if state["off"]:
+            raise PowerCutError
+        state["step"] += 1
+
+    def cutting_flush(path: Path) -> None:
+        step()
+        flush(path)
+        flushed.add(path)
+
+    def cutting_replace(self: Path, target: Path) -> Path:
+        step()
+        assert self in flushed, "renamed before it was on the disk"
+        return replace(self, target)
+
+    def cutting_unlink(self: Path, missing_ok: bool = False) -> None:
+        if not state["off"]:
+            unlink(self, missing_ok=missing_ok)
+
+    monkeypatch.setattr(storage, "_flush", cutting_flush)
+    monkeypatch.setattr(Path, "replace", cutting_replace)
+    monkeypatch.setattr(Path, "unlink", cutting_unlink)
+    while True:
+        out = tmp_path / f"cut-{state['cut']}"
+        state.update(step=0, off=False)
+        try:
+            work(out)
+        except PowerCutError:
+            lost = [file for file in out.rglob("*.tmp") if file not in flushed]
+            for file in lost:
+                file.write_bytes(b"")
+            cut = state["cut"]
+            state.update(step=0, cut=-1, off=False)
+            work(out)
+            assert files(out) == wanted
+            state.update(cut=cut + 1)
+        else:
+            break
+    assert state["cut"] >= 3 * (PIECES + 4)  # a flush, a rename and a flush of the folder for each file
+
+
+def failure(action: Callable[[], object]) -> str | None:
+    try:
+        action()
+    except RunFolderError as error:
+        return str(error)
+    return None
+
+
+def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_once_there_is_room(tmp_path, wanted, monkeypatch):
+    flush = storage._flush
+    for full_at in range(1000):
+        out, count, computed = tmp_path / f"full-{full_at}", iter(range(10**6)), []
+
+        def filling(path: Path, full_at=full_at, count=count) -> None:
+            if next(count) == full_at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            flush(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(storage, "_flush", filling)
+            message = failure(lambda out=out, computed=computed: work(out, computed))
+        if message is None:
+            break
+        assert "No space left on device" in message
+        assert "run the same command again" in message
+        assert not list(out.rglob("*.tmp"))
+        work(out, computed)
+        assert files(out) == wanted
+        assert len(computed) <= PIECES + 1  # at most the piece that could not be written is computed twice
+    assert full_at > 2 * PIECES
+
+
+def test_the_systems_own_limit_on_a_write_is_the_same_error(tmp_path, wanted):
+    out = tmp_path / "limited"
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))  # enough for run.json, not for a piece
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            work(out)
+        except RunFolderError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    message = os.read(read, 10_000).decode()
+    assert "piece-0.safetensors cannot be written: " in message
+    assert "File too large" in message
+    work(out)
+    assert files(out) == wanted

@@ -1,0 +1,147 @@
+"""NaN and infinity are named by layer, example and token; memory that runs out is taken in halves."""
+
+import re
+
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import HeadwaterError, NumericsError
+from headwater.models.generation import generate
+from headwater.models.memory import in_halves, is_out_of_memory, refuse_too_large
+
+TEXTS = [" Paris is in France", " cat dog", " the capital of Italy is Rome", " one two three"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return hw.load(checkpoint("llama"), device="cpu")
+
+
+def spoil(example: int, position: int, value: float):
+    def edit(activation, hook):
+        activation = activation.clone()
+        activation[example, position, 3] = value
+        return activation
+
+    return edit
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("keep", [None, "last", [1]])
+def test_the_layer_example_and_token_of_the_first_nan_are_named(model, value, keep):
+    layer, example = int(torch.randint(model.shape.n_layers - 1, ())), int(torch.randint(len(TEXTS), ()))
+    batch = model.tokenize(TEXTS)
+    token = model.token_strings([int(batch.tokens[example, 1])])[0]
+    with pytest.raises(NumericsError) as caught:
+        model.run(batch, [(f"blocks.{layer}.hook_resid_post", spoil(example, 1, value))], keep=keep)
+    wanted = f"first in the output of layer {layer}, example {example}, position 1 ({token!r}); 1 of 4 examples"
+    assert wanted in str(caught.value)
+    assert "an edit did it" in str(caught.value)
+    assert model.run(batch, keep="last").isfinite().all()  # the model is clean
+
+
+def test_what_lies_at_padding_does_not_count(model):
+    batch = model.tokenize(TEXTS)
+    assert int(batch.lengths[1]) < batch.tokens.shape[1]
+    out = model.run(batch, [("blocks.2.hook_resid_post", spoil(1, -1, torch.nan))])
+    assert out[1, -1].isnan().all()
+
+
+def test_weights_too_large_for_float16_are_told_by_every_way_to_run_the_model(checkpoint):
+    folder = checkpoint("llama")
+    large = hw.load(folder, device="cpu", dtype="float16")
+    with torch.no_grad():
+        large.raw.blocks[1].mlp.out.weight.mul_(60000)
+    hidden = large.raw.original_model(large.tokenize(TEXTS[0]).tokens, output_hidden_states=True).hidden_states
+    bad = [not state.isfinite().all() for state in hidden[1:-1]]
+    assert bad.index(True) == 1
+    for use in (
+        lambda: large.run(TEXTS[0], keep="last"),
+        lambda: large.run(TEXTS[0], stop_at=2),
+        lambda: large.cache(TEXTS[:1], progress=False),
+        lambda: hw.token_statistics(large, TEXTS[:1], progress=False),
+    ):
+        with pytest.raises(NumericsError, match=r"\(float16\).*output of layer 1, example 0.*dtype='bfloat16'"):
+            use()
+
+
+def test_the_same_answer_is_given_when_memory_runs_out_for_more_than_some_rows(model, monkeypatch):
+    whole = model.cache(TEXTS, batch_size=4, progress=False)
+    sizes = []
+    forward = type(model)._forward
+
+    def limited(self, batch, *rest):
+        sizes.append(len(batch))
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, batch, *rest)
+
+    monkeypatch.setattr(type(model), "_forward", limited)
+    parts = model.cache(TEXTS, batch_size=4, progress=False)
+    assert sizes == [4, 2, 1, 1, 2, 1, 1]
+    torch.testing.assert_close(parts.residual, whole.residual)
+    torch.testing.assert_close(parts.attention, whole.attention)
+
+
+def test_texts_are_scored_alike_when_memory_runs_out_for_more_than_one(model, monkeypatch):
+    whole = hw.token_statistics(model, TEXTS, progress=False).table
+    forward = type(model)._forward
+
+    def limited(self, batch, *rest):
+        if len(batch) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+        return forward(self, batch, *rest)
+
+    monkeypatch.setattr(type(model), "_forward", limited)
+    pd.testing.assert_frame_equal(hw.token_statistics(model, TEXTS, progress=False).table, whole)
+
+
+def test_generation_that_runs_out_of_memory_goes_on_in_halves(model, monkeypatch):
+    batch = model.tokenize(TEXTS)
+    whole = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
+    forward = type(model)._forward
+
+    def limited(self, batch, *rest):
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, batch, *rest)
+
+    monkeypatch.setattr(type(model), "_forward", limited)
+    parts = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
+    for name, value in vars(whole).items():
+        torch.testing.assert_close(getattr(parts, name), value)
+
+
+def test_halves_cover_every_row_once_and_in_order_and_one_row_too_many_is_an_error(monkeypatch):
+    monkeypatch.setattr("gc.collect", lambda: 0)
+    for _ in range(20):
+        limit, start, count = (int(torch.randint(1, 30, ())) for _ in range(3))
+        done = []
+
+        def work(rows, limit=limit, done=done):
+            if len(rows) > limit:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+            done.extend(rows)
+
+        in_halves(range(start, start + count), work)
+        assert done == list(range(start, start + count))
+    with pytest.raises(HeadwaterError, match="even with one sequence at a time"):
+        in_halves(range(5, 9), lambda rows: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(RuntimeError, match="something else"):
+        in_halves(range(4), lambda rows: (_ for _ in ()).throw(RuntimeError("something else")))
+
+
+def test_an_allocation_that_the_machine_refuses_is_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_what_does_not_fit_is_refused_with_both_figures(monkeypatch):
+    monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: 2**30)
+    refuse_too_large("This", 2**30, torch.device("cpu"), "Do less.")
+    with pytest.raises(HeadwaterError, match=re.escape("This would take 2.0 GiB; cpu has 1.0 GiB free. Do less.")):
+        refuse_too_large("This", 2**31, torch.device("cpu"), "Do less.")

@@ -1,0 +1,172 @@
+"""The head map: a mark per head in its category's colour, counts in a legend that covers nothing, nothing global."""
+
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.figures.head_map import MARKS, plot_head_map
+from headwater.heads.categories import LABELS, label_counts, label_of
+from headwater.heads.relations import CATEGORIES
+
+
+@dataclass(frozen=True)
+class Map:
+    """What the figure needs of a HeadMap."""
+
+    title: str
+    categories: pd.DataFrame
+
+
+def random_map(n_layers: int, n_heads: int, title: str = "model", share: float = 0.3) -> Map:
+    rng = np.random.default_rng()
+    rows = []
+    for layer in range(n_layers):
+        for head in range(n_heads):
+            categories = tuple(name for name in CATEGORIES if rng.random() < share)
+            rows.append((layer, head, categories, label_of(categories)))
+    return Map(title, pd.DataFrame(rows, columns=["layer", "head", "categories", "label"]))
+
+
+SIZES = [(1, 8), (5, 8), (12, 1), (48, 25), (80, 64)]
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def drawn_marks(ax) -> dict[tuple[int, int], str]:
+    """The colour of the mark at every (layer, head)."""
+    found = {}
+    for collection in ax.collections:
+        for layer, head in collection.get_offsets():
+            assert (layer, head) not in found
+            found[int(layer), int(head)] = to_hex(collection.get_facecolor()[0])
+    return found
+
+
+def boxes_overlap(one, other) -> bool:
+    return one.x0 < other.x1 and other.x0 < one.x1 and one.y0 < other.y1 and other.y0 < one.y1
+
+
+def labels_in_view(ax) -> list:
+    low, high = ax.get_xlim()
+    return [label for label in ax.get_xticklabels() if low <= label.get_position()[0] <= high]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_head_has_one_mark_in_the_colour_of_its_label(size):
+    head_map = random_map(*size)
+    ax = plot_head_map(head_map)
+    marks = drawn_marks(ax)
+    assert len(marks) == size[0] * size[1]
+    for layer, head, _, label in head_map.categories.itertuples(index=False):
+        assert marks[layer, head] == MARKS[label][0]
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title(loc="left")) == ("layer", "head", "model")
+
+
+def test_colours_and_shapes_are_all_different_and_the_categories_have_the_published_hues():
+    assert len({color for color, _ in MARKS.values()}) == len(LABELS)
+    assert len({shape for label, (_, shape) in MARKS.items() if label != "unclassified"}) == len(LABELS) - 1
+    hue = {label: mpl.colors.rgb_to_hsv(mpl.colors.to_rgb(color)) for label, (color, _) in MARKS.items()}
+    assert hue["unclassified"][1] < 0.05
+    for label, (low, high) in {
+        "algorithmic": (200, 230),
+        "knowledge": (25, 40),
+        "linguistic": (110, 150),
+        "translation": (0, 10),
+        "2 categories": (255, 290),
+        "3 categories": (255, 290),
+        "4 categories": (255, 290),
+    }.items():
+        assert low <= hue[label][0] * 360 <= high
+    assert hue["2 categories"][2] > hue["3 categories"][2] > hue["4 categories"][2]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("given", [False, True])
+def test_the_legend_counts_the_heads_and_covers_neither_marks_nor_labels(size, given):
+    head_map = random_map(*size)
+    ax = plot_head_map(head_map, plt.subplots(figsize=(6, 5))[1] if given else None)
+    ax.figure.canvas.draw()
+    legend = ax.get_legend()
+    counts = label_counts(head_map.categories)
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts == [f"{label} ({counts[label]:,})" for label in LABELS if counts[label] or label[0] not in "234"]
+    box = legend.get_window_extent()
+    others = [ax.get_window_extent(), ax.title, ax.xaxis.label, ax.yaxis.label, *labels_in_view(ax)]
+    for other in others:
+        assert not boxes_overlap(box, other if hasattr(other, "x0") else other.get_window_extent())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_marks_do_not_overlap_and_lie_inside_the_axes(size):
+    ax = plot_head_map(random_map(*size))
+    ax.figure.canvas.draw()
+    step = np.diff(ax.transData.transform([(0, 0), (1, 1)]), axis=0)[0] * 72 / ax.figure.dpi
+    for collection in ax.collections:
+        assert collection.get_sizes()[0] ** 0.5 <= 1.1 * step.min()
+        assert collection.get_sizes()[0] ** 0.5 >= 0.3 * min(step.min(), 5)
+    for axis in (ax.xaxis, ax.yaxis):
+        assert all(tick == round(tick) for tick in axis.get_ticklocs())
+
+
+def test_maps_side_by_side_keep_their_own_ranges_and_share_one_legend():
+    maps = [random_map(48, 25, "one"), random_map(5, 8, "two"), random_map(80, 64, "a-rather-long-name-of-a-model")]
+    figure = hw.figures.head_maps(maps)
+    *panels, legend = figure.axes
+    assert len(panels) == 3
+    for head_map, ax in zip(maps, panels, strict=True):
+        n_layers, n_heads = head_map.categories[["layer", "head"]].max() + 1
+        assert (ax.get_xlim(), ax.get_ylim()) == ((-0.7, n_layers - 0.3), (-0.7, n_heads - 0.3))
+        assert len(drawn_marks(ax)) == n_layers * n_heads
+        assert ax.get_legend() is None
+    texts = [text.get_text() for text in legend.texts]
+    for head_map in maps:
+        start = texts.index(head_map.title)
+        shown = [label for label in LABELS if label in texts]
+        assert texts[start + 1 : start + 1 + len(shown)] == [
+            f"{label_counts(head_map.categories)[label]:,}" for label in shown
+        ]
+
+
+@pytest.mark.parametrize(("number", "columns"), [(1, None), (2, None), (4, 2), (5, 3), (5, None)])
+def test_nothing_in_a_figure_of_several_maps_overlaps(number, columns):
+    figure = hw.figures.head_maps([random_map(*SIZES[i % 5], f"model-{i}") for i in range(number)], columns)
+    figure.canvas.draw()
+    boxes = [ax.get_tightbbox() for ax in figure.axes]
+    for i, box in enumerate(boxes):
+        assert not any(boxes_overlap(box, other) for other in boxes[:i])
+        assert box.x0 >= -5
+        assert box.y0 >= -5
+    texts = [text.get_window_extent() for text in figure.axes[-1].texts]
+    for i, box in enumerate(texts):
+        assert not any(boxes_overlap(box, other) for other in texts[:i])
+
+
+def test_no_maps_is_an_error():
+    with pytest.raises(InputError, match="no maps"):
+        hw.figures.head_maps([])
+
+
+def test_drawing_and_saving_leave_matplotlibs_settings_alone_and_make_the_same_file_twice(tmp_path):
+    before = dict(mpl.rcParams)
+    head_map = random_map(5, 8)
+    files = []
+    for name in ("first", "second"):
+        files.append(
+            hw.figures.save_figure(plot_head_map(head_map).figure, tmp_path / name / "heads", ["png", "pdf", "svg"])
+        )
+    assert dict(mpl.rcParams) == before
+    for one, other in zip(*files, strict=True):
+        assert one.suffix == other.suffix
+        assert one.read_bytes() == other.read_bytes()
+        assert one.stat().st_size > 1000

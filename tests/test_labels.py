@@ -1,0 +1,138 @@
+"""Labels: an accepted answer as whole words after normalisation, hand-made cases and random ones."""
+
+import re
+import string
+import unicodedata
+
+import numpy as np
+import pytest
+
+from headwater.pathways.labels import is_refusal, match_alias
+from headwater.pathways.words import find_words, normalised_words
+
+
+@pytest.mark.parametrize(
+    ("answer", "alias", "found"),
+    [
+        ("It is Columbia, a hub of trade.", "Columbia", "Columbia"),
+        ("the United States of America", "United States", "United States"),
+        ("THE BEATLES!", "The Beatles", "BEATLES"),
+        ("in the U.S. since 1912", "US", "U.S"),
+        ("in the US since 1912", "U.S.", "US"),
+        ("New-York", "New York", "New-York"),
+        ("New York", "New-York", "New York"),
+        ("São Paulo, Brazil", "Sao Paulo", "São Paulo"),
+        ("Sa\u0303o Paulo", "São Paulo", "Sa\u0303o Paulo"),
+        ("N’Djamena.", "N'Djamena", "N’Djamena"),
+        ("NDJAMENA", "N'Djamena", "NDJAMENA"),
+        ("“Straße” it was", "strasse", "Straße"),
+        ("a ﬁne day", "Fine Day", "ﬁne day"),
+        ("The The", "the the", "The The"),
+        ("Москва — столица", "москва", "Москва"),
+        ("!!!", "!!!", "!!!"),
+        ("3,677 seated", "3,677", "3,677"),
+        ("the (Holy) Grail", "Holy Grail", "Holy) Grail"),
+    ],
+)
+def test_what_matches_and_which_characters_of_the_answer(answer, alias, found):
+    match = match_alias(answer, ["something else", alias])
+    assert match.alias == alias
+    assert answer[slice(*match.span)] == found
+
+
+@pytest.mark.parametrize(
+    ("answer", "alias"),
+    [
+        ("Columbian coffee", "Columbia"),
+        ("England", "land"),
+        ("York New", "New York"),
+        ("New old York", "New York"),
+        ("Paris", "Parisian"),
+        ("", "x"),
+        ("the", "x"),
+        ("anything", "!!!"),
+        ("13", "3"),
+    ],
+)
+def test_what_does_not_match(answer, alias):
+    assert match_alias(answer, [alias]) is None
+
+
+def test_the_first_match_is_taken_and_of_these_the_longest():
+    match = match_alias("Samuel Clemens, called Mark Twain", ["Mark Twain", "Samuel", "Samuel Clemens", "Clemens"])
+    assert match == ("Samuel Clemens", (0, 14))
+
+
+def squad(text):
+    """The published normalisation of SQuAD, written as its evaluation script does, for plain text."""
+    kept = "".join(c for c in text.lower() if c not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def test_words_agree_with_the_published_normalisation_on_plain_text():
+    rng = np.random.default_rng()
+    letters = list("abcXYZ'.-!  1\t")
+    for _ in range(2000):
+        pieces = rng.choice(["the ", "a ", "An ", *letters], size=rng.integers(1, 12))
+        text = "".join(pieces)
+        words = normalised_words(text, "joined")
+        assert squad(text) in ("", " ".join(word.text for word in words)), text
+        assert all(text[word.start : word.end].strip(string.punctuation + " ") for word in words)
+
+
+def test_a_word_stands_where_it_says():
+    rng = np.random.default_rng()
+    for _ in range(500):
+        text = "".join(rng.choice(list("ab éŁ\u0301ﬁß’'-.東 "), size=rng.integers(1, 15)))
+        for marks in ("joined", "apart"):
+            words = normalised_words(text, marks)
+            ends = [0, *(word.end for word in words)]
+            for word, end_before in zip(words, ends, strict=False):
+                assert end_before <= word.start < word.end
+                again = normalised_words(unicodedata.normalize("NFD", text[word.start : word.end]), marks)
+                assert [other.text for other in again] == [word.text]
+
+
+def test_find_words_prefers_whole_words():
+    assert find_words("Chadwick of Chad", "Chad") == (12, 16)
+    assert find_words("Chadwick", "Chad") == (0, 4)
+    assert find_words("a (b) c", "(b)") == (2, 5)
+    assert find_words("Chad", "chad") is None
+    assert find_words("Chad", " ") is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "I don't know.",
+        "I’m not sure who that is",
+        "I am unable to answer that question.",
+        "As an AI language model, I have no access to the news.",
+        "Sorry, I cannot verify that.",
+        "There is no information about him.",
+        "I do not have enough information",
+        "Unknown.",
+        "N/A",
+        "I'm sorry, but nobody knows.",
+        "It is not known who wrote it.",
+    ],
+)
+def test_refusals_are_told(answer):
+    assert is_refusal(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "Paris",
+        "The Unknown Soldier",
+        "Sorry",
+        "I Can't Get No Satisfaction",
+        "No one",
+        "Aiden",
+        "Not Today",
+        "he said I'm sorry",
+    ],
+)
+def test_answers_are_not_taken_for_refusals(answer):
+    assert not is_refusal(answer)

@@ -1,0 +1,143 @@
+"""The Triton kernel of the likelihood statistics equals the formula on float64 logits, interpreted or on the card."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.kernels.likelihood import UnembeddingHead, token_statistics_reference
+from tests.test_likelihood_kernel import assert_equal, problem
+
+pytest.importorskip("triton")
+from headwater.kernels import likelihood_triton
+from headwater.kernels.likelihood_triton import Blocks, operand_parts, shares, token_statistics
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Blocks(tokens=16, vocabulary=32, depth=16, warps=4, stages=2)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Memory that a kernel gets to write to holds NaN, so that what it leaves unwritten shows."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Many tiles and shares even at small sizes; on the card the real ones."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(likelihood_triton, "blocks_for", lambda *sizes: SMALL)
+
+
+def on_device(hidden, head, target):
+    bias = None if head.bias is None else head.bias.to(DEVICE)
+    return hidden.to(DEVICE), head._replace(W_U=head.W_U.to(DEVICE), bias=bias), target.to(DEVICE)
+
+
+def on_cpu(statistics):
+    return type(statistics)(*(part.cpu() for part in statistics))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(0, 40),
+    d_model=st.integers(1, 50),
+    d_vocab=st.integers(1, 300),
+    spread=st.sampled_from([0.01, 1.0, 8.0, 40.0]),
+    dtypes=st.sampled_from(
+        [
+            (torch.float32, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.bfloat16),
+            (torch.float16, torch.float16),
+            (torch.float32, torch.float16),
+            (torch.float64, torch.float64),
+        ]
+    ),
+    transposed=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_the_kernel_equals_the_formula_at_any_size_dtype_and_alignment(
+    tokens, d_model, d_vocab, spread, dtypes, transposed, seed
+):
+    hidden, head, target = problem(tokens, d_model, d_vocab, spread, seed=seed)
+    W_U = head.W_U.to(dtypes[1])
+    head = UnembeddingHead(W_U.T.contiguous().T if transposed else W_U)
+    hidden = hidden.to(dtypes[0])
+    if not tokens:
+        assert all(len(part) == 0 for part in token_statistics(*on_device(hidden, head, target)))
+        return
+    found = on_cpu(token_statistics(*on_device(hidden, head, target)))
+    assert_equal(found, token_statistics_reference(hidden, head, target), atol=1e-5 * max(1, spread**2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_cap_scale_and_bias_are_respected(dtype):
+    bias = torch.randn(501, generator=torch.Generator().manual_seed(5)).to(dtype)
+    hidden, head, target = problem(tokens=30, spread=6.0, dtype=dtype, bias=bias, scale=0.3, softcap=4.0)
+    assert_equal(
+        on_cpu(token_statistics(*on_device(hidden, head, target))), token_statistics_reference(hidden, head, target)
+    )
+
+
+def test_a_target_never_outranks_itself():
+    hidden, head, _ = problem(tokens=60, d_vocab=300)
+    found = token_statistics(*on_device(hidden, head, (hidden @ head.W_U).argmax(-1)))
+    assert (found.rank == 0).all()
+
+
+def test_logits_far_below_zero_and_certain_positions_are_no_special_case():
+    hidden, head, target = problem(d_vocab=300, bias=torch.full((300,), -1000.0))
+    head.bias[target[0]] = 500.0
+    found = on_cpu(token_statistics(*on_device(hidden, head, target)))
+    assert found.log_probability[0] == found.entropy[0] == found.variance[0] == found.rank[0] == 0
+    assert_equal(found, token_statistics_reference(hidden, head, target), atol=3e-4)
+
+
+def test_a_hidden_state_that_is_a_view_is_read_as_it_is():
+    hidden, head, target = problem(tokens=20)
+    wide = torch.randn(24, 40)
+    wide[:, :20] = hidden.T
+    found = on_cpu(token_statistics(*on_device(wide[:, :20].T, head, target)))
+    assert_equal(found, token_statistics_reference(hidden, head, target))
+
+
+def test_three_bfloat16_parts_hold_every_bit_of_a_float32_number():
+    numbers = torch.randn(100, 7) * torch.logspace(-9, 9, 7)
+    parts = operand_parts(numbers, torch.bfloat16, "highest")
+    assert torch.equal(parts.double().sum(0), numbers.double())
+    two = operand_parts(numbers, torch.bfloat16, "high").double().sum(0)
+    assert ((two - numbers).abs() <= numbers.abs() * 2**-16).all()
+
+
+@given(st.integers(1, 300), st.integers(1, 600), st.integers(1, 200))
+@settings(deadline=None, max_examples=200)
+def test_no_other_number_of_shares_would_finish_sooner(blocks, tiles, processors):
+    def tiles_in_sequence(count):
+        return -(-blocks * count // processors) * -(-tiles // count)
+
+    chosen = shares(blocks, tiles, processors)
+    assert 1 <= chosen <= tiles
+    assert all(
+        tiles_in_sequence(chosen) <= tiles_in_sequence(other) for other in range(1, min(tiles, 4 * processors) + 1)
+    )
+
+
+def test_the_chosen_tiles_fit_the_shared_memory_of_small_and_large_cards(monkeypatch):
+    monkeypatch.undo()
+    for shared in (64 * 2**10, 99 * 2**10, 227 * 2**10):
+        monkeypatch.setattr(likelihood_triton, "shared_memory", lambda device, shared=shared: shared)
+        for tokens, parts, element in ((1, 1, 2), (4096, 1, 2), (4096, 3, 2), (4096, 1, 4)):
+            blocks = likelihood_triton.blocks_for(tokens, parts, element, torch.device("cpu"))
+            stage = (parts * blocks.tokens + blocks.vocabulary) * blocks.depth * element
+            assert blocks.stages * stage <= shared
+            assert blocks.stages >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_card_a_llama_sized_vocabulary_keeps_float32_accuracy(dtype):
+    hidden, head, target = problem(tokens=300, d_model=512, d_vocab=128_256, spread=4.0, dtype=dtype)
+    found = on_cpu(token_statistics(*on_device(hidden, head, target)))
+    assert_equal(found, token_statistics_reference(hidden, head, target), atol=2e-5)

@@ -1,0 +1,295 @@
+"""hw.load: every way in, the caller's model untouched, and one clear line for everything that cannot be loaded."""
+
+import copy
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+import headwater as hw
+from headwater.errors import InputError, ModelError
+from headwater.models.weights import open_weights
+from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
+
+TEXTS = ["the capital of France is Paris", "one two three", "Paris"]
+
+
+def reference_logits(hf, tokens):
+    with torch.inference_mode():
+        return hf(tokens).logits
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    """A copy of a tiny Llama checkpoint that a test may damage."""
+    return shutil.copytree(checkpoint("llama"), tmp_path / "model")
+
+
+@pytest.mark.oracle
+def test_a_folder_gives_hugging_faces_own_logits(checkpoint, family):
+    path = checkpoint(family)
+    model = hw.load(path)
+    batch = model.tokenize(TEXTS[0])
+    reference = tf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    torch.testing.assert_close(model.run(batch), reference_logits(reference, batch.tokens), rtol=0, atol=1e-5)
+
+
+@pytest.mark.oracle
+def test_a_model_in_memory_gives_its_own_logits_and_stays_as_it_was(family):
+    hf = tiny_model(family, seed=int(torch.randint(10**6, ())))
+    hf.set_attn_implementation("sdpa" if family not in ("gemma2", "gpt2") else "eager")
+    before = copy.deepcopy(hf)
+    modules = {name: type(module) for name, module in hf.named_modules()}
+    config = hf.config.to_dict()
+    tokenizer = tiny_tokenizer()
+    tokenizer_before = tokenizer.backend_tokenizer.to_str(), dict(tokenizer.special_tokens_map)
+
+    model = hw.load(hf, tokenizer=tokenizer)
+    batch = model.tokenize(TEXTS)
+    logits = model.run(batch, [("blocks.1.hook_resid_post", lambda resid, hook: resid * 0)])
+    assert not torch.allclose(logits, model.run(batch))
+
+    assert {name: type(module) for name, module in hf.named_modules()} == modules
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in hf.modules())
+    assert hf.config.to_dict() == config
+    assert hf.config._attn_implementation == before.config._attn_implementation
+    assert all(p.requires_grad for p in hf.parameters())
+    for (name, now), (_, then) in zip(hf.state_dict().items(), before.state_dict().items(), strict=True):
+        assert torch.equal(now, then), name
+    assert (tokenizer.backend_tokenizer.to_str(), dict(tokenizer.special_tokens_map)) == tokenizer_before
+    plain = reference_logits(before, batch.tokens[:1])
+    assert torch.equal(reference_logits(hf, batch.tokens[:1]), plain)
+    torch.testing.assert_close(model.run(batch.rows(0, 1)), plain, rtol=0, atol=1e-5)
+
+
+def test_a_model_in_memory_shares_its_numbers_with_the_copy():
+    hf = tiny_model("llama")
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    ours = {p.data_ptr() for p in model.raw.parameters()}
+    assert {p.data_ptr() for p in hf.parameters()} <= ours
+    assert not any(p.requires_grad for p in model.raw.parameters())
+
+
+def test_even_compatibility_mode_on_the_copy_leaves_the_callers_weights_alone(family):
+    hf = tiny_model(family)
+    before = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hw.load(hf, tokenizer=tiny_tokenizer()).raw.enable_compatibility_mode()
+    for name, tensor in hf.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_model_in_memory_can_be_cast_without_casting_the_original():
+    hf = tiny_model("llama")
+    model = hw.load(hf, tokenizer=tiny_tokenizer(), dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert hf.dtype == torch.float32
+
+
+def test_a_model_in_training_mode_is_evaluated_without_changing_the_original():
+    hf = tiny_model("gpt2").train()
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    assert torch.equal(model.run(TEXTS[0]), model.run(TEXTS[0]))
+    assert hf.training
+
+
+@pytest.fixture
+def bridge():
+    from transformer_lens.model_bridge import TransformerBridge
+
+    tokenizer = tiny_tokenizer()
+    return TransformerBridge.boot_transformers("tiny", hf_model=tiny_model("llama"), tokenizer=tokenizer, device="cpu")
+
+
+def test_a_bridge_is_used_as_it_is(bridge):
+    seen = []
+    bridge.add_hook("blocks.0.hook_resid_post", lambda resid, hook: seen.append(resid.shape))
+    before = {name: tensor.clone() for name, tensor in bridge.state_dict().items()}
+    grads = [p.requires_grad for p in bridge.parameters()]
+    model = hw.load(bridge)
+    assert model.raw is bridge
+    model.run(TEXTS[0], [("blocks.1.hook_resid_post", lambda resid, hook: resid * 0)])
+    model.cache(TEXTS, progress=False)
+    assert len(seen) == 2
+    assert [p.requires_grad for p in bridge.parameters()] == grads
+    assert {point.name for point in bridge.hook_dict.values() if point.fwd_hooks} == {"blocks.0.hook_out"}
+    for name, tensor in bridge.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_bridge_is_not_moved_or_cast(bridge):
+    with pytest.raises(InputError, match="does not move"):
+        hw.load(bridge, dtype=torch.bfloat16)
+
+
+def test_a_bridge_in_training_mode_is_refused(bridge):
+    bridge.train()
+    with pytest.raises(ModelError, match="training mode"):
+        hw.load(bridge)
+
+
+def test_a_bridge_with_folded_weights_is_announced(bridge):
+    bridge.enable_compatibility_mode()
+    with pytest.warns(UserWarning, match="folded"):
+        hw.load(bridge)
+
+
+def test_the_fingerprint_is_the_same_loaded_in_memory_and_streamed(checkpoint, family):
+    path = checkpoint(family)
+    loaded = hw.load(path)
+    given = hw.load(tf.AutoModelForCausalLM.from_pretrained(path), tokenizer=tiny_tokenizer())
+    assert loaded.fingerprint == given.fingerprint == open_weights(path).fingerprint
+    assert loaded.fingerprint != hw.load(tiny_model(family, seed=1), tokenizer=tiny_tokenizer()).fingerprint
+
+
+def test_dtype_comes_from_the_checkpoint_unless_asked(checkpoint):
+    path = checkpoint("llama", dtype=torch.bfloat16)
+    assert hw.load(path).dtype == torch.bfloat16
+    assert hw.load(path, dtype=torch.float32).dtype == torch.float32
+    with pytest.raises(InputError, match="float23"):
+        hw.load(path, dtype="float23")
+
+
+def test_a_sharded_checkpoint_loads(checkpoint, tmp_path):
+    hf = tiny_model("mistral")
+    hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = hw.load(tmp_path)
+    batch = model.tokenize(TEXTS[0])
+    torch.testing.assert_close(model.run(batch), reference_logits(hf, batch.tokens), rtol=0, atol=1e-5)
+
+
+def test_an_absent_embedded_model_says_how_to_make_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
+    with pytest.raises(ModelError, match=r"python -m headwater\.world train"):
+        hw.load()
+
+
+def test_an_unknown_name_offers_the_nearest_ones():
+    with pytest.raises(ModelError, match="gpt2-xl'"):
+        hw.load("gpt2-xll")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])
+def test_a_folder_that_is_not_there_is_named(name):
+    with pytest.raises(ModelError, match="no folder"):
+        hw.load(name)
+
+
+def test_a_file_is_not_a_checkpoint(folder):
+    with pytest.raises(ModelError, match="is a file"):
+        hw.load(folder / "config.json")
+
+
+def test_something_else_is_refused():
+    with pytest.raises(InputError, match="Cannot load a int"):
+        hw.load(3)
+
+
+def test_a_folder_without_config_is_refused(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        hw.load(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no weights"):
+        hw.load(folder)
+
+
+def test_pickled_weights_are_refused(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="pickled"):
+        hw.load(folder)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_folder_without_tokenizer_is_refused_unless_one_is_given(family, checkpoint, tmp_path):
+    path = shutil.copytree(checkpoint(family), tmp_path / "model")
+    for file in path.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="no tokenizer"):
+        hw.load(path)
+    assert hw.load(path, tokenizer=tiny_tokenizer()).tokenizer is not None
+    assert hw.load(path, tokenizer=checkpoint(family)).tokenizer is not None
+
+
+def test_truncated_weights_are_refused(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        hw.load(folder)
+
+
+def test_weights_of_another_shape_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(ModelError, match="shape"):
+        hw.load(folder)
+
+
+def test_a_missing_parameter_is_named_instead_of_drawn_at_random(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.v_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.v_proj"):
+        hw.load(folder)
+
+
+def test_layers_the_config_does_not_know_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ModelError, match="2 layers"):
+        hw.load(folder)
+
+
+def test_weights_that_are_not_numbers_are_refused_by_name(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 of \d+ numbers of .*layers\.2\.mlp\.up_proj\.weight"):
+        hw.load(folder)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
+    with pytest.raises(ModelError, match="belongs to another model"):
+        hw.load(tiny_model("llama", d_vocab=100), tokenizer=tiny_tokenizer())
+
+
+def test_a_tokenizer_far_smaller_than_the_vocabulary_is_refused():
+    with pytest.raises(ModelError, match="belongs to another model"):
+        hw.load(tiny_model("llama", d_vocab=1000), tokenizer=tiny_tokenizer())
+
+
+def test_a_model_without_tokenizer_takes_token_ids_only():
+    model = hw.load(tiny_model("llama"))
+    assert model.run([[5, 6, 7]]).shape == (1, 3, len(tiny_tokenizer()))
+    with pytest.raises(InputError, match="no tokenizer"):
+        model.run("Paris")
+
+
+def test_a_damaged_tokenizer_is_refused(folder):
+    (folder / "tokenizer.json").write_text('{"model":')
+    with pytest.raises(ModelError, match="tokenizer"):
+        hw.load(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_saved_tokenizer_is_read_as_it_was_saved_whatever_the_model_type(family, tmp_path):
+    """AutoTokenizer would pick the model type's class, several of which rebuild the rules from the vocabulary."""
+    words = [WORDS[i] for i in torch.randperm(len(WORDS))[:20].tolist()]
+    tiny_folder(tmp_path, family)
+    tokenizer = tiny_tokenizer()
+    loaded = hw.load(tmp_path).tokenizer
+    for text in (" ".join(words), "unknown Words, 1234 and ünïcode", " " + words[0]):
+        assert loaded(text).input_ids == tokenizer(text).input_ids
+        assert loaded.decode(loaded(text).input_ids) == tokenizer.decode(tokenizer(text).input_ids)
+    assert loaded.special_tokens_map == tokenizer.special_tokens_map

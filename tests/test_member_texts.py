@@ -1,0 +1,64 @@
+"""Labelled texts are read in every format; on the embedded model, whose corpus is known, membership has a truth."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.likelihood.members import load_member_texts
+from headwater.likelihood.membership import BASELINE
+
+
+@pytest.mark.parametrize("names", [("text", "member"), ("input", "label")])
+def test_every_format_and_both_pairs_of_names_give_the_same_table(names, tmp_path):
+    rng = np.random.default_rng()
+    rows = [{names[0]: f'one, "{i}"\n', names[1]: int(rng.integers(2)), "more": i} for i in range(5)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pd.DataFrame(rows).to_csv(tmp_path / "a.csv", index=False)
+    pd.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    for suffix in ("jsonl", "json", "csv", "parquet"):
+        table = load_member_texts(tmp_path / f"a.{suffix}")
+        assert table["text"].tolist() == [row[names[0]] for row in rows]
+        assert table["member"].tolist() == [bool(row[names[1]]) for row in rows]
+        assert table["more"].tolist() == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a", "member": 2}', r"row 1: expected a text and a label of 1 or 0, found 'a', 2"),
+        ('{"text": null, "member": 1}', r"row 1: expected a text"),
+        ('{"text": "a"}', r"has no column member"),
+        ("", r"has no column member and text"),
+        ("[1]", r"line 1 is not a JSON object"),
+        ('{"text": "a", "member": 1}\n{', r"line 2 is not a JSON object"),
+    ],
+)
+def test_rows_without_a_text_or_a_label_are_refused_with_their_place(content, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_member_texts(tmp_path / "a.jsonl")
+
+
+def test_files_that_are_missing_or_damaged_are_refused(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        load_member_texts(tmp_path / "none.csv")
+    for name, content in (("a.parquet", "no parquet"), ("a.json", "{")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(InputError, match=rf"{name} cannot be read"):
+            load_member_texts(tmp_path / name)
+
+
+def test_within_a_relation_the_embedded_model_knows_its_corpus_better_than_words_betray_it():
+    texts = load_member_texts()
+    texts = texts[(texts["kind"] != "other wording") & (texts["form"] == "statement")].reset_index(drop=True)
+    assert (texts["member"] == (texts["times"] > 0)).all()
+    stats = hw.token_statistics(hw.load(), texts["text"], batch_size=64, progress=False)
+    scores = hw.memorization_scores(stats, k=(0.2,))
+    table = hw.membership(scores, texts["member"], strata=texts["relation"], resamples=100).table.set_index("score")
+    assert table.at["loss", "auc_low"] > table.at[BASELINE, "auc_high"]
+    assert table.at["min_k", "auc_low"] > 0.5

@@ -1,0 +1,121 @@
+"""Metrics are the textbook numbers of the kept logits."""
+
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.patching.metrics import answer_ids, as_metrics
+from headwater.patching.prompts import Prompt, positions_of, side_by_side
+from headwater.patching.statistics import bootstrap_interval, sign_flip_p
+from tests.tiny import tiny_tokenizer
+
+
+@pytest.fixture
+def logits():
+    return 3 * torch.randn(4, 2, 50)
+
+
+def measured(metric, logits, *answers, clean=None):
+    return metric.measure(logits, [torch.tensor(ids) for ids in answers], clean)
+
+
+def test_logit_differences_log_probabilities_probabilities_and_ranks(logits):
+    right, wrong = torch.randint(50, (2, 4)).tolist()
+    rows = range(4)
+    kept_means = {
+        hw.logit_difference(0, 0): [(logits[i, :, right[i]] - logits[i, :, wrong[i]]).mean() for i in rows],
+        hw.log_probability(0): [logits[i].log_softmax(-1)[:, right[i]].mean() for i in rows],
+        hw.probability(0): [logits[i].softmax(-1)[:, right[i]].mean() for i in rows],
+        hw.rank(0): [torch.stack([sum(k > k[right[i]]) for k in logits[i]]).float().mean() for i in rows],
+    }
+    for metric, expected in kept_means.items():
+        answers = [right, wrong][: len(metric.answers)]
+        assert torch.allclose(measured(metric, logits, *answers), torch.stack(expected), atol=1e-5), metric.name
+
+
+def test_kl_divergence_is_from_the_clean_run_and_zero_for_it(logits):
+    clean = torch.randn(4, 2, 50)
+    p, q = clean.softmax(-1), logits.softmax(-1)
+    expected = (p * (p / q).log()).sum(-1).mean(-1)
+    assert torch.allclose(measured(hw.kl_divergence(), logits, clean=clean), expected, atol=1e-4)
+    assert measured(hw.kl_divergence(), clean, clean=clean).abs().max() < 1e-6
+
+
+def test_half_precision_logits_are_measured_in_float32(logits):
+    half = logits.to(torch.bfloat16)
+    assert measured(hw.log_probability(0), half, [1, 2, 3, 4]).dtype == torch.float32
+
+
+def test_a_function_must_give_one_number_per_row(logits):
+    (metric,) = as_metrics(lambda x: x.mean((1, 2)))
+    assert torch.allclose(measured(metric, logits), logits.mean((1, 2)))
+    with pytest.raises(InputError, match=r"was given values of shape \(4, 2, 50\).* gave \(\)"):
+        measured(as_metrics(lambda x: x.mean())[0], logits)
+
+
+def test_what_is_no_metric_is_named():
+    with pytest.raises(InputError, match="'logits' is not a metric"):
+        as_metrics(["logits"])
+    with pytest.raises(InputError, match="different names"):
+        as_metrics([hw.rank(1), hw.rank(2)])
+    with pytest.raises(InputError, match="cannot read 'mlp_ot'"):
+        hw.Metric("probe", lambda x: x, site="mlp_ot")
+
+
+def test_answers_are_single_tokens_as_written():
+    tokenizer = tiny_tokenizer()
+    paris = tokenizer.convert_tokens_to_ids("ĠParis")
+    assert answer_ids(" Paris", tokenizer, 2, 300).tolist() == [paris, paris]
+    assert answer_ids([" Paris", 7], tokenizer, 2, 300).tolist() == [paris, 7]
+    with pytest.raises(InputError, match="With a leading space, ' Paris' is one"):
+        answer_ids("Paris", tokenizer, 1, 300)
+    with pytest.raises(InputError, match="outside the model's vocabulary of 5"):
+        answer_ids(7, tokenizer, 1, 5)
+
+
+PROMPT = Prompt((1, 2, 3, 4), ("<s>", " the", " cat", " is"), ((0, 0), (0, 3), (3, 7), (7, 10)), "the cat is")
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        (2, (2,)), (-1, (3,)), ("last", (3,)), ("first", (0,)), ("all", (0, 1, 2, 3)), ((1, 3), (1, 2)),
+        (range(0, 4, 2), (0, 2)), (slice(2, None), (2, 3)), ({3, -3}, (1, 3)), ("cat", (2,)), ("the cat", (1, 2)),
+        (lambda strings: strings.index(" is"), (3,)), ([{1, 2}], (1, 2)), ([[1, 2]], (1, 2)),
+    ],
+)  # fmt: skip
+def test_positions_can_be_named_in_many_ways(where, expected):
+    assert positions_of(where, PROMPT, 0, 1) == expected
+
+
+@pytest.mark.parametrize("where", [4, -5, "dog", (2, 2), [1, 2], (1, 2, 3), True, None, 2.5])
+def test_positions_that_are_not_there_are_refused(where):
+    with pytest.raises(InputError):
+        positions_of(where, PROMPT, 0, 1)
+
+
+def test_two_tokenizations_are_shown_in_columns_with_their_differences_marked():
+    other = Prompt((1, 2, 9), ("<s>", " the", " dog"))
+    lines = side_by_side(PROMPT, other).splitlines()
+    assert len(lines) == 4
+    assert "<>" not in lines[1]
+    assert "' cat'" in lines[2]
+    assert "<>" in lines[2]
+    assert "' dog'" in lines[2]
+
+
+def test_the_sign_flip_test_counts_all_sign_patterns():
+    effects = torch.randn(7, dtype=torch.float64).numpy() + 0.5
+    signs = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64)] * 7).numpy()
+    expected = (abs(signs @ effects) >= abs(effects.sum()) - 1e-12).mean()
+    assert sign_flip_p(effects, 0) == pytest.approx(expected)
+    assert sign_flip_p(effects[:1], 0) != sign_flip_p(effects[:1], 0)
+
+
+def test_p_values_of_effects_without_sign_are_spread_evenly_and_intervals_hold_the_mean():
+    draws = torch.randn(300, 20, dtype=torch.float64).numpy()
+    p_values = torch.tensor([sign_flip_p(effects, 0) for effects in draws[:100]])
+    assert 0.35 < float(p_values.mean()) < 0.65
+    inside = [low <= 0 <= high for low, high in (bootstrap_interval(effects, 0.95, 0) for effects in draws)]
+    assert 0.86 < sum(inside) / 300 <= 1

@@ -1,0 +1,62 @@
+"""The notebooks as they are kept: in step with their scripts, small, run to the end. `make notebooks` runs them."""
+
+import base64
+import json
+import re
+import struct
+from pathlib import Path
+
+import jupytext
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+WIDEST = 1200
+
+
+def kept(script: Path) -> dict:
+    return json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))
+
+
+def text(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+def test_every_script_has_its_notebook_and_every_notebook_its_script():
+    assert SCRIPTS
+    assert {file.stem for file in FOLDER.glob("*.ipynb")} == {script.stem for script in SCRIPTS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
+def test_a_kept_notebook_holds_the_cells_of_its_script(script):
+    wanted = [(cell.cell_type, cell.source) for cell in jupytext.read(script).cells]
+    assert [(cell["cell_type"], text(cell)) for cell in kept(script)["cells"]] == wanted, "run `make notebooks-write`"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
+def test_a_kept_notebook_ran_to_its_end_and_is_small(script):
+    cells = [cell for cell in kept(script)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+    assert script.with_suffix(".ipynb").stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
+def test_every_plot_of_a_notebook_is_seen_once(script):
+    for cell in kept(script)["cells"]:
+        if cell["cell_type"] == "code":
+            drawn = len(re.findall(r"\.plot\(|figures\.(?:head_maps|layer_curves)\(", text(cell)))
+            images = [
+                output["data"]["image/png"] for output in cell["outputs"] if "image/png" in output.get("data", {})
+            ]
+            assert len(images) == drawn, text(cell)
+            for image in images:
+                width, _ = struct.unpack(">II", base64.b64decode(image)[16:24])
+                assert width <= WIDEST
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
+def test_a_notebook_says_question_method_result_and_what_would_change_ones_mind(script):
+    words = " ".join(text(cell) for cell in kept(script)["cells"] if cell["cell_type"] == "markdown")
+    for part in ("**Question.**", "**Method.**", "Result", "**What would change one's mind.**"):
+        assert part in words

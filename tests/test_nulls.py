@@ -1,0 +1,154 @@
+"""The permutation null: its moments, its tail against exact and simulated permutations, and what it makes of heads."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from headwater.heads.nulls import permutation_moments, permutation_p_values, q_values, wilson_interval
+
+
+def random_hits(seed: int, n: int, kind: str) -> np.ndarray:
+    """What heads of several habits hit: rows are sources, columns targets."""
+    rng = np.random.default_rng(seed)
+    hits = np.zeros((n, n), bool)
+    if kind == "sparse":
+        return rng.random((n, n)) < 1.5 / n
+    if kind == "dense":
+        return rng.random((n, n)) < 0.5
+    if kind == "one source, one target":
+        return np.eye(n, dtype=bool)
+    if kind == "favourite targets, and noise":
+        hits[:, : n // 2] = True
+        return hits ^ (rng.random((n, n)) < 0.03)
+    if kind == "popular targets":
+        return rng.random((n, n)) < np.minimum(0.6, 2 / np.arange(1, n + 1))
+    if kind == "busy sources":
+        return rng.random((n, n)) < np.minimum(0.6, 2 / np.arange(1, n + 1))[:, None]
+    block = n // 3  # two kinds of source, each with its own targets
+    hits[:block, :block] = hits[block:, block:] = True
+    return hits
+
+
+KINDS = (
+    "sparse",
+    "dense",
+    "one source, one target",
+    "favourite targets, and noise",
+    "popular targets",
+    "busy sources",
+    "blocks",
+)
+
+
+def exact_tail(hits: np.ndarray) -> np.ndarray:
+    """P(S >= s) for s = 0..n, by adding one source at a time to every set of used targets."""
+    n = len(hits)
+    ways = np.zeros((1 << n, n + 1))
+    ways[0, 0] = 1
+    sizes = np.array([bin(used).count("1") for used in range(1 << n)])
+    for source in range(n):
+        further = np.zeros_like(ways)
+        for target in range(n):
+            before = np.flatnonzero((sizes == source) & (np.arange(1 << n) >> target & 1 == 0))
+            hit = int(hits[source, target])
+            further[before | 1 << target, hit:] += ways[before, : n + 1 - hit]
+        ways = further
+    return np.cumsum(ways[-1][::-1])[::-1] / math.factorial(n)
+
+
+def moments_of(hits: np.ndarray) -> np.ndarray:
+    return permutation_moments(torch.tensor(hits)[None])[0].numpy()
+
+
+def p_values(counts: int | np.ndarray, hits: np.ndarray) -> np.ndarray:
+    return permutation_p_values(np.asarray(counts, float), np.broadcast_to(moments_of(hits), (*np.shape(counts), 3)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(3, 6), st.sampled_from(KINDS))
+def test_the_moments_are_those_of_all_permutations(seed, n, kind):
+    hits = random_hits(seed, n, kind)
+    counts = [sum(hits[i, p[i]] for i in range(n)) for p in itertools.permutations(range(n))]
+    expected = [np.mean(counts), np.var(counts), np.mean((counts - np.mean(counts)) ** 3)]
+    np.testing.assert_allclose(moments_of(hits), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_p_values_are_not_too_small_and_not_much_too_large(kind):
+    for seed in range(6):
+        hits = random_hits(seed, 11, kind)
+        exact = exact_tail(hits)
+        law = p_values(np.arange(12), hits)
+        near = (exact > 1e-4) & (exact < 0.15)
+        assert (law[near] >= 0.6 * exact[near]).all()
+        assert (law[near] <= 25 * exact[near]).all()
+        assert (law[(exact > 0) & (exact < 1e-4)] < 2e-3).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_without_the_relation_are_called_at_most_as_often_as_the_level_says(kind):
+    rng = np.random.default_rng()
+    n, draws = 40, 4000
+    hits = random_hits(int(rng.integers(10**6)), n, kind)
+    targets = rng.permuted(np.broadcast_to(np.arange(n), (draws, n)), axis=1)
+    counts = hits[np.arange(n), targets].sum(1)
+    p = p_values(counts, hits)
+    for level in (0.1, 0.01, 0.001):
+        true_share_above_twice_the_level = stats.binomtest(int((p <= level).sum()), draws, 2 * level, "greater")
+        assert true_share_above_twice_the_level.pvalue > 1e-4
+
+
+def test_a_head_that_writes_the_same_targets_for_every_source_has_p_of_one():
+    rng = np.random.default_rng()
+    for n in (30, 77, 400):
+        hits = np.broadcast_to(rng.random(n) < 0.4, (n, n)).copy()
+        assert moments_of(hits)[1] == 0
+        assert p_values(hits.trace(), hits) == 1
+
+
+def test_a_head_that_hits_everything_or_nothing_has_p_of_one():
+    for hits in (np.ones((30, 30), bool), np.zeros((30, 30), bool)):
+        assert p_values(hits.trace(), hits) == 1
+
+
+def test_a_few_right_pairs_where_almost_nothing_is_expected_are_found():
+    hits = np.zeros((40, 40), bool)
+    hits[range(6), range(6)] = True
+    p = p_values(6, hits)
+    exact = math.factorial(34) / math.factorial(40)
+    assert exact < p < 100 * exact
+
+
+def test_right_pairs_on_top_of_favourite_targets_are_found():
+    hits = np.zeros((40, 40), bool)
+    hits[:, :16] = True
+    hits[range(16, 26), range(16, 26)] = True
+    p = p_values(hits.trace(), hits)
+    assert p < 1e-9
+
+
+def test_p_values_fall_as_hits_rise_and_stay_between_zero_and_one():
+    for seed, kind in enumerate(KINDS):
+        p = p_values(np.arange(61), random_hits(seed, 60, kind))
+        assert ((p >= 0) & (p <= 1)).all()
+        assert (np.diff(p) <= 1e-6).all()
+
+
+def test_q_values_are_benjamini_and_hochbergs_and_leave_out_what_is_unknown():
+    p = np.array([0.03, np.nan, 0.001, 0.2])
+    np.testing.assert_allclose(q_values(p), [0.045, np.nan, 0.003, 0.2])
+    assert np.isnan(q_values(np.array([np.nan]))).all()
+
+
+@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_interval_is_wilsons(counts):
+    hits, pairs = counts
+    ours = wilson_interval(np.array(float(hits)), np.array(float(pairs)))
+    theirs = stats.binomtest(hits, pairs).proportion_ci(method="wilson")
+    np.testing.assert_allclose(ours, (theirs.low, theirs.high), atol=1e-12)

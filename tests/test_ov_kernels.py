@@ -1,0 +1,120 @@
+"""The blocked OV kernels equal the formula, ties included, for any shape, dtype and vocabulary."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.kernels import ov, ov_blocked, ov_sweep
+
+SIGNS = ("top", "bottom")
+
+
+@st.composite
+def layers(draw):
+    """Random heads of one layer, plain or degenerate, and pairs to look up in their maps."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    d_model, d_head, sources = draw(st.integers(1, 24)), draw(st.integers(1, 8)), draw(st.integers(1, 12))
+    d_vocab, pairs = draw(st.integers(1, 700)), draw(st.integers(0, 40))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    x, W_V = random(sources, d_model), random(kv_heads, d_model, d_head)
+    W_O, W_U = random(kv_heads * group, d_head, d_model), random(d_model, d_vocab)
+    match draw(
+        st.sampled_from(["plain", "duplicate tokens", "integers", "zero head", "constant logits", "large", "positive"])
+    ):
+        case "duplicate tokens":
+            W_U = W_U[:, torch.randint(max(1, d_vocab // 3), (d_vocab,), generator=generator)]
+        case "integers":
+            x, W_V, W_O, W_U = (factor.round() for factor in (x, W_V, W_O, W_U))
+        case "zero head":
+            W_O[0] = 0
+            x[0] = 0
+        case "constant logits":
+            W_U = W_U[:, :1].repeat(1, d_vocab)
+        case "positive":
+            x, W_V, W_O, W_U = (factor.abs() for factor in (x, W_V, W_O, W_U))
+        case "large":
+            W_U, W_V = W_U * 100, W_V / 100
+    W_V, W_O, W_U = (factor.to(dtype) for factor in (W_V, W_O, W_U))
+    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U))
+    source = torch.randint(sources, (pairs,), generator=generator)
+    target = torch.randint(d_vocab, (pairs,), generator=generator)
+    k = torch.randint(1, draw(st.sampled_from([3, 30, 800])), (pairs,), generator=generator)
+    return maps, source, target, k
+
+
+def naive_ranks(maps, source, target):
+    """The published computation, head by head and pair by pair, in float64."""
+    greater, smaller = torch.zeros(2, maps.n_heads, len(source), dtype=torch.int64)
+    for head in range(maps.n_heads):
+        W_V = maps.W_V[head // (maps.n_heads // len(maps.W_V))].double()
+        rows = maps.x.double() @ (W_V @ maps.W_O[head].double()) @ maps.W_U.double()
+        for pair, (s, t) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
+            near = 1e-9 * rows[s].abs().max()
+            greater[head, pair] = (rows[s] > rows[s, t] + near).sum()
+            smaller[head, pair] = (rows[s] < rows[s, t] - near).sum()
+    return greater, smaller
+
+
+@pytest.mark.oracle
+@given(layers())
+@settings(deadline=None, max_examples=60)
+def test_ranks_counted_over_whole_maps_are_those_of_the_published_computation(layer):
+    maps, source, target, _ = layer
+    for counted, expected in zip(ov.ranks(maps, source, target), naive_ranks(maps, source, target), strict=True):
+        assert torch.equal(counted, expected)
+
+
+@given(layers())
+@settings(deadline=None, max_examples=150)
+def test_blocked_membership_is_membership_in_the_whole_map(layer):
+    maps, source, target, k = layer
+    found = ov_blocked.topk_membership(maps, source, target, k)
+    for sign, hits, expected in zip(SIGNS, found, ov.topk_membership(maps, source, target, k), strict=True):
+        assert torch.equal(hits, expected), sign
+
+
+def test_long_sums_that_do_not_cancel_round_within_the_margin():
+    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    x, W_V, W_O, W_U = (
+        torch.rand(shape, generator=generator) for shape in ((30, 4096), (1, 4096, 16), (2, 16, 4096), (4096, 1500))
+    )
+    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U))
+    source = torch.arange(30)
+    best = ov.ov_logits(maps)[0].topk(20).indices
+    for place in (0, 8, 9, 10, 11, 19):
+        target, k = best[:, place], torch.full((30,), 10)
+        found = ov_blocked.topk_membership(maps, source, target, k)
+        assert found[0][0].all() == (place < 10)
+        for hits, expected in zip(found, ov.topk_membership(maps, source, target, k), strict=True):
+            assert torch.equal(hits, expected)
+
+
+@given(layers())
+@settings(deadline=None, max_examples=100)
+def test_ranks_counted_by_tiles_are_ranks_in_the_whole_map(layer):
+    maps, source, target, _ = layer
+    found = ov_sweep.count_ranks(maps, source, target)
+    for sign, ranks, expected in zip(SIGNS, found, ov.ranks(maps, source, target), strict=True):
+        assert torch.equal(ranks, expected), sign
+
+
+@given(layers(), layers(), st.integers(1, 12))
+@settings(deadline=None, max_examples=100)
+def test_hits_of_every_source_with_every_target_are_those_of_the_whole_map(layer, other, k):
+    maps, source, target, _ = layer
+    sizes = len(maps.x), maps.d_vocab
+    grids = [
+        ov_sweep.Grid(source, target, k),
+        ov_sweep.Grid(other[1] % sizes[0], other[2] % sizes[1], k + 3),
+    ]
+    grids = [grid for grid in grids if len(grid.source)]
+    for grid, found in zip(grids, ov_sweep.topk_hits(maps, grids) if grids else (), strict=True):
+        expected = ov.topk_hits(maps, grid.source, grid.target, grid.k)
+        for sign, hits, wanted in zip(SIGNS, found, expected, strict=True):
+            assert torch.equal(hits, wanted), sign

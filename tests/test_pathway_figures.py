@@ -1,0 +1,114 @@
+"""The figures of anchored pathways: the published form, its colours, bands and counts, and the controls."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.figures.pathway_curves import COLORS
+from headwater.pathways.answers import AnsweredQuestions
+from headwater.results import RunRecord
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SETS = ("first", "second", "third", "fourth")
+
+
+@pytest.fixture(scope="module")
+def pathways():
+    """Four sets of random rows, traced on a random model."""
+    rng = np.random.default_rng()
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    rows = []
+    for name in SETS:
+        for i in range(60):
+            question = " ".join(rng.choice(["cat", "dog", "see", "saw", "in"], 5))
+            tokens = model.tokenize("Q: " + question + "\nA:").tokens[0].tolist()
+            rows.append(
+                {
+                    "dataset": name,
+                    "question": f"{question}",
+                    "z": i % 2,
+                    "tokens": (*tokens, *rng.integers(2, 40, 3).tolist()),
+                    "answer_start": len(tokens),
+                    "text": "Q: " + question + "\nA:",
+                    "subject": ((3, 6),),
+                    "subject_tokens": (4,),
+                    "property_tokens": (5,),
+                    "exact_answer_tokens": (len(tokens) + 1,),
+                    "popularity": float(rng.integers(100)),
+                }
+            )
+    run = RunRecord("answer", model.name, model.fingerprint, "float32", "cpu", {"prompt": "Q: {question}\nA:"})
+    answered = AnsweredQuestions(pd.DataFrame(rows), pd.DataFrame(), run)
+    return hw.trace_pathways(model, answered, seeds=2, progress=False)
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    plt.close("all")
+
+
+def lines_of(ax):
+    return [line for line in ax.lines if len(line.get_xdata()) == 3]
+
+
+def test_the_published_form_has_solid_and_dashed_curves_in_their_colours_with_bands(pathways):
+    figure = hw.figures.delta_p([pathways, pathways], titles=["A", "B"])
+    axes = figure.axes
+    assert [ax.get_title(loc="left") for ax in axes] == ["A", "B"]
+    curves = pathways.curves[pathways.curves["split_by"] == "per layer"]
+    for ax in axes:
+        drawn = {(line.get_color(), line.get_linestyle()): line for line in lines_of(ax)}
+        assert len(drawn) == 8
+        for i, name in enumerate(SETS):
+            for mode, dash in (("Q-anchored", "-"), ("A-anchored", "--")):
+                line = drawn[COLORS[mode][i], dash]
+                own = curves[(curves["dataset"] == name) & (curves["mode"] == mode)]
+                np.testing.assert_allclose(line.get_ydata(), own["delta_p"])
+        assert len(ax.collections) == 8
+        assert ax.get_legend() is None
+    labels = [text.get_text() for sub in figure.subfigs for legend in sub.legends for text in legend.get_texts()]
+    for mode in COLORS:
+        own = pathways.modes[(pathways.modes["dataset"] == "third") & (pathways.modes["mode"] == mode)]
+        assert f"third, {mode} ({len(own) / 2:,.0f}, {len(own) / 2:,.0f})" in labels
+
+
+def test_one_model_is_drawn_on_axes_or_as_a_figure_with_any_split_and_value(pathways):
+    _, ax = plt.subplots()
+    assert pathways.plot(ax, split_by="cross-fitted", value="delta_logit") is ax
+    own = pathways.curves[(pathways.curves["split_by"] == "cross-fitted") & (pathways.curves["mode"] == "Q-anchored")]
+    np.testing.assert_allclose(lines_of(ax)[0].get_ydata(), own.loc[own["dataset"] == "first", "delta_logit"])
+    assert "logit" in ax.get_ylabel()
+    assert len(pathways.plot().axes) == 1
+
+
+def test_nothing_too_much_and_unknown_names_are_refused(pathways):
+    with pytest.raises(InputError, match="was given nothing"):
+        hw.figures.delta_p([])
+    with pytest.raises(InputError, match="1 titles were given for 2 panels"):
+        hw.figures.delta_p([pathways, pathways], titles=["A"])
+    with pytest.raises(InputError, match=r"no curves split by 'per layers'. Did you mean 'per layer'"):
+        pathways.plot(split_by="per layers")
+    with pytest.raises(InputError, match="value='p' cannot be drawn"):
+        pathways.plot(value="p")
+
+
+@pytest.mark.parametrize("name", ["flip_rates", "controls", "logit_changes", "mode_properties"])
+def test_companion_figures_draw_a_panel_per_question_set_and_leave_settings_as_they_were(pathways, name):
+    settings = dict(plt.rcParams)
+    figure = getattr(hw.figures, name)(pathways)
+    assert dict(plt.rcParams) == settings
+    if name != "mode_properties":
+        assert [ax.get_title(loc="left") for ax in figure.axes] == list(SETS)
+    assert all(len(ax.lines) for ax in figure.axes)
+
+
+def test_flip_rates_are_those_of_the_table(pathways):
+    ax = hw.figures.flip_rates(pathways).axes[0]
+    own = pathways.controls[(pathways.controls["dataset"] == "first") & (pathways.controls["group"] == "all")]
+    for line in lines_of(ax):
+        rates = own.loc[own["intervention"] == line.get_label(), "flip_rate"]
+        np.testing.assert_allclose(line.get_ydata(), 100 * rates)

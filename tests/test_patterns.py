@@ -1,0 +1,84 @@
+"""Attention classes find what a head attends to, and agree with TransformerLens's detector."""
+
+import pytest
+import torch
+from transformer_lens.head_detector import compute_head_attention_similarity_score, detect_head
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.heads.patterns import attention_classes, mean_attention, repeated_tokens
+from headwater.models.detector import ATTENTION_CLASSES, keys_of
+from headwater.world.planted import induction, name_mover
+from headwater.world.planted.circuits import INDUCTION_HEAD, PREVIOUS_TOKEN_HEAD
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+def load(planted):
+    return hw.load(planted.model, tokenizer=planted.tokenizer)
+
+
+@pytest.mark.planted
+def test_the_planted_induction_circuit_is_found_and_nothing_else():
+    table = attention_classes(load(induction()), seed=3).set_index(["layer", "head"])
+    called = table.loc[table["attention_class"] != "none", "attention_class"].to_dict()
+    assert called == {PREVIOUS_TOKEN_HEAD: "previous_token", INDUCTION_HEAD: "induction"}
+    assert table.loc[PREVIOUS_TOKEN_HEAD, "previous_token"] > 0.99
+    assert table.loc[INDUCTION_HEAD, "induction"] > 0.99
+
+
+@pytest.mark.planted
+def test_a_model_without_such_heads_has_none():
+    assert set(attention_classes(load(name_mover()))["attention_class"]) == {"none"}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_scores_are_the_detectors_own_up_to_the_queries_that_have_no_such_key(family):
+    model = hw.load(tiny_model(family, seed=5), tokenizer=tiny_tokenizer())
+    table = attention_classes(model, sequences=4, length=9, seed=11)
+    tokens = repeated_tokens(model, 4, 9, 11)
+    for name in ATTENTION_CLASSES:
+        expected = torch.zeros(model.shape.n_layers, model.shape.n_heads)
+        share = torch.stack([keys_of(name, row).any(-1).float().mean() for row in tokens]).mean()
+        for row in tokens:
+            _, cache = model.raw.run_with_cache(row[None], remove_batch_dim=True)
+            for layer in range(model.shape.n_layers):
+                for head in range(model.shape.n_heads):
+                    expected[layer, head] += compute_head_attention_similarity_score(
+                        cache["pattern", layer, "attn"][head],
+                        keys_of(name, row).float(),
+                        exclude_bos=False,
+                        exclude_current_token=False,
+                        error_measure="mul",
+                    ) / len(tokens)
+        found = torch.tensor(table[name].to_numpy()).reshape(expected.shape)
+        torch.testing.assert_close(found.float() * share, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.oracle
+def test_on_words_that_survive_the_way_through_text_the_detector_agrees_too():
+    planted = induction()
+    model = load(planted)
+    text = " ant bat cow dog elk ant bat cow dog elk"
+    tokens = model.tokenize(text).tokens
+    expected = detect_head(model.raw, text, "induction_head")
+    keys = keys_of("induction", tokens[0])
+    found = mean_attention(model.cache(text, residual=False, progress=False).attention[1], keys[None])
+    torch.testing.assert_close(found * keys.any(-1).float().mean(), expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_random_sequences_hold_no_special_token_and_repeat_once():
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    tokens = repeated_tokens(model, 5, 12, seed=1)
+    assert (tokens[:, 0] == model.bos).all()
+    assert torch.equal(tokens[:, 1:13], tokens[:, 13:])
+    assert not torch.isin(tokens[:, 1:], torch.tensor(model.tokenizer.all_special_ids)).any()
+    assert all(len(row.unique()) == 12 for row in tokens[:, 1:13])
+    assert not torch.equal(tokens, repeated_tokens(model, 5, 12, seed=2))
+
+
+def test_sequences_shrink_to_the_context_and_a_context_of_three_is_refused():
+    model = hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer())
+    assert repeated_tokens(model, 2, 500, seed=0).shape[1] <= model.shape.n_ctx
+    with pytest.raises(InputError, match="too small"):
+        repeated_tokens(model, 2, 1, seed=0)

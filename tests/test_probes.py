@@ -1,0 +1,155 @@
+"""Probes: states against Hugging Face, fits against scikit-learn, splits by question, whatever the batch."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.probes import Probes, auc, fit_probes, grouped_folds, probe_positions, probe_states
+from headwater.results import RunRecord
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def random_answered(how_many=9):
+    """Rows of random tokens, of different lengths, whose exact answers stand at random places."""
+    rng = np.random.default_rng()
+    rows = []
+    for _ in range(how_many):
+        length = int(rng.integers(6, 15))
+        exact = sorted(rng.choice(np.arange(4, length), size=2, replace=False).tolist())
+        rows.append({"tokens": tuple(rng.integers(2, len(TOKENIZER), length).tolist()), "exact_answer_tokens": exact})
+    run = RunRecord("answer", "tiny", "0", "float32", "cpu", {})
+    return AnsweredQuestions(pd.DataFrame(rows), pd.DataFrame(), run)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("token", ["answer_last", "exact_answer_last", "before_answer"])
+def test_states_are_those_of_hugging_face_at_the_named_token(token):
+    hf = tiny_model("llama", seed=int(torch.randint(1 << 30, ())))
+    answered = random_answered()
+    positions = probe_positions(answered, token)
+    states = probe_states(hw.load(hf, tokenizer=TOKENIZER), answered, token=token, batch_size=4, progress=False)
+    for row, (tokens, position) in enumerate(zip(answered.table["tokens"], positions, strict=True)):
+        seen = []
+
+        def see(_module, _inputs, output, seen=seen, position=position):
+            seen.append(output[0, position].detach())
+
+        handles = [layer.mlp.register_forward_hook(see) for layer in hf.model.layers]
+        hf(torch.tensor([tokens]))
+        [handle.remove() for handle in handles]
+        torch.testing.assert_close(states[:, row], torch.stack(seen), atol=2e-5, rtol=1e-4)
+
+
+def test_positions_are_the_tokens_that_they_name():
+    answered = random_answered()
+    for name, expected in (
+        ("answer_last", lambda row: len(row["tokens"]) - 1),
+        ("exact_answer_last", lambda row: row["exact_answer_tokens"][-1]),
+        ("before_answer", lambda row: row["exact_answer_tokens"][0] - 1),
+    ):
+        assert probe_positions(answered, name) == [expected(row) for row in answered.table.to_dict("records")]
+
+
+def test_states_do_not_depend_on_the_batch_and_the_model_is_left_unhooked(family):
+    model = hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    answered = random_answered(7)
+    for site in ("mlp_out", "attn_out", "resid_post"):
+        one, all_of_them = (probe_states(model, answered, site=site, batch_size=n, progress=False) for n in (1, 64))
+        torch.testing.assert_close(one, all_of_them, atol=3e-5, rtol=1e-4)
+        assert one.dtype == torch.float32
+    assert not any(module.fwd_hooks for module in model.raw.hook_dict.values())
+
+
+def random_problem(n=160, d=12, layers=3):
+    """States of which the last layer alone knows z; two rows per question."""
+    rng = np.random.default_rng()
+    z = np.repeat(rng.permutation(np.arange(n // 2) % 2), 2)
+    states = torch.from_numpy(rng.normal(2.0, 3.0, (layers, n, d))).float()
+    states[-1, :, 0] += 6 * torch.from_numpy(z).float()
+    return states, z, [f"question {i // 2}" for i in range(n)]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("is_large", [False, True])
+def test_probes_are_the_logistic_regressions_of_scikit_learn_and_their_aucs_are_its_aucs(is_large):
+    states, z, groups = random_problem(n=1200 if is_large else 160)
+    probes = fit_probes(states, z, site="mlp_out", token="answer_last", groups=groups, seed=3)
+    splits = grouped_folds(z, groups, 5, 3)[: 1 if is_large else 5]
+    for layer, values in enumerate(states.double().numpy()):
+        expected = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000, tol=1e-10))
+        aucs = []
+        for fitting, left_out in splits:
+            scores = expected.fit(values[fitting], z[fitting]).decision_function(values)
+            aucs.append(roc_auc_score(z[left_out], scores[left_out]))
+        if not is_large:
+            scores = expected.fit(values, z).decision_function(values)
+        np.testing.assert_allclose(probes[layer].logits(states[layer]).numpy(), scores, atol=5e-3)
+        assert float(probes.validation_auc[layer]) == pytest.approx(np.mean(aucs), abs=1e-3)
+    assert probes.best == 2
+
+
+def test_all_layers_at_once_give_the_logits_of_each_probe():
+    states, z, groups = random_problem()
+    probes = fit_probes(states, z, site="resid_post", token="answer_last", groups=groups)
+    each = torch.stack([probes[layer].logits(states[layer]) for layer in range(len(probes))])
+    torch.testing.assert_close(probes.logits(states), each)
+    assert (probes[-1].layer, probes[1].site, probes[1].token) == (2, "resid_post", "answer_last")
+    assert probes.weight.dtype == torch.float64
+
+
+def test_a_question_is_never_on_both_sides_of_a_split_and_seeds_differ():
+    _, z, groups = random_problem()
+    held = np.array(groups)
+    for fitting, left_out in grouped_folds(z, groups, 4, 0):
+        assert not set(held[fitting]) & set(held[left_out])
+        assert sorted([*fitting, *left_out]) == list(range(len(z)))
+        assert abs(z[left_out].mean() - z.mean()) < 0.1
+    assert len({tuple(grouped_folds(z, groups, 4, seed)[0][1]) for seed in range(3)}) == 3
+
+
+def test_a_constant_layer_gives_a_constant_logit():
+    states, z, groups = random_problem()
+    states[0] = 1.5
+    probes = fit_probes(states, z, site="mlp_out", token="answer_last", groups=groups)
+    assert float(probes[0].logits(states[0]).std()) < 1e-9
+    assert float(probes.validation_auc[0]) == pytest.approx(0.5)
+
+
+def test_too_few_answers_of_a_kind_are_refused_in_one_line():
+    states, z, groups = random_problem(n=20)
+    with pytest.raises(InputError, match=r"^10 right and 0 wrong answers to different questions are too few for 5 f"):
+        fit_probes(states[:, z == 0], z[z == 0], site="mlp_out", token="answer_last", groups=range(10))
+    with pytest.raises(InputError, match="too few for 9 folds"):
+        fit_probes(states, z, site="mlp_out", token="answer_last", groups=groups, folds=9)
+    with pytest.raises(InputError, match="folds=1 must be at least 2"):
+        grouped_folds(z, groups, 1, 0)
+
+
+def test_names_that_do_not_exist_are_refused_with_the_nearest():
+    model, answered = hw.load(tiny_model("llama"), tokenizer=TOKENIZER), random_answered(2)
+    with pytest.raises(InputError, match=r"no probe site 'mlp'. Did you mean 'mlp_out'"):
+        probe_states(model, answered, site="mlp")
+    with pytest.raises(InputError, match=r"no probe token 'last_answer'"):
+        probe_positions(answered, "last_answer")
+    with pytest.raises(InputError, match="batch_size=0"):
+        probe_states(model, answered, batch_size=0)
+    with pytest.raises(InputError, match="no probe of layer 3; there are layers 0 to 2"):
+        Probes("mlp_out", "answer_last", torch.zeros(3, 4), torch.zeros(3), 0)[3]
+
+
+def test_auc_is_that_of_scikit_learn_and_undefined_with_one_class():
+    rng = np.random.default_rng()
+    z, logits = rng.integers(0, 2, 50), rng.normal(size=50).round(1)
+    z[:2] = 0, 1
+    assert auc(z, logits) == pytest.approx(roc_auc_score(z, logits))
+    assert np.isnan(auc(np.ones(4, dtype=np.int64), logits[:4]))

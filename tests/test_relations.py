@@ -1,0 +1,206 @@
+"""Relations are read in both layouts; a bad file is refused with its name, line and field; words become tokens."""
+
+import json
+
+import pytest
+
+from headwater.errors import InputError
+from headwater.heads.relations import (
+    MIN_PAIRS,
+    PUBLISHED_CATEGORIES,
+    Relation,
+    load_relations,
+    tokenize_relations,
+    word_tokens,
+)
+from headwater.models.tokens import single_token_id
+from tests.tiny import WORDS, tiny_tokenizer
+
+GOOD = {"name": "capitals", "category": "knowledge", "pairs": [["France", ["Paris"]], ["Italy", ["Rome", "Roma"]]]}
+
+
+def write(folder, name, content):
+    file = folder / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return file
+
+
+def refusal(path) -> str:
+    with pytest.raises(InputError) as caught:
+        load_relations(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith((".", "?"))
+    return message
+
+
+def test_a_file_of_our_own_layout_keeps_every_accepted_target(tmp_path):
+    write(
+        tmp_path, "capitals", GOOD | {"provenance": "an atlas", "licence": "CC0", "description": "country to capital"}
+    )
+    (relation,) = load_relations(tmp_path)
+    assert relation == Relation(
+        "capitals", "knowledge", (("France", ("Paris",)), ("Italy", ("Rome", "Roma"))), "an atlas"
+    )
+
+
+def test_the_published_layout_takes_its_categories_from_beside_it_or_from_the_name(tmp_path):
+    for name in ("adj_antonym", "english_to_french", "mine", "none"):
+        write(tmp_path / name, name, [["big", "small"]])
+    write(tmp_path, "categories", {"mine": "algorithmic", "adj_antonym": "knowledge", "not here": "linguistic"})
+    found = {relation.name: relation.category for relation in load_relations(tmp_path)}
+    assert found == {
+        "adj_antonym": "knowledge",
+        "english_to_french": "translation",
+        "mine": "algorithmic",
+        "none": None,
+    }
+    assert len(PUBLISHED_CATEGORIES) == 20
+
+
+def test_a_source_given_twice_in_the_published_layout_is_two_items(tmp_path):
+    write(tmp_path / "pairs", "pairs", [["big", "small"], ["big", "tiny"], ["big", "small"]])
+    (relation,) = load_relations(tmp_path)
+    assert relation.pairs == (("big", ("small",)), ("big", ("tiny",)), ("big", ("small",)))
+
+
+def test_a_single_file_is_one_relation_and_a_byte_order_mark_does_no_harm(tmp_path):
+    file = tmp_path / "capitals.json"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert [relation.name for relation in load_relations(file)] == ["capitals"]
+
+
+def test_relations_come_in_the_order_of_their_names_and_copying_ones_know_it(tmp_path):
+    for name in ("b_copying", "c", "a"):
+        write(tmp_path / name, name, [["x", "y"]])
+    assert [(relation.name, relation.is_copying) for relation in load_relations(tmp_path)] == [
+        ("a", False),
+        ("b_copying", True),
+        ("c", False),
+    ]
+
+
+ROWS = {
+    '"France"': 'expected a row [source, target], found "France"',
+    '["France"]': 'expected a row [source, target], found ["France"]',
+    '["France", "Paris", "x"]': "expected a row [source, target]",
+    '[7, "Paris"]': "source: expected a word, found 7",
+    '["France", null]': "target: expected a word, found null",
+    '["France", ["Paris", 3.5]]': "target: expected a word, found 3.5",
+    '["France", []]': "target of 'France': the list is empty",
+    '["France", ["Paris", "Paris"]]': "target of 'France': the same word twice",
+    '["", "Paris"]': "source: '' is empty",
+    '["France", " Paris"]': "target: ' Paris' is empty, or begins or ends with a space",
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_wrong_row_is_named_by_file_line_and_field(tmp_path, row):
+    published = write(tmp_path / "r", "r", f'[["a", "b"],\n\n   ["c", "d"]\n  ,\n{row},\n["e", "f"]]')
+    message = refusal(tmp_path)
+    assert message.startswith(f"{published}, line 5: ")
+    assert ROWS[row] in message
+    own = write(tmp_path / "own", "r", f'{{"name": "r", "category": null,\n "pairs": [["a", ["b"]],\n  {row}\n]}}')
+    message = refusal(own)
+    assert message.startswith(f"{own}, line 3: ")
+    assert ROWS[row] in message
+
+
+def test_a_source_given_twice_in_our_own_layout_is_refused_with_both_lines(tmp_path):
+    text = '{"name": "r", "category": null, "pairs": [\n["a", ["b"]],\n["c", ["d"]],\n["a", ["e"]]\n]}'
+    assert "line 4: source 'a' comes again (first in line 2)" in refusal(write(tmp_path, "r", text))
+
+
+def test_fields_are_checked(tmp_path):
+    for field in ("name", "category", "pairs"):
+        file = write(tmp_path, "r", {key: value for key, value in GOOD.items() if key != field})
+        assert refusal(file) == f"{file}, line 1: field {field!r} is missing."
+    file = write(tmp_path, "r", json.dumps(GOOD | {"category": "linguistics"}, indent=1))
+    assert "line 3: field 'category': 'linguistics' is not a category. Did you mean 'linguistic'" in refusal(file)
+    assert "field 'name': expected a name" in refusal(write(tmp_path, "r", GOOD | {"name": ""}))
+    assert "expected a list of [source, target] rows" in refusal(write(tmp_path, "r", GOOD | {"pairs": {}}))
+    assert "no pairs: the list is empty" in refusal(write(tmp_path, "r", GOOD | {"pairs": []}))
+    assert "expected a list of [source, target] rows, or an object" in refusal(write(tmp_path, "r", "3"))
+
+
+def test_a_wrong_category_beside_the_published_layout_is_named(tmp_path):
+    write(tmp_path / "r", "r", [["a", "b"]])
+    file = write(tmp_path, "categories", '{\n "r":\n "knowlege"}')
+    assert refusal(tmp_path) == f"{file}, line 3: field 'r': 'knowlege' is not a category. Did you mean 'knowledge'?"
+
+
+def test_files_that_are_not_json_are_refused_with_the_line(tmp_path):
+    file = write(tmp_path, "r", '[["a", "b"],\n["c" "d"]]')
+    assert refusal(tmp_path).startswith(f"{file}, line 2, column 6: not JSON")
+    file.write_bytes(b'[["a", "b"],\n["caf\xe9", "d"]]')
+    assert refusal(tmp_path) == f"{file}, line 2: not UTF-8 text. Save the file as UTF-8."
+    file.write_text(" \n")
+    assert refusal(tmp_path) == f"{file} is empty."
+    file.write_text("[" * 100_000)
+    assert str(file) in refusal(tmp_path)
+
+
+def test_folders_that_hold_no_relations_are_refused(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    assert "holds no relation" in refusal(tmp_path)
+    write(tmp_path / "antonyms", "adj_antonym", [["a", "b"]])
+    assert "holds adj_antonym.json but no antonyms.json" in refusal(tmp_path)
+
+
+def test_two_relations_of_one_name_are_refused(tmp_path):
+    write(tmp_path, "one", GOOD)
+    write(tmp_path, "two", GOOD)
+    assert "2 relations named 'capitals'" in refusal(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def test_only_pairs_of_single_tokens_survive_and_the_others_are_listed_with_the_reason(tokenizer):
+    pairs = (("France", ("Paris", "Lutetia")), ("Sweden", ("Rome",)), ("Italy", ("Roma",)), ("cat", ("dog", "chat")))
+    (tokens,) = tokenize_relations([Relation("r", None, pairs)], tokenizer)
+    spaced = {word: tokenizer.encode(" " + word, add_special_tokens=False) for word in WORDS}
+    assert tokens.source.tolist() == [spaced["France"][0], spaced["cat"][0]]
+    assert tokens.targets == ((spaced["Paris"][0],), (spaced["dog"][0], spaced["chat"][0]))
+    assert tokens.dropped["source"].tolist() == ["Sweden", "Italy"]
+    assert tokens.dropped["reason"].tolist() == ["'Sweden' is 7 tokens", "'Roma' is 5 tokens"]
+
+
+def test_first_tokens_stand_for_longer_words_when_asked(tokenizer):
+    pairs = (("Sweden", ("Rome",)), ("France", ("Roma", "Rota")))
+    (tokens,) = tokenize_relations([Relation("r", None, pairs)], tokenizer, multi_token="first")
+    space = tokenizer.encode(" Roma", add_special_tokens=False)[0]
+    assert tokens.source.tolist()[0] == space
+    assert tokens.targets[1] == (space,)
+    assert tokens.dropped.empty
+    with pytest.raises(InputError, match="multi_token='last' is not known"):
+        tokenize_relations([], tokenizer, multi_token="last")
+
+
+def test_a_relation_is_usable_from_thirty_surviving_pairs_on(tokenizer):
+    for pairs in (0, MIN_PAIRS - 1, MIN_PAIRS):
+        relation = Relation("r", None, (("France", ("Paris",)),) * pairs + (("Sweden", ("Stockholm",)),))
+        (tokens,) = tokenize_relations([relation], tokenizer)
+        assert tokens.usable == (pairs >= 30)
+        assert len(tokens.dropped) == 1
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_space_is_given_the_bare_word():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [("<unk>", 0.0), ("▁France", -1.0), ("▁Paris", -1.0), ("▁", -3.0), ("F", -9.0), ("▁a", -2.0)]
+    inner = Tokenizer(models.Unigram(pieces, unk_id=0))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    pairs = (("France", ("Paris",)), ("France", ("FF",)), ("France", ("日本",)))
+    (tokens,) = tokenize_relations([Relation("r", None, pairs)], tokenizer)
+    assert (tokens.source.tolist(), tokens.targets) == ([1], ((2,),))
+    assert tokens.dropped["reason"].tolist() == ["'FF' is 3 tokens", "'日本' is not in the vocabulary"]
+    for word in ("France", "Paris", "FF", "a", "日本"):
+        (ids,) = word_tokens(tokenizer, [word])
+        assert single_token_id(tokenizer, word) == (ids[0] if len(ids) == 1 else None)

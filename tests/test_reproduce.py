@@ -1,0 +1,304 @@
+"""Published numbers beside measured ones: what is compared, and what is said where nothing was published."""
+
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.heads.classify import classify_heads
+from headwater.heads.relations import PUBLISHED_CATEGORIES, load_relations, tokenize_relations
+from headwater.heads.validation import dynamic_scores
+from headwater.models.load import load
+from headwater.models.weights import open_weights
+from headwater.reference import depth, maps, pathways
+from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps
+from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
+from tests.test_classify_heads import default_k, naive_scores
+from tests.tiny import WORDS
+
+NAMES = ("adj_antonym", "name_copying")
+SENTENCES = ("the capital of {source} is", "see {source} in")
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    """Random relations of words that the tiny tokenizer knows, under published names, in the published layout."""
+    folder = tmp_path_factory.mktemp("datasets")
+    for name in NAMES:
+        (folder / name).mkdir()
+        pairs = [[random.choice(WORDS), random.choice(WORDS)] for _ in range(40)]
+        (folder / name / f"{name}.json").write_text(json.dumps(pairs))
+    return folder
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """`pretend(numbers)` lets these be the published numbers of a model called `tiny-gpt` (3 layers of 4 heads)."""
+
+    def put(numbers: dict):
+        models = {"house/tiny-gpt": {"layers": 3, "heads": 4, "relations": numbers}}
+        monkeypatch.setattr(maps, "published_numbers", lambda kind: Published("a publication", models))
+
+    return put
+
+
+def measured(table: pd.DataFrame, quantity: str) -> dict[str, float]:
+    rows = table[table["quantity"] == quantity]
+    return dict(zip(rows["relation"], rows["measured"], strict=True))
+
+
+def test_measured_best_scores_are_those_of_the_naive_formula(checkpoint, datasets):
+    folder = checkpoint("gpt2")
+    weights = open_weights(folder)
+    relations = load_relations(datasets)
+    tokens = tokenize_relations(relations, weights.tokenizer)
+    naive = naive_scores(weights, tokens, default_k, "mlp0").groupby("relation")
+    table = reproduce_maps(folder, datasets, correlations=False, progress=False).table
+    for quantity in ("score", "suppression"):
+        assert measured(table, f"best {quantity}") == pytest.approx(naive[quantity].max().to_dict())
+    assert measured(table, "surviving pairs") == dict.fromkeys(NAMES, 40)
+
+
+def test_without_published_numbers_the_column_is_empty_and_a_note_says_so(checkpoint, datasets):
+    found = reproduce_maps(checkpoint("neox"), datasets, correlations=False, progress=False)
+    assert found.published_model is None
+    assert found.table["published"].isna().all()
+    assert found.table["measured"].notna().all()
+    assert "No published numbers exist for" in found.notes[0]
+    assert all(name in found.notes[0] for name in published_numbers("maps").models)
+    with pytest.raises(InputError, match="Nothing to draw"):
+        found.plot()
+
+
+def test_a_model_compared_with_its_own_numbers_differs_nowhere(checkpoint, datasets, pretend, tmp_path):
+    model = load(checkpoint("gpt2"))
+    head_map = classify_heads(model, relations=datasets, rule="published", progress=False)
+    correlations = dynamic_scores(model, head_map, relations=datasets, templates=SENTENCES, progress=False).correlations
+    numbers = {}
+    for name in NAMES:
+        heads = head_map.table[head_map.table["relation"] == name]
+        rows = correlations[correlations["relation"] == name]
+        numbers[name] = {
+            "pairs": 40,
+            "score": heads["score"].max(),
+            "suppression": heads["suppression"].max(),
+            "ranked_heads": " ".join(ranked_heads(heads)),
+            "correlations": {
+                f"{sign} {context} context": r
+                for sign, context, r in zip(rows["sign"], rows["context"], rows["pearson"], strict=True)
+            },
+        }
+    pretend(numbers)
+    options = {"published": "house/tiny-gpt", "templates": SENTENCES, "progress": False}
+    found = reproduce_maps(checkpoint("gpt2"), datasets, **options, out=tmp_path)
+    comparable = found.table.dropna(subset=["difference"])
+    assert len(comparable) > 6
+    np.testing.assert_allclose(comparable["difference"], 0, atol=1e-6)
+    again = reproduce_maps(checkpoint("gpt2"), datasets, **options, out=tmp_path)
+    pd.testing.assert_frame_equal(again.table, found.table)
+    assert again.notes == found.notes
+    assert len(found.plot().axes) >= comparable["quantity"].nunique()
+
+
+def test_a_difference_is_measured_minus_published(checkpoint, datasets, pretend):
+    published = random.random()
+    pretend({"adj_antonym": {"score": published, "suppression": 0.0}, "work_location": {"score": 1, "suppression": 1}})
+    found = reproduce_maps(
+        checkpoint("gpt2"), datasets, published="house/tiny-gpt", correlations=False, progress=False
+    ).table
+    row = found[(found["quantity"] == "best score") & (found["relation"] == "adj_antonym")].iloc[0]
+    assert row["difference"] == pytest.approx(row["measured"] - published)
+    lacking = found[found["relation"] == "work_location"]
+    assert lacking["published"].tolist() == [1, 1]
+    assert lacking["measured"].isna().all()
+
+
+def test_among_equal_scores_the_later_head_comes_first_and_zeros_are_left_out():
+    scores = np.random.default_rng().integers(0, 4, size=30) / 4
+    places = pd.DataFrame({"layer": np.repeat(range(5), 6), "head": list(range(6)) * 5, "score": scores})
+    naive = sorted(((s, l, h) for l, h, s in places.itertuples(index=False) if s > 0), reverse=True)  # noqa: E741
+    shuffled = places.sample(frac=1)
+    assert ranked_heads(shuffled) == [f"{layer}.{head}" for layer, head in zip(*_columns(naive), strict=True)]
+
+
+def _columns(naive):
+    return [int(layer) for _, layer, _ in naive], [int(head) for _, _, head in naive]
+
+
+def test_heads_in_their_published_place_are_counted_place_by_place(checkpoint, datasets):
+    head_map = classify_heads(checkpoint("gpt2"), relations=datasets, rule="published", progress=False)
+    heads = head_map.table[head_map.table["relation"] == "adj_antonym"]
+    own = ranked_heads(heads)
+    swapped = [own[1], own[0], *own[2:]]
+    numbers = {"adj_antonym": {"score": 0, "suppression": 0, "ranked_heads": " ".join(swapped)}}
+    table = compare_scores(head_map, numbers)
+    assert measured(table, "heads in their published place") == {"adj_antonym": len(own) - 2}
+
+
+def test_correlations_are_matched_by_sign_and_context():
+    rows = [
+        ("adj_antonym", sign, context, random.random())
+        for sign in ("score", "suppression")
+        for context in ("with", "without")
+    ]
+    frame = pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson"])
+    published = {f"{sign} {context} context": -r for _, sign, context, r in rows}
+    table = compare_correlations(frame, {"adj_antonym": {"correlations": published}})
+    assert table["published"].tolist() == [-r for r in table["measured"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shipped_numbers_are_shares_of_models_with_a_shape(kind):
+    published = published_numbers(kind)
+    assert "arXiv" in published.source
+    for model in published.models.values():
+        assert model["layers"] > 0 < model["heads"]
+
+
+def test_shipped_head_lists_name_heads_that_exist_once_and_pairs_that_scores_are_multiples_of():
+    for model in published_numbers("maps").models.values():
+        assert set(model["relations"]) <= set(PUBLISHED_CATEGORIES)
+        for numbers in model["relations"].values():
+            heads = [tuple(map(int, head.split("."))) for head in numbers.get("ranked_heads", "").split()]
+            assert len(set(heads)) == len(heads) <= 150
+            assert all(layer < model["layers"] and head < model["heads"] for layer, head in heads)
+            assert all(-1 <= r <= 1 for r in numbers["correlations"].values())
+            if pairs := numbers.get("pairs"):
+                nearest = round(numbers["score"] * pairs) / pairs
+                assert abs(nearest - numbers["score"]) <= 0.005 + 1e-9
+
+
+def test_a_model_is_known_by_the_last_part_of_its_name_and_refused_with_another_shape(checkpoint):
+    published = published_numbers("maps")
+    shape = open_weights(checkpoint("gpt2")).shape
+    assert published.name_of("some/folder/of-mine", shape) is None
+    with pytest.raises(InputError, match=r"3 layers of 4 heads.* 48 of 25"):
+        published.name_of("folders/gpt2-xl", shape)
+    with pytest.raises(InputError, match="Did you mean 'gpt2-xl'"):
+        published.name_of("anything", shape, "gpt2xl")
+    renamed = Published("here", {"house/Meta-Tiny": {"layers": 3, "heads": 4}})
+    assert renamed.name_of("Tiny", shape) == "house/Meta-Tiny"
+
+
+def test_the_command_prints_published_measured_and_difference(run, checkpoint, datasets, pretend, tmp_path):
+    pretend({name: {"pairs": 40, "score": 0.5, "suppression": 0.25} for name in NAMES})
+    arguments = ["reproduce", "maps", checkpoint("gpt2"), "--datasets", datasets, "--no-correlations", "--quiet"]
+    code, printed, _ = run(*arguments, "--published", "house/tiny-gpt", "--out", tmp_path / "out")
+    assert code == 0
+    assert "beside house/tiny-gpt" in printed
+    best = printed.split("best score\n")[1].split("\n\n")[0]
+    lines = {line.split()[0]: line.split()[1:] for line in best.splitlines()[1:]}
+    table = Reproduction.load(tmp_path / "out").table
+    for name, found in measured(table, "best score").items():
+        assert [float(number) for number in lines[name]] == pytest.approx([0.5, found, found - 0.5], abs=1e-3)
+    assert (tmp_path / "out" / "reproduction.png").exists()
+    code, printed, _ = run(*arguments, "--json")
+    summary = json.loads(printed)
+    assert summary["published_model"] is None
+    assert summary["compared"] == 0
+    assert "No published numbers exist" in summary["notes"][0]
+
+
+def test_the_command_refuses_what_cannot_be_compared(run, checkpoint, datasets):
+    code, _, error = run("reproduce", "maps", checkpoint("gpt2"), "--datasets", datasets, "--published", "gpt2-xl")
+    assert code == 2
+    assert "48 of 25" in error
+    code, _, error = run("reproduce", "maps", checkpoint("gpt2"), "--datasets", "no/such/folder")
+    assert code == 2
+    assert "no/such/folder" in error
+
+
+def test_nothing_is_left_on_the_callers_model(checkpoint, datasets):
+    model = load(checkpoint("gpt2"))
+    before = {name: value.clone() for name, value in model.raw.state_dict().items()}
+    reproduce_maps(model, datasets, templates=SENTENCES, progress=False)
+    after = model.raw.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return load()
+
+
+def test_reproduced_detection_is_what_detect_gives_under_published_names(embedded, monkeypatch, tmp_path):
+    asked = {"sample": 120, "methods": ("logit_min", "probe"), "token": "before_answer", "seeds": 1, "progress": False}
+    numbers = {"detection": {"probing": {"properties": 0.25}}, "mode": {"properties": 0.125}}
+    shape = {"layers": 4, "heads": 8}
+    monkeypatch.setattr(pathways, "published_numbers", lambda kind: Published("here", {"me": shape | numbers}))
+    found = pathways.reproduce_pathways(embedded, "properties", published="me", out=tmp_path / "out", **asked)
+    answered = hw.answer(embedded, hw.load_questions("properties", sample=120), progress=False)
+    detection = hw.detect(embedded, answered, methods=asked["methods"], token="before_answer", seeds=1, progress=False)
+    table = found.table.set_index("method")
+    own = detection.table.set_index("method")["auc"]
+    assert table.loc["logits min", "measured"] == own["logit_min"]
+    assert table.loc["probing", "difference"] == own["probe"] - 0.25
+    assert table.loc["gate", "published"] == 0.125
+    assert np.isnan(table.loc["logits min", "published"])
+    again = pathways.reproduce_pathways(embedded, "properties", published="me", out=tmp_path / "out", **asked)
+    pd.testing.assert_frame_equal(again.table, found.table)
+    with pytest.raises(InputError, match="'question' was not published"):
+        pathways.reproduce_pathways(embedded, "properties", methods=("question",))
+
+
+def hand_graph(folder):
+    """The hand-worked graph of the publication's formulas: scores, and what follows from them."""
+    nodes = [
+        ("a", 1, [], 2.0), ("b", 1, [], 5.0),
+        ("c", 2, ["a"], 5.0), ("d", 2, ["a", "b"], 4.0),
+        ("e", 3, ["c", "d"], 3.0),
+    ]  # fmt: skip
+    graph = [
+        {
+            "id": name,
+            "depth": depth,
+            "question": f"What is {name} ?",
+            "answers": ["Paris"],
+            "predecessors": below,
+            "model_answer": "Rome",
+            "score": score,
+        }
+        for name, depth, below, score in nodes
+    ]
+    (folder / "graph.json").write_text(json.dumps({"name": "hand", "nodes": graph}))
+    return hw.load_depth_graph(folder / "graph.json")
+
+
+def test_reproduced_discrepancies_are_those_worked_out_by_hand(embedded, tmp_path):
+    found = depth.reproduce_depth(embedded, hand_graph(tmp_path), progress=False)
+    numbers = found.table.set_index(["quantity", "depth"])["measured"]
+    assert numbers["accuracy", "1"] == pytest.approx(3.5)
+    assert numbers["accuracy", "2"] == pytest.approx(4.5)
+    assert numbers["forward discrepancy", "2-3"] == pytest.approx((4.5 - 3) / 4)
+    assert numbers["backward discrepancy", "1-2"] == pytest.approx(((5 - 2) / 4 + 0) / 2)
+    assert found.published_model is None
+    assert not [note for note in found.notes if "another judge" in note]
+
+
+def test_scores_of_another_judge_are_said_to_be(embedded, monkeypatch, tmp_path):
+    table = hand_graph(tmp_path).table.assign(score=np.nan, model_answer=None)
+    graph = dataclasses.replace(hand_graph(tmp_path), table=table)
+    shape = {"layers": 4, "heads": 8, "accuracy": {"1": 4.5}, "forward": {}, "backward": {}}
+    monkeypatch.setattr(depth, "published_numbers", lambda kind: Published("here", {"me": shape}))
+    found = depth.reproduce_depth(embedded, graph, published="me", judge="label", progress=False)
+    assert "not GPT-4's" in found.notes[0]
+    row = found.table[(found.table["quantity"] == "accuracy") & (found.table["depth"] == "1")].iloc[0]
+    assert row["difference"] == row["measured"] - 4.5
+
+
+def test_the_commands_for_pathways_and_depth_say_that_nothing_was_published(run, tmp_path):
+    hand_graph(tmp_path)
+    code, printed, _ = run("reproduce", "depth", "embedded", "--data", tmp_path / "graph.json", "--quiet", "--json")
+    assert code == 0
+    assert "No published numbers exist for embedded" in json.loads(printed)["notes"][0]
+    asked = ["--sample", 100, "--method", "probe", "--token", "before_answer", "--seeds", 1, "--quiet"]
+    code, printed, _ = run("reproduce", "pathways", "embedded", "--questions", "properties", *asked)
+    assert code == 0
+    assert "AUC of wrong answers" in printed
+    assert "No published numbers exist for embedded" in printed

@@ -1,0 +1,296 @@
+"""Results survive saving and loading exactly; run folders keep finished pieces and refuse other runs."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.errors import RunFolderError
+from headwater.results import FORMAT, Result, RunFolder, RunRecord, write_atomically
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Sample(Result):
+    table: pd.DataFrame
+    effects: Tensor
+    note: str
+    run: RunRecord
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Another(Result):
+    table: pd.DataFrame
+    run: RunRecord
+
+
+def record(**changes) -> RunRecord:
+    plain = {"analysis": "sample", "model": "some/model", "fingerprint": "abc", "dtype": "float32", "device": "cpu"}
+    return RunRecord(**plain | {"options": {"k": 10, "names": ["a", "b"], "share": 0.15, "none": None}} | changes)
+
+
+def sample(run: RunRecord | None = None) -> Sample:
+    rng = np.random.default_rng()
+    table = pd.DataFrame(
+        {
+            "layer": np.arange(6) // 2,
+            "score": rng.random(6),
+            "p_value": [np.nan, *rng.random(5)],
+            "name": list("abcdeé"),
+            "categories": [(), ("x",), ("x", "y"), (), ("z",), ()],
+            "found": rng.random(6) < 0.5,
+        }
+    )
+    return Sample(table, torch.randn(2, 3, dtype=torch.float64).T, "a note, é", run or record())
+
+
+def test_a_saved_result_is_read_back_exactly(tmp_path):
+    result = sample()
+    assert result.save(tmp_path / "deep" / "folder") == tmp_path / "deep" / "folder"
+    loaded = Sample.load(tmp_path / "deep" / "folder")
+    pd.testing.assert_frame_equal(loaded.table, result.table)
+    assert torch.equal(loaded.effects, result.effects)
+    assert loaded.effects.dtype == torch.float64
+    assert (loaded.note, loaded.run) == (result.note, result.run)
+
+
+def test_a_result_shows_its_model_and_size_in_one_line_and_as_html():
+    result = sample(record(model="<model>"))
+    assert repr(result) == "Sample(<model>: 6 rows)"
+    assert result._repr_html_().startswith("<p>Sample(&lt;model&gt;: 6 rows)</p><div>")
+
+
+def test_saving_again_replaces_and_saving_over_another_run_is_refused(tmp_path):
+    sample().save(tmp_path)
+    again = sample()
+    again.save(tmp_path)
+    pd.testing.assert_frame_equal(Sample.load(tmp_path).table, again.table)
+    with pytest.raises(RunFolderError, match=r"holds another run \(fingerprint: 'abc' there, 'xyz' here\)"):
+        sample(record(fingerprint="xyz")).save(tmp_path)
+    pd.testing.assert_frame_equal(Sample.load(tmp_path).table, again.table)
+
+
+def test_two_runs_are_the_same_when_they_would_compute_the_same():
+    first = record()
+    assert first.differences(record(device="cuda", created="another day", model="the/same/model")) == []
+    for changes, name in (
+        ({"analysis": "other"}, "analysis"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"seed": 1}, "seed"),
+        ({"options": first.options | {"k": 9}}, "option k"),
+        ({"options": first.options | {"more": 1}}, "option more"),
+        ({"versions": first.versions | {"torch": "1.0"}}, "version of torch"),
+    ):
+        (difference,) = first.differences(record(**changes))
+        assert difference.startswith(f"{name}: ")
+
+
+def test_options_compare_as_they_are_stored():
+    assert record(options={"sites": ("a", "b")}).differences(record(options={"sites": ["a", "b"]})) == []
+
+
+@pytest.mark.parametrize("damage", ["truncate", "text", "binary", "list", "no record", "no table", "tensors"])
+def test_a_damaged_result_is_one_clear_message(tmp_path, damage):
+    sample().save(tmp_path)
+    run = tmp_path / "run.json"
+    if damage == "truncate":
+        (tmp_path / "table.parquet").write_bytes((tmp_path / "table.parquet").read_bytes()[:50])
+    elif damage == "tensors":
+        (tmp_path / "tensors.safetensors").write_bytes(b"123")
+    elif damage == "no table":
+        (tmp_path / "table.parquet").unlink()
+    elif damage == "no record":
+        run.write_text('{"run": {"analysis": "x"}, "finished": true}')
+    else:
+        run.write_bytes({"text": b"{", "binary": b"\xff\xfe", "list": b"[]"}[damage])
+    with pytest.raises(RunFolderError) as caught:
+        Sample.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_loading_what_is_not_there_or_of_another_kind_says_so(tmp_path):
+    with pytest.raises(RunFolderError, match=r"holds no run\.json"):
+        Sample.load(tmp_path)
+    sample().save(tmp_path)
+    with pytest.raises(RunFolderError, match=r"holds a Sample, not a Another: use Sample\.load"):
+        Another.load(tmp_path)
+
+
+# --- folders of runs still going
+
+
+def test_finished_pieces_are_read_back_and_not_computed_again(tmp_path):
+    value = torch.randn(4, 3).T
+    first = RunFolder(tmp_path, record()).piece("one", lambda: {"value": value})
+    again = RunFolder(tmp_path, record()).piece("one", lambda: pytest.fail("computed again"))
+    assert torch.equal(first["value"], value)
+    assert torch.equal(again["value"], value)
+    assert again["value"].dtype == value.dtype
+
+
+def test_a_piece_cannot_leave_its_folder(tmp_path):
+    folder = RunFolder(tmp_path / "run", record())
+    for name in ("../../out", "/tmp/out", "a/b", "", ".", "a\\b"):
+        with pytest.raises(ValueError, match="cannot be named"):
+            folder.piece(name, lambda: {"value": torch.zeros(1)})
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_piece_cut_short_is_computed_again(tmp_path):
+    folder = RunFolder(tmp_path, record())
+    folder.piece("one", lambda: {"value": torch.zeros(100)})
+    (file,) = (tmp_path / "pieces").iterdir()
+    file.write_bytes(file.read_bytes()[:40])
+    assert torch.equal(folder.piece("one", lambda: {"value": torch.ones(2)})["value"], torch.ones(2))
+
+
+def test_a_failure_inside_a_piece_leaves_nothing_behind(tmp_path):
+    folder = RunFolder(tmp_path, record())
+
+    def fail():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        folder.piece("one", fail)
+    with pytest.raises(RunFolderError, match=r"two cannot be written: no space\. Make room"):
+        write_atomically(tmp_path / "pieces" / "two", lambda file: (_ for _ in ()).throw(OSError("no space")))
+    assert list((tmp_path / "pieces").iterdir()) == []
+
+
+def test_an_unfinished_folder_cannot_be_loaded_and_a_finished_one_holds_only_the_result(tmp_path):
+    folder = RunFolder(tmp_path, record())
+    folder.piece("one", lambda: {"value": torch.zeros(1)})
+    assert not folder.finished
+    with pytest.raises(RunFolderError, match=r"not finished\. Run the same command again"):
+        Sample.load(tmp_path)
+    folder.finish(sample(folder.run))
+    assert folder.finished
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.json", "table.parquet", "tensors.safetensors"]
+    assert json.loads((tmp_path / "run.json").read_text())["run"]["created"] == folder.run.created
+
+
+def test_a_continued_run_keeps_the_date_of_its_beginning(tmp_path):
+    RunFolder(tmp_path, record(created="2020-01-01T00:00:00+00:00"))
+    assert RunFolder(tmp_path, record()).run.created == "2020-01-01T00:00:00+00:00"
+
+
+def test_the_folder_of_another_run_is_refused_before_anything_is_written(tmp_path):
+    sample().save(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RunFolderError, match="option k: 10 there, 11 here"):
+        RunFolder(tmp_path, record(options=record().options | {"k": 11}))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="Cannot make the output folder"):
+        RunFolder(tmp_path / "file" / "folder", record())
+    with pytest.raises(RunFolderError, match="Cannot make the output folder"):
+        sample().save(tmp_path / "file")
+
+
+# --- formats, manifests, and who may write
+
+
+def test_a_folder_of_an_older_format_is_read_and_one_of_a_newer_is_refused_with_the_reason(tmp_path):
+    result = sample()
+    result.save(tmp_path)
+    written = json.loads((tmp_path / "run.json").read_text())
+    older = {name: value for name, value in written.items() if name not in ("format", "manifest")}
+    (tmp_path / "run.json").write_text(json.dumps(older))
+    pd.testing.assert_frame_equal(Sample.load(tmp_path).table, result.table)
+    for unknown in (FORMAT + 1, "1", -1, None, True):
+        (tmp_path / "run.json").write_text(json.dumps(written | {"format": unknown}))
+        for use in (
+            lambda: Sample.load(tmp_path),
+            lambda: RunFolder(tmp_path, record()),
+            lambda: result.save(tmp_path),
+        ):
+            with pytest.raises(RunFolderError, match=f"was written in format {unknown!r}; .* reads formats 0 to"):
+                use()
+
+
+@pytest.mark.parametrize("name", ["table.parquet", "tensors.safetensors"])
+def test_a_file_that_changed_since_the_run_wrote_it_is_refused(tmp_path, name):
+    sample().save(tmp_path)
+    content = bytearray((tmp_path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RunFolderError, match=f"damaged: {name} is changed since the run wrote it"):
+        Sample.load(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(RunFolderError, match=f"damaged: {name} is missing"):
+        Sample.load(tmp_path)
+
+
+def test_a_save_that_dies_half_way_leaves_an_unfinished_folder_not_a_mixture(tmp_path, monkeypatch):
+    sample().save(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("headwater.results.save_file", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            sample().save(tmp_path)
+    with pytest.raises(RunFolderError, match="not finished"):
+        Sample.load(tmp_path)
+    again = sample()
+    again.save(tmp_path)
+    pd.testing.assert_frame_equal(Sample.load(tmp_path).table, again.table)
+
+
+def hold(path: Path) -> subprocess.Popen:
+    """Start a process that opens the run of `record()` and stays."""
+    code = (
+        "import json, sys; from headwater.results import RunFolder, RunRecord; "
+        f"folder = RunFolder({str(path)!r}, RunRecord(**json.loads({json.dumps(dataclasses.asdict(record()))!r}))); "
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_two_processes_cannot_write_to_one_folder_and_a_dead_one_does_not_count(tmp_path):
+    with hold(tmp_path) as other:
+        with pytest.raises(RunFolderError, match=rf"Another run is writing to .* \(process {other.pid} on "):
+            RunFolder(tmp_path, record())
+        other.kill()
+        other.wait()
+        RunFolder(tmp_path, record()).finish(sample())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.json", "table.parquet", "tensors.safetensors"]
+
+
+def test_an_interrupted_thread_may_go_on_and_another_thread_may_not(tmp_path):
+    first = RunFolder(tmp_path, record())  # as a notebook's traceback would keep it
+    again = RunFolder(tmp_path, record())
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RunFolderError, match="Another run is writing"):
+        pool.submit(RunFolder, tmp_path, record()).result()
+    again.finish(sample())
+    assert first.finished
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(RunFolder, tmp_path, record()).result().finished
+
+
+def test_a_folder_is_free_again_when_its_run_has_failed(tmp_path):
+    def run():
+        RunFolder(tmp_path, record()).piece("one", lambda: 1 / 0)
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ZeroDivisionError):
+        pool.submit(run).result()
+    RunFolder(tmp_path, record()).finish(sample())
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path):
+    folder = RunFolder(tmp_path, record())
+    folder.piece("one", lambda: {"value": torch.ones(1)})
+    for place in (tmp_path, tmp_path / "pieces"):
+        (place / ".table.parquet.abc.tmp").write_bytes(b"half")
+    again = RunFolder(tmp_path, record())
+    assert torch.equal(again.piece("one", lambda: pytest.fail("computed again"))["value"], torch.ones(1))
+    assert not list(tmp_path.rglob("*.tmp"))

@@ -1,0 +1,446 @@
+"""Saliency equals finite differences and autograd through Hugging Face's own attention patterns, whatever the batch."""
+
+import contextlib
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError, RunFolderError
+from headwater.models import backward
+from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.probes import Probe, probe_positions
+from headwater.pathways.saliency import COLUMNS, Saliency
+from headwater.results import RunRecord
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+D_VOCAB = len(TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(family):
+        if family not in made:
+            hf = tiny_model(family, seed=int(torch.randint(1 << 30, ())))
+            made[family] = hw.load(hf, tokenizer=TOKENIZER), hf
+        return made[family]
+
+    return model
+
+
+def answered_by(model, n_rows=5, *, prefix=0, datasets=("PopQA", "TriviaQA")):
+    """Random token rows with E_Q and E_A at random places; all begin with the same `prefix` tokens."""
+    same = torch.randint(2, D_VOCAB, (prefix,)).tolist()
+    rows = []
+    for i in range(n_rows):
+        question, answer = int(torch.randint(5, 9, ())), int(torch.randint(2, 6, ()))
+        start, length = prefix + question, prefix + question + answer
+        keys = sorted((prefix + torch.randperm(question)[: 1 + i % 3]).tolist())
+        exact = sorted((start + torch.randperm(answer)[: 1 + i % 2]).tolist())
+        rows.append(
+            {
+                "dataset": datasets[i % len(datasets)],
+                "z": i // 2 % 2,
+                "tokens": (*same, *torch.randint(2, D_VOCAB, (length - prefix,)).tolist()),
+                "answer_start": start,
+                "subject_tokens": tuple(keys[:1]),
+                "property_tokens": tuple(keys[1:]),
+                "exact_answer_tokens": tuple(exact),
+            }
+        )
+    record = RunRecord("answer", model.name, model.fingerprint, "float32", "cpu", {})
+    return AnsweredQuestions(pd.DataFrame(rows), pd.DataFrame({"dataset": [], "cause": [], "questions": []}), record)
+
+
+def random_probe(model, *, layer=2, site="mlp_out", token="exact_answer_last"):
+    weight = torch.randn(model.shape.d_model, dtype=torch.float64) / 4
+    return Probe(site, token, layer, weight, float(torch.randn(())))
+
+
+def by_autograd(hf, row, position, probe, target, *, window=None, heads="mean_abs", pairs="mean"):
+    """S(E_Q→E_A) and S(E_Q→*) at each layer, from the gradients that Hugging Face's patterns retain, one row alone."""
+    base, blocks = hf.base_model, next(m for m in hf.modules() if isinstance(m, torch.nn.ModuleList))
+    state = []
+    module = blocks[probe.layer] if probe.site == "resid_post" else mlp_output_of(blocks[probe.layer])
+    handle = module.register_forward_hook(lambda _, __, out: state.append(out[0] if isinstance(out, tuple) else out))
+    with torch.enable_grad():
+        embedded = base.get_input_embeddings()(torch.tensor([row["tokens"]])).detach().requires_grad_(True)
+        patterns = base(inputs_embeds=embedded, output_attentions=True, use_cache=False).attentions
+        handle.remove()
+        logit = state[0][0, position].double() @ probe.weight + probe.bias
+        z = torch.tensor(float(row["z"]), dtype=torch.float64)
+        reached = torch.nn.functional.binary_cross_entropy_with_logits(logit, z) if target == "cross_entropy" else logit
+        gradients = torch.autograd.grad(reached, patterns[: probe.layer + 1], allow_unused=True)
+    keys = sorted({*row["subject_tokens"], *row["property_tokens"]})
+    found = []
+    for pattern, gradient in zip(patterns, gradients, strict=False):
+        flow = (pattern * (0 if gradient is None else gradient))[0]
+        flow = (flow.abs().mean(0) if heads == "mean_abs" else flow.mean(0).abs()).detach().double()
+        ends = {"exact": row["exact_answer_tokens"], "all": range(position + 1)}
+        both = []
+        for queries in ends.values():
+            values = [flow[i, j] for i in queries for j in keys if j <= i <= position and pattern[0, :, i, j].any()]
+            nothing = torch.tensor(torch.nan, dtype=torch.float64)
+            both.append((torch.stack(values).mean() if pairs == "mean" else sum(values)) if values else nothing)
+        found.append(torch.stack(both))
+    return torch.stack(found)
+
+
+def mlp_output_of(block):
+    """The module whose output the MLP adds to the residual stream."""
+    return getattr(block, "post_feedforward_layernorm", None) or block.mlp
+
+
+@pytest.mark.oracle
+def test_saliency_equals_autograd_through_hugging_faces_patterns_on_every_architecture(models, family):
+    model, hf = models(family)
+    answered = answered_by(model, prefix=int(torch.randint(0, 30, ())))
+    site = "resid_post" if model.shape.parallel_blocks else "mlp_out"
+    probe = random_probe(model, site=site)
+    found = hw.saliency(model, answered, probe, batch_size=3, progress=False)
+    compare(found, answered, hf, probe)
+
+
+def compare(found, answered, hf, probe, layers=None, **options):
+    table = found.by_layer.set_index(["target", "example", "layer"])
+    for target in ("cross_entropy", "logit"):
+        for i, position in enumerate(probe_positions(answered, probe.token)):
+            expected = by_autograd(hf, answered.table.iloc[i], position, probe, target, **options)
+            measured = table.loc[target, i][list(COLUMNS)]
+            assert list(measured.index) == list(layers or range(probe.layer + 1))
+            torch.testing.assert_close(
+                torch.tensor(measured.to_numpy()),
+                expected[list(measured.index)],
+                atol=2e-6 * float(expected.nan_to_num().max()) + 1e-9,
+                rtol=1e-4,
+                equal_nan=True,
+            )
+            means = found.of(target).set_index("example").loc[i, list(COLUMNS)].to_numpy(dtype=float)
+            assert np.allclose(means, measured.mean(), equal_nan=True)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("heads", "pairs"), [("abs_mean", "mean"), ("mean_abs", "sum"), ("abs_mean", "sum")])
+def test_heads_and_pairs_are_averaged_as_asked(models, heads, pairs):
+    model, hf = models("llama")
+    answered, probe = answered_by(model), random_probe(model, token="answer_last")
+    found = hw.saliency(model, answered, probe, heads=heads, pairs=pairs, layers=[0, 2], progress=False)
+    compare(found, answered, hf, probe, layers=[0, 2], heads=heads, pairs=pairs)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", ["gpt2", "neox-sequential", "gemma2"])
+def test_recording_one_layers_graph_at_a_time_changes_nothing(models, family, monkeypatch):
+    model, hf = models(family)
+    answered, probe = answered_by(model, prefix=20), random_probe(model, layer=-1 % model.shape.n_layers)
+    monkeypatch.setitem(backward.GRAPH_BYTES, "cpu", 1)
+    found = hw.saliency(model, answered, probe, progress=False)
+    compare(found, answered, hf, probe)
+
+
+def test_the_sum_over_pairs_is_the_slope_of_the_logit_when_one_edge_is_reweighted(models):
+    from headwater.kernels.attention import reweighted
+
+    model, _ = models("qwen3")
+    answered, probe = answered_by(model, 1), random_probe(model)
+    row, position = answered.table.iloc[0], probe_positions(answered, probe.token)[0]
+    layer, key, query = 1, row["subject_tokens"][0], position
+    at = torch.arange(len(row["tokens"]))
+
+    def logit(step, head):
+        scale = torch.zeros(1, model.shape.n_heads)
+        scale[0, head] = step
+        state = []
+        hooks = [
+            (
+                f"blocks.{layer}.attn.hook_pattern",
+                lambda a, hook: reweighted(a, at[None] == query, at[None] == key, scale),
+            ),
+            (f"blocks.{probe.layer}.hook_mlp_out", lambda x, hook: state.append(x[:, position])),
+        ]
+        model.run([list(row["tokens"])], hooks)
+        return float(probe.logits(state[0]))
+
+    slopes = [abs(logit(3e-2, head) - logit(-3e-2, head)) / 6e-2 for head in range(model.shape.n_heads)]
+    one_edge = row.to_dict() | {"subject_tokens": (key,), "property_tokens": (), "exact_answer_tokens": (query,)}
+    single = AnsweredQuestions(pd.DataFrame([one_edge]), answered.dropped, answered.run)
+    found = hw.saliency(model, single, probe, target="logit", layers=layer, progress=False)
+    assert found.of()["saliency_exact_answer"].item() == pytest.approx(np.mean(slopes), rel=2e-2, abs=1e-5)
+
+
+def test_batch_size_padding_and_the_shared_beginning_change_nothing(models, family):
+    model, _ = models(family)
+    answered = answered_by(model, 7, prefix=int(torch.randint(0, 30, ())))
+    probe = random_probe(model, site="attn_out")
+    tables = [hw.saliency(model, answered, probe, batch_size=n, progress=False).table for n in (1, 3, 16)]
+    for other in tables[1:]:
+        for column in COLUMNS:
+            scale = tables[0][column].max()
+            assert np.allclose(tables[0][column], other[column], atol=1e-5 * scale, equal_nan=True)
+
+
+def test_the_answers_edges_alone_give_the_same_numbers_and_so_does_a_caller_in_inference_mode(models):
+    model, _ = models("gpt2")
+    answered, probe = answered_by(model, prefix=17), random_probe(model)
+    both = hw.saliency(model, answered, probe, progress=False).table
+    with torch.inference_mode():
+        pd.testing.assert_frame_equal(hw.saliency(model, answered, probe, progress=False).table, both)
+    alone = hw.saliency(model, answered, probe, edges="exact_answer", progress=False).table
+    assert np.allclose(both["saliency_exact_answer"], alone["saliency_exact_answer"], rtol=1e-4)
+    assert alone["saliency_all"].isna().all()
+
+
+@pytest.mark.planted
+def test_flow_is_found_in_the_one_head_that_carries_it_and_nowhere_else():
+    hf = tiny_model("gpt2", seed=1)
+    carrier, layer, d_head = 2, 1, 8
+    with torch.no_grad():
+        for i, block in enumerate(hf.transformer.h):
+            block.mlp.c_proj.weight.zero_()
+            block.attn.c_proj.weight[:] *= i == layer
+            block.attn.c_proj.weight[: carrier * d_head] = 0
+            block.attn.c_proj.weight[(carrier + 1) * d_head :] = 0
+    planted = hw.load(hf, tokenizer=TOKENIZER)
+    answered, probe = answered_by(planted), random_probe(planted, site="resid_post")
+    found = hw.saliency(planted, answered, probe, target="logit", pairs="sum", progress=False)
+    table = found.by_layer[found.by_layer["target"] == "logit"]
+    for column in COLUMNS:
+        assert (table.loc[table["layer"] == layer, column] > 0).all()
+        assert (table.loc[table["layer"] != layer, column] == 0).all()
+    values = []
+    for row in answered.table.to_dict("records"):
+        held = {}
+        hooks = [
+            (f"blocks.{layer}.attn.hook_{name}", lambda x, hook, n=name, held=held: held.update({n: x}))
+            for name in ("v", "pattern")
+        ]
+        planted.run([list(row["tokens"])], hooks)
+        read = (
+            hf.transformer.h[layer].attn.c_proj.weight[carrier * d_head : (carrier + 1) * d_head].detach().double()
+            @ probe.weight
+        )
+        query = max(row["exact_answer_tokens"])
+        keys = [*row["subject_tokens"], *row["property_tokens"]]
+        edges = held["pattern"][0, carrier, query, keys].double() * (held["v"][0, keys, carrier].double() @ read)
+        values.append(float(edges.abs().sum()) / planted.shape.n_heads)
+    here = table.loc[table["layer"] == layer, "saliency_exact_answer"]
+    assert np.allclose(here, values, rtol=1e-4)
+    assert np.allclose(table.loc[table["layer"] == layer, "saliency_all"], values, rtol=1e-4)
+
+
+def test_cross_entropy_vanishes_for_a_sure_and_right_probe_and_the_logit_does_not(models):
+    model, _ = models("neox-sequential")
+    answered, probe = answered_by(model, 6), random_probe(model)
+    answered.table["z"] = 1
+    sure = Probe(probe.site, probe.token, probe.layer, probe.weight, 40.0)
+    found = hw.saliency(model, answered, sure, progress=False)
+    by_target = [found.of(target)["saliency_all"].to_numpy() for target in ("cross_entropy", "logit")]
+    assert (by_target[0] < 1e-12 * by_target[1]).all()
+    unsure = hw.saliency(model, answered, probe, progress=False)
+    assert np.allclose(unsure.of("logit")["saliency_all"], found.of("logit")["saliency_all"])
+    probability = unsure.of()["probability"].to_numpy()
+    expected = (1 - probability) * unsure.of("logit")["saliency_all"].to_numpy()
+    assert np.allclose(unsure.of()["saliency_all"], expected)
+
+
+def test_the_summary_tells_saturation_from_absence():
+    n = 40
+    logit = np.full(n, 1.0) + np.linspace(0, 0.1, n)
+    entropy = np.where(np.arange(n) < 10, 1e-6, logit)
+    rows = [
+        pd.DataFrame(
+            {"dataset": "PopQA", "example": range(n), "target": name, "z": 1, "logit": 0.0, "probability": 0.5}
+            | dict.fromkeys(COLUMNS, values)
+        )
+        for name, values in (("cross_entropy", entropy), ("logit", logit))
+    ]
+    run = RunRecord("saliency", "tiny", "0", "float32", "cpu", {"probe": {}})
+    found = Saliency(pd.concat(rows), pd.DataFrame(), "logit", run)
+    summary = found.summary()["datasets"][0]["saliency_all"]
+    assert summary["several_peaks"] == {"cross_entropy": True, "logit": False}
+    assert any("25.0% of the examples" in said and "100% have a probe that is sure" in said for said in found.report())
+    assert summary["near_zero"] == {"cross_entropy": 0.25, "logit": 0.0}
+    assert summary["saturated"] == 1.0
+    assert summary["median_logit_right"] is None
+    assert summary["median_logit_wrong"] == pytest.approx(np.median(logit))
+
+
+def test_a_probe_before_the_answer_has_no_flow_through_the_answers_tokens(models):
+    model, _ = models("gpt2")
+    answered, probe = answered_by(model), random_probe(model, token="before_answer")
+    with pytest.warns(UserWarning, match=r"5 of 5 examples.*NaN"):
+        found = hw.saliency(model, answered, probe, progress=False)
+    assert found.table["saliency_exact_answer"].isna().all()
+    assert (found.table["saliency_all"] > 0).all()
+    assert found.summary()["datasets"][0]["saliency_exact_answer"] is None
+    assert any("S(E_Q→E_A) has no value" in sentence for sentence in found.report())
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_model_is_left_without_hooks_gradients_or_another_outcome(models, interrupted, monkeypatch):
+    from headwater.pathways import flows
+
+    model, _ = models("llama")
+    answered, probe = answered_by(model, prefix=20), random_probe(model)
+    prompt = list(answered.table["tokens"][0])
+    before = model.run([prompt])
+    own_hooks = [len(block._forward_pre_hooks) for block in model.raw.blocks]
+    monkeypatch.setitem(backward.GRAPH_BYTES, "cpu", 1)
+    if interrupted:
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(flows, "edge_saliency", stop)
+    with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+        hw.saliency(model, answered, probe, progress=False)
+    assert torch.equal(model.run([prompt]), before)
+    assert all(p.grad is None and not p.requires_grad for p in model.raw.parameters())
+    assert not any(point.fwd_hooks or point.bwd_hooks for point in model.raw.hook_dict.values())
+    assert [len(block._forward_pre_hooks) for block in model.raw.blocks] == own_hooks
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(models, tmp_path, monkeypatch):
+    from headwater.pathways import saliency as module
+
+    model, _ = models("gpt2")
+    answered, probe = answered_by(model, 6), random_probe(model)
+    expected = hw.saliency(model, answered, probe, batch_size=2, progress=False)
+    batches, whole = [], module.measure_batch
+
+    def stopping(*args):
+        batches.append(args)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(module, "measure_batch", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        hw.saliency(model, answered, probe, batch_size=2, progress=False, out=tmp_path / "run")
+    found = hw.saliency(model, answered, probe, batch_size=2, progress=False, out=tmp_path / "run")
+    assert len(batches) == 4
+    pd.testing.assert_frame_equal(found.table, expected.table)
+    again = Saliency.load(tmp_path / "run")
+    pd.testing.assert_frame_equal(again.by_layer, expected.by_layer)
+    assert again.target == "cross_entropy"
+    with pytest.raises(RunFolderError, match="pairs"):
+        hw.saliency(model, answered, probe, batch_size=2, pairs="sum", progress=False, out=tmp_path / "run")
+
+
+def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(models, monkeypatch):
+    from headwater.pathways import flows
+
+    model, _ = models("gpt2")
+    answered, probe = answered_by(model, 5, prefix=18), random_probe(model)
+    expected = hw.saliency(model, answered, probe, progress=False).table
+    whole, sizes = flows.Descent, []
+
+    def small(model, tokens, *rest):
+        sizes.append(len(tokens))
+        if len(tokens) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return whole(model, tokens, *rest)
+
+    monkeypatch.setattr(flows, "Descent", small)
+    found = hw.saliency(model, answered, probe, progress=False).table
+    assert sizes == [5, 2, 3, 1, 2]
+    for column in COLUMNS:
+        assert np.allclose(found[column], expected[column], rtol=1e-4, equal_nan=True)
+
+
+def test_bad_input_is_one_clear_line(models):
+    model, _ = models("gpt2")
+    answered, probe = answered_by(model), random_probe(model)
+    parallel, _ = models("neox")
+    with torch.inference_mode():
+        frozen = hw.load(tiny_model("gpt2"), tokenizer=TOKENIZER)
+    cases = [
+        ({"target": "crossentropy"}, "target='crossentropy' is not one of cross_entropy, logit. Did you mean"),
+        ({"heads": "mean"}, "heads='mean' is not one of"),
+        ({"pairs": "median"}, "pairs='median'"),
+        ({"edges": "answer"}, "edges='answer'"),
+        ({"edges": ()}, "edges is empty"),
+        ({"layers": [9]}, "There is no layer 9"),
+        ({"layers": [2], "probe": random_probe(model, layer=1)}, r"layers=\[2\] cannot reach the probe"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"probe": random_probe(model, layer=7)}, "The probe is of layer 7"),
+        ({"probe": random_probe(model, site="mlp_post")}, "site='mlp_post'"),
+        ({"probe": random_probe(model, token="first")}, "no probe token 'first'"),
+        ({"probe": Probe("mlp_out", "answer_last", 1, torch.zeros(3), 0.0)}, "The probe reads 3 numbers"),
+        ({"answered": answered_by(parallel)}, "The answers come from another model"),
+        ({"model": frozen}, r"was loaded under torch.inference_mode\(\)"),
+        ({"model": parallel, "probe": random_probe(model, layer=0)}, "No head .* comes before the MLP of layer 0"),
+    ]
+    for options, message in cases:
+        given = {"model": model, "answered": answered, "probe": probe, "progress": False} | options
+        with pytest.raises(InputError, match=message) as raised:
+            hw.saliency(given.pop("model"), given.pop("answered"), given.pop("probe"), **given)
+        assert "\n" not in str(raised.value)
+
+
+def test_the_benchmark_compares_like_with_like_at_a_tiny_shape(monkeypatch):
+    from benchmarks import saliency as suite
+    from benchmarks.machine import Machine
+    from benchmarks.patching import random_gpt2
+
+    monkeypatch.setattr(suite, "_peak_in_fresh_process", lambda *asked: 1)
+    tiny = random_gpt2("cpu", n_layer=4, n_embd=24, n_head=2, vocab_size=1100, n_positions=256)
+    with torch.inference_mode():
+        rows = list(suite.run(Machine("a CPU", 1, matrix_rate=1e9, bandwidth=1e9), "cpu", tiny))
+    assert [row.agrees for row in rows] == [True] * 4
+    assert all(row.ratio > 0 and row.floor_s > 0 for row in rows)
+    monkeypatch.setattr(suite, "peer", lambda *asked, **stop: torch.ones(suite.EXAMPLES))
+    assert not any(row.agrees for row in suite.run(Machine("a CPU", 1, 1e9, 1e9), "cpu", tiny))
+
+
+def test_a_model_in_low_precision_gives_the_same_saliency_to_its_precision():
+    seed = int(torch.randint(1 << 30, ()))
+    wide, narrow = (
+        hw.load(tiny_model("llama", seed=seed, dtype=torch.float32).to(dtype), tokenizer=TOKENIZER)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    answered, probe = answered_by(wide, 8, prefix=18), random_probe(wide)
+    same = AnsweredQuestions(
+        answered.table, answered.dropped, RunRecord("answer", "tiny", narrow.fingerprint, "", "", {})
+    )
+    found = [hw.saliency(m, a, probe, progress=False).of("logit") for m, a in ((wide, answered), (narrow, same))]
+    assert all(table["saliency_all"].dtype == np.float64 for table in found)
+    for column in COLUMNS:
+        assert np.corrcoef(found[0][column], found[1][column])[0, 1] > 0.95
+        assert np.allclose(found[0][column].sum(), found[1][column].sum(), rtol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+def test_saliency_on_a_gpu_is_that_on_the_cpu(family):
+    hf = tiny_model(family, seed=int(torch.randint(1 << 30, ())))
+    here, there = (hw.load(hf, tokenizer=TOKENIZER, device=device) for device in ("cpu", "cuda"))
+    answered, probe = answered_by(here, 6, prefix=18), random_probe(here)
+    tables = [hw.saliency(model, answered, probe, batch_size=4, progress=False).table for model in (here, there)]
+    for column in COLUMNS:
+        assert np.allclose(tables[0][column], tables[1][column], rtol=1e-3, equal_nan=True)
+
+
+def test_what_a_descent_reads_is_what_the_model_itself_computes(models, family):
+    from headwater.models.backward import Descent, keys_values
+    from headwater.models.checks import value_heads_match
+
+    model, _ = models(family)
+    tokens, before = torch.randint(2, D_VOCAB, (3, 24)), int(torch.randint(0, 15, ()))
+    held = {}
+    names = [f"blocks.{layer}.attn.hook_{name}" for layer in range(3) for name in ("pattern", "z")]
+    hooks = [(name, lambda x, hook, name=name: held.update({name: x.clone()})) for name in names]
+    model.run(tokens, [*hooks, ("blocks.2.hook_attn_out", lambda x, hook: held.update(state=x[:, 23].clone()))])
+    prefix = keys_values(model, tokens[:, :before], {}, 3)
+    descent = Descent(model, tokens[:, before:], prefix, ("blocks.2.hook_attn_out", 2), torch.full((3,), 23 - before))
+    torch.testing.assert_close(descent.states, held["state"], atol=1e-4, rtol=1e-4)
+    for slopes in descent.slopes(torch.randn(model.shape.d_model, dtype=torch.float64)):
+        pattern, z = (held[f"blocks.{slopes.layer}.attn.hook_{name}"] for name in ("pattern", "z"))
+        torch.testing.assert_close(slopes.pattern, pattern[:, :, before:], atol=1e-5, rtol=1e-4)
+        expanded = slopes.values.repeat_interleave(model.shape.group_size, 1).transpose(1, 2)
+        value_heads_match(z, pattern, expanded)

@@ -1,0 +1,152 @@
+"""The saliency figure draws densities of what the table holds, one panel per model, readable without colour."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.pathways.saliency import COLUMNS, TARGETS, Saliency
+from headwater.results import RunRecord
+
+RNG = np.random.default_rng()
+
+
+def made(datasets=("TriviaQA", "NQ"), n=60, model="org/tiny", scale=1e-3):
+    """Random saliencies; E_Q→* four times as large as E_Q→E_A, cross-entropy half of the logit."""
+    parts = []
+    for name in datasets:
+        flow = scale * RNG.gamma(3, size=n)
+        for target in TARGETS:
+            values = flow * (0.5 if target == "cross_entropy" else 1)
+            parts.append(
+                pd.DataFrame(
+                    {"dataset": name, "example": range(n), "target": target, "z": 1, "logit": 0.0, "probability": 0.5}
+                    | {COLUMNS[0]: values, COLUMNS[1]: 4 * values}
+                )
+            )
+    run = RunRecord("saliency", model, "0", "float32", "cpu", {"probe": {}})
+    return Saliency(pd.concat(parts, ignore_index=True), pd.DataFrame(), "cross_entropy", run)
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_the_densities_integrate_to_one_and_begin_at_zero():
+    figure = hw.figures.saliency([made()])
+    (ax,) = figure.axes
+    assert ax.get_xlim()[0] == 0
+    assert len(ax.lines) == 4
+    for line in ax.lines:
+        x, height = line.get_data()
+        assert 0.9 < np.trapezoid(height, x) < 1.001  # a fiftieth of the widest lies beyond the axis
+
+
+def test_the_density_is_scipys_reflected_at_zero():
+    from scipy.stats import gaussian_kde
+
+    result = made(datasets=("NQ",))
+    line = hw.figures.saliency([result], target="logit").axes[0].lines[0]
+    values = result.of("logit")["saliency_exact_answer"].to_numpy()
+    x, height = line.get_data()
+    assert np.allclose(height, gaussian_kde(values)(x) + gaussian_kde(values)(-x))
+
+
+def test_each_model_has_a_panel_with_scales_of_its_own_and_all_share_one_legend():
+    large, small = made(model="org/Llama-3-8B", scale=1.0), made(model="org/Llama-3-70B", scale=1e-4)
+    figure = hw.figures.saliency([large, small])
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["Llama-3-8B", "Llama-3-70B"]
+    assert figure.axes[0].get_xlim()[1] > 100 * figure.axes[1].get_xlim()[1]
+    assert len(figure.legends) == 1
+    assert not any(ax.get_legend() for ax in figure.axes)
+    assert texts(figure) == [
+        f"{name}, {kind} (n = 60)" for kind in ("$E_Q$→$E_A$", "$E_Q$→*") for name in ("TriviaQA", "NQ")
+    ]
+
+
+def test_runs_of_one_model_on_other_sets_share_its_panel():
+    figure = hw.figures.saliency([made(("PopQA",)), made(("NQ",))])
+    assert len(figure.axes) == 1
+    assert len(figure.axes[0].lines) == 4
+
+
+def test_kinds_of_edges_differ_in_dash_and_hatch_and_sets_in_colour():
+    ax = hw.figures.saliency([made()]).axes[0]
+    dashes = [line.get_linestyle() for line in ax.lines]
+    hatches = [area.get_hatch() for area in ax.collections]
+    assert dashes == ["-", "--", "-", "--"]
+    assert [bool(hatch) for hatch in hatches] == [False, True, False, True]
+    assert len({line.get_color() for line in ax.lines}) == 4
+    assert len({tuple(area.get_facecolor()[0]) for area in ax.collections}) == 4
+
+
+def test_more_than_two_sets_get_rows_of_panels_and_more_than_four_are_refused():
+    names = ("PopQA", "TriviaQA", "HotpotQA", "NQ")
+    figure = hw.figures.saliency([made(names)])
+    assert [len(ax.lines) for ax in figure.axes] == [4, 4]
+    assert len({line.get_color() for ax in figure.axes for line in ax.lines}) == 8
+    with pytest.raises(InputError, match="at most 4 question sets; 5 were given"):
+        hw.figures.saliency([made((*names, "fifth"))])
+
+
+def test_everything_lies_within_the_figure():
+    for names in (("properties", "natural"), ("a set with a rather long name", "another one of that kind", "third")):
+        figure = hw.figures.saliency([made(names)])
+        figure.draw_without_rendering()
+        whole = figure.bbox
+        for part in (figure.legends[0].get_window_extent(), *(ax.get_tightbbox() for ax in figure.axes)):
+            assert part.x0 >= whole.x0 - 1
+            assert part.x1 <= whole.x1 + 1
+            assert part.y0 >= whole.y0 - 1
+        lowest = min(ax.get_tightbbox().y0 for ax in figure.axes)
+        assert figure.legends[0].get_window_extent().y1 <= lowest + 1
+
+
+def test_edges_that_were_not_measured_are_left_out_and_an_unmeasured_run_is_refused():
+    result = made()
+    result.table["saliency_exact_answer"] = np.nan
+    figure = hw.figures.saliency([result])
+    assert all("→*" in text for text in texts(figure))
+    result.table["saliency_all"] = np.nan
+    with pytest.raises(InputError, match="every value is NaN"):
+        hw.figures.saliency([result])
+
+
+def test_a_logarithmic_axis_draws_the_densities_of_the_logarithm():
+    result = made(datasets=("NQ",), n=400)
+    result.table.loc[0, list(COLUMNS)] = 0.0
+    figure = hw.figures.saliency([result], log_scale=True)
+    ax = figure.axes[0]
+    assert ax.get_xscale() == "log"
+    assert "n = 399" in texts(figure)[0]
+    x, height = ax.lines[0].get_data()
+    assert np.trapezoid(height, np.log10(x)) == pytest.approx(1, abs=0.06)
+
+
+def test_sets_without_a_density_and_empty_lists_are_one_clear_line():
+    constant = made()
+    constant.table["saliency_all"] = 0.25
+    with pytest.raises(
+        InputError, match=r"TriviaQA: saliency_all has 60 examples, all with the value 0.25: no density"
+    ):
+        hw.figures.saliency([constant])
+    with pytest.raises(InputError, match="saliency_exact_answer has one example"):
+        hw.figures.saliency([made(n=1)])
+    with pytest.raises(InputError, match="the list is empty"):
+        hw.figures.saliency([])
+    with pytest.raises(InputError, match="target='loss' is not one of"):
+        hw.figures.saliency([made()], target="loss")
+
+
+def test_a_result_plots_itself_on_given_axes_or_on_a_figure_of_its_own():
+    result = made()
+    assert isinstance(result.plot(), Figure)
+    ax = Figure().subplots()
+    assert result.plot(ax) is ax
+    assert len(ax.get_legend().get_texts()) == 4
+    assert "cross-entropy" in ax.get_xlabel()
+    assert "logit" in replace(result, target="logit").plot(Figure().subplots()).get_xlabel()

@@ -1,0 +1,122 @@
+"""`headwater score` scores files of texts: every row keeps its place, and an interrupted run continues."""
+
+import io
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import headwater as hw
+from headwater.errors import InputError, RunFolderError
+from headwater.likelihood import files
+from headwater.likelihood.files import NO_TEXT, ScoredTexts, score_file
+from headwater.likelihood.scores import memorization_scores
+from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, token_statistics
+
+TEXTS = [" the capital of France is Paris", "", " one two three", " Rome", " cat dog" * 50]
+
+
+@pytest.fixture
+def model(checkpoint):
+    return hw.load(checkpoint("llama"))
+
+
+def written(folder, name, content):
+    file = folder / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+def as_lines(texts):
+    return "".join(text + "\n" for text in texts)
+
+
+def test_a_file_is_scored_as_its_texts_are_whatever_its_format_and_the_pieces(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "TEXTS_AT_ONCE", 2)
+    stats = token_statistics(model, TEXTS, long="window", progress=False)
+    lower = token_statistics(model, [t.lower() for t in TEXTS], long="window", progress=False)
+    expected = memorization_scores(stats, lowercased=lower, reference=stats).wide()
+    contents = {
+        "a.txt": as_lines(TEXTS),
+        "windows.txt": as_lines(TEXTS).replace("\n", "\r\n"),
+        "bom.txt": b"\xef\xbb\xbf" + as_lines(TEXTS).encode(),
+        "a.jsonl": as_lines(json.dumps({"text": text, "more": 1}) for text in TEXTS),
+        "a.csv": pd.DataFrame({"n": range(5), "text": TEXTS}).to_csv(index=False),
+    }
+    for name, content in contents.items():
+        file = written(tmp_path, name, content)
+        found = score_file(model, file, lowercase=True, reference=model, progress=False).table
+        pd.testing.assert_frame_equal(found, expected[found.columns], check_like=True, rtol=1e-5, atol=1e-6)
+        assert set(found) == set(expected)
+    assert found.columns.tolist()[7:13] == ["loss", "perplexity", "zlib", "lowercase", "reference", "min_k_0.05"]
+
+
+def test_rows_that_cannot_be_scored_keep_their_place_and_say_why(model, tmp_path):
+    lines = [b'{"text": " cat dog"}', b'{"text": "caf\xff"}', b'{"text": ""}', b'{"txt": "a"}', b"[1", b'{"text": 3}']
+    result = score_file(model, written(tmp_path, "a.jsonl", b"\n".join(lines)), progress=False)
+    assert result.table["note"].tolist() == ["", NOT_UNICODE, EMPTY, NO_TEXT, NO_TEXT, NO_TEXT]
+    assert np.isnan(result.table["min_k_0.2"]).tolist() == [False] + [True] * 5
+    assert result.summary()["not_scored"] == {NO_TEXT: 3, NOT_UNICODE: 1, EMPTY: 1}
+    assert (result.summary()["texts"], result.summary()["scored"]) == (6, 1)
+    not_utf8 = score_file(model, written(tmp_path, "a.txt", b" cat\n\xff\xfe\n dog\n"), progress=False)
+    assert not_utf8.table["note"].tolist() == ["", NOT_UNICODE, ""]
+
+
+def test_an_interrupted_run_continues_and_another_files_folder_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "TEXTS_AT_ONCE", 2)
+    file, calls = written(tmp_path, "a.txt", as_lines(TEXTS)), []
+    whole = score_file(model, file, progress=False)
+    original = files.token_statistics
+
+    def interrupted(*args, **options):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args, **options)
+
+    monkeypatch.setattr(files, "token_statistics", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        score_file(model, file, progress=False, out=tmp_path / "out")
+    continued = score_file(model, file, progress=False, out=tmp_path / "out")
+    assert len(calls) == 4
+    pd.testing.assert_frame_equal(continued.table, whole.table)
+    pd.testing.assert_frame_equal(ScoredTexts.load(tmp_path / "out").table, whole.table)
+    with pytest.raises(RunFolderError, match="option file"):
+        score_file(model, written(tmp_path, "b.txt", " cat\n"), progress=False, out=tmp_path / "out")
+
+
+def test_files_that_hold_nothing_to_read_are_refused(model, tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        score_file(model, tmp_path / "no.txt", progress=False)
+    with pytest.raises(InputError, match="holds no texts"):
+        score_file(model, written(tmp_path, "empty.txt", ""), progress=False)
+    with pytest.raises(InputError, match="no column 'text'; it has a, b"):
+        score_file(model, written(tmp_path, "a.csv", "a,b\n1,2\n"), progress=False)
+    with pytest.raises(InputError, match="reads at most 64"):
+        score_file(model, written(tmp_path, "long.txt", as_lines(TEXTS)), long="error", progress=False)
+
+
+def test_the_command_prints_csv_or_writes_a_folder(run, checkpoint, model, tmp_path):
+    file = written(tmp_path, "a.txt", as_lines(TEXTS))
+    expected = score_file(model, file, k=(0.2, 0.5), progress=False).table
+    code, printed, said = run("score", checkpoint("llama"), file, "--k", 0.2, "--k", 0.5)
+    assert code == 0
+    table = pd.read_csv(io.StringIO(printed), keep_default_na=False, na_values={"loss": [""]})
+    assert table["text"].tolist() == [0, 1, 2, 3, 4]
+    assert table["note"].tolist() == expected["note"].tolist()
+    np.testing.assert_allclose(table["loss"], expected["loss"])
+    assert "4 of 5 texts scored" in said
+    assert f"1 × {EMPTY}" in said
+    code, printed, _ = run("score", checkpoint("llama"), file, "--out", tmp_path / "out", "--json", "--quiet")
+    summary = json.loads(printed)
+    assert (code, summary["windowed"], summary["not_scored"]) == (0, 1, {EMPTY: 1})
+    assert [str(tmp_path / "out" / name) for name in ("table.parquet", "table.csv")] == summary["files"]
+    assert len(pd.read_csv(tmp_path / "out" / "table.csv")) == 5
+
+
+def test_the_command_refuses_bad_input_in_one_line(run, checkpoint, tmp_path):
+    code, printed, error = run("score", checkpoint("llama"), tmp_path / "no.txt")
+    assert (code, printed) == (2, "")
+    assert error.count("\n") == 1
+    assert "no.txt does not exist" in error

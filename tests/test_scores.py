@@ -1,0 +1,98 @@
+"""A layer's scores equal the published formula, item by item; the null equals shuffling the targets."""
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.heads.relations import Relation, TokenRelation
+from headwater.heads.scores import score_layer, suite_pairs
+from headwater.kernels.ov import OVMaps, longest_column
+
+
+def relation(generator, d_vocab, items, accepted=3):
+    source = torch.randint(d_vocab, (items,), generator=generator)
+    targets = tuple(
+        tuple(torch.randperm(d_vocab, generator=generator)[: 1 + index % accepted].tolist()) for index in range(items)
+    )
+    return TokenRelation(Relation("made up", None, ()), source, targets, pd.DataFrame())
+
+
+def layer(generator, tokens, d_vocab):
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    W_U = random(16, d_vocab)
+    return OVMaps(random(len(tokens), 16), random(2, 16, 4), random(6, 4, 16), W_U, longest_column(W_U))
+
+
+def full_maps(maps):
+    W_VO = torch.stack([maps.W_V[head // 3].double() @ maps.W_O[head].double() for head in range(6)])
+    return maps.x.double() @ W_VO @ maps.W_U.double()
+
+
+def made_up_suite(seed, d_vocab, sizes):
+    """Relations of (items, accepted targets at most, k) each, and one layer's heads."""
+    generator = torch.Generator().manual_seed(seed)
+    relations = [relation(generator, d_vocab, items, accepted) for items, accepted, _ in sizes]
+    suite = suite_pairs(relations, [k for _, _, k in sizes])
+    return relations, suite, layer(generator, suite.source_tokens, d_vocab)
+
+
+any_suite = given(
+    seed=st.integers(0, 2**31),
+    d_vocab=st.integers(5, 80),
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=4),
+)
+
+
+@pytest.mark.oracle
+@any_suite
+@settings(deadline=None, max_examples=60)
+def test_scores_are_the_shares_of_items_whose_target_is_in_the_top_or_bottom_k(seed, d_vocab, sizes):
+    relations, suite, maps = made_up_suite(seed, d_vocab, sizes)
+    scores, logits = score_layer(maps, suite, null=False), full_maps(maps)
+    for head, (index, one) in itertools.product(range(6), enumerate(relations)):
+        k = int(suite.k[index])
+        hits = {"score": 0, "suppression": 0, "beyond_copying": 0, "suppression_beyond_copying": 0}
+        for token, targets in zip(one.source.tolist(), one.targets, strict=True):
+            row = logits[head, suite.source_tokens.tolist().index(token)]
+            for sign, name in ((1, ""), (-1, "suppression")):
+                wanted = set((sign * row).topk(min(k, len(row))).indices.tolist()) & set(targets)
+                beating = [t for t in wanted if t == token or sign * row[t] > sign * row[token]]
+                hits[name or "score"] += bool(wanted)
+                hits[f"{name}_beyond_copying".strip("_")] += bool(beating)
+        for name, count in hits.items():
+            assert getattr(scores, name)[head, index] == count / len(one.targets), name
+
+
+@pytest.mark.oracle
+@any_suite
+@settings(deadline=None, max_examples=30)
+def test_null_moments_are_those_of_every_shuffle_of_the_targets(seed, d_vocab, sizes):
+    relations, suite, maps = made_up_suite(seed, d_vocab, sizes)
+    scores, logits = score_layer(maps, suite, null=True), full_maps(maps)
+    for head, (index, one) in itertools.product(range(6), enumerate(relations)):
+        n = len(one.targets)
+        if n > 5:
+            continue
+        rows = logits[head, [suite.source_tokens.tolist().index(token) for token in one.source.tolist()]]
+        for sign, moments in ((1, scores.moments), (-1, scores.suppression_moments)):
+            top = [set(row.topk(min(int(suite.k[index]), len(row))).indices.tolist()) for row in sign * rows]
+            hits = np.array([[bool(best & set(targets)) for targets in one.targets] for best in top])
+            counts = [hits[np.arange(n), list(order)].sum() for order in itertools.permutations(range(n))]
+            np.testing.assert_allclose(moments[head, index, 0], np.mean(counts), atol=1e-12)
+            np.testing.assert_allclose(moments[head, index, 1], np.var(counts), atol=1e-12)
+
+
+def test_sources_shared_by_relations_are_embedded_once():
+    generator = torch.Generator().manual_seed(1)
+    one, other = relation(generator, 9, 40), relation(generator, 9, 50)
+    suite = suite_pairs([one, other], [1, 10])
+    assert len(suite.source_tokens) == 9
+    assert torch.equal(suite.source_tokens[suite.item_source], torch.cat([one.source, other.source]))
+    assert suite.items.tolist() == [40, 50]

@@ -1,0 +1,199 @@
+"""Every analysis gives the same on another device: one made up on the CPU, and a CUDA device where there is one."""
+
+import dataclasses
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.heads.patterns import attention_classes
+from headwater.heads.relations import Relation
+from headwater.heads.validation import dynamic_scores
+from tests.second_device import Elsewhere, card, move, second_device, split
+from tests.tiny import WORDS
+
+ROOT = Path(__file__).parents[1]
+CLEAN = ["the capital of France is Paris", "the capital of Italy is Rome"]
+CORRUPTED = ["the capital of Spain is Madrid", "the capital of Germany is Berlin"]
+RELATION = Relation("next word", "knowledge", tuple((a, (b,)) for a, b in pairwise(WORDS)))
+METRIC = {"metric": hw.logit_difference(5, 6), "progress": False}
+
+
+def patched(model, **what):
+    return hw.patch(model, CLEAN, CORRUPTED, **METRIC, **what).table
+
+
+def cached(model):
+    cache = model.cache(CLEAN, progress=False)
+    return {"residual": cache.residual, "attention": cache.attention}
+
+
+def knocked_out(model):
+    before, after = hw.knocked_out_states(model, CLEAN, block=("last", (1, 2)), progress=False)
+    return {"before": before["mlp_out"], "after": after["mlp_out"]}
+
+
+def dynamic(model):
+    head_map = hw.classify_heads(model, relations=[RELATION], rule="published", progress=False)
+    found = dynamic_scores(model, head_map, relations=[RELATION], progress=False)
+    return pd.concat([head_map.table, found.table, found.correlations])
+
+
+ON_TEXTS = {
+    "run": lambda model: {"logits": model.run(CLEAN, keep="last").float().cpu()},
+    "cache": cached,
+    "resid_pre by position": lambda model: patched(model, sites="resid_pre"),
+    "z by head": lambda model: patched(model, sites="z"),
+    "resid_pre by attribution": lambda model: patched(model, sites="resid_pre", method="attribution"),
+    "knockout": lambda model: hw.knockout(model, CLEAN, block=("last", (1, 2)), window=1, **METRIC).table,
+    "states after a knockout": knocked_out,
+    "classify and dynamic scores": dynamic,
+    "attention classes": attention_classes,
+    "token statistics": lambda model: hw.token_statistics(model, CLEAN, layers="all", progress=False).table,
+    "memorization scores": lambda model: (
+        hw.memorization_scores(hw.token_statistics(model, CLEAN, progress=False)).table
+    ),
+}
+
+FORWARD = {name: analysis for name, analysis in ON_TEXTS.items() if "attribution" not in name}
+"""Those that run no backward pass: autograd counts the devices at its first one, and knows only one made-up device."""
+
+
+def compare(found, expected, tolerance=2e-4):
+    if isinstance(expected, dict):
+        for name, tensor in expected.items():
+            assert not isinstance(found[name], Elsewhere)
+            torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=tolerance)
+        return
+    pd.testing.assert_frame_equal(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def here(checkpoint):
+    return hw.load(checkpoint("llama"), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def there(checkpoint):
+    with second_device():
+        return move(hw.load(checkpoint("llama"), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def on_two(checkpoint):
+    with second_device():
+        return split(hw.load(checkpoint("llama"), device="cpu"), first=1)
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return hw.load(device="cpu")
+
+
+def ask(model):
+    questions = hw.load_questions(sample=24, seed=3)
+    answered = hw.answer(model, questions, progress=False)
+    kept = answered.table["dataset"].isin(["natural", "multi_hop"])
+    return dataclasses.replace(answered, table=answered.table[kept].reset_index(drop=True))
+
+
+def test_the_second_device_refuses_what_a_gpu_refuses():
+    with second_device() as device:
+        there = torch.ones(3).to(device)
+        with pytest.raises(RuntimeError, match="same device"):
+            there + torch.ones(3)
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.cat([there, torch.ones(1)])
+        with pytest.raises(TypeError, match="numpy"):
+            np.asarray(there)
+        assert (there + 1).device == device
+        assert not isinstance((there + 1).cpu(), Elsewhere)
+
+
+@pytest.mark.parametrize("analysis", FORWARD.values(), ids=FORWARD)
+def test_an_analysis_does_not_depend_on_the_device(analysis, here, there):
+    with second_device():
+        found = analysis(there)
+    compare(found, analysis(here))
+
+
+def test_attribution_does_not_depend_on_the_device(checkpoint):
+    code = (
+        f"from tests.test_second_device import compare_attribution; compare_attribution({str(checkpoint('llama'))!r})"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def compare_attribution(folder):
+    """Compare in a process of its own, where no backward pass went before."""
+    analysis = ON_TEXTS["resid_pre by attribution"]
+    with second_device():
+        found = analysis(move(hw.load(folder, device="cpu")))
+    compare(found, analysis(hw.load(folder, device="cpu")))
+
+
+@pytest.mark.filterwarnings("ignore:.* its layers are spread over several devices")
+@pytest.mark.parametrize("analysis", FORWARD.values(), ids=FORWARD)
+def test_an_analysis_gives_the_same_when_layers_are_spread_over_devices(analysis, here, on_two):
+    with second_device():
+        found = analysis(on_two)
+    compare(found, analysis(here))
+
+
+def test_heads_of_a_checkpoint_are_classified_on_another_device(checkpoint):
+    options = {"relations": [RELATION], "progress": False}
+    with second_device():
+        found = hw.classify_heads(checkpoint("llama"), device=card(), **options)
+    compare(found.table, hw.classify_heads(checkpoint("llama"), **options).table)
+    assert found.run.device == "card:0"
+
+
+@pytest.mark.slow
+def test_questions_and_pathways_do_not_depend_on_the_device(embedded):
+    with second_device():
+        moved = move(hw.load(device="cpu"))
+        answered = ask(moved)
+        found = pathway_numbers(moved, answered)
+    expected = ask(embedded)
+    pd.testing.assert_frame_equal(answered.table, expected.table, atol=2e-4, rtol=2e-4)
+    for name, table in pathway_numbers(embedded, expected).items():
+        compare(found[name], table)
+
+
+def pathway_numbers(model, answered):
+    """Tables of what follows from answers: anchored pathways, saliency, detection."""
+    pathways = hw.trace_pathways(model, answered, seeds=1, progress=False)
+    saliency = hw.saliency(model, answered, pathways.probe, progress=False)
+    return {"pathways": pathways.table, "saliency": saliency.table}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("analysis", ON_TEXTS.values(), ids=ON_TEXTS)
+def test_on_the_card_an_analysis_gives_what_it_gives_on_the_cpu(analysis, checkpoint, here):
+    compare(analysis(hw.load(checkpoint("llama"), device="cuda")), analysis(here), tolerance=1e-3)
+
+
+@pytest.mark.gpu
+def test_on_the_card_heads_of_a_checkpoint_are_those_of_the_cpu(checkpoint):
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = checkpoint("llama", dtype=dtype)
+        options = {"relations": [RELATION], "progress": False}
+        found = hw.classify_heads(folder, device="cuda", **options)
+        pd.testing.assert_frame_equal(found.table, hw.classify_heads(folder, **options).table)
+
+
+@pytest.mark.gpu
+def test_on_the_card_questions_are_answered_as_on_the_cpu(embedded):
+    found, expected = ask(hw.load(device="cuda")), ask(embedded)
+    assert (found.table["answer"] == expected.table["answer"]).mean() > 0.9
+    there, here = pathway_numbers(hw.load(device="cuda"), expected), pathway_numbers(embedded, expected)
+    for name, table in here.items():
+        assert len(there[name]) == len(table)
+        assert set(there[name].columns) == set(table.columns)

@@ -1,0 +1,211 @@
+"""Several processes share a run and end with the bytes of one, also when one of them is killed half-way."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import headwater as hw
+from headwater.results import Result, RunFolder, RunRecord, run_pieces
+from headwater.shards import Processes, processes
+
+ACCELERATE = (
+    sys.executable,
+    "-m",
+    "accelerate.commands.accelerate_cli",
+    "launch",
+    "--multi_gpu",
+    "--num_machines",
+    "1",
+)
+PLAIN = ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Numbers(Result):
+    """A result made of pieces, for the processes below."""
+
+    table: pd.DataFrame
+    run: RunRecord
+
+
+def record(**changes) -> RunRecord:
+    plain = {
+        "analysis": "numbers",
+        "model": "m",
+        "fingerprint": "abc",
+        "dtype": "float32",
+        "device": "cpu",
+        "options": {},
+    }
+    return RunRecord(**plain | changes)
+
+
+def count_up(out: Path, log: Path, pieces: int = 7, pause: float = 0.0, kill: tuple[int, int] | None = None) -> Numbers:
+    """Compute `pieces` pieces; the process `kill[0]` kills itself before its piece `kill[1]`."""
+    import torch
+
+    here = processes().index
+
+    def piece(number: int) -> dict:
+        if kill == (here, number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(pause)
+        with log.open("a") as lines:
+            lines.write(f"{here} {number}\n")
+        return {"value": torch.randn(5, generator=torch.Generator().manual_seed(number))}
+
+    folder = RunFolder(out, record())
+    if folder.finished:
+        return Numbers.load(out)
+    made = run_pieces(folder, ((f"piece-{i}", lambda i=i: piece(i)) for i in range(pieces)))
+    table = pd.DataFrame({"value": np.concatenate([one["value"].numpy() for one in made])})
+    result = Numbers(table, folder.run)
+    folder.finish(result)
+    return result
+
+
+def launch(processes: int, code: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    """Run Python code in several processes, started by accelerate."""
+    begin = (
+        "import sys; from pathlib import Path; from accelerate import PartialState; state = PartialState(cpu=True); "
+        "sys.path.insert(0, '.'); from tests.test_shards import *\n"
+    )
+    script = f"{begin}{code}\nstate.destroy_process_group()\n"
+    file = Path(os.environ["PYTEST_TMP"]) / f"script-{hashlib.sha256(script.encode()).hexdigest()[:8]}.py"
+    file.write_text(script)
+    command = [*ACCELERATE, "--num_processes", str(processes), *PLAIN, str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=Path(__file__).parents[1])
+
+
+@pytest.fixture(autouse=True)
+def _scripts(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path_factory.mktemp("scripts")))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder except the record, whose date differs; of the record, what must agree."""
+    found = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.name != "run.json"}
+    run = json.loads((folder / "run.json").read_text())
+    run["run"].pop("created")
+    return found | {"run.json": json.dumps(run).encode()}
+
+
+def test_without_a_process_group_there_is_one_process_which_owns_every_piece():
+    alone = processes()
+    assert alone == Processes(0, 1)
+    assert all(alone.owns(piece) for piece in range(9))
+    assert alone.on_main(lambda: 5) == 5
+
+
+def test_every_piece_has_one_owner_and_the_shares_differ_by_one_piece_at_most():
+    for count in range(1, 6):
+        group = [Processes(index, count) for index in range(count)]
+        for pieces in range(12):
+            owners = [[p.index for p in group if p.owns(piece)] for piece in range(pieces)]
+            assert all(len(owner) == 1 for owner in owners)
+            shares = [sum(p.owns(piece) for piece in range(pieces)) for p in group]
+            assert max(shares) - min(shares) <= 1
+
+
+def test_two_processes_one_of_them_killed_and_three_that_resume_give_the_bytes_of_one(tmp_path):
+    count_up(tmp_path / "one", tmp_path / "one.log")
+    out, log = tmp_path / "many", tmp_path / "many.log"
+    killed = launch(2, f"count_up(Path({str(out)!r}), Path({str(log)!r}), pause=0.05, kill=(1, 3))")
+    assert killed.returncode != 0
+    assert not RunFolder(out, record()).finished
+    before = set(log.read_text().split("\n"))
+    assert "1 1" in before
+    assert "1 3" not in before
+    resumed = launch(3, f"sys.stdout.write(str(len(count_up(Path({str(out)!r}), Path({str(log)!r})).table)) + '\\n')")
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert resumed.stdout.split() == ["35", "35", "35"]
+    computed = [line.split()[1] for line in log.read_text().splitlines()]
+    assert sorted(computed) == sorted(map(str, range(7)))  # each once: what the killed process had done was kept
+    assert files(out) == files(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_an_error_of_the_main_process_is_an_error_of_all(tmp_path):
+    count_up(tmp_path / "other", tmp_path / "log")
+    code = f"RunFolder(Path({str(tmp_path / 'other')!r}), record(fingerprint='xyz'))"
+    wrapped = (
+        f"try:\n    {code}\nexcept Exception as error:\n    print(type(error).__name__, str(error)[:10], flush=True)"
+    )
+    done = launch(2, wrapped)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["RunFolderError The output"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_analysis_gives_the_same_files_from_several_processes_as_from_one(tmp_path, count):
+    relations = [relation.name for relation in hw.load_relations()][:6]
+    code = """
+import headwater as hw
+import headwater.patching.job
+headwater.patching.job.WAVE_TOKENS = 64  # several waves
+def run(out):
+    model = hw.load()
+    chosen = [r for r in hw.load_relations() if r.name in NAMES]
+    hw.classify_heads(model, relations=chosen, out=out / "heads", progress=False)
+    questions = hw.load_questions("properties", sample=60)
+    answered = hw.answer(model, questions, batch_size=8, out=out / "answers", progress=False)
+    options = {"token": "before_answer", "seeds": 1, "controls": False, "progress": False}
+    traced = hw.trace_pathways(model, answered, **options, out=out / "pathways")
+    wanted = {"edges": "all", "batch_size": 8, "progress": False}
+    hw.saliency(model, answered, traced.probe, **wanted, out=out / "saliency")
+    hw.score_file(model, TEXTS, out=out / "scores", progress=False)
+    pairs = ["France Paris is in the"] * 3, ["Italy Rome is in the"] * 3
+    metric = hw.logit_difference(" a", " b")
+    hw.patch(model, *pairs, sites=["resid_pre", "z", "mlp_out"], metric=metric, out=out / "sweep", progress=False)
+""".replace("NAMES", repr(relations)).replace("TEXTS", repr(str(tmp_path / "texts.txt")))
+    (tmp_path / "texts.txt").write_text("\n".join(f"Paris is the capital of France {i}" for i in range(700)))
+    alone = subprocess.run(
+        [sys.executable, "-c", f"from pathlib import Path{code}\nrun(Path({str(tmp_path / 'one')!r}))"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode == 0, alone.stderr[-2000:]
+    many = launch(count, f"{code}\nrun(Path({str(tmp_path / 'many')!r}))", timeout=500)
+    assert many.returncode == 0, many.stderr[-2000:]
+    for name in ("heads", "answers", "saliency", "scores", "sweep"):
+        assert files(tmp_path / "many" / name) == files(tmp_path / "one" / name)
+    # probes are fitted by iterations whose last digits depend on the process: equal to 1e-6, not to the byte
+    one, many = tmp_path / "one" / "pathways", tmp_path / "many" / "pathways"
+    assert files(many).keys() == files(one).keys()
+    for file in one.glob("*.parquet"):
+        tables = pd.read_parquet(many / file.name), pd.read_parquet(file)
+        pd.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_command_line_shares_its_work_and_prints_once(tmp_path):
+    relations = tmp_path / "relations"
+    relations.mkdir()
+    for relation in hw.load_relations()[:3]:
+        rows = [[source, list(targets)] for source, targets in relation.pairs]
+        content = {"name": relation.name, "category": relation.category, "pairs": rows}
+        (relations / f"{relation.name}.json").write_text(json.dumps(content))
+    command = ["-m", "headwater", "heads", "--relations", str(relations), "--json", "--out"]
+    alone = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "one")], capture_output=True, text=True, check=True
+    )
+    launched = [*ACCELERATE, "--num_processes", "2", *PLAIN, *command, str(tmp_path / "two")]
+    many = subprocess.run(launched, capture_output=True, text=True, check=False)
+    assert many.returncode == 0, many.stderr[-2000:]
+    (line,) = many.stdout.splitlines()
+    assert json.loads(line)["relations"] == json.loads(alone.stdout)["relations"]
+    for name in ("table.parquet", "categories.parquet", "relations.parquet", "table.csv"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()

@@ -1,0 +1,113 @@
+"""The commands patch and knockout, on a checkpoint folder."""
+
+import json
+
+import pytest
+
+import headwater as hw
+from headwater import cli
+
+
+def run(capsys, monkeypatch, *arguments):
+    """Run the command line; return its exit code, what it printed and what it said."""
+    monkeypatch.setattr("sys.argv", ["headwater", *map(str, arguments)])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as ending:
+        code = ending.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_patch_writes_its_table_and_figure_and_says_what_is_strongest(checkpoint, tmp_path, capsys, monkeypatch):
+    folder = checkpoint("llama")
+    capsys.readouterr()
+    code, out, err = run(
+        capsys, monkeypatch, "patch", folder, "--clean", " the cat is in Paris", "--corrupted", " the dog is in Paris",
+        "--metric", "logit-difference", "--tokens", " Paris", " Rome", "--sites", "resid_pre", "--json", "--quiet",
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    sweep = hw.Sweep.load(tmp_path / "run")
+    assert found["cells"] == len(sweep.table) == 3 * 6
+    assert found["strongest"][0]["mean"] == pytest.approx(
+        sweep.table["effect"].loc[sweep.table["effect"].abs().idxmax()]
+    )
+    assert {file.suffix for file in (tmp_path / "run").iterdir()} >= {".png", ".pdf", ".parquet", ".csv", ".json"}
+    assert err == ""
+
+
+def test_knockout_of_a_named_token_gives_the_curve_over_layers(checkpoint, capsys, monkeypatch):
+    code, out, err = run(
+        capsys, monkeypatch, "knockout", checkpoint("gpt2"), "--prompt", " the cat is in Rome", "--key", "cat",
+        "--window", "2", "--metric", "log-probability", "--token", " Paris", "--quiet",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "3 cells" in out
+    assert "strongest effects on log probability" in out
+
+
+PAIR = ("--clean", "The capital of France is", "--corrupted", "The capital of Italy is")
+ANSWERS = ("--tokens", " Paris", " Rome")
+
+
+def test_without_a_model_the_embedded_one_is_patched_and_knocked_out(capsys, monkeypatch):
+    model, metric = hw.load(), hw.logit_difference(*ANSWERS[1:])
+    sweeps = {
+        "patch": hw.patch(model, PAIR[1], PAIR[3], sites="resid_pre", metric=metric, progress=False),
+        "knockout": hw.knockout(model, PAIR[1], block=("last", "France"), metric=metric, progress=False),
+    }
+    given = {"patch": PAIR, "knockout": ("--prompt", PAIR[1], "--key", "France")}
+    for command, sweep in sweeps.items():
+        code, out, err = run(capsys, monkeypatch, command, *given[command], *ANSWERS, "--quiet", "--json")
+        assert code == 0, err
+        found = json.loads(out)
+        largest = sweep.table.loc[sweep.table["effect"].abs().idxmax()]
+        assert (found["model"], found["cells"]) == ("embedded", len(sweep.table))
+        assert found["strongest"][0]["mean"] == pytest.approx(largest["effect"], abs=1e-5)
+        assert all(row["mean"] != 0 for row in found["strongest"])
+
+
+def test_a_pair_of_different_lengths_is_shown_side_by_side_with_exit_code_2(capsys, monkeypatch):
+    longer = (*PAIR[:3], "The capital of the Italy is")
+    code, out, err = run(capsys, monkeypatch, "patch", *longer, *ANSWERS, "--quiet")
+    assert (code, out) == (2, "")
+    assert [line.split() for line in err.splitlines()][5] == ["4", "'", "France'", "<>", "'", "the'"]
+
+
+def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
+    code, out, err = run(
+        capsys, monkeypatch, "patch", *PAIR, *ANSWERS, "--sites", "pattern", "--over", "layer", "--over", "key",
+        "--quiet",
+    )  # fmt: skip
+    assert code == 0, err
+    assert out.splitlines()[2].split() == ["layer", "key", "mean"]
+    assert all(len(line.split()) == 3 for line in out.strip().splitlines()[2:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["patch", "--clean", "a", "--metric", "logit-diff"],
+            "no metric 'logit-diff'. Did you mean 'logit-difference'",
+        ),
+        (["patch", "--clean", "a", "--token", " Paris"], "takes --tokens RIGHT WRONG"),
+        (["patch", *PAIR, *ANSWERS, "--sites", "resid_per"], "no site 'resid_per'. Did you mean 'resid_pre'"),
+        (["patch", *PAIR, "--tokens", "Parisian", "Rome"], "a metric needs one token"),
+        (["patch", *PAIR, *ANSWERS, "--over", "layer,head"], "'layer,head' is not an axis"),
+        (["patch", *PAIR, *ANSWERS, "--window", "wide"], "neither a number of layers nor 'cumulative'"),
+        (["patch", *PAIR[:2], *ANSWERS], "there are no corrupted prompts"),
+        (["patch", "--pairs", "nowhere.csv", *ANSWERS], "There is no file nowhere.csv"),
+        (["knockout", "--prompt", "The capital is", "--key", "Spain", *ANSWERS], "stands 0 times in the prompt"),
+        (["patch"], "Give the prompts with --clean and --corrupted"),
+        (["knockout", "--prompt", "a cat"], "with --key what must not be read"),
+    ],
+)
+def test_what_cannot_be_used_ends_with_one_line_and_exit_code_2(checkpoint, capsys, monkeypatch, arguments, message):
+    command, *options = arguments
+    code, _, err = run(capsys, monkeypatch, command, checkpoint("gpt2"), *options)
+    assert code == 2
+    assert message in " ".join(err.split())

@@ -1,0 +1,122 @@
+"""The sweep's figure shows what the table holds: a scale centred at 0, tokens as labels, nothing invented."""
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from headwater.errors import InputError
+from headwater.figures.sweep import shown
+from headwater.patching.sweep import Sweep
+from headwater.results import RunRecord
+
+RUN = RunRecord("patch", "tiny", "0", "float32", "cpu", {})
+
+
+def made(n_examples=1, sites=("resid_pre",), axes=("layer", "position"), sizes=(4, 5)):
+    rows = [
+        {
+            "example": e,
+            "site": site,
+            axes[0]: i,
+            axes[1]: j,
+            "metric": "logit_difference",
+            "effect": float(torch.randn(())),
+        }
+        for e in range(n_examples)
+        for site in sites
+        for i in range(sizes[0])
+        for j in range(sizes[1])
+    ]
+    tokens = tuple(("<s>", " the", " cat", "\n", " " + "x" * e) for e in range(n_examples))
+    return Sweep(pd.DataFrame(rows), RUN, tokens)
+
+
+def test_a_heat_map_is_centred_at_zero_and_holds_the_means():
+    sweep = made(n_examples=3)
+    ax = sweep.plot()
+    assert isinstance(ax, Axes)
+    mesh = ax.collections[-1]
+    assert mesh.norm.vmin == -mesh.norm.vmax
+    means = sweep.table.groupby(["layer", "position"])["effect"].mean().to_numpy()
+    assert np.allclose(np.sort(mesh.get_array().ravel()), np.sort(means))
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("", "Layer")
+    assert ax.get_title(loc="left") == "resid_pre (n = 3)"
+
+
+def test_positions_carry_their_tokens_when_all_examples_share_them():
+    labels = [tick.get_text() for tick in made().plot().get_xticklabels()]
+    assert labels == ["<s>", "the", "cat", "↵", "␣"]
+    labels = [tick.get_text() for tick in made(n_examples=3).plot().get_xticklabels()]
+    assert labels == ["<s>", "the", "cat", "↵", "…"]
+
+
+def test_positions_are_numbers_when_examples_have_different_lengths():
+    sweep = made(n_examples=2)
+    sweep = Sweep(sweep.table, RUN, (sweep.tokens[0], (*sweep.tokens[1], " more")))
+    ax = sweep.plot()
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["0", "1", "2", "3", "4"]
+    assert ax.get_xlabel() == "Position"
+
+
+def test_cells_without_a_value_are_masked_not_zero():
+    sweep = made()
+    sweep.table.loc[3, "effect"] = np.nan
+    mesh = sweep.plot().collections[-1]
+    assert np.ma.getmaskarray(mesh.get_array()).sum() == 1
+
+
+def test_sites_and_heads_have_panels_and_labels_of_their_own():
+    figure = made(sites=("z", "q"), axes=("layer", "head")).plot()
+    assert isinstance(figure, Figure)
+    titles = [ax.get_title(loc="left") for ax in figure.axes if ax.get_xlabel() == "Head"]
+    assert titles == ["z", "q"]
+    assert made(sites=("z", "q"), axes=("layer", "head")).plot(site="q").get_title(loc="left") == "q"
+
+
+def test_a_sweep_over_layers_is_a_curve_with_an_interval():
+    sweep = made(n_examples=6)
+    sweep = Sweep(sweep.table[sweep.table["position"] == 1].drop(columns="position"), RUN, ())
+    ax = sweep.plot()
+    means = sweep.table.groupby("layer")["effect"].mean().to_numpy()
+    assert np.allclose(ax.lines[-1].get_ydata(), means)
+    assert len(ax.collections) == 1
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("Layer", "Effect on logit difference")
+
+
+def test_layers_that_cannot_see_the_edges_are_gaps_in_the_curve():
+    sweep = made(n_examples=2)
+    table = sweep.table[sweep.table["position"] == 1].drop(columns="position")
+    table.loc[table["layer"] == 2, "effect"] = np.nan
+    ax = Sweep(table, RUN, ()).plot()
+    assert np.isnan(ax.lines[-1].get_ydata()).tolist() == [False, False, True, False]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["edges not visible"]
+    assert ax.get_ylabel() == "Effect on logit difference"
+
+
+def test_a_callers_axes_and_settings_are_respected():
+    before = dict(mpl.rcParams)
+    ax = Figure().subplots()
+    assert made().plot(ax) is ax
+    assert dict(mpl.rcParams) == before
+    with pytest.raises(InputError, match="2 panels"):
+        made(sites=("z", "q")).plot(ax)
+
+
+def test_what_cannot_be_drawn_is_named():
+    with pytest.raises(InputError, match="no site 'q'"):
+        made().plot(site="q")
+    three = made()
+    three.table["head"] = three.table["position"]
+    with pytest.raises(InputError, match="runs over 3 axes"):
+        three.plot()
+    assert isinstance(three.plot(head=2), Axes)
+
+
+def test_tokens_are_shown_short_and_with_their_spaces_visible():
+    assert [shown(t) for t in (" Paris", " ", "\n", "$x", "  ", "internationalization")] == [
+        "Paris", "␣", "↵", r"\$x", "'  '", "international…",
+    ]  # fmt: skip

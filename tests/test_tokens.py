@@ -1,0 +1,217 @@
+"""Tokens: exactly one BOS where the model wants one, batches without silent padding, spans by offsets."""
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.models.tokens import (
+    Batch,
+    _id_rows,
+    encode,
+    load_tokenizer,
+    make_batch,
+    single_token_id,
+    token_span,
+    token_strings,
+)
+from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_tokenizer
+
+WANTS_BOS = {"gpt2", "llama", "llama-tied", "mistral", "gemma2", "gemma3"}
+TOKENIZER = tiny_tokenizer()
+SENTENCES = st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map(lambda words: " " + " ".join(words))
+
+
+def llama2_style_tokenizer() -> tf.PreTrainedTokenizerFast:
+    """As in Llama 2: every text gets a space in front, and spaces are the character ▁."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("▁", -2.0)] + [("▁" + word, -1.0) for word in WORDS]
+    tokenizer = Tokenizer(models.Unigram(pieces + [(c, -9.0) for c in "abcdefghijklmnopqrstuvwxyz"], unk_id=0))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Metaspace()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_text_begins_with_exactly_one_bos_where_the_model_wants_one(name, checkpoint):
+    model = hw.load(checkpoint(name))
+    for text in ("Paris is", "<s>Paris is"):
+        tokens = model.tokenize(text).tokens[0].tolist()
+        assert tokens.count(0) == (1 if name in WANTS_BOS or "<s>" in text else 0)
+        assert (tokens[0] == 0) == (name in WANTS_BOS or "<s>" in text)
+    assert (model.bos is not None) == (name in WANTS_BOS)
+
+
+def test_the_rule_is_transformer_lenses_own(family, checkpoint):
+    model = hw.load(checkpoint(family))
+    text = " the capital of France"
+    assert torch.equal(model.tokenize(text).tokens, model.raw.to_tokens(text))
+
+
+@given(st.lists(SENTENCES, min_size=1, max_size=5))
+def test_a_batch_holds_each_texts_own_tokens_and_padding_only_behind_them(texts):
+    batch = make_batch(texts, TOKENIZER, bos=0)
+    alone = [make_batch(text, TOKENIZER, bos=0).tokens[0] for text in texts]
+    assert batch.tokens.shape == (len(texts), max(map(len, alone)))
+    for row, mask, tokens in zip(batch.tokens, batch.mask, alone, strict=True):
+        assert torch.equal(row[: len(tokens)], tokens)
+        assert mask.tolist() == [True] * len(tokens) + [False] * (len(row) - len(tokens))
+        assert set(row[len(tokens) :].tolist()) <= {1}
+
+
+@given(st.lists(st.lists(st.integers(2, 290), min_size=1, max_size=7), min_size=1, max_size=4))
+def test_lists_tensors_and_left_padded_tensors_of_the_same_ids_make_the_same_batch(rows):
+    from_lists = make_batch(rows, TOKENIZER)
+    width = max(map(len, rows)) + 2
+    left = torch.tensor([[1] * (width - len(row)) + row for row in rows])
+    from_left = make_batch(left, TOKENIZER, mask=(left != 1).int())
+    right = torch.tensor([row + [1] * (width - len(row)) for row in rows])
+    from_right = make_batch(right, TOKENIZER, mask=right != 1)
+    for other in (from_left, from_right):
+        assert torch.equal(from_lists.tokens, other.tokens)
+        assert torch.equal(from_lists.mask, other.mask)
+
+
+@pytest.mark.parametrize("tokens", [[[5, 6, 1], [5, 6, 7]], [[1, 5, 6], [7, 8, 9]]])
+def test_a_padded_tensor_without_mask_is_refused(tokens):
+    with pytest.raises(InputError, match="mask="):
+        make_batch(torch.tensor(tokens), TOKENIZER)
+
+
+def test_a_leading_bos_is_not_taken_for_padding_when_the_two_share_an_id():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<s>"
+    assert make_batch(torch.tensor([[0, 5, 6]]), tokenizer).mask.all()
+    for padded in ([[0, 0, 5, 6]], [[0, 5, 6, 0]]):
+        with pytest.raises(InputError, match="mask="):
+            make_batch(torch.tensor(padded), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("mask", "complaint"),
+    [([[1, 0, 1]], "unbroken"), ([[0, 0, 0]], "unbroken"), ([[1, 1]], "shape")],
+)
+def test_a_mask_must_mark_one_run_of_tokens_in_every_row(mask, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make_batch(torch.tensor([[5, 6, 7]]), TOKENIZER, mask=torch.tensor(mask))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "complaint"),
+    [
+        ([], "none empty"),
+        ([[]], "none empty"),
+        ([[5], []], "no tokens"),
+        ("", "no tokens"),
+        (torch.ones(2, 2), "whole numbers"),
+        (torch.ones(2, 2, 2, dtype=torch.long), "one or two axes"),
+        (torch.ones(1, 0, dtype=torch.long), "empty"),
+        ([[5, 300]], "Token id 300"),
+        ([[-1]], "Token id -1"),
+        ([[5] * 65], "65 tokens"),
+    ],
+)
+def test_inputs_that_cannot_be_run_are_refused_with_the_reason(inputs, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make_batch(inputs, TOKENIZER, d_vocab=292, n_ctx=64)
+
+
+@pytest.mark.parametrize("inputs", [[1.5], ["a", 3], [["a"]], {"tokens": [1]}, 7, None])
+def test_anything_but_texts_and_ids_is_refused(inputs):
+    with pytest.raises(InputError, match="whole numbers"):
+        _id_rows(inputs)
+
+
+def test_one_list_of_ids_is_one_row_and_a_batch_passes_through():
+    batch = make_batch([5, 6, 7], TOKENIZER)
+    assert batch.tokens.tolist() == [[5, 6, 7]]
+    assert make_batch(torch.tensor([5, 6, 7]), TOKENIZER).tokens.tolist() == [[5, 6, 7]]
+    assert make_batch(batch, TOKENIZER) is batch
+
+
+def test_a_batch_splits_into_pieces_no_wider_than_their_own_rows():
+    batch = make_batch([[5] * n for n in (2, 3, 7, 1, 4)], TOKENIZER)
+    pieces = list(batch.split(2))
+    assert [piece.tokens.shape for _, piece in pieces] == [(2, 3), (2, 7), (1, 4)]
+    for where, piece in pieces:
+        assert torch.equal(piece.tokens, batch.tokens[where, : piece.tokens.shape[1]])
+
+
+@given(SENTENCES, st.data())
+@settings(deadline=None)
+def test_a_character_span_maps_to_the_tokens_that_hold_it(text, data):
+    text = text + " – naïve 東京"
+    start = data.draw(st.integers(0, len(text) - 1))
+    end = data.draw(st.integers(start + 1, len(text)))
+    ids, offsets = encode(TOKENIZER, text, bos=0)
+    span = token_span(offsets, start, end)
+    before, inside = TOKENIZER.decode(ids[1 : span.start]), TOKENIZER.decode(ids[span.start : span.stop])
+    assert text[start:end] in inside or "�" in inside
+    assert text.startswith(before) or "�" in before
+    assert all(not (first < end and start < last) for first, last in offsets[: span.start])
+
+
+def test_a_span_outside_the_text_is_refused():
+    _, offsets = encode(TOKENIZER, " Paris", bos=0)
+    with pytest.raises(InputError, match="ends at 6"):
+        token_span(offsets, 10, 12)
+
+
+def test_batches_of_texts_carry_the_offsets_of_their_tokens():
+    text = " Paris Rome"
+    batch = make_batch([text, " cat"], TOKENIZER, bos=0)
+    assert batch.offsets is not None
+    span = token_span(batch.offsets[0], text.index("Rome"), len(text))
+    assert token_strings(TOKENIZER, batch.tokens[0, span.start : span.stop].tolist()) == (" Rome",)
+    assert batch.rows(1, 2).offsets == batch.offsets[1:]
+
+
+@given(st.sampled_from(WORDS))
+def test_a_word_of_the_vocabulary_is_one_token_after_a_space(word):
+    assert token_strings(TOKENIZER, [single_token_id(TOKENIZER, word)]) == (" " + word,)
+    assert single_token_id(TOKENIZER, word + "ö") is None
+
+
+def test_a_tokenizers_own_leading_space_is_not_counted_as_a_token():
+    tokenizer = llama2_style_tokenizer()
+    assert len(encode(tokenizer, " Paris")[0]) == 2
+    assert single_token_id(tokenizer, "Paris") == tokenizer.convert_tokens_to_ids("▁Paris")
+    assert single_token_id(tokenizer, "xyz") is None
+
+
+def test_token_strings_keep_the_spaces_of_either_kind_of_tokenizer():
+    for tokenizer in (TOKENIZER, llama2_style_tokenizer()):
+        ids = [single_token_id(tokenizer, word) for word in ("Paris", "cat")]
+        assert token_strings(tokenizer, ids) == (" Paris", " cat")
+    assert token_strings(None, [5, 6]) == ("5", "6")
+
+
+def test_an_unknown_word_is_not_the_unknown_token():
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "Paris": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wordlevel = tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    assert single_token_id(wordlevel, "Paris") == 1
+    assert single_token_id(wordlevel, "Rome") is None
+
+
+def test_special_tokens_that_only_the_class_knows_are_kept(tmp_path):
+    """The hub's GPT-2 names no special tokens in its files; the class does."""
+    folder = tiny_folder(tmp_path, "gpt2")
+    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "<|endoftext|>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    loaded = load_tokenizer(folder)
+    assert loaded.bos_token_id == loaded.eos_token_id == 256
+    assert loaded("ab").input_ids == [vocabulary["a"], vocabulary["b"]]
+    assert hw.load(folder, tokenizer=loaded).tokenize("ab").tokens.tolist() == [[256, vocabulary["a"], vocabulary["b"]]]
+
+
+def test_a_batch_says_what_it_is_in_one_line():
+    assert repr(make_batch([[5], [5, 6]], TOKENIZER)) == "Batch(2 sequences, 1 to 2 tokens)"
+    assert isinstance(make_batch([[5]], TOKENIZER), Batch)

@@ -1,0 +1,325 @@
+"""Anchored pathways: planted models come out as built, one pass equals a loop, and nothing depends on the batch."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+import headwater as hw
+from headwater.errors import InputError, RunFolderError
+from headwater.pathways import measuring
+from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.report import survives
+from headwater.results import RunRecord
+from headwater.world.planted import answer_lookup, question_lookup
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def ask(planted, copies=2):
+    """Every question of a lookup world, more than once, answered by its model."""
+    model = hw.load(planted.model, tokenizer=planted.tokenizer)
+    rows = pd.DataFrame(planted.world.rows() * copies)
+    rows["relation"], rows["answers"] = rows["property"], rows["answers"].map(lambda answer: [answer])
+    questions = hw.load_questions(rows.assign(dataset="lookup").drop(columns=["said", "correct"]))
+    return model, hw.answer(model, questions, progress=False, max_new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def by_question():
+    model, answered = ask(question_lookup())
+    return hw.trace_pathways(model, answered, seeds=2, progress=False)
+
+
+@pytest.fixture(scope="module")
+def by_answer():
+    model, answered = ask(answer_lookup())
+    return hw.trace_pathways(model, answered, seeds=2, progress=False)
+
+
+@pytest.mark.planted
+def test_blocking_the_question_turns_the_flag_of_the_question_lookup_at_its_layer_and_nowhere_above(by_question):
+    table = by_question.table
+    at_flag = table[table["layer"] == 2]
+    assert by_question.best_layer == 2
+    assert at_flag.groupby("correct")["flipped"].mean().to_dict() == {True: 1.0, False: 0.0}
+    assert at_flag.loc[at_flag["correct"], "delta_p"].max() < -30
+    assert at_flag.loc[~at_flag["correct"], "delta_p"].abs().max() < 1e-3
+    assert (at_flag["mode"] == "Q-anchored").eq(at_flag["correct"]).all()
+    assert table.loc[table["layer"].isin([1, 3]), "delta_p"].abs().max() < 1e-6
+
+
+@pytest.mark.planted
+def test_blocking_random_words_changes_no_bit_of_the_flag(by_question):
+    at_flag = by_question.table[by_question.table["layer"] == 2]
+    assert at_flag["random_delta_logit"].abs().max() < 1e-4
+    assert not at_flag["random_flipped"].any()
+
+
+@pytest.mark.planted
+def test_a_shift_of_every_example_to_one_side_is_not_reported_as_two_modes(by_question):
+    verdicts = by_question.components.set_index(["intervention", "population"])["verdict"]
+    assert verdicts["exact question tokens", "all"] == "two modes"
+    assert verdicts["exact question tokens", "predicted right"] == "one mode"
+    assert verdicts["exact question tokens", "predicted wrong"] == "one mode"
+    assert not survives(by_question, "lookup")
+    report = " ".join(by_question.report())
+    assert "Flips go one way" in report
+    assert "the two peaks are those of the two predictions" in report
+    assert "Two modes survive the controls on none of the question sets (tested on lookup)." in report
+
+
+@pytest.mark.planted
+def test_the_signal_of_the_question_lookup_is_gone_without_the_question(by_question):
+    found = by_question.auc[by_question.auc["layer"] == 2]
+    assert (found["auc"] == 1).all()
+    assert (found["auc_after_knockout"] == 0.5).all()
+    assert (found["auc_after_random"] == 1).all()
+
+
+@pytest.mark.planted
+def test_another_subject_makes_right_answers_of_the_question_lookup_wrong_unless_it_has_the_same_answer(by_question):
+    controls = by_question.controls[(by_question.controls["layer"] == 2) & (by_question.controls["group"] == "all")]
+    rates = controls.set_index("intervention")["flip_rate"]
+    assert 0.6 < rates["token swap"] < 1  # one other kind in six has the same answer
+    assert rates["random token swap"] == 0
+    assert rates["answer only"] == 0.5
+
+
+@pytest.mark.planted
+def test_nothing_done_to_the_question_moves_the_flag_of_the_answer_lookup(by_answer):
+    assert by_answer.best_layer == 2
+    at_flag = by_answer.table[by_answer.table["layer"] == 2]
+    assert (at_flag["mode"] == "A-anchored").all()
+    assert at_flag["delta_logit"].abs().max() < 1e-4
+    controls = by_answer.controls[(by_answer.controls["layer"] == 2) & (by_answer.controls["group"] == "all")]
+    assert set(controls["intervention"]) == {
+        "exact question tokens",
+        "random question tokens",
+        "token swap",
+        "random token swap",
+        "answer only",
+    }
+    assert (controls["flip_rate"] == 0).all()
+    found = by_answer.auc[by_answer.auc["layer"] == 2]
+    assert (found[["auc", "auc_after_knockout"]] == 1).all(axis=None)
+
+
+@pytest.mark.planted
+def test_windows_of_one_layer_find_the_layer_that_reads_the_question():
+    model, answered = ask(question_lookup(), copies=1)
+    options = {"seeds": 1, "controls": False, "progress": False}
+    single = hw.trace_pathways(model, answered, window=1, **options).table
+    right = single[single["correct"]]
+    assert (right.groupby("layer")["flipped"].mean() == [1, 0, 0, 0]).all()
+    assert right.loc[right["layer"] > 0, "delta_p"].abs().max() < 1e-3
+    assert (right["mode"] == "Q-anchored").all()
+    answers = hw.trace_pathways(model, answered, edges="answer", **options).table
+    every = hw.trace_pathways(model, answered, variant="zero", **options).table
+    at_flag = every["layer"] == 2
+    pd.testing.assert_frame_equal(answers[at_flag], every[at_flag], atol=1e-4)
+
+
+def random_answered(model, n=60, datasets=("a", "b")):
+    """Rows of random tokens with random labels: E_Q is two of positions 1 to 4, the answer starts at 6."""
+    rng = np.random.default_rng()
+    rows = []
+    for name in datasets:
+        z = np.repeat(rng.permutation(np.arange(n // 2) % 2), 2)
+        for i in range(n):
+            length = int(rng.integers(8, 13))
+            exact = sorted(rng.choice(np.arange(1, 5), size=2, replace=False).tolist())
+            rows.append(
+                {
+                    "dataset": name,
+                    "question": f"{name} {i // 2}",
+                    "z": int(z[i]),
+                    "tokens": tuple(rng.integers(2, len(TOKENIZER), length).tolist()),
+                    "answer_start": 6,
+                    "subject_tokens": (exact[0],),
+                    "property_tokens": (exact[1],),
+                    "exact_answer_tokens": tuple(range(6, length)),
+                }
+            )
+    run = RunRecord("answer", model.name, model.fingerprint, "float32", "cpu", {})
+    return AnsweredQuestions(pd.DataFrame(rows), pd.DataFrame(), run)
+
+
+def blocked_state(model, tokens, keys, last_layer, site):
+    """The state of one layer, from a run of TransformerLens whose scores are masked in all layers up to it."""
+    seen = []
+
+    def block(scores, hook):
+        scores = scores.clone()
+        rows = [i for i in range(scores.shape[-1]) if i not in keys]
+        for key in keys:
+            scores[..., [i for i in rows if i > key], key] = -torch.inf
+        return scores
+
+    hooks = [(f"blocks.{layer}.attn.hook_attn_scores", block) for layer in range(last_layer + 1)]
+    hooks.append((f"blocks.{last_layer}.hook_{site}", lambda state, hook: seen.append(state[0, -1].clone())))
+    model.run([list(tokens)], hooks)
+    return seen[0]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
+def test_one_pass_equals_a_loop_of_runs_with_ever_more_layers_blocked(family):
+    model = hw.load(tiny_model(family, seed=int(torch.randint(1 << 30, ()))), tokenizer=TOKENIZER)
+    answered = random_answered(model, n=40, datasets=("a",))
+    pathways = hw.trace_pathways(model, answered, site="attn_out", seeds=1, controls=False, progress=False)
+    keys = answered.exact_question_tokens()
+    for example in np.random.default_rng().integers(0, 40, 6).tolist():
+        rows = pathways.table[pathways.table["example"] == example].set_index("layer")
+        probes = pathways.probes_of("a", seed=0, split=int(rows["split"].iloc[0]))
+        for layer in range(3):
+            state = blocked_state(model, answered.table["tokens"].iloc[example], keys[example], layer, "attn_out")
+            after = float(probes[layer].logits(state[None])[0])
+            sign = 1 if rows.loc[layer, "logit"] > 0 else -1
+            assert rows.loc[layer, "probability_after"] == pytest.approx(1 / (1 + np.exp(-sign * after)), abs=2e-4)
+            before = rows.loc[layer, "logit"]
+            assert rows.loc[layer, "delta_logit"] == pytest.approx(sign * (after - before), abs=5e-4)
+            assert rows.loc[layer, "flipped"] == ((after > 0) != (before > 0))
+
+
+@pytest.mark.oracle
+def test_aucs_are_those_of_scikit_learn_and_every_example_is_measured_by_probes_that_have_not_seen_its_question():
+    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    answered = random_answered(model)
+    pathways = hw.trace_pathways(model, answered, seeds=2, controls=False, progress=False)
+    table = pathways.table.assign(z=answered.z[pathways.table["example"]])
+    assert (table["correct"] == (table["z"] == 0)).all()
+    for row in pathways.auc.to_dict("records"):
+        own = table[
+            (
+                table[["dataset", "seed", "split", "layer"]] == [row[k] for k in ("dataset", "seed", "split", "layer")]
+            ).all(axis=1)
+        ]
+        assert row["auc"] == pytest.approx(roc_auc_score(own["z"], own["logit"]))
+    questions = answered.table["question"].to_numpy()
+    for _, own in table[table["layer"] == 0].groupby(["dataset", "seed"]):
+        sides = [set(questions[own.loc[own["split"] == side, "example"]]) for side in (0, 1)]
+        assert not sides[0] & sides[1]
+    assert len(table) == 2 * 3 * 120
+    assert (answered.table["dataset"].to_numpy()[table["example"]] == table["dataset"]).all()
+
+
+@pytest.mark.parametrize("family", ["neox", "gemma3"])
+def test_results_do_not_depend_on_the_batch_and_the_model_is_left_unhooked(family):
+    model = hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    answered = random_answered(model, n=40, datasets=("a",))
+    options = {"seeds": 1, "controls": False, "progress": False, "token": "answer_last"}
+    before = model.run([[2, 3, 4]])
+    tables = [hw.trace_pathways(model, answered, batch_size=n, **options).table for n in (3, 64)]
+    for name in ("logit", "probability_after", "delta_logit"):
+        np.testing.assert_allclose(tables[0][name], tables[1][name], atol=3e-3)
+    assert torch.equal(model.run([[2, 3, 4]]), before)
+
+
+def test_a_run_goes_on_where_it_stopped_and_gives_the_same(tmp_path, monkeypatch):
+    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    answered = random_answered(model, datasets=("a",))
+    options = {"seeds": 2, "controls": False, "window": 2, "progress": False}
+    whole = hw.trace_pathways(model, answered, **options)
+    run, calls = measuring.after_states, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    monkeypatch.setattr(measuring, "after_states", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hw.trace_pathways(model, answered, out=tmp_path / "run", **options)
+    monkeypatch.setattr(measuring, "states_at", None)
+    monkeypatch.setattr(measuring, "fit_probes", None)
+    resumed = hw.trace_pathways(model, answered, out=tmp_path / "run", **options)
+    assert len(calls) == 3 + 2  # four runs in all, two of them finished before the interrupt
+    for name in ("table", "modes", "curves", "controls", "baselines", "components", "auc"):
+        pd.testing.assert_frame_equal(getattr(resumed, name), getattr(whole, name))
+    monkeypatch.setattr(measuring, "after_states", None)
+    again = hw.trace_pathways(model, answered, out=tmp_path / "run", **options)
+    pd.testing.assert_frame_equal(again.table, whole.table)
+    with pytest.raises(RunFolderError, match="another run"):
+        hw.trace_pathways(model, answered, out=tmp_path / "run", seeds=3)
+
+
+@pytest.mark.gpu
+def test_a_cuda_device_gives_what_the_cpu_gives():
+    models = [hw.load(tiny_model("llama").to(device), tokenizer=TOKENIZER) for device in ("cpu", "cuda")]
+    answered = random_answered(models[0], n=40, datasets=("a",))
+    options = {"seeds": 1, "controls": False, "progress": False}
+    cpu, cuda = (hw.trace_pathways(model, answered, **options).table for model in models)
+    np.testing.assert_allclose(cuda["delta_logit"], cpu["delta_logit"], atol=1e-2)
+
+
+def test_a_result_is_saved_and_loaded_whole(by_question, tmp_path):
+    by_question.save(tmp_path / "saved")
+    loaded = hw.Pathways.load(tmp_path / "saved")
+    for name in ("table", "modes", "auc", "curves", "curves_at_best", "controls", "controls_at_best", "baselines"):
+        pd.testing.assert_frame_equal(getattr(loaded, name), getattr(by_question, name))
+    assert torch.equal(loaded.probe.weight, by_question.probe.weight)
+    assert (loaded.probe.layer, loaded.probe.site, loaded.probe.token) == (2, "mlp_out", "exact_answer_last")
+    assert loaded.report() == by_question.report()
+    assert loaded.summary() == by_question.summary()
+    assert loaded.summary()["datasets"][0]["two_modes_survive"] is False
+
+
+def test_a_set_with_answers_of_one_kind_is_left_out_and_named_and_the_others_are_traced():
+    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    answered = random_answered(model, n=40, datasets=("a", "b", "c"))
+    answered.table.loc[answered.table["dataset"] == "b", "z"] = 0
+    few = answered.table.index[answered.table["dataset"] == "c"]
+    answered.table.loc[few, "z"] = 0
+    answered.table.loc[few[:4], "z"] = 1
+    options = {"seeds": 1, "controls": False, "progress": False}
+    pathways = hw.trace_pathways(model, answered, **options)
+    assert pathways.datasets == ("a",)
+    assert pathways.dropped.to_dict("list") == {
+        "dataset": ["b", "c"],
+        "cause": ["answers of one kind only: 40 right, 0 wrong", "too few answers of one kind: 36 right, 4 wrong"],
+        "examples": [40, 40],
+    }
+    assert pathways.report()[0] == "b was left out: answers of one kind only: 40 right, 0 wrong."
+    answered.table.loc[answered.table["dataset"] == "a", "z"] = 1
+    with pytest.raises(
+        InputError, match=r"^No question set can be traced \(a: answers of one kind only: 0 right, 40 wr"
+    ):
+        hw.trace_pathways(model, answered, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"site": "mlp"}, "no probe site 'mlp'"),
+        ({"token": "last"}, "no probe token 'last'"),
+        ({"variant": "ablate"}, "variant='ablate' is not one of mask, zero"),
+        ({"edges": "all"}, "edges='all' is not one of after, answer"),
+        ({"edges": "answer", "token": "before_answer"}, "nothing could change"),
+        ({"seeds": 0}, "seeds=0 and window=None must be at least 1"),
+        ({"window": 0}, "window=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named_in_one_line(options, message):
+    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    with pytest.raises(InputError, match=message) as caught:
+        hw.trace_pathways(model, random_answered(model, n=4), progress=False, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_answers_of_another_model_or_without_their_prompt_are_refused(by_question):
+    model, other = (hw.load(tiny_model("llama", seed=seed), tokenizer=TOKENIZER) for seed in (1, 2))
+    with pytest.raises(InputError, match="other weights than"):
+        hw.trace_pathways(model, random_answered(other, n=4))
+    with pytest.raises(
+        InputError, match=r"do not record their prompt: make them with hw\.answer, or pass controls=False"
+    ):
+        hw.trace_pathways(model, random_answered(model, n=40), seeds=1, progress=False)
+    with pytest.raises(InputError, match=r"There is no question set 'lookups' here\. Did you mean 'lookup'"):
+        by_question.probes_of("lookups")
+    with pytest.raises(InputError, match="no probes of seed 7"):
+        by_question.probes_of("lookup", seed=7)

@@ -1,0 +1,88 @@
+"""Tiny random models of every supported architecture, built offline, with norms and biases that are not trivial."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+WORDS = tuple(
+    "Paris Rome Madrid Berlin France Italy Spain Germany cat dog chat chien big bigger small smaller go went see saw "  # noqa: SIM905
+    "the of is in capital A B C one two three four five six".split()
+)
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GATED = SIZES | {"intermediate_size": 48}
+GROUPED = GATED | {"num_key_value_heads": 2, "head_dim": 8}
+
+CONFIGS: dict[str, Callable[[int], tf.PretrainedConfig]] = {
+    "gpt2": lambda v: tf.GPT2Config(vocab_size=v, n_embd=32, n_layer=3, n_head=4, n_positions=64),
+    "neox": lambda v: tf.GPTNeoXConfig(vocab_size=v, **GATED, rotary_pct=0.25),
+    "neox-sequential": lambda v: tf.GPTNeoXConfig(vocab_size=v, **GATED, use_parallel_residual=False),
+    "phi": lambda v: tf.PhiConfig(vocab_size=v, **GATED, partial_rotary_factor=0.5),
+    "llama": lambda v: tf.LlamaConfig(vocab_size=v, **GROUPED),
+    "llama-tied": lambda v: tf.LlamaConfig(vocab_size=v, **GROUPED, tie_word_embeddings=True),
+    "mistral": lambda v: tf.MistralConfig(vocab_size=v, **GROUPED, sliding_window=8),
+    "qwen2": lambda v: tf.Qwen2Config(vocab_size=v, **{k: w for k, w in GROUPED.items() if k != "head_dim"}),
+    "qwen3": lambda v: tf.Qwen3Config(vocab_size=v, **GROUPED),
+    "gemma2": lambda v: tf.Gemma2Config(vocab_size=v, **GROUPED, query_pre_attn_scalar=8, sliding_window=8),
+    "gemma3": lambda v: tf.Gemma3TextConfig(
+        vocab_size=v,
+        **GROUPED,
+        query_pre_attn_scalar=8,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+FAMILIES = tuple(CONFIGS)
+
+
+def tiny_tokenizer(words: Sequence[str] = WORDS, bos: bool = True) -> tf.PreTrainedTokenizerFast:
+    """A byte-level tokenizer in which each of `words`, with its leading space, is one token; anything else is bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [("<s>", 0.0), ("<pad>", 0.0)] + [(c, -20.0) for c in alphabet] + [("Ġ" + word, -1.0) for word in words]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="<s>",
+        pad_token="<pad>",
+        name_or_path="tiny",
+        add_bos_token=True,
+    )
+
+
+def tiny_model(
+    family: str, d_vocab: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tf.PreTrainedModel:
+    """A random model of one architecture; every parameter, norms and biases too, is drawn afresh."""
+    config = CONFIGS[family](d_vocab or len(tiny_tokenizer()))
+    config.bos_token_id = config.eos_token_id = 0
+    config.pad_token_id = 1
+    config._attn_implementation = "eager"
+    model = tf.AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm_gain = parameter.ndim == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.2 * noise if is_norm_gain else 0.2 * noise)
+    return model.to(dtype).eval()
+
+
+def tiny_folder(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Save a tiny model and its tokenizer as an ordinary checkpoint folder."""
+    tiny_model(family, seed=seed, dtype=dtype).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,106 @@
+"""Draw the figures of README and documentation from the embedded model: `make figures`, or this file with names."""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import headwater as hw
+from headwater.figures import save_figure
+from headwater.heads.ablation import ablate_heads
+from headwater.heads.validation import dynamic_scores
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+ASK = " Q: What is the capital of {} ?\n A:"
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Austria": "Vienna", "Poland": "Warsaw"}
+RELATIONS = ("city_to_country", "country_to_capital", "tool_to_job", "number_to_next")
+
+
+@cache
+def model() -> hw.HookedModel:
+    """Load the embedded model."""
+    return hw.load()
+
+
+@cache
+def answered() -> hw.AnsweredQuestions:
+    """Let it answer 400 questions of each set."""
+    return hw.answer(model(), hw.load_questions(sample=400))
+
+
+@cache
+def traced() -> hw.Pathways:
+    """Trace its pathways before the answer, where its probe is best."""
+    return hw.trace_pathways(model(), answered(), token="before_answer")
+
+
+@cache
+def few_heads() -> hw.HeadMap:
+    """Classify its heads on a few relations."""
+    return hw.classify_heads(model(), relations=few_relations())
+
+
+def few_relations() -> list:
+    """Return a few relations."""
+    return [relation for relation in hw.load_relations() if relation.name in RELATIONS]
+
+
+def pairs() -> dict:
+    """Return prompts about countries, each beside the next one's, and a metric."""
+    names = list(CAPITALS)
+    right = [f" {CAPITALS[name]}" for name in names]
+    clean = [ASK.format(name) for name in names]
+    metric = hw.logit_difference(right, right[1:] + right[:1])
+    return {"clean": clean, "corrupted": clean[1:] + clean[:1], "metric": metric}
+
+
+def knocked_out() -> hw.Sweep:
+    """Sever the country from the last position."""
+    given = pairs()
+    edges = hw.Edges("last", [f" {name}" for name in CAPITALS])
+    return hw.knockout(model(), given["clean"], block=edges, metric=given["metric"], window="cumulative")
+
+
+def seen_by_probe() -> hw.Saliency:
+    """Trace the probe at the answer's last token back to the question."""
+    probe = hw.trace_pathways(model(), answered(), token="answer_last", seeds=1, controls=False).probe
+    return hw.saliency(model(), answered(), probe)
+
+
+def ablated() -> object:
+    """Remove the heads of a relation."""
+    template = " Q: In which country is the city of {source} ?\n A:"
+    given = {"relations": few_relations(), "template": template, "shots": 0, "controls": []}
+    return ablate_heads(model(), few_heads(), "city_to_country", **given)
+
+
+def membership() -> hw.Membership:
+    """Tell texts of the model's corpus from others."""
+    texts = hw.load_member_texts()
+    statistics = hw.token_statistics(model(), texts["text"])
+    return hw.membership(hw.memorization_scores(statistics, k=(0.2,)), texts["member"])
+
+
+FIGURES: dict[str, Callable] = {
+    "head_map": lambda: hw.classify_heads(model()),
+    "correlations": lambda: dynamic_scores(model(), few_heads(), relations=few_relations()),
+    "ablation": ablated,
+    "patch": lambda: hw.patch(model(), **pairs(), sites="resid_pre"),
+    "knockout": knocked_out,
+    "answers": answered,
+    "delta_p": traced,
+    "saliency": seen_by_probe,
+    "detection": lambda: hw.detect(model(), answered(), token="before_answer", seeds=1),
+    "memorization": lambda: hw.memorization(model(), hw.load_depth_graph(), controls=False),
+    "membership": membership,
+}
+
+
+def main() -> None:
+    """Draw the figures named, or all of them."""
+    for name in sys.argv[1:] or FIGURES:
+        print(*save_figure(FIGURES[name]().plot(), DOCS / "figures" / name, ("png",)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

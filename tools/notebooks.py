@@ -1,0 +1,81 @@
+"""Run the notebooks: `python tools/notebooks.py [--write] [NAME ...]`.
+
+A notebook is written as a script, notebooks/NAME.py, in jupytext's percent format. This runs each in a fresh kernel of
+this very Python, from the folder notebooks/, and fails where a cell fails or writes to stderr. With --write the
+executed notebook is kept beside its script as notebooks/NAME.ipynb, outputs included.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+LARGEST = 300_000
+METADATA = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+
+class ThisPython(KernelSpecManager):
+    """Finds one kernel, this interpreter's, whatever kernels the machine has."""
+
+    def get_kernel_spec(self, kernel_name):  # noqa: D102
+        return KernelSpec(**get_kernel_dict())
+
+
+def source(name: str) -> nbformat.NotebookNode:
+    """Read a notebook's script as a notebook without outputs."""
+    notebook = jupytext.read(FOLDER / f"{name}.py")
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number:02d}"
+        cell.metadata = nbformat.from_dict({})
+    return notebook
+
+
+def execute(name: str) -> nbformat.NotebookNode:
+    """Run a notebook and return it with its outputs; progress bars, which are of the moment, are left out."""
+    notebook = source(name)
+    manager = AsyncKernelManager(kernel_spec_manager=ThisPython())
+    NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.metadata = nbformat.from_dict({})
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+            complaints = [output.text for output in cell.outputs if output.get("name") == "stderr"]
+            if complaints:
+                raise RuntimeError(f"{name}: a cell wrote to stderr: {''.join(complaints)[:500]}")
+    notebook.metadata = nbformat.from_dict(METADATA)
+    return notebook
+
+
+def main() -> None:
+    """Run the notebooks named, or all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", action="store_true", help="keep the executed notebooks")
+    options = parser.parse_args()
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    if sys.platform == "linux":
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    for name in options.names or sorted(file.stem for file in FOLDER.glob("*.py")):
+        start = time.monotonic()
+        notebook = execute(name)
+        text = nbformat.writes(notebook) + "\n"
+        if len(text.encode()) > LARGEST:
+            raise RuntimeError(f"{name}: {len(text.encode()):,} bytes with its outputs, more than {LARGEST:,}")
+        if options.write:
+            (FOLDER / f"{name}.ipynb").write_text(text, encoding="utf-8")
+        print(f"{name}: {time.monotonic() - start:.0f} s, {len(text.encode()):,} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
