@@ -39,7 +39,7 @@ from headwater.models.generation import chat_text
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode
 from headwater.pathways.answers import AnsweredQuestions
-from headwater.pathways.probes import Probe, probe_states
+from headwater.pathways.probes import TOLERANCE, Probe, probe_states
 from headwater.pathways.reweighting import Reweighted, Strength
 from headwater.storage import make_folder, read_json, write_atomically, write_json
 
@@ -190,7 +190,7 @@ def fit_linear(
         constant = torch.tensor(np.log(share / (1 - share)), dtype=torch.float64)
         return torch.zeros(features.shape[1], dtype=torch.float64), constant
     scaler = StandardScaler().fit(features)
-    fitted = LogisticRegression(C=C, max_iter=2000).fit(scaler.transform(features), labels)
+    fitted = LogisticRegression(C=C, max_iter=2000, tol=TOLERANCE).fit(scaler.transform(features), labels)
     weight = fitted.coef_[0] / scaler.scale_
     bias = float(fitted.intercept_[0] - weight @ scaler.mean_)
     return torch.from_numpy(weight), torch.tensor(bias, dtype=torch.float64)
