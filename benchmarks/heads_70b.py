@@ -82,7 +82,7 @@ def _row(machine: Machine, device: str, shape: StreamedShape, folder: Path, laye
     heads, kept = len(layers) * config.num_attention_heads, (f"{layers[0]} to {layers[-1]} of" if layers else "no")
     work = _least_work(config, suite, len(layers), null)
     width, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    numbers = config.hidden_size * (config.vocab_size + 2 * width + 2 * kv)
+    numbers = config.hidden_size * (config.vocab_size + width + kv)
     return Row(
         name=f"heads-70b: {'scores and null model' if null else 'top-k membership'}, layers {kept} "
         f"{config.num_hidden_layers}, {shape.name}, {len(shape.k)} relations, {sum(shape.pairs):,} pairs",
@@ -95,8 +95,8 @@ def _row(machine: Machine, device: str, shape: StreamedShape, folder: Path, laye
         peak_bytes=peak,
         target=CUDA_TARGET if device.startswith("cuda") else CPU_TARGET,
         note="random weights, from safetensors, files in the page cache; peer timed on one head and the smallest "
-        "relation, scaled; the workspace is the peak while one layer is scored, with W_U and the layer, which take "
-        f"{4 * numbers / 2**20:,.0f} MB in float32, and the pages of their files",
+        "relation, scaled; the workspace is the peak while one layer is scored, with W_U and the layer's W_V and W_O, "
+        f"which take {4 * numbers / 2**20:,.0f} MB in float32, and the pages of their files",
     )
 
 
@@ -142,7 +142,7 @@ def _compare(shape: StreamedShape, folder: Path, suite: SuitePairs, device: str)
     n, k = shape.pairs[relation], shape.k[relation]
     source = suite.source_tokens[suite.item_relation == relation]
     weights = _open(shape, folder, device)
-    layer, W_U = weights.layer(0), weights.unembedding()
+    layer, W_U = weights.ov(0), weights.unembedding()
     x = weights.effective_embedding(source, "raw")
     factors = layer.W_V[0], layer.W_O[0]
     logits = x @ factors[0] @ factors[1] @ W_U
@@ -171,7 +171,7 @@ def _least_work(config: transformers.LlamaConfig, suite: SuitePairs, n_layers: i
     n_pairs = len(suite.pair_target)
     tokens = config.vocab_size if null else n_pairs
     operations = 2 * config.hidden_size * (kv * n_pairs + width * tokens) + 2 * width * n_pairs
-    moved = 2 * config.hidden_size * (2 * width + 2 * kv + (tokens if null else n_pairs))
+    moved = 2 * config.hidden_size * (width + kv + (tokens if null else n_pairs))
     heads = n_layers * config.num_attention_heads
     return Work(n_layers * operations, n_layers * moved, done=heads, unit="heads", half=True)
 

@@ -206,6 +206,12 @@ def assert_same_parameters(one, other) -> None:
             if isinstance(x, Tensor):
                 assert x.dtype == y.dtype
                 assert torch.equal(x, y), f"layer {layer} {field.name}"
+        for source, whole in ((one, a), (other, b)):
+            found = source.ov(layer)
+            assert found.layer == layer
+            for name in ("W_V", "W_O", "norm_gain"):
+                assert getattr(found, name).dtype == getattr(whole, name).dtype
+                assert torch.equal(getattr(found, name), getattr(whole, name)), f"layer {layer} {name}"
     for read in ("embedding", "unembedding", "final_norm_gain"):
         assert torch.equal(getattr(one, read)(), getattr(other, read)()), read
 
@@ -324,6 +330,10 @@ def test_one_layers_tensors_are_read_at_a_time_and_let_go(checkpoint, monkeypatc
     heads = source.layer(2)
     assert pointer.expired()
     assert heads.layer == 2
+    read.clear()
+    source.ov(2)
+    attention = "layers.2.self_attn."
+    assert set(read) == {f"{attention}v_proj.weight", f"{attention}o_proj.weight", "layers.2.input_layernorm.weight"}
 
 
 @pytest.mark.parametrize("layer", [-1, 3])
@@ -331,6 +341,8 @@ def test_one_layers_tensors_are_read_at_a_time_and_let_go(checkpoint, monkeypatc
 def test_a_layer_that_is_not_there_is_refused(checkpoint, layer, opened):
     with pytest.raises(InputError, match=rf"Layer {layer} was asked for; the model has layers 0 to 2"):
         opened(checkpoint("llama")).layer(layer)
+    with pytest.raises(InputError, match=rf"Layer {layer} was asked for; the model has layers 0 to 2"):
+        opened(checkpoint("llama")).ov(layer)
 
 
 def test_unknown_embeddings_and_tokens_outside_the_vocabulary_are_refused(checkpoint):

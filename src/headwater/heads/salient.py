@@ -52,7 +52,7 @@ def salient_operations(
             f"{shape.n_heads} heads."
         )
     with torch.inference_mode():
-        factors = weights.layer(layer)
+        factors = weights.ov(layer)
         W_V, W_O = factors.W_V[factors.value_head(head)], factors.W_O[head]
         gains = source_gains(weights, W_V, W_O, embedding)
         strongest = gains.topk(min(sources, len(gains)))

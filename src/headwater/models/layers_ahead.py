@@ -15,14 +15,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headwater.models.weights import HeadWeights, StreamedWeights, WeightSource
+from headwater.models.weights import OVWeights, StreamedWeights, WeightSource
 
-_Arrival: TypeAlias = tuple[HeadWeights, torch.cuda.Event | None]
+_Arrival: TypeAlias = tuple[OVWeights, torch.cuda.Event | None]
 """A layer's factors, and what to wait for before they are there."""
 
 
 class LayersAhead:
-    """Calls `weights.layer`, one layer ahead where that pays. A context manager: leaving it ends the thread."""
+    """Calls `weights.ov`, one layer ahead where that pays. A context manager: leaving it ends the thread."""
 
     def __init__(self, weights: WeightSource, *, ahead: bool | None = None):
         """Read ahead on CUDA devices, or as `ahead` says."""
@@ -43,14 +43,14 @@ class LayersAhead:
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
 
-    def __call__(self, layer: int) -> HeadWeights:
+    def __call__(self, layer: int) -> OVWeights:
         """Return one layer's factors, ready for the current stream.
 
         Raises:
             ModelError: the checkpoint cannot be read.
         """
         if self._reader is None:
-            return self.weights.layer(layer)
+            return self.weights.ov(layer)
         if self._coming is None or self._coming[0] != layer:
             self._coming = layer, self._reader.submit(self._read, layer)
         factors, arrived = self._coming[1].result()
@@ -68,6 +68,6 @@ class LayersAhead:
 
     def _read(self, layer: int) -> _Arrival:
         if self._stream is None:
-            return self.weights.layer(layer), None
+            return self.weights.ov(layer), None
         with torch.cuda.stream(self._stream):
-            return self.weights.layer(layer), self._stream.record_event()
+            return self.weights.ov(layer), self._stream.record_event()

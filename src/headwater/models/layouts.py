@@ -162,24 +162,51 @@ def head_factors(
         shape: the model's sizes.
         layer: which block.
     """
-    block = layout.block(layer)
-    attention = f"{block}{layout.attention}."
+    attention = f"{layout.block(layer)}{layout.attention}."
     heads = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
     W_Q, W_K, W_V = query_key_value(read, layout, attention, heads, "weight")
     first_bias = f"{attention}{layout.fused.name if layout.fused else 'q_proj'}.bias"
     has_bias = first_bias in names
     b_Q, b_K, b_V = query_key_value(read, layout, attention, heads, "bias") if has_bias else (None, None, None)
-    output = f"{attention}{layout.output}."
-    d_model_last = layout.fused is not None and layout.fused.d_model_first
-    stored = "(head d_head) d_model" if d_model_last else "d_model (head d_head)"
+    output_bias = f"{attention}{layout.output}.bias"
     return {
         "W_Q": W_Q,
         "W_K": W_K,
         "W_V": W_V,
-        "W_O": rearrange(read(f"{output}weight"), f"{stored} -> head d_head d_model", head=shape.n_heads),
+        "W_O": _output(read, layout, shape, layer),
         "b_Q": b_Q,
         "b_K": b_K,
         "b_V": b_V,
-        "b_O": read(f"{output}bias") if f"{output}bias" in names else None,
-        "norm_gain": read(f"{block}{layout.attention_norm}.weight") + layout.gain_offset,
+        "b_O": read(output_bias) if output_bias in names else None,
+        "norm_gain": _attention_gain(read, layout, layer),
     }
+
+
+def ov_factors(read: Read, layout: Layout, shape: ModelShape, layer: int) -> dict[str, Tensor]:
+    """W_V, W_O and the gain of the norm in front, by the field names of `OVWeights`; nothing else that is stored apart.
+
+    Args:
+        read: reads a tensor by name.
+        layout: the architecture's.
+        shape: the model's sizes.
+        layer: which block.
+    """
+    attention = f"{layout.block(layer)}{layout.attention}."
+    if layout.fused:
+        W_V = query_key_value(read, layout, attention, (shape.n_heads,) * 3, "weight")[2]
+    else:
+        stored = read(f"{attention}v_proj.weight")
+        W_V = rearrange(stored, "(head d_head) d_model -> head d_model d_head", head=shape.n_kv_heads)
+    gain = _attention_gain(read, layout, layer)
+    return {"W_V": W_V, "W_O": _output(read, layout, shape, layer), "norm_gain": gain}
+
+
+def _output(read: Read, layout: Layout, shape: ModelShape, layer: int) -> Tensor:
+    d_model_last = layout.fused is not None and layout.fused.d_model_first
+    stored = "(head d_head) d_model" if d_model_last else "d_model (head d_head)"
+    weight = read(f"{layout.block(layer)}{layout.attention}.{layout.output}.weight")
+    return rearrange(weight, f"{stored} -> head d_head d_model", head=shape.n_heads)
+
+
+def _attention_gain(read: Read, layout: Layout, layer: int) -> Tensor:
+    return read(f"{layout.block(layer)}{layout.attention_norm}.weight") + layout.gain_offset

@@ -29,7 +29,7 @@ from headwater.models.checkpoint import Checkpoint, checkpoint_folder, open_chec
 from headwater.models.checks import tokenizer_fits
 from headwater.models.effective import bos_token, check_request, chunks, layer0, mlp0
 from headwater.models.fingerprint import fingerprint
-from headwater.models.layouts import UNEMBEDDING, expected_tensors, head_factors, layout_of
+from headwater.models.layouts import UNEMBEDDING, expected_tensors, head_factors, layout_of, ov_factors
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import Batch, load_tokenizer
 
@@ -41,37 +41,25 @@ PINNED_AT_MOST = 2**29
 
 
 @dataclass(frozen=True)
-class HeadWeights:
-    """The factors of one layer's heads. Grouped heads share keys and values: see `value_head` and `expand_kv`.
+class OVWeights:
+    """What one layer's heads write for what they attend to: W_V and W_O. Grouped heads share values: see `value_head`.
 
     Attributes:
         layer: which block.
-        W_Q: residual stream to queries.
-        W_K: residual stream to keys.
         W_V: residual stream to values.
         W_O: a head's weighted values to the residual stream.
-        b_Q: bias of the queries, None where the architecture has none.
-        b_K: bias of the keys.
-        b_V: bias of the values.
-        b_O: bias of the sum over heads.
         norm_gain: gain of the norm in front of attention (1 + weight in Gemma).
     """
 
     layer: int
-    W_Q: Float[Tensor, "head d_model d_head"]
-    W_K: Float[Tensor, "kv_head d_model d_head"]
     W_V: Float[Tensor, "kv_head d_model d_head"]
     W_O: Float[Tensor, "head d_head d_model"]
-    b_Q: Float[Tensor, "head d_head"] | None
-    b_K: Float[Tensor, "kv_head d_head"] | None
-    b_V: Float[Tensor, "kv_head d_head"] | None
-    b_O: Float[Tensor, "d_model"] | None
     norm_gain: Float[Tensor, "d_model"]
 
     @property
     def group_size(self) -> int:
         """How many query heads share one key and value head."""
-        return len(self.W_Q) // len(self.W_V)
+        return len(self.W_O) // len(self.W_V)
 
     def value_head(self, head: int) -> int:
         """The key and value head that a query head reads with."""
@@ -80,6 +68,27 @@ class HeadWeights:
     def expand_kv(self, factor: Float[Tensor, "kv_head ..."]) -> Float[Tensor, "head ..."]:
         """Repeat a factor of the key and value heads (W_K, W_V, b_K, b_V) for every query head."""
         return factor.repeat_interleave(self.group_size, dim=0)
+
+
+@dataclass(frozen=True)
+class HeadWeights(OVWeights):
+    """All factors of one layer's heads.
+
+    Attributes:
+        W_Q: residual stream to queries.
+        W_K: residual stream to keys.
+        b_Q: bias of the queries, None where the architecture has none.
+        b_K: bias of the keys.
+        b_V: bias of the values.
+        b_O: bias of the sum over heads.
+    """
+
+    W_Q: Float[Tensor, "head d_model d_head"]
+    W_K: Float[Tensor, "kv_head d_model d_head"]
+    b_Q: Float[Tensor, "head d_head"] | None
+    b_K: Float[Tensor, "kv_head d_head"] | None
+    b_V: Float[Tensor, "kv_head d_head"] | None
+    b_O: Float[Tensor, "d_model"] | None
 
 
 class WeightSource(ABC):
@@ -118,6 +127,10 @@ class WeightSource(ABC):
     @abstractmethod
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads; nothing of it is kept here."""
+
+    @abstractmethod
+    def ov(self, layer: int) -> OVWeights:
+        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored apart."""
 
     @abstractmethod
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -222,6 +235,11 @@ class StreamedWeights(WeightSource):
         names = frozenset(self.checkpoint.names)
         return HeadWeights(layer, **head_factors(self._read, names, self.layout, self.shape, layer))  # type: ignore[arg-type]
 
+    def ov(self, layer: int) -> OVWeights:
+        """W_V and W_O of one layer's heads."""
+        self._check_layer(layer)
+        return OVWeights(layer, **ov_factors(self._read, self.layout, self.shape, layer))
+
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """W_E as the residual stream receives it."""
         return self._scaled(self._read(self._embedding_name))
@@ -294,18 +312,15 @@ class LoadedWeights(WeightSource):
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads."""
         self._check_layer(layer)
-        block = self.model.raw.blocks[layer]
-        attention = block.attn
-        factors: dict[str, Any] = {}
-        for field in fields(HeadWeights):
-            if field.name.startswith(("W_", "b_")):
-                # HookedTransformer repeats grouped keys and values in W_K; the parameter itself is _W_K.
-                own = getattr(attention, f"_{field.name}", None)
-                value = own if isinstance(own, Tensor) else getattr(attention, field.name, None)
-                factors[field.name] = (
-                    None if value is None else self._checked(value, f"blocks.{layer}.attn.{field.name}")
-                )
-        return HeadWeights(layer, **factors, norm_gain=self._gain(block.ln1, f"blocks.{layer}.ln1"))
+        names = [field.name for field in fields(HeadWeights) if field.name.startswith(("W_", "b_"))]
+        factors: dict[str, Any] = {name: self._factor(layer, name) for name in names}
+        return HeadWeights(layer, **factors, norm_gain=self._attention_gain(layer))
+
+    def ov(self, layer: int) -> OVWeights:
+        """W_V and W_O of one layer's heads."""
+        self._check_layer(layer)
+        factors: dict[str, Any] = {name: self._factor(layer, name) for name in ("W_V", "W_O")}
+        return OVWeights(layer, **factors, norm_gain=self._attention_gain(layer))
 
     @torch.inference_mode()
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -333,6 +348,16 @@ class LoadedWeights(WeightSource):
         with self.model.lock:
             rows = [compute(chunk) for chunk in chunks(tokens, self.shape.d_mlp)]
         return self._checked(torch.cat(rows), f"effective embedding {kind}")
+
+    def _factor(self, layer: int, name: str) -> Tensor | None:
+        """One factor; HookedTransformer repeats grouped keys and values in W_K, the parameter itself is _W_K."""
+        attention = self.model.raw.blocks[layer].attn
+        own = getattr(attention, f"_{name}", None)
+        value = own if isinstance(own, Tensor) else getattr(attention, name, None)
+        return None if value is None else self._checked(value, f"blocks.{layer}.attn.{name}")
+
+    def _attention_gain(self, layer: int) -> Tensor:
+        return self._gain(self.model.raw.blocks[layer].ln1, f"blocks.{layer}.ln1")
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.model.raw.embed(tokens.to(self.model.device)[None])[0]
