@@ -32,7 +32,7 @@ from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import Probe
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 
 LENGTH, EXAMPLES, ROUNDS = 256, 4, 2
 

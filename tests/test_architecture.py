@@ -16,19 +16,21 @@ RANK = {
     "shards": 1,
     "texts": 1,
     "models": 2,
-    "results": 2,
-    "heads": 4,
-    "patching": 4,
-    "pathways": 5,
-    "likelihood": 4,
-    "world": 6,
-    "reference": 6,
-    "figures": 7,
-    "cli_shared": 8,
-    "cli": 10,
-    "__main__": 11,
+    "records": 2,
+    "results": 3,
+    "runs": 4,
+    "heads": 5,
+    "patching": 5,
+    "likelihood": 5,
+    "pathways": 6,
+    "world": 7,
+    "reference": 7,
+    "figures": 8,
+    "cli_shared": 9,
+    "cli": 11,
+    "__main__": 12,
 }
-COMMANDS = {file.stem: 9 for file in SOURCE.glob("cli_*.py") if file.stem != "cli_shared"}
+COMMANDS = {file.stem: 10 for file in SOURCE.glob("cli_*.py") if file.stem != "cli_shared"}
 RANK |= COMMANDS
 MODEL_LIBRARIES = {"transformer_lens", "transformers"}
 MAY_BUILD_MODELS = {"models", "world"}

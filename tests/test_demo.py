@@ -16,7 +16,8 @@ from headwater.figures.report import Section, leading, sentences, write_index, w
 from headwater.figures.style import save_figure
 from headwater.heads import classify
 from headwater.heads.classify import HeadMap
-from headwater.results import Result, RunRecord
+from headwater.records import RunRecord
+from headwater.results import Result
 
 HOSTILE = "<script>alert('1')</script> \"&amp;\" <img src=x onerror=y> [a](javascript:b) |*_`#"
 

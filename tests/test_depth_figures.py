@@ -13,7 +13,7 @@ from headwater.errors import InputError
 from headwater.figures.depth_profile import BLUE, GREEN, ORANGE, depth_profiles, layer_curves, plot_gaps
 from headwater.figures.tokens import FRAME, WIDTH, token_heat_map, token_html
 from headwater.likelihood.profile import DepthProfile
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 
 
 @pytest.fixture

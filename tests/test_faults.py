@@ -22,7 +22,9 @@ import torch
 
 from headwater import storage
 from headwater.errors import RunFolderError
-from headwater.results import Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import RunFolder, run_pieces
 
 PIECES = 5
 

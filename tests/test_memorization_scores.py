@@ -13,7 +13,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.likelihood.scores import SHARES, MemorizationScores, lowest_means, memorization_scores
 from headwater.likelihood.statistics import EMPTY, TextStatistics, token_statistics
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 from tests.tiny import WORDS
 
 ALL_K = (0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)

@@ -9,7 +9,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.pathway_curves import COLORS
 from headwater.pathways.answers import AnsweredQuestions
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SETS = ("first", "second", "third", "fourth")

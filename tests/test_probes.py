@@ -13,7 +13,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import Probes, auc, fit_probes, grouped_folds, probe_positions, probe_states
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from headwater.errors import RunFolderError
-from headwater.results import FORMAT, Result, RunFolder, RunRecord, write_atomically
+from headwater.records import FORMAT, RunRecord
+from headwater.results import Result
+from headwater.runs import RunFolder
+from headwater.storage import write_atomically
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -247,7 +250,7 @@ def test_a_save_that_dies_half_way_leaves_an_unfinished_folder_not_a_mixture(tmp
 def hold(path: Path) -> subprocess.Popen:
     """Start a process that opens the run of `record()` and stays."""
     code = (
-        "import json, sys; from headwater.results import RunFolder, RunRecord; "
+        "import json, sys; from headwater.records import RunRecord; from headwater.runs import RunFolder; "
         f"folder = RunFolder({str(path)!r}, RunRecord(**json.loads({json.dumps(dataclasses.asdict(record()))!r}))); "
         "print('ready', flush=True); sys.stdin.read()"
     )

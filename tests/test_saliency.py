@@ -13,7 +13,7 @@ from headwater.models import backward
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import Probe, probe_positions
 from headwater.pathways.saliency import COLUMNS, Saliency
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import headwater as hw
 from headwater.errors import InputError
 from headwater.pathways.saliency import COLUMNS, TARGETS, Saliency
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 
 RNG = np.random.default_rng()
 

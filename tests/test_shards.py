@@ -15,7 +15,9 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.results import Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import RunFolder, run_pieces
 from headwater.shards import Processes, processes
 
 ACCELERATE = (
@@ -105,7 +107,8 @@ def test_without_a_process_group_there_is_one_process_which_owns_every_piece():
     alone = processes()
     assert alone == Processes(0, 1)
     assert all(alone.owns(piece) for piece in range(9))
-    assert alone.on_main(lambda: 5) == 5
+    assert alone.on_main("a step", lambda: 5) == 5
+    assert alone.together("another", 6) == [6]
 
 
 def test_every_piece_has_one_owner_and_the_shares_differ_by_one_piece_at_most():

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from headwater.errors import InputError
 from headwater.figures.sweep import shown
 from headwater.patching.sweep import Sweep
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 
 RUN = RunRecord("patch", "tiny", "0", "float32", "cpu", {})
 

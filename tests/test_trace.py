@@ -11,7 +11,7 @@ from headwater.errors import InputError, RunFolderError
 from headwater.pathways import measuring
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.report import survives
-from headwater.results import RunRecord
+from headwater.records import RunRecord
 from headwater.world.planted import answer_lookup, question_lookup
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -6,11 +6,14 @@ from the pieces is computed by every process alike, so all return the same resul
 
 Processes belong together when torch's process group is there: `accelerate.Accelerator()` or `PartialState()` makes it,
 and so does `accelerate launch -m headwater`. Without one there is one process, and nothing here does anything.
+
+They meet at named steps (`Processes.together`): one that has ended, or that is at another step, is an error of all.
 """
 
 from __future__ import annotations
 
-import time
+import datetime
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,8 +23,8 @@ import torch.distributed as dist
 from headwater.errors import HeadwaterError
 
 Value = TypeVar("Value")
-LONGEST_PAUSE = 1.0
-"""Seconds between two looks at the folder."""
+LONGEST_WAIT = datetime.timedelta(days=7)
+"""How long a process waits for the slowest one; torch's own 10 to 30 minutes are too short for a share of a run."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,31 @@ class Processes:
         """Whether this process computes piece number `piece`."""
         return piece % self.count == self.index
 
-    def on_main(self, work: Callable[[], Value]) -> Value:
+    def together(self, step: str, value: Value) -> list[Value]:
+        """Wait until every process is at this step, and return the value that each brings, in their order.
+
+        Raises:
+            HeadwaterError: another process has ended, or is at another step.
+        """
+        if self.count == 1:
+            return [value]
+        brought: list[Any] = [None] * self.count
+        try:
+            dist.all_gather_object(brought, (step, value), group=_lasting_group(dist.group.WORLD))
+        except RuntimeError as error:
+            raise HeadwaterError(
+                f"Another process of this run has ended, while process {self.index} waited for it ({step}); its own "
+                "message says why. What is finished is kept: the same command continues."
+            ) from error
+        other = next((number for number, (theirs, _) in enumerate(brought) if theirs != step), None)
+        if other is not None:
+            raise HeadwaterError(
+                f"The processes of this run do different things: process {self.index} is at {step!r}, process {other} "
+                f"at {brought[other][0]!r}. Each must make the same calls in the same order."
+            )
+        return [value for _, value in brought]
+
+    def on_main(self, step: str, work: Callable[[], Value]) -> Value:
         """Do something in the main process while the others wait; every process returns its value or raises its error.
 
         Raises:
@@ -48,23 +75,20 @@ class Processes:
         """
         if self.count == 1:
             return work()
-        outcome: list[Any] = [None, None]
+        outcome: tuple[Any, HeadwaterError | None] = None, None
         failure: BaseException | None = None
         if self.is_main:
             try:
-                outcome[0] = work()
+                outcome = work(), None
             except BaseException as error:
                 failure = error
-                outcome[1] = error if isinstance(error, HeadwaterError) else HeadwaterError(f"Process 0: {error!r}")
-        dist.broadcast_object_list(outcome, src=0)
-        if failure is not None or outcome[1] is not None:
-            raise failure or outcome[1]
-        return outcome[0]
-
-    def wait_for_all(self) -> None:
-        """Wait until every process is here."""
-        if self.count > 1:
-            dist.barrier()
+                outcome = None, error if isinstance(error, HeadwaterError) else HeadwaterError(f"Process 0: {error!r}")
+        value, told = self.together(step, outcome)[0]
+        if failure is not None:
+            raise failure
+        if told is not None:
+            raise told
+        return value  # type: ignore[no-any-return]
 
 
 def processes() -> Processes:
@@ -74,13 +98,7 @@ def processes() -> Processes:
     return Processes()
 
 
-def wait_for(found: Callable[[], Value | None]) -> Value:
-    """Ask again and again, ever more slowly, until there is something.
-
-    It waits without end: whoever started the processes ends them all when one of them dies.
-    """
-    pause = 0.01
-    while (value := found()) is None:
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
-    return value
+@functools.cache
+def _lasting_group(world: Any) -> Any:
+    """Return a group of all processes that is told at once when one of them ends, and otherwise waits for days."""
+    return dist.new_group(backend="gloo", timeout=LONGEST_WAIT)

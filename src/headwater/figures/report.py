@@ -19,7 +19,8 @@ import pandas as pd
 from headwater.storage import write_atomically
 
 if TYPE_CHECKING:
-    from headwater.results import Result, RunRecord
+    from headwater.records import RunRecord
+    from headwater.results import Result
 
 TITLES = {
     "heads": "What the attention heads do",

@@ -33,7 +33,8 @@ from headwater.heads.classify import HeadMap
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relation
 from headwater.models.hooked import Hook, HookedModel
-from headwater.results import Result, RunRecord
+from headwater.records import RunRecord
+from headwater.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

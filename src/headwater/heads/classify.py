@@ -42,7 +42,9 @@ from headwater.models.layers_ahead import LayersAhead
 from headwater.models.load import load
 from headwater.models.shape import ModelShape
 from headwater.models.weights import WeightSource, open_weights
-from headwater.results import Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -34,7 +34,8 @@ from headwater.heads.prompts import SourcePrompts, relations_of, source_prompts
 from headwater.heads.relations import Relation, TokenRelation
 from headwater.models.hooked import HookedModel
 from headwater.models.weights import open_weights
-from headwater.results import Result, RunRecord
+from headwater.records import RunRecord
+from headwater.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +106,7 @@ def dynamic_scores(
             values = last_values(model, prompts, batch_size)
             scores = torch.stack(
                 [
-                    score_layer(values[:, layer].to(W_U.device), weights.layer(layer).W_O, W_U, prompts, tokens, k)
+                    score_layer(values[:, layer].to(W_U.device), weights.ov(layer).W_O, W_U, prompts, tokens, k)
                     for layer in range(model.shape.n_layers)
                 ],
                 dim=2,

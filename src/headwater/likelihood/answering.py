@@ -25,7 +25,7 @@ from headwater.likelihood.depth import HIGHEST_SCORE, LOWEST_SCORE, DepthGraph, 
 from headwater.likelihood.framing import Frame
 from headwater.models.generation import end_tokens, generate
 from headwater.models.tokens import encode
-from headwater.results import RunFolder, run_pieces
+from headwater.runs import RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

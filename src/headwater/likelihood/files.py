@@ -26,7 +26,9 @@ from tqdm.auto import tqdm
 from headwater.errors import InputError
 from headwater.likelihood.scores import SHARES, memorization_scores
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
-from headwater.results import Compute, Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import Compute, RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,7 +28,8 @@ from sklearn.pipeline import make_pipeline
 from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
-from headwater.results import Result, RunRecord
+from headwater.records import RunRecord
+from headwater.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

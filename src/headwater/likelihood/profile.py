@@ -35,7 +35,9 @@ from headwater.likelihood.resampling import Graphs
 from headwater.likelihood.scores import checked_shares
 from headwater.likelihood.scoring import Scored, Scoring
 from headwater.likelihood.statistics import Layers, Lens, chosen_layers, lens_name
-from headwater.results import Result, RunFolder, RunRecord
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

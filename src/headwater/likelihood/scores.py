@@ -34,7 +34,8 @@ from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.likelihood.statistics import TextStatistics
-from headwater.results import Result, RunRecord
+from headwater.records import RunRecord
+from headwater.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

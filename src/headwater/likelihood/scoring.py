@@ -15,7 +15,7 @@ from headwater.likelihood.statistics import Lens
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
-    from headwater.results import RunFolder
+    from headwater.runs import RunFolder
 
 NO_ANSWER = "no answer of the model"
 DESCRIBED = ("tokens", "scored", "windows", "note")

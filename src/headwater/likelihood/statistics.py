@@ -6,7 +6,8 @@
 3. Run windows of like length together, up to the last layer asked for and not to the logits; keep the residual stream
    in front of each scored token.
 4. Read it through a lens: the logit lens (the final norm), or a tuned lens and then the final norm (Belrose et al.
-   2023). At the final layer the logit lens is the model's own output.
+   2023). At the final layer the logit lens is the model's own output, in bfloat16 and float16 too: what it multiplies
+   with W_U there is in its dtype (`headwater.models.unembedding`), and the logits are not rounded to it.
 5. Take the statistics in one pass over tiles of the vocabulary (`headwater.kernels.likelihood`): the logits of all of
    it are never held.
 
@@ -37,7 +38,9 @@ from headwater.kernels import likelihood
 from headwater.models.memory import in_halves
 from headwater.models.tokens import Batch, encode, pad_id, token_span
 from headwater.models.unembedding import unembedding_head
-from headwater.results import Compute, Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import Compute, RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -268,7 +271,7 @@ def _measurer(
         target = batch.tokens[rows, columns]
         found = []
         for layer in layers:
-            hidden = normalise(read(kept.pop(layer).float(), layer))
+            hidden = normalise(read(kept.pop(layer), layer))
             found.append(likelihood.token_statistics(hidden, head, target.to(hidden.device)))
         return {name: torch.stack([getattr(one, name).cpu() for one in found]) for name in STATISTICS}
 
@@ -344,7 +347,7 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def _lens(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
-    """Return what takes a layer's residual stream to what the final norm reads."""
+    """Return what takes a layer's residual stream, in the model's dtype, to what the final norm reads."""
     if isinstance(lens, Mapping):
         missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]
         if missing:
@@ -353,17 +356,18 @@ def _lens(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor,
         def translate(residual: Float[Tensor, "token d_model"], layer: int) -> Tensor:
             if layer not in lens:
                 return residual
-            A, b = (part.to(residual) for part in lens[layer])
+            wide = residual.float()
+            A, b = (part.to(wide) for part in lens[layer])
             if A.shape != (residual.shape[1],) * 2 or b.shape != A.shape[:1]:
                 raise InputError(
                     f"The tuned lens of layer {layer} has shapes {tuple(A.shape)} and {tuple(b.shape)}; the model "
                     f"needs ({residual.shape[1]}, {residual.shape[1]}) and ({residual.shape[1]},)."
                 )
-            return residual + residual @ A.T + b
+            return wide + wide @ A.T + b
 
         return translate
     if callable(lens):
-        return lens
+        return lambda residual, layer: lens(residual.float(), layer)
     if lens != "logit":
         raise InputError(f"lens={lens!r} is neither 'logit', nor a function, nor a mapping of layers to (A, b).")
     return lambda residual, layer: residual

@@ -26,7 +26,7 @@ from headwater.models.wavefront import cannot_step
 from headwater.patching.group import WAVEFRONT, WHOLE_RUNS, Group
 from headwater.patching.job import Job, waves
 from headwater.patching.variants import Reading
-from headwater.results import Compute, RunFolder, run_pieces
+from headwater.runs import Compute, RunFolder, run_pieces
 
 T = TypeVar("T")
 

@@ -33,7 +33,8 @@ from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
 from headwater.patching.sweep import Sweep, finish, plain, prompt_options, sweep_options
 from headwater.patching.variants import Cut
-from headwater.results import RunFolder, RunRecord
+from headwater.records import RunRecord
+from headwater.runs import RunFolder
 
 VARIANTS = ("mask", "zero")
 

@@ -43,7 +43,9 @@ from headwater.patching.sites import Site, sites_named
 from headwater.patching.sources import Source, source_of
 from headwater.patching.statistics import summarize
 from headwater.patching.variants import Replace
-from headwater.results import Result, RunFolder, RunRecord
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

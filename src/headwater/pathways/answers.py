@@ -50,7 +50,9 @@ from headwater.pathways.extractors import Extractor, check_extractor, extractor_
 from headwater.pathways.labels import RULE
 from headwater.pathways.questions import Questions
 from headwater.pathways.words import Span
-from headwater.results import Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

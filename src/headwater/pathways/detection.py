@@ -40,7 +40,9 @@ from headwater.pathways.detectors import METHODS, Detector, check_methods
 from headwater.pathways.fitting import COUNTS, AnswerSet, Recipe, relations_of
 from headwater.pathways.probes import check_probe_options
 from headwater.pathways.reweighting import Reweighting
-from headwater.results import Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

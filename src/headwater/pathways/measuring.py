@@ -34,7 +34,7 @@ from headwater.pathways.interventions import (
 from headwater.pathways.modes import Logits, at_layer
 from headwater.pathways.probes import Probes, States, fit_probes, grouped_folds, probe_positions, states_at
 from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
-from headwater.results import Compute
+from headwater.runs import Compute
 
 CHUNK = 256
 """Rows in one piece of a resumable run."""

@@ -42,7 +42,9 @@ from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.dip import critical_dip, dip
 from headwater.pathways.flows import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.probes import Probe
-from headwater.results import Compute, Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import Compute, RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

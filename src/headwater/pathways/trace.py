@@ -42,7 +42,9 @@ from headwater.pathways.measuring import (
 from headwater.pathways.probes import Probe, Probes, check_probe_options, fit_probes
 from headwater.pathways.report import report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
-from headwater.results import Compute, Result, RunFolder, RunRecord, run_pieces
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import Compute, RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,8 +18,9 @@ from headwater.likelihood.depth import DepthGraph
 from headwater.likelihood.profile import memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.load import load
+from headwater.records import RunRecord
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.results import RunFolder, RunRecord
+from headwater.runs import RunFolder
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
 PUBLISHED = {"accuracy": "accuracy", "forward": "forward", "backward_first": "backward"}

@@ -24,8 +24,9 @@ from headwater.heads.validation import TEMPLATES, dynamic_scores
 from headwater.models.hooked import HookedModel
 from headwater.models.load import load
 from headwater.models.weights import open_weights
+from headwater.records import RunRecord
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.results import RunFolder, RunRecord
+from headwater.runs import RunFolder
 
 OWN_TEMPLATES = (
     "The correlations are measured with headwater's own sentences, not with those of the publication, which "

@@ -25,8 +25,9 @@ from headwater.pathways.answers import answer
 from headwater.pathways.detection import Detection, detect
 from headwater.pathways.extractors import Extractor, extractor_name
 from headwater.pathways.questions import Source, load_questions
+from headwater.records import RunRecord
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.results import RunFolder, RunRecord
+from headwater.runs import RunFolder
 
 METHODS = {
     "p_true": "P(True)",

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
-from headwater.results import Result, RunRecord
+from headwater.records import RunRecord
+from headwater.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
