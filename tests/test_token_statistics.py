@@ -76,20 +76,37 @@ def test_the_tiny_families_hold_a_soft_cap_a_head_bias_and_models_without_bos(lo
     assert load("neox").bos is None
 
 
+def in_float64(model, hidden):
+    """The logits that follow from what goes into the unembedding."""
+    raw = model.raw
+    logits = hidden.double() @ raw.unembed.W_U.double() + raw.unembed.b_U.double()
+    return 30 * torch.tanh(logits / 30) if unembedding_head(model)[1].softcap else logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_a_half_precision_model_the_statistics_are_those_of_what_it_multiplies_itself(family, dtype, load, rng):
+    model, text = load(family, dtype=dtype), texts_of(rng, 1)[0]
+    unembedded = []
+    model.run(text, [("unembed.hook_in", lambda hidden, hook: unembedded.append(hidden))])
+    (ids,) = model.tokenize(text).tokens
+    assert unembedded[0].dtype == dtype
+    logits = in_float64(model, unembedded[0][0, :-1])
+    assert_close(score(model, text).table, from_logits(logits, ids[1:]))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
-def test_bfloat16_weights_leave_the_statistics_accurate_to_float32(family, load, rng):
+def test_what_a_lens_gives_is_normed_in_float32_whatever_the_weights(family, load, rng):
     model, text = load(family, dtype=torch.bfloat16), texts_of(rng, 1)[0]
     residual = model.run(text, stop_at=model.shape.n_layers)[0, :-1].double()
-    norm, raw = model.raw.ln_final.original_component, model.raw
+    norm = model.raw.ln_final.original_component
     if family == "gpt2":
         hidden = torch.nn.functional.layer_norm(residual, (32,), norm.weight.double(), norm.bias.double(), norm.eps)
     else:
         gain = norm.weight.double() + (family == "gemma2")
         hidden = residual * (residual.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain
-    logits = hidden @ raw.unembed.W_U.double()
-    logits = 30 * torch.tanh(logits / 30) if family == "gemma2" else logits
     (ids,) = model.tokenize(text).tokens
-    assert_close(score(model, text).table, from_logits(logits, ids[1:]))
+    found = score(model, text, lens=lambda residual, layer: residual).table
+    assert_close(found, from_logits(in_float64(model, hidden), ids[1:]))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "neox", "gemma3"])

@@ -2,9 +2,10 @@
 
     logits = cap(normalise(residual) W_U + b_U)      cap(x) = c · tanh(x / c) where the architecture has one (Gemma 2)
 
-The norm is computed in float32 whatever the dtype of the weights, so that nothing is rounded between the residual
-stream and the logits. W_U stays as the model holds it. Padded vocabularies keep their padding columns: the model's own
-softmax runs over them too.
+A residual stream as a bfloat16 or float16 model holds it goes through the model's own norm, and stays in that dtype:
+it is what the model itself multiplies with W_U, which tensor cores do exactly and in one product. Anything else (a lens
+gives float32) is normed in float32. W_U stays as the model holds it. Padded vocabularies keep their padding columns:
+the model's own softmax runs over them too.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 Normalise: TypeAlias = Callable[[Tensor], Tensor]
-"""The final norm: residual stream `[..., d_model]` in any dtype to the same shape in float32."""
+"""The final norm: residual stream `[..., d_model]` to the same shape, in half precision if given in the model's own."""
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 @torch.inference_mode()
 def unembedding_head(model: HookedModel) -> tuple[Normalise, UnembeddingHead]:
-    """Return the final norm in float32 and the head behind it, after checking them against the model's own logits.
+    """Return the final norm and the head behind it, after checking them against the model's own logits.
 
     Raises:
         ModelError: together they do not give the model's logits (the architecture does something more to them).
@@ -55,6 +58,9 @@ def _final_norm(model: HookedModel) -> Normalise:
     centred, eps = kind.startswith("LN"), float(raw.cfg.eps)
 
     def normalise(residual: Tensor) -> Tensor:
+        if residual.dtype == model.dtype and residual.dtype in HALF:
+            with model.lock:
+                return raw.ln_final(residual.to(gain.device)[None])[0]
         x = residual.to(gain.device).float()
         x = x - x.mean(-1, keepdim=True) if centred else x
         x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
@@ -69,7 +75,7 @@ def _check(model: HookedModel, normalise: Normalise, head: UnembeddingHead) -> N
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
     expected = model.run(batch)[0].float()
     hidden = normalise(model.run(batch, stop_at=model.shape.n_layers)[0])
-    found = head.logits(hidden, slice(None))
+    found = head.logits(hidden, slice(None)).float()
     error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not error <= max(1e-4, 8 * torch.finfo(model.dtype).eps):
         raise ModelError(
