@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headwater.errors import InputError, did_you_mean
-from headwater.likelihood.statistics import Layers, Lens, TextStatistics, token_statistics
+from headwater.likelihood.lens import Layers, Lens
+from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.generation import chat_text
 from headwater.models.tokens import encode, token_span
 

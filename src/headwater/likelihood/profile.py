@@ -30,11 +30,11 @@ from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
 from headwater.likelihood.depth import DepthGraph
 from headwater.likelihood.discrepancy import discrepancies, judged
 from headwater.likelihood.framing import SPANS, frame_of
+from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name
 from headwater.likelihood.report import report
 from headwater.likelihood.resampling import Graphs
 from headwater.likelihood.scores import checked_shares
 from headwater.likelihood.scoring import Scored, Scoring
-from headwater.likelihood.statistics import Layers, Lens, chosen_layers, lens_name
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from headwater.likelihood.framing import Frame, Framed, framed, framed_statistics, shuffled_words
+from headwater.likelihood.lens import Lens
 from headwater.likelihood.scores import memorization_scores
-from headwater.likelihood.statistics import Lens
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

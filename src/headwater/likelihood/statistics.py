@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import InputError
 from headwater.kernels import likelihood
+from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name, reader
 from headwater.models.memory import in_halves
 from headwater.models.tokens import Batch, encode, pad_id, token_span
 from headwater.models.unembedding import unembedding_head
@@ -47,11 +47,6 @@ if TYPE_CHECKING:
 
     from headwater.models.hooked import Hook, HookedModel
 
-Lens: TypeAlias = str | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
-"""The logit lens ("logit"); a function of the residual stream `token d_model` (float32) and the layer, which gives what
-the final norm is to read; or each layer's (A, b) of a tuned lens, which adds A h + b to the residual stream h."""
-Layers: TypeAlias = str | int | Sequence[int]
-"""The final layer, all of them ("all"), one or several."""
 Span: TypeAlias = tuple[int, int] | None
 """The characters (start, end) of a text whose tokens are scored; None for all."""
 
@@ -134,7 +129,7 @@ def token_statistics(
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     chosen = chosen_layers(layers, model.shape.n_layers)
-    read = _lens(lens, chosen, model.shape.n_layers)
+    read = reader(lens, chosen, model.shape.n_layers)
     if batch_size < 1:
         raise InputError(f"batch_size={batch_size} must be at least 1.")
     options = {"texts": _digest(texts), "count": len(texts), "spans": [list(s) if s else None for s in spans or []]}
@@ -324,66 +319,6 @@ def _table(
     columns["token"] = strings[np.searchsorted(used, columns["token_id"])]
     order = np.lexsort((columns["position"], columns["layer"], columns["text"]))
     return pd.DataFrame({name: columns[name][order] for name in names})
-
-
-def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
-    """Return the layers asked for, in order.
-
-    Raises:
-        InputError: there is no such layer, or one is named twice.
-    """
-    if isinstance(layers, str):
-        if layers not in ("final", "all"):
-            raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
-        return (n_layers - 1,) if layers == "final" else tuple(range(n_layers))
-    asked = [layers] if isinstance(layers, int) else [int(layer) for layer in layers]
-    for layer in asked:
-        if not -n_layers <= layer < n_layers:
-            raise InputError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
-    chosen = tuple(sorted({layer % n_layers for layer in asked}))
-    if not chosen or len(chosen) < len(asked):
-        raise InputError(f"layers={asked} must name at least one layer, each once.")
-    return chosen
-
-
-def _lens(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
-    """Return what takes a layer's residual stream, in the model's dtype, to what the final norm reads."""
-    if isinstance(lens, Mapping):
-        missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]
-        if missing:
-            raise InputError(f"The tuned lens has no translator for layer {missing[0]}; it has {sorted(lens)}.")
-
-        def translate(residual: Float[Tensor, "token d_model"], layer: int) -> Tensor:
-            if layer not in lens:
-                return residual
-            wide = residual.float()
-            A, b = (part.to(wide) for part in lens[layer])
-            if A.shape != (residual.shape[1],) * 2 or b.shape != A.shape[:1]:
-                raise InputError(
-                    f"The tuned lens of layer {layer} has shapes {tuple(A.shape)} and {tuple(b.shape)}; the model "
-                    f"needs ({residual.shape[1]}, {residual.shape[1]}) and ({residual.shape[1]},)."
-                )
-            return wide + wide @ A.T + b
-
-        return translate
-    if callable(lens):
-        return lambda residual, layer: lens(residual.float(), layer)
-    if lens != "logit":
-        raise InputError(f"lens={lens!r} is neither 'logit', nor a function, nor a mapping of layers to (A, b).")
-    return lambda residual, layer: residual
-
-
-def lens_name(lens: Lens) -> str:
-    """Name a lens for the record of the run: a mapping by the hash of its numbers."""
-    if isinstance(lens, str):
-        return lens
-    if isinstance(lens, Mapping):
-        digest = hashlib.sha256()
-        for layer in sorted(lens):
-            for part in lens[layer]:
-                digest.update(f"{layer} {tuple(part.shape)}".encode() + part.detach().cpu().double().numpy().tobytes())
-        return f"tuned lens {digest.hexdigest()[:16]}"
-    return getattr(lens, "__qualname__", repr(lens))
 
 
 def _stride(stride: int | None, n_ctx: int) -> int:

@@ -1,0 +1,89 @@
+"""How a layer's residual stream is read as a prediction: through which lens, and at which layers.
+
+    logit lens       the residual stream h as it is (nostalgebraist 2020)
+    tuned lens       h + A h + b, with the (A, b) of that layer (Belrose et al. 2023)
+    any function     of h and the layer
+
+What a lens gives goes through the model's final norm and its unembedding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.errors import InputError
+
+Lens: TypeAlias = str | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
+"""The logit lens ("logit"); a function of the residual stream `token d_model` (float32) and the layer, which gives what
+the final norm is to read; or each layer's (A, b) of a tuned lens, which adds A h + b to the residual stream h."""
+Layers: TypeAlias = str | int | Sequence[int]
+"""The final layer, all of them ("all"), one or several."""
+
+
+def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
+    """Return the layers asked for, in order.
+
+    Raises:
+        InputError: there is no such layer, or one is named twice.
+    """
+    if isinstance(layers, str):
+        if layers not in ("final", "all"):
+            raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
+        return (n_layers - 1,) if layers == "final" else tuple(range(n_layers))
+    asked = [layers] if isinstance(layers, int) else [int(layer) for layer in layers]
+    for layer in asked:
+        if not -n_layers <= layer < n_layers:
+            raise InputError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
+    chosen = tuple(sorted({layer % n_layers for layer in asked}))
+    if not chosen or len(chosen) < len(asked):
+        raise InputError(f"layers={asked} must name at least one layer, each once.")
+    return chosen
+
+
+def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
+    """Return what takes a layer's residual stream, in the model's dtype, to what the final norm reads.
+
+    Raises:
+        InputError: there is no such lens, or it lacks a layer; when it reads: its sizes are not the model's.
+    """
+    if isinstance(lens, Mapping):
+        missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]
+        if missing:
+            raise InputError(f"The tuned lens has no translator for layer {missing[0]}; it has {sorted(lens)}.")
+
+        def translate(residual: Float[Tensor, "token d_model"], layer: int) -> Tensor:
+            if layer not in lens:
+                return residual
+            wide = residual.float()
+            A, b = (part.to(wide) for part in lens[layer])
+            if A.shape != (residual.shape[1],) * 2 or b.shape != A.shape[:1]:
+                raise InputError(
+                    f"The tuned lens of layer {layer} has shapes {tuple(A.shape)} and {tuple(b.shape)}; the model "
+                    f"needs ({residual.shape[1]}, {residual.shape[1]}) and ({residual.shape[1]},)."
+                )
+            return wide + wide @ A.T + b
+
+        return translate
+    if callable(lens):
+        return lambda residual, layer: lens(residual.float(), layer)
+    if lens != "logit":
+        raise InputError(f"lens={lens!r} is neither 'logit', nor a function, nor a mapping of layers to (A, b).")
+    return lambda residual, layer: residual
+
+
+def lens_name(lens: Lens) -> str:
+    """Name a lens for the record of the run: a mapping by the hash of its numbers."""
+    if isinstance(lens, str):
+        return lens
+    if isinstance(lens, Mapping):
+        digest = hashlib.sha256()
+        for layer in sorted(lens):
+            for part in lens[layer]:
+                digest.update(f"{layer} {tuple(part.shape)}".encode() + part.detach().cpu().double().numpy().tobytes())
+        return f"tuned lens {digest.hexdigest()[:16]}"
+    return getattr(lens, "__qualname__", repr(lens))
