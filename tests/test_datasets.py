@@ -5,8 +5,8 @@ import json
 import pandas as pd
 import pytest
 
+from headwater import rows as readers
 from headwater.errors import InputError
-from headwater.pathways import readers
 from headwater.pathways.questions import load_questions
 from headwater.pathways.templates import WORDINGS, match_wording
 
@@ -204,7 +204,7 @@ def test_a_csv_row_with_too_many_cells_is_refused(tmp_path):
 def test_a_file_is_read_piece_by_piece(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "CHUNK", 64)
     file = array(tmp_path / "a.json", *({"question": f"Q{i}?", "answers": ["x" * 40]} for i in range(1000)))
-    rows = readers.read_rows(file)
+    rows = readers.read_rows(file, "questions")
     assert next(rows)[1]["question"] == "Q0?"
     with file.open("r+") as opened:
         opened.truncate(20_000)

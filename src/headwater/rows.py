@@ -18,22 +18,26 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 CHUNK = 2**20
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a file, each with its number.
+
+    Args:
+        path: the file.
+        what: the things it holds a row of each of, for messages: "questions".
 
     Raises:
         InputError: there is no such file, it is of another kind, or a row cannot be read; the message has its number.
     """
     if not path.is_file():
-        raise InputError(f"The questions file {path} does not exist.")
+        raise InputError(f"The file of {what} {path} does not exist.")
     if path.suffix not in SUFFIXES:
-        raise InputError(f"{path} is not a question table: expected a file ending in {', '.join(SUFFIXES)}.")
+        raise InputError(f"{path} is not a table of {what}: expected a file ending in {', '.join(SUFFIXES)}.")
     reader = {".jsonl": _json_lines, ".json": _json_items}.get(path.suffix, _cells)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             for number, row in reader(path, file):
                 if not isinstance(row, dict):
-                    raise InputError(f"{path}, row {number}: expected an object with question and answers.")
+                    raise InputError(f"{path}, row {number}: expected an object, not a bare value.")
                 yield number, row
     except UnicodeDecodeError:
         raise InputError(f"{path} is not UTF-8 text. Save the file as UTF-8.") from None
@@ -69,7 +73,7 @@ def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
         yield from stream.items()
         return
     if not stream.take("{"):
-        raise InputError(f"{path} is not a question table: expected an array of objects.")
+        raise InputError(f"{path} is not a table: expected an array of objects.")
     while not stream.take("}"):
         stream.value("a key")
         stream.expect(":")
@@ -78,7 +82,7 @@ def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
             return
         stream.value("a value")
         stream.take(",")
-    raise InputError(f"{path} is not a question table: the object in it holds no array of questions.")
+    raise InputError(f"{path} is not a table: the object in it holds no array of objects.")
 
 
 class _JsonStream:

@@ -13,11 +13,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.tokens import Batch, Offsets, token_span, token_strings
+from headwater.rows import read_rows
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -56,13 +58,13 @@ def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
 
 
 def read_pairs(model: HookedModel, clean: Any, corrupted: Any) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...] | None]:
-    """Tokenize pairs of prompts, given side by side or as a table (a data frame, or a CSV or JSON Lines file).
+    """Tokenize pairs of prompts, given side by side or as a table (see `read_table`).
 
     Raises:
         InputError: the numbers of prompts differ, a table lacks a column, or a pair does not align.
     """
     if corrupted is None and isinstance(clean, Path | pd.DataFrame):
-        clean, corrupted = _columns(clean)
+        clean, corrupted = read_table(clean)
     first = read_prompts(model, clean)
     if corrupted is None:
         return first, None
@@ -78,6 +80,35 @@ def read_pairs(model: HookedModel, clean: Any, corrupted: Any) -> tuple[tuple[Pr
         if a.ids == b.ids:
             raise InputError(f"Pair {example} holds the same prompt twice: there is nothing to patch.")
     return first, second
+
+
+def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
+    """Return the prompts in the columns `clean` and `corrupted` of a data frame, or of a file (see `headwater.rows`).
+
+    Raises:
+        InputError: the file cannot be read, a column is missing, or a cell holds neither a text nor token ids.
+    """
+    if isinstance(table, Path):
+        where, numbered = str(table), dict(read_rows(table, "pairs of prompts"))
+        rows = pd.DataFrame(list(numbered.values()), index=list(numbered), dtype=object)
+    else:
+        where, rows = "The table of pairs", table
+    missing = [name for name in ("clean", "corrupted") if name not in rows.columns]
+    if missing:
+        raise InputError(f"{where} has no column {missing[0]!r}; it has {', '.join(map(str, rows.columns)) or 'none'}.")
+    if rows.empty:
+        raise InputError(f"{where} has no rows.")
+    return _cells(rows["clean"], where), _cells(rows["corrupted"], where)
+
+
+def _cells(column: pd.Series, where: str) -> list[Any]:
+    """Check that every cell is a prompt; token ids become a list."""
+    for number, cell in column.items():
+        if not isinstance(cell, str | list | tuple | np.ndarray | Tensor) or not len(cell):
+            raise InputError(
+                f"{where}, row {number}: {column.name} must be a text or a list of token ids, found {cell!r}."
+            )
+    return [cell if isinstance(cell, str) else list(cell) for cell in column]
 
 
 def positions_of(where: Any, prompt: Prompt, example: int, n_examples: int) -> tuple[int, ...]:
@@ -188,18 +219,3 @@ def _named(name: str, prompt: Prompt) -> list[int]:
 def _numbered(prompt: Prompt) -> str:
     shown = [f"{i}:{s!r}" for i, s in enumerate(prompt.strings[:24])]
     return " ".join(shown) + (" ..." if len(prompt) > 24 else "")
-
-
-def _columns(table: Path | pd.DataFrame) -> tuple[Any, Any]:
-    if isinstance(table, Path):
-        if not table.exists():
-            raise InputError(f"There is no file {table}.")
-        table = pd.read_csv(table) if table.suffix == ".csv" else pd.read_json(table, lines=True)
-    missing = [name for name in ("clean", "corrupted") if name not in table.columns]
-    if missing:
-        raise InputError(
-            f"The table of pairs has no column {missing[0]!r}; it has {', '.join(map(str, table.columns))}."
-        )
-    return [list(c) if not isinstance(c, str) else c for c in table["clean"]], [
-        list(c) if not isinstance(c, str) else c for c in table["corrupted"]
-    ]

@@ -27,9 +27,9 @@ import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
 from headwater.pathways.datasets import adapt, check_format, detect_format
-from headwater.pathways.readers import Row, read_rows
 from headwater.pathways.words import Span, find_words
 from headwater.results import table_html
+from headwater.rows import Row, read_rows
 from headwater.texts import HALF_A_CHARACTER, is_unicode, parse_json
 
 SPAN_COLUMNS = ("subject", "property")
@@ -120,11 +120,11 @@ def _open(source: Source | None) -> tuple[str, Iterator[tuple[int, Row]], str | 
         return "the table", enumerate((_from_frame(row) for row in records), start=1), None
     if source is None or (source in WORLD_SETS and not Path(source).exists()):
         world = Path(str(files("headwater") / "world" / "questions.jsonl"))
-        return str(world), read_rows(world), None if source is None else str(source)
+        return str(world), read_rows(world, "questions"), None if source is None else str(source)
     path = Path(source).expanduser()
     if isinstance(source, str) and not path.suffix and not path.exists():
         raise InputError(f"There is no file and no question set {source!r}.{did_you_mean(source, WORLD_SETS)}")
-    return str(path), read_rows(path), None
+    return str(path), read_rows(path, "questions"), None
 
 
 def _from_frame(row: Mapping[Any, Any]) -> dict[str, Any]:
