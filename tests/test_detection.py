@@ -9,17 +9,14 @@ import pandas as pd
 import pytest
 import torch
 from scipy.special import expit
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import detection as detection_module
 from headwater.pathways import fitting
 from headwater.pathways.detection import Detection, detect, evaluate
-from headwater.pathways.detectors import CLASSIFIERS, METHODS, Detector, fit_linear, p_true
+from headwater.pathways.detectors import CLASSIFIERS, METHODS, Detector, p_true
 from headwater.pathways.fitting import AnswerSet, Recipe
 from headwater.pathways.probes import Probe, probe_states
 from headwater.pathways.reweighting import Reweighted, Reweighting, train_reweighting
@@ -76,17 +73,6 @@ def test_states_of_the_test_half_do_not_reach_what_is_fitted(model, answered):
     after = one.fit(0)
     assert torch.equal(before["weight"], after["weight"])
     assert not torch.equal(before["scores"], after["scores"])
-
-
-def test_a_linear_reading_is_scikit_learns_pipeline_and_a_constant_where_there_is_one_kind():
-    rng = np.random.default_rng()
-    features, labels = rng.normal(3, [0.1, 5, 1, 0.0], (80, 4)), rng.integers(2, size=80)
-    weight, bias = fit_linear(features, labels, 0.3)
-    fitted = make_pipeline(StandardScaler(), LogisticRegression(C=0.3, max_iter=2000, tol=1e-10)).fit(features, labels)
-    np.testing.assert_allclose(features @ weight.numpy() + float(bias), fitted.decision_function(features), atol=1e-6)
-    weight, bias = fit_linear(features, np.ones(80, dtype=int), 0.3)
-    assert not weight.any()
-    assert expit(float(bias)) == pytest.approx(80.5 / 81)
 
 
 def test_the_mixture_is_the_gates_mean_of_two_experts(detection, answered):

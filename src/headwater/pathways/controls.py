@@ -22,7 +22,7 @@ from scipy.special import logit as log_odds
 
 from headwater.pathways.bootstrap import Counts, interval, member_means, weighted_auc
 from headwater.pathways.modes import MODES, Effects
-from headwater.pathways.probes import States, fit_layer
+from headwater.pathways.probes import States, fit_linear
 
 FEWEST_OF_A_MODE = 10
 ALL = "all"
@@ -73,7 +73,7 @@ def _from_other_half(
             if min(q_anchored[fitting].sum(), (~q_anchored[fitting]).sum()) < FEWEST_OF_A_MODE:
                 continue
             known = features(seed, here)
-            weight, bias = fit_layer(known, q_anchored.astype(np.int64), fitting)
+            weight, bias = fit_linear(known[fitting], q_anchored[fitting])
             found[seed, here] = known[here] @ weight + bias
     return found
 

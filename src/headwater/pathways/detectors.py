@@ -30,8 +30,6 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from sklearn.linear_model import LogisticRegression
-from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from headwater.errors import InputError, RunFolderError, did_you_mean
@@ -39,7 +37,7 @@ from headwater.models.generation import chat_text
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode
 from headwater.pathways.answers import AnsweredQuestions
-from headwater.pathways.probes import TOLERANCE, Probe, probe_states
+from headwater.pathways.probes import Probe, probe_states
 from headwater.pathways.reweighting import Reweighted, Strength
 from headwater.storage import make_folder, read_json, write_atomically, write_json
 
@@ -175,25 +173,6 @@ class Detector:
             return cls(**plain, **load_file(path / TENSORS))
         except (OSError, SafetensorError, TypeError) as error:
             raise RunFolderError(f"The detector in {path} is damaged ({error}). Fit it again.") from None
-
-
-def fit_linear(
-    features: NDArray[np.float64], labels: NDArray[Any], C: float
-) -> tuple[Float[Tensor, " feature"], Float[Tensor, ""]]:
-    """Fit a logistic regression on standardized features, and return weight and bias for the features as they are.
-
-    With labels of one kind only it is a constant: their share, drawn towards the middle by half an example.
-    """
-    positive = int(labels.sum())
-    if not 0 < positive < len(labels):
-        share = (positive + 0.5) / (len(labels) + 1)
-        constant = torch.tensor(np.log(share / (1 - share)), dtype=torch.float64)
-        return torch.zeros(features.shape[1], dtype=torch.float64), constant
-    scaler = StandardScaler().fit(features)
-    fitted = LogisticRegression(C=C, max_iter=2000, tol=TOLERANCE).fit(scaler.transform(features), labels)
-    weight = fitted.coef_[0] / scaler.scale_
-    bias = float(fitted.intercept_[0] - weight @ scaler.mean_)
-    return torch.from_numpy(weight), torch.tensor(bias, dtype=torch.float64)
 
 
 def question_features(table: pd.DataFrame, relations: Sequence[str]) -> NDArray[np.float64]:

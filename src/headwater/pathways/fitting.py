@@ -19,19 +19,16 @@ from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.detectors import (
     CLASSIFIERS,
     Detector,
-    fit_linear,
     p_true,
     question_columns,
     question_features,
     truth_tokens,
 )
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens
-from headwater.pathways.probes import States, auc, fit_probes, grouped_folds, probe_states
+from headwater.pathways.probes import C, States, auc, fit_linear, fit_probes, grouped_folds, probe_states
 from headwater.pathways.reweighting import Reweighted, Reweighting, train_reweighting
 
-C = 0.1
-"""Inverse strength of the L2 penalty of every logistic regression, as of the probes."""
-Reading: TypeAlias = tuple[Float[Tensor, " d_model"], Float[Tensor, ""]]
+Reading: TypeAlias = tuple[Float[np.ndarray, " feature"], float]
 """Weight and bias of a logistic regression."""
 FOLDS = 5
 """One in so many training answers chooses the layer."""
@@ -143,17 +140,17 @@ class AnswerSet:
         anchored = self._modes(states, severed, train, seed)
         linear = _fit_readings(states[train], z[train], anchored, seed)
         features = question_features(self.answered.table, self.relations)
-        question_weight, question_bias = fit_linear(features[train], z[train], C)
+        question = fit_linear(features[train], z[train])
         detector = Detector(
             dataset=self.dataset,
             fingerprint=self.model.fingerprint,
             site=recipe.site,
             token=recipe.token,
             layer=layer,
-            weight=torch.stack([weight for weight, _ in linear]),
-            bias=torch.stack([bias for _, bias in linear]),
+            weight=torch.from_numpy(np.stack([weight for weight, _ in linear])),
+            bias=torch.tensor([bias for _, bias in linear], dtype=torch.float64),
             alpha=torch.full((2, layer + 1, self.model.shape.n_heads), torch.nan, dtype=torch.float64),
-            question_weight=torch.cat([question_weight, question_bias[None]]),
+            question_weight=torch.from_numpy(np.append(*question)),
             relations=self.relations,
         )
         if "pr" in recipe.methods:
@@ -186,7 +183,6 @@ class AnswerSet:
             groups=[self.groups[i] for i in train],
             seed=seed,
             folds=FOLDS,
-            C=C,
         )
         return fitted.best
 
@@ -199,7 +195,7 @@ class AnswerSet:
         splits = grouped_folds(z, groups, 2, seed) if self.recipe.cross_fit else [(everything, everything)]
         anchored = np.zeros(len(train), dtype=bool)
         for fitted, told in splits:
-            reading = fit_linear(states[train[fitted]], z[fitted], C)
+            reading = fit_linear(states[train[fitted]], z[fitted])
             anchored[told] = _flipped(reading, states[train[told]], severed[train[told]])
         return anchored
 
@@ -247,9 +243,9 @@ def _fit_readings(
     """Fit the linear readings, in the order of `CLASSIFIERS`; that of `pr` starts as the single probe."""
     first = np.zeros(len(z), dtype=bool)
     first[np.random.default_rng(seed).permutation(len(z))[: len(z) // 2]] = True
-    probe = fit_linear(states, z, C)
-    experts = [fit_linear(states[part], z[part], C) for part in (anchored, ~anchored, first, ~first)]
-    return [probe, fit_linear(states, anchored, C), *experts, probe]
+    probe = fit_linear(states, z)
+    experts = [fit_linear(states[part], z[part]) for part in (anchored, ~anchored, first, ~first)]
+    return [probe, fit_linear(states, anchored), *experts, probe]
 
 
 def _flipped(reading: Reading, before: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -259,4 +255,4 @@ def _flipped(reading: Reading, before: NDArray[np.float64], after: NDArray[np.fl
 
 def _logits(reading: Reading, states: NDArray[np.float64]) -> NDArray[np.float64]:
     weight, bias = reading
-    return states @ weight.numpy() + float(bias)
+    return states @ weight + bias

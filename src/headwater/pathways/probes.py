@@ -24,6 +24,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike, NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -35,6 +36,8 @@ from headwater.pathways.answers import AnsweredQuestions
 PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
 PROBE_TOKENS = ("answer_last", "exact_answer_last", "before_answer")
 FEW = 200
+C = 0.1
+"""Inverse strength of the L2 penalty on the weights of standardized states."""
 TOLERANCE = 1e-8
 """Of the fit's gradient: scikit-learn's own, 1e-4, leaves logits of 4,096 coordinates off by a third of a unit."""
 NOISE = 1e-6
@@ -173,7 +176,7 @@ def fit_probes(
     groups: Sequence[Hashable],
     seed: int = 0,
     folds: int = 5,
-    C: float = 0.1,
+    C: float = C,
 ) -> Probes:
     """Fit a probe per layer, and choose the best layer on rows left out.
 
@@ -251,7 +254,7 @@ def check_probe_options(site: str, token: str, batch_size: int) -> None:
 def _fit_layers(
     states: States, z: NDArray[np.int64], rows: NDArray[np.int64], C: float
 ) -> tuple[Float[Tensor, "layer d_model"], Float[Tensor, " layer"]]:
-    fitted = [fit_layer(layer.double().numpy(), z, rows, C) for layer in states]
+    fitted = [fit_linear(layer.double().numpy()[rows], z[rows], C) for layer in states]
     biases = torch.tensor([bias for _, bias in fitted], dtype=torch.float64)
     return torch.from_numpy(np.stack([weight for weight, _ in fitted])), biases
 
@@ -267,12 +270,21 @@ def _aucs(
     return torch.tensor([auc(z[rows], logit.numpy()) for logit in logits], dtype=torch.float64)
 
 
-def fit_layer(
-    states: NDArray[np.float64], z: NDArray[np.int64], rows: NDArray[np.int64], C: float = 0.1
-) -> tuple[NDArray[np.float64], float]:
-    """Fit one layer on some rows; return the weight and bias for the states as they are."""
-    mean, spread = states[rows].mean(0), states[rows].std(0)
+def fit_linear(
+    features: Float[np.ndarray, "example feature"], labels: NDArray[Any], C: float = C
+) -> tuple[Float[np.ndarray, " feature"], float]:
+    """Fit a logistic regression on standardized features; return weight and bias for the features as they are.
+
+    With labels of one kind only it is a constant: their share, drawn towards the middle by half an example.
+    """
+    positive = int(labels.sum())
+    if not 0 < positive < len(labels):
+        share = (positive + 0.5) / (len(labels) + 1)
+        return np.zeros(features.shape[1]), float(np.log(share / (1 - share)))
+    mean, spread = features.mean(0), features.std(0)
     spread = np.maximum(spread, NOISE * spread.max()) if spread.any() else np.ones_like(spread)
-    classifier = LogisticRegression(C=C, max_iter=2000, tol=TOLERANCE).fit((states[rows] - mean) / spread, z[rows])
-    weight = classifier.coef_[0] / spread
-    return weight, float(classifier.intercept_[0] - weight @ mean)
+    regression = LogisticRegression(C=C, max_iter=2000, tol=TOLERANCE)
+    with threadpool_limits(1, user_api="blas"):  # products this small cost more to hand to threads than to compute
+        fitted = regression.fit((features - mean) / spread, labels)
+    weight = fitted.coef_[0] / spread
+    return weight, float(fitted.intercept_[0] - weight @ mean)
