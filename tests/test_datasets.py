@@ -210,3 +210,11 @@ def test_a_file_is_read_piece_by_piece(tmp_path, monkeypatch):
         opened.truncate(20_000)
     with pytest.raises(InputError, match=r"row \d+ is not JSON"):
         list(rows)
+
+
+def test_a_column_of_numbers_too_large_for_any_table_becomes_text(tmp_path):
+    rows = [{"question": "Q?", "answers": ["x"], "id": "1", "votes": 10**400}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
+    table = load_questions(tmp_path / "a.jsonl").table
+    assert table["votes"].tolist() == [str(10**400)]
+    table.to_parquet(tmp_path / "a.parquet")

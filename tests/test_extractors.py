@@ -33,7 +33,7 @@ class Endpoint:
                     text = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
                 self.send_response(status)
                 self.end_headers()
-                self.wfile.write(text.encode())
+                self.wfile.write(text.removeprefix("RAW").encode())
 
             def log_message(self, *args):
                 pass
@@ -112,6 +112,14 @@ def test_no_endpoint_or_one_of_another_protocol_is_named_in_one_line():
         endpoint.extractor()(QUESTION, ANSWER)
     with pytest.raises(InputError, match=r"cannot be reached .*refused"):
         endpoint.extractor(tries=2)(QUESTION, ANSWER)
+
+
+@pytest.mark.parametrize("reply", ["[" * 5000, "9" * 5000, '{"a":' * 5000, "\ud800"])
+def test_replies_nested_too_deep_or_with_endless_numbers_are_no_replies(reply):
+    assert json_object(f'{{"answer": {reply}') is None
+    if reply.isascii():
+        with Endpoint(f"RAW{reply}") as endpoint, pytest.raises(InputError, match="does not speak"):
+            endpoint.extractor()(QUESTION, ANSWER)
 
 
 def test_words_become_spans_and_only_whole_parts_count():

@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -15,7 +14,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from headwater.errors import InputError
 from headwater.heads.relations import load_relations
 from headwater.likelihood.depth import load_depth_graph
 from headwater.likelihood.files import _texts
@@ -25,7 +23,17 @@ from headwater.pathways.datasets import FORMATS
 from headwater.pathways.extractors import EndpointExtractor
 from headwater.pathways.questions import load_questions
 from tests.fuzzing import (
-    ANYTHING, FEW, MANY, NUMBERS, WORDS, Files, Reader, as_json, documents, fuzz, memory, rows_of,
+    ANYTHING,
+    FEW,
+    MANY,
+    NUMBERS,
+    WORDS,
+    Files,
+    Reader,
+    as_json,
+    documents,
+    fuzz,
+    rows_of,
 )  # fmt: skip
 
 TABLES = (".jsonl", ".json", ".csv", ".tsv")
@@ -210,7 +218,9 @@ READERS = {
     "relations": Reader(RELATION_FILES, read_relations),
     "a depth graph": Reader(documents("graph", NODES, (".json",)), read_graph),
     "a DepthQA folder": Reader(depthqa_files(), read_graph),
-    "texts": Reader(documents("texts", rows_of({"text": WORDS | TEXTS}), (".jsonl", ".csv", ".tsv", ".txt")), read_texts),
+    "texts": Reader(
+        documents("texts", rows_of({"text": WORDS | TEXTS}), (".jsonl", ".csv", ".tsv", ".txt")), read_texts
+    ),
     "member texts": Reader(member_files(), read_members),
     "prompt pairs": Reader(documents("pairs", PROMPTS, (".jsonl", ".csv")), read_prompt_pairs),
     "an extractor's reply": Reader(SENT.map(lambda sent: {"reply": as_json(sent)}), read_reply),
@@ -218,11 +228,11 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_whatever_is_read_gives_a_result_or_a_clear_error(reader, memory):
-    fuzz(READERS[reader], memory, FEW)
+def test_whatever_is_read_gives_a_result_or_a_clear_error(reader):
+    fuzz(READERS[reader], FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
-def test_a_hundred_thousand_inputs_give_a_result_or_a_clear_error(reader, memory):
-    fuzz(READERS[reader], memory, MANY)
+def test_a_hundred_thousand_inputs_give_a_result_or_a_clear_error(reader):
+    fuzz(READERS[reader], MANY)

@@ -42,6 +42,7 @@ def test_a_file_is_scored_as_its_texts_are_whatever_its_format_and_the_pieces(mo
         "windows.txt": as_lines(TEXTS).replace("\n", "\r\n"),
         "bom.txt": b"\xef\xbb\xbf" + as_lines(TEXTS).encode(),
         "a.jsonl": as_lines(json.dumps({"text": text, "more": 1}) for text in TEXTS),
+        "a.tsv": pd.DataFrame({"n": range(5), "text": TEXTS}).to_csv(index=False, sep="\t"),
         "a.csv": pd.DataFrame({"n": range(5), "text": TEXTS}).to_csv(index=False),
     }
     for name, content in contents.items():
@@ -93,6 +94,14 @@ def test_files_that_hold_nothing_to_read_are_refused(model, tmp_path):
         score_file(model, written(tmp_path, "empty.txt", ""), progress=False)
     with pytest.raises(InputError, match="no column 'text'; it has a, b"):
         score_file(model, written(tmp_path, "a.csv", "a,b\n1,2\n"), progress=False)
+    with pytest.raises(InputError, match=r"no column 'text'; it has caf\\udce9"):
+        score_file(model, written(tmp_path, "latin.csv", b"caf\xe9\n1\n"), progress=False)
+    for content in (" cat\n".encode("utf-16"), b"\xfe\xff\0c"):
+        with pytest.raises(InputError, match=r"is UTF-16 text. Save the file as UTF-8"):
+            score_file(model, written(tmp_path, "a.txt", content), progress=False)
+    for name in ("a.json", "a.parquet", "a.jsonl.gz"):
+        with pytest.raises(InputError, match=rf"{name} is no file of texts: give .jsonl, .csv or .tsv with the texts"):
+            score_file(model, written(tmp_path, name, "[]"), progress=False)
     with pytest.raises(InputError, match="reads at most 64"):
         score_file(model, written(tmp_path, "long.txt", as_lines(TEXTS)), long="error", progress=False)
 

@@ -9,6 +9,9 @@ class HeadwaterError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str = ""):
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())  # names in data may be half characters
+
 
 class InputError(HeadwaterError):
     """Something the user gave cannot be used: a name, a file, a row, an option."""

@@ -1,8 +1,9 @@
 """Score a file of texts, a few hundred at a time: what is finished is kept, and nothing is held but the scores.
 
 A file is read by the ending of its name: `.jsonl` has a JSON object per line and the text in one of its fields, `.csv`
-a column of texts, anything else a text per line. Rows that cannot be scored keep their place, with a note that says
-why: empty, not UTF-8, no text in the row, nothing in front of the only token.
+and `.tsv` a column of texts, anything else a text per line; other tables and packed files are refused. Rows that cannot
+be scored keep their place, with a note that says why: empty, not UTF-8, no text in the row, nothing in front of the
+only token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import pandas as pd
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 TEXTS_AT_ONCE = 256
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+OTHER_KINDS = (".json", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
 NO_TEXT = "no text in this row"
 NOTES = ("", EMPTY, NOT_UNICODE, NOTHING_BEFORE, NO_TEXT)
 
@@ -86,7 +89,7 @@ def score_file(
 
     Args:
         model: the model.
-        file: `.jsonl`, `.csv`, or a text per line.
+        file: `.jsonl`, `.csv`, `.tsv`, or a text per line.
         field: the field or column that holds the text.
         k: the shares of lowest tokens.
         reference: another model, for the score `reference`.
@@ -145,19 +148,31 @@ def score_file(
 
 def _texts(path: Path, field: str) -> Iterator[str | None]:
     """Read texts one after the other; None for a row without one. Bytes that are not UTF-8 become lone surrogates."""
+    if path.suffix in OTHER_KINDS:
+        raise InputError(
+            f"{path} is no file of texts: give .jsonl, .csv or .tsv with the texts under {field!r}, or a text per line."
+        )
+    with path.open("rb") as file:
+        if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+            raise InputError(f"{path} is UTF-16 text. Save the file as UTF-8.")
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        if path.suffix == ".csv":
-            csv.field_size_limit(2**27)
-            rows = csv.DictReader(lines)
-            if field not in (rows.fieldnames or ()):
-                raise InputError(
-                    f"{path} has no column {field!r}; it has {', '.join(rows.fieldnames or ()) or 'none'}."
-                )
-            yield from (row.get(field) for row in rows)
+        if path.suffix in SEPARATORS:
+            yield from _cells(path, lines, field)
         elif path.suffix == ".jsonl":
             yield from (_field_of(line, field) for line in lines if line.strip())
         else:
             yield from (line.rstrip("\r\n") for line in lines)
+
+
+def _cells(path: Path, lines: TextIO, field: str) -> Iterator[str | None]:
+    csv.field_size_limit(2**27)
+    rows = csv.DictReader(lines, delimiter=SEPARATORS[path.suffix])
+    try:
+        if field not in (rows.fieldnames or ()):
+            raise InputError(f"{path} has no column {field!r}; it has {', '.join(rows.fieldnames or ()) or 'none'}.")
+        yield from (row.get(field) for row in rows)
+    except csv.Error as error:
+        raise InputError(f"{path}, row {rows.line_num}: {error}.") from None
 
 
 def _field_of(line: str, field: str) -> str | None:

@@ -6,7 +6,7 @@ align token by token; where they do not, the error shows the two tokenizations s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -86,29 +86,29 @@ def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
     """Return the prompts in the columns `clean` and `corrupted` of a data frame, or of a file (see `headwater.rows`).
 
     Raises:
-        InputError: the file cannot be read, a column is missing, or a cell holds neither a text nor token ids.
+        InputError: the file cannot be read, or a row lacks one of the two, or has something that is no prompt.
     """
+    rows: Iterable[tuple[Any, Mapping[Any, Any]]]
     if isinstance(table, Path):
-        where, numbered = str(table), dict(read_rows(table, "pairs of prompts"))
-        rows = pd.DataFrame(list(numbered.values()), index=list(numbered), dtype=object)
+        where, rows = str(table), read_rows(table, "pairs of prompts")
     else:
-        where, rows = "The table of pairs", table
-    missing = [name for name in ("clean", "corrupted") if name not in rows.columns]
-    if missing:
-        raise InputError(f"{where} has no column {missing[0]!r}; it has {', '.join(map(str, rows.columns)) or 'none'}.")
-    if rows.empty:
+        where, rows = "The table of pairs", zip(table.index, table.to_dict("records"), strict=True)
+    pairs = [
+        (_cell(row, "clean", f"{where}, row {number}"), _cell(row, "corrupted", f"{where}, row {number}"))
+        for number, row in rows
+    ]
+    if not pairs:
         raise InputError(f"{where} has no rows.")
-    return _cells(rows["clean"], where), _cells(rows["corrupted"], where)
+    return [clean for clean, _ in pairs], [corrupted for _, corrupted in pairs]
 
 
-def _cells(column: pd.Series, where: str) -> list[Any]:
-    """Check that every cell is a prompt; token ids become a list."""
-    for number, cell in column.items():
-        if not isinstance(cell, str | list | tuple | np.ndarray | Tensor) or not len(cell):
-            raise InputError(
-                f"{where}, row {number}: {column.name} must be a text or a list of token ids, found {cell!r}."
-            )
-    return [cell if isinstance(cell, str) else list(cell) for cell in column]
+def _cell(row: Mapping[Any, Any], name: str, where: str) -> Any:
+    if name not in row:
+        raise InputError(f"{where} has no {name!r}; it has {', '.join(map(str, row)) or 'nothing'}.")
+    cell = row[name]
+    if not isinstance(cell, str | list | tuple | np.ndarray | Tensor) or not len(cell):
+        raise InputError(f"{where}: {name} must be a text or a list of token ids, found {cell!r}.")
+    return cell if isinstance(cell, str) else list(cell)
 
 
 def positions_of(where: Any, prompt: Prompt, example: int, n_examples: int) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ class EndpointExtractor:
             is_passing = error.code == 429 or error.code >= 500
         except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
             reason, is_passing = f"cannot be reached ({getattr(error, 'reason', error)})", True
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             reason, is_passing = "does not speak the chat completions protocol", False
         if not is_passing or is_last:
             raise InputError(f"The extractor's endpoint {target} {reason}.")
@@ -124,7 +124,7 @@ def json_object(text: str) -> dict[str, Any] | None:
     for start in re.finditer(r"\{", text):
         try:
             value, _ = json.JSONDecoder().raw_decode(text, start.start())
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         return value
     return None

@@ -209,10 +209,10 @@ def _number(where: str, name: str, value: Any) -> float:
 
 
 def _tidy(table: pd.DataFrame) -> pd.DataFrame:
-    """Write further columns as JSON text where their cells are of several kinds, which no table file can hold."""
+    """Write further columns as JSON text where no table file can hold them: cells of several kinds, or huge numbers."""
     for name in table.columns.difference(list(FIRST_COLUMNS)):
         kinds = {type(value) for value in table[name].dropna()}
-        if table[name].dtype == object and (len(kinds) > 1 or kinds & {list, dict}):
+        if table[name].dtype == object and (len(kinds) > 1 or kinds & {list, dict, int}):
             table[name] = [_as_text(value) for value in table[name]]
     return table
 
