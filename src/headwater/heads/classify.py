@@ -36,6 +36,8 @@ from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import MIN_PAIRS, Relation, TokenRelation, load_relations, tokenize_relations
 from headwater.heads.salient import salient_operations
 from headwater.heads.scores import SuitePairs, score_layer, suite_pairs
+from headwater.kernels.devices import usable_device
+from headwater.kernels.devices import usable_device
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.hooked import HookedModel
 from headwater.models.layers_ahead import LayersAhead
@@ -305,7 +307,7 @@ def _open(model: Any, device: str | torch.device | None = None) -> WeightSource:
     if isinstance(model, str | Path):
         return open_weights(model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     source = model if isinstance(model, WeightSource) else open_weights(_hooked(model))
-    if device is not None and torch.device(device).type != source.device.type:
+    if device is not None and usable_device(device).type != source.device.type:
         raise InputError(f"device={device}: this model is on {source.device}, and is scored there; load it elsewhere.")
     return source
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as transformers_logging
 
 from headwater.errors import InputError, ModelError, did_you_mean
+from headwater.kernels.devices import usable_device
 from headwater.models import checks
 from headwater.models.checkpoint import (
     checkpoint_folder,
@@ -73,14 +74,17 @@ def load(
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     kind = _dtype(dtype)
+    device = device if device in (None, "auto") else usable_device(device)
     if what is None:
         return _embedded(device, kind)
     if isinstance(what, str | Path):
         path = Path(what).expanduser()
         if is_lens_checkpoint(path):
+            _refuse_spread(device, "the state dict of a HookedTransformer")
             raw = read_lens_checkpoint(path, tokenizer, device or _default_device(), kind, pickled=pickled)
             return _from_lens(raw, tokenizer, None, None, name=str(what))
         return _from_checkpoint(str(what), tokenizer, device, kind, revision, trust_remote_code)
+    _refuse_spread(device, f"a {type(what).__name__} in memory")
     if isinstance(what, PreTrainedModel):
         return _from_transformers(what, tokenizer, device, kind)
     if isinstance(what, torch.nn.Module) and hasattr(what, "hook_dict") and hasattr(what, "cfg"):
@@ -266,7 +270,10 @@ def _read_weights(
         raise ModelError(f"The weights in {folder} cannot be loaded: {first_line(error)}") from error
     _check_report(folder, report, text_config(config).num_hidden_layers)
     if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
-        raise InputError(f"All devices together are too small for the model in {folder}: {away} is not in memory.")
+        raise InputError(
+            f"All devices together are too small for the model in {folder}: {away} is not in memory. Use more or "
+            'larger ones, or dtype="bfloat16"; hw.classify_heads(folder) needs one layer at a time.'
+        )
     return hf
 
 
@@ -320,13 +327,19 @@ def _known_names() -> dict[str, str]:
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise InputError(f"dtype={dtype!r} is no torch dtype.{did_you_mean(dtype, ('float32', 'bfloat16', 'float16'))}")
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(found, torch.dtype):
+        near = did_you_mean(str(dtype), ("float32", "bfloat16", "float16"))
+        raise InputError(f"dtype={dtype!r} is no torch dtype.{near}")
     return found
 
 
 def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _refuse_spread(device: str | torch.device | None, what: str) -> None:
+    if device == "auto":
+        raise InputError(
+            f'device="auto" spreads the layers of a checkpoint as it is read, not {what}: give one device.'
+        )
