@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import warnings
 
@@ -153,6 +154,17 @@ def test_dtype_comes_from_the_checkpoint_unless_asked(checkpoint):
     assert hw.load(path, dtype=torch.float32).dtype == torch.float32
     with pytest.raises(InputError, match="float23"):
         hw.load(path, dtype="float23")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "tensor"])
+def test_a_device_that_is_not_there_is_one_clear_error(checkpoint, device):
+    path = checkpoint("llama")
+    with pytest.raises(InputError, match=re.escape(f"device={device!r}")) as caught:
+        hw.load(path, device=device)
+    assert "\n" not in str(caught.value)
+    for model in (path, hw.load(path)):
+        with pytest.raises(InputError, match=re.escape(f"device={device!r}")):
+            hw.classify_heads(model, device=device)
 
 
 def test_a_sharded_checkpoint_loads(checkpoint, tmp_path):

@@ -46,7 +46,7 @@ def main() -> None:
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "headwater"
         asked = error.format_message().replace("Value error, ", "").rstrip(".")
-        _fail(f"{asked}. Help: {command} --help", CANNOT_BE_USED)
+        _fail(f"{asked}{'' if asked.endswith('?') else '.'} Help: {command} --help", CANNOT_BE_USED)
 
 
 def _fail(message: str, exit_code: int) -> None:

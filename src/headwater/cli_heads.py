@@ -8,7 +8,19 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from headwater.cli_shared import AsJson, Model, Out, Quiet, columns, continues, plain, report, write
+from headwater.cli_shared import (
+    EMBEDDED,
+    AsJson,
+    Model,
+    Out,
+    Quiet,
+    columns,
+    continues,
+    load_model,
+    plain,
+    report,
+    write,
+)
 
 Relations = Annotated[
     Path | None,
@@ -63,17 +75,16 @@ def heads(
     """
     with continues(out):
         from headwater.heads.classify import classify_heads
-        from headwater.models.load import load
 
         head_map = classify_heads(
-            model if model is not None else load(device=device),
+            load_model(None, device) if model is None or model == EMBEDDED else model,
             relations=relations,
             rule=rule,
             k=k,
             threshold=threshold,
             embedding=embedding,
             multi_token="first" if multi_token else None,
-            device=device if model is not None else None,
+            device=None if model in (None, EMBEDDED) else device,
             progress=not quiet,
             out=out,
         )
@@ -101,10 +112,10 @@ def relations(
     from headwater.models.tokens import load_tokenizer
 
     suite = load_relations(relations)
-    folder = checkpoint_folder(model) if model else embedded_folder()
+    folder = embedded_folder() if model in (None, EMBEDDED) else checkpoint_folder(model)
     coverage = relation_coverage(suite, load_tokenizer(folder), multi_token="first" if multi_token else None)
     rows = coverage.astype(object).where(coverage.notna(), None).to_dict("records")
-    report({"model": model or "embedded", "relations": rows}, as_json, _show_coverage)
+    report({"model": model or EMBEDDED, "relations": rows}, as_json, _show_coverage)
 
 
 def show_heads(summary: dict[str, Any], console: Console) -> None:

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from headwater.cli_shared import AsJson, Model, Out, Quiet, continues, plain, report, screen, write
+from headwater.cli_shared import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Out,
+    Quiet,
+    continues,
+    load_model,
+    plain,
+    report,
+    screen,
+    write,
+)
 
 if TYPE_CHECKING:
     from headwater.likelihood.files import ScoredTexts
@@ -48,6 +61,8 @@ def memorization(
     controls: Annotated[bool, typer.Option(help="Score texts with shuffled words too.")] = True,
     seed: Annotated[int, typer.Option(help="Of shuffling and of the bootstrap.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Texts in one run of the model.")] = 16,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -63,11 +78,10 @@ def memorization(
     with continues(out):
         from headwater.likelihood.depth import load_depth_graph
         from headwater.likelihood.profile import memorization as run
-        from headwater.models.load import load
 
         graph = load_depth_graph(data, predictions=predictions)
         profile = run(
-            load(model),
+            load_model(model, device, dtype),
             graph,
             span=span,
             context=context,
@@ -110,7 +124,7 @@ def _layers(text: str) -> str | list[int]:
 
 def score(
     model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name; `embedded` for the embedded model.")],
-    file: Annotated[Path, typer.Argument(help="Texts: .jsonl, .csv, or any other file with a text per line.")],
+    file: Annotated[Path, typer.Argument(help="Texts: .jsonl, .csv, .tsv, or any other file with a text per line.")],
     field: Annotated[str, typer.Option(help="Of .jsonl and .csv: the field or column with the text.")] = "text",
     k: Annotated[
         list[float] | None,
@@ -128,6 +142,8 @@ def score(
         typer.Option(help="New tokens that each window scores. Default: half the context.", show_default=False),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Texts in one run of the model.")] = 16,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the table. An interrupted run, repeated with it, continues.", show_default=False),
@@ -149,14 +165,13 @@ def score(
     with continues(out):
         from headwater.likelihood.files import score_file
         from headwater.likelihood.scores import SHARES
-        from headwater.models.load import load
 
         scored = score_file(
-            load(None if model == "embedded" else model),
+            load_model(model, device, dtype),
             file,
             field=field,
             k=tuple(k) if k else SHARES,
-            reference=load(reference) if reference is not None else None,
+            reference=load_model(reference, device, dtype) if reference is not None else None,
             lowercase=lowercase,
             long=long,
             stride=stride,

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from headwater.cli_shared import AsJson, Model, Out, Quiet, columns, continues, report, write
+from headwater.cli_shared import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Out,
+    Quiet,
+    columns,
+    continues,
+    load_model,
+    report,
+    write,
+)
 from headwater.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -59,6 +71,8 @@ def patch(
     method: Annotated[
         Literal["exact", "attribution"], typer.Option(help="Run every cell, or go by gradients.")
     ] = "exact",
+    device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -75,11 +89,10 @@ def patch(
     if (clean is None) == (pairs is None):
         raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
     with continues(out):
-        from headwater.models.load import load
         from headwater.patching.sweep import patch as run
 
         sweep = run(
-            load(model),
+            load_model(model, device, dtype),
             pairs if pairs is not None else clean or [],
             corrupted,
             sites=sites or ["resid_pre"],
@@ -113,6 +126,8 @@ def knockout(
     over: Over = None,
     window: Window = None,
     variant: Annotated[Literal["mask", "zero"], typer.Option(help="Before the softmax, or after it.")] = "mask",
+    device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -127,12 +142,11 @@ def knockout(
     if not prompt or key is None:
         raise InputError("Give at least one --prompt, and with --key what must not be read.")
     with continues(out):
-        from headwater.models.load import load
         from headwater.patching.knockout import Edges
         from headwater.patching.knockout import knockout as run
 
         sweep = run(
-            load(model),
+            load_model(model, device, dtype),
             prompt,
             block=Edges(_position(query), _position(key), heads),
             metric=_metric(metric, tokens, token, at),

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from headwater.cli_shared import AsJson, Model, Out, Quiet, continues, plain, report, write
+from headwater.cli_shared import (
+    EMBEDDED,
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Out,
+    Quiet,
+    continues,
+    load_model,
+    plain,
+    report,
+    write,
+)
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,6 +92,8 @@ def pathways(
     saliency: Annotated[bool, typer.Option(help="Measure saliency too.")] = True,
     detection: Annotated[bool, typer.Option(help="Fit detectors of wrong answers too.")] = True,
     batch_size: BatchSize = 64,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -95,13 +110,12 @@ def pathways(
     `headwater pathways meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/popqa`
     """
     with continues(out):
-        from headwater.models.load import load
         from headwater.pathways.detection import detect as run_detection
         from headwater.pathways.saliency import saliency as run_saliency
         from headwater.pathways.trace import trace_pathways
 
         asked = _Asked(questions, sample, seed, prompt, max_new_tokens, extract, batch_size)
-        read, loaded = asked.questions(model), load(model)
+        read, loaded = asked.questions(model), load_model(model, device, dtype)
         answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
         shared: dict[str, Any] = {"batch_size": batch_size, "progress": not quiet}
         probed: dict[str, Any] = {"site": site, "token": token, "variant": variant, "seeds": seeds}
@@ -135,6 +149,8 @@ def saliency(
         int | None, typer.Option(help="Of the probe. Default: the one that does best.", show_default=False)
     ] = None,
     batch_size: BatchSize = 64,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -147,11 +163,10 @@ def saliency(
     http://localhost:8000/v1 my-model --out runs/saliency`
     """
     with continues(out):
-        from headwater.models.load import load
         from headwater.pathways.saliency import saliency as run
 
         asked = _Asked(questions, sample, seed, prompt, max_new_tokens, extract, batch_size)
-        read, loaded = asked.questions(model), load(model)
+        read, loaded = asked.questions(model), load_model(model, device, dtype)
         answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
         probe = _probe(loaded, answered, site, token, layer, batch_size, quiet)
         measured = run(loaded, answered, probe, target=target, progress=not quiet, out=_part(out, "saliency"))
@@ -179,6 +194,8 @@ def detect(
     variant: Variant = "mask",
     seeds: Seeds = 3,
     batch_size: BatchSize = 64,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -192,13 +209,12 @@ def detect(
     `headwater detect meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/detection`
     """
     with continues(out):
-        from headwater.models.load import load
         from headwater.pathways.detection import detect as run
         from headwater.pathways.detectors import METHODS, check_methods
 
         methods = check_methods(method or METHODS)
         asked = _Asked(questions, sample, seed, prompt, max_new_tokens, extract, batch_size)
-        read, loaded = asked.questions(model), load(model)
+        read, loaded = asked.questions(model), load_model(model, device, dtype)
         answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
         measured = run(
             loaded,
@@ -233,7 +249,7 @@ class _Asked:
 
         from headwater.pathways.questions import WORLD_SETS, Questions, load_questions
 
-        if self.sources is None and model is not None:
+        if self.sources is None and model not in (None, EMBEDDED):
             raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
         read = []
         for source in self.sources or WORLD_SETS:

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from headwater.cli_shared import AsJson, Out, Quiet, columns, continues, plain, report, write
+from headwater.cli_shared import (
+    EMBEDDED,
+    AsJson,
+    Device,
+    Dtype,
+    Out,
+    Quiet,
+    columns,
+    continues,
+    load_model,
+    plain,
+    report,
+    write,
+)
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,11 +71,10 @@ def maps(
     """
     with continues(out):
         from headwater.heads.validation import TEMPLATES
-        from headwater.models.load import load
         from headwater.reference.maps import reproduce_maps
 
         found = reproduce_maps(
-            load() if model == "embedded" else model,
+            load_model(model) if model == EMBEDDED else model,
             datasets,
             published=published,
             correlations=correlations,
@@ -93,6 +105,8 @@ def pathways(
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in one run.")] = 64,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -106,12 +120,11 @@ def pathways(
     `headwater reproduce pathways meta-llama/Meta-Llama-3-8B --questions popqa.jsonl --out runs/pathways`
     """
     with continues(out):
-        from headwater.models.load import load
         from headwater.pathways.extractors import EndpointExtractor
         from headwater.reference.pathways import METHODS, reproduce_pathways
 
         found = reproduce_pathways(
-            load(None if model == "embedded" else model),
+            load_model(model, device, dtype),
             questions,
             published=published,
             sample=sample or None,
@@ -142,6 +155,8 @@ def depth(
     published: PublishedModel = None,
     label: Annotated[bool, typer.Option("--label", help="Score answers by label match.")] = False,
     batch_size: Annotated[int, typer.Option(help="Texts in one run.")] = 16,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -154,11 +169,10 @@ def depth(
     """
     with continues(out):
         from headwater.likelihood.depth import load_depth_graph
-        from headwater.models.load import load
         from headwater.reference.depth import reproduce_depth
 
         found = reproduce_depth(
-            load(None if model == "embedded" else model),
+            load_model(model, device, dtype),
             load_depth_graph(data, predictions=predictions),
             published=published,
             judge="label" if label else None,

@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
     from headwater.results import Result
 
+EMBEDDED = "embedded"
 INTERRUPTED = 130
 CSV_ROWS = 200_000
 """Tables with more rows are not written as CSV."""
@@ -34,8 +36,26 @@ Out = Annotated[
         help="Folder for tables and figures. An interrupted run, repeated with it, continues.", show_default=False
     ),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the model runs: cpu, cuda, cuda:1, or auto, over all GPUs. Default: a GPU where there is one.",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Of the weights: float32, bfloat16, float16. Default: as stored.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+
+
+def load_model(name: str | None, device: str | None = None, dtype: str | None = None) -> HookedModel:
+    """Load the model that a command was given; none, or `embedded`, is the one that comes with headwater."""
+    from headwater.models.load import load
+
+    return load(None if name == EMBEDDED else name, device=device, dtype=dtype)
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from headwater.heads.relations import MIN_PAIRS, Relation, TokenRelation, load_r
 from headwater.heads.salient import salient_operations
 from headwater.heads.scores import SuitePairs, score_layer, suite_pairs
 from headwater.kernels.devices import usable_device
-from headwater.kernels.devices import usable_device
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.hooked import HookedModel
 from headwater.models.layers_ahead import LayersAhead

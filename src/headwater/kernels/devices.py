@@ -1,4 +1,4 @@
-"""What the kernels ask of a device: whether Triton runs there, and float32 products that are float32."""
+"""What is asked of a device: whether it is there, whether Triton runs on it, and float32 products in float32."""
 
 import importlib.util
 import shutil
@@ -8,6 +8,23 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from headwater.errors import InputError
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device that is meant.
+
+    Raises:
+        InputError: torch knows no such device, or has none here.
+    """
+    try:
+        meant = torch.device(device)
+        torch.empty(0, device=meant)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).split("\n", 1)[0].rstrip(".")
+        raise InputError(f"device={str(device)!r} cannot be used: {reason}. Give cpu, cuda, or cuda:1.") from None
+    return meant
 
 
 def runs_triton(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, ModelError
+from headwater.kernels.devices import usable_device
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint
 from headwater.models.checks import tokenizer_fits
 from headwater.models.effective import bos_token, check_request, chunks, layer0, mlp0
@@ -185,7 +186,7 @@ def open_weights(
         tokenizer_fits(tokenizer, checkpoint.config.vocab_size)
         commit = None if Path(what).is_dir() else folder.name
         source = StreamedWeights(str(what), commit, checkpoint, tokenizer)
-    source.device = torch.device(device or source.device)
+    source.device = usable_device(device or source.device)
     source.given_dtype = dtype or source.given_dtype
     return source
 
