@@ -1,5 +1,7 @@
 """Compile every Triton kernel for cards that are not here; run by test_triton_compiles in a process of its own."""
 
+import re
+
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -7,9 +9,22 @@ from triton.compiler import ASTSource
 
 from headwater.kernels import likelihood_triton, ov_triton
 
+IN_SIXTEENS = "0x10"
+"""The size of an asynchronous copy to shared memory: eight bfloat16 numbers, four of float32."""
 
-def check(kernel, targets, types, constants, by_16=()):
-    """Compile for each architecture; Triton makes a constant of any integer that is 1 and may be specialized."""
+
+def check(kernel, targets, types, constants, by_16=(), copies=()):
+    """Compile for each architecture; Triton makes a constant of any integer that is 1 and may be specialized.
+
+    Args:
+        kernel: what is compiled.
+        targets: by architecture, an instruction that must be there.
+        types: of the arguments.
+        constants: arguments known when compiled.
+        by_16: arguments that are multiples of 16.
+        copies: the sizes that asynchronous copies to shared memory must have, and no others; then nothing is copied
+            two bytes at a time.
+    """
     names = kernel.arg_names
     constants = constants | {name: 1 for name in types if not by_16 and types[name] == "i32" and may_be_1(kernel, name)}
     types = {name: kind for name, kind in types.items() if name not in constants}
@@ -22,7 +37,11 @@ def check(kernel, targets, types, constants, by_16=()):
     options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
     for architecture, instruction in targets.items():
         compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        assert instruction in compiled.asm["ptx"], (kernel, architecture)
+        code = compiled.asm["ptx"]
+        assert instruction in code, (kernel, architecture)
+        if copies:
+            assert set(re.findall(r"cp\.async\.c[ag].*\], (\w+)", code)) == set(copies), (kernel, architecture)
+            assert "ld.global.b16" not in code, (kernel, architecture)
         assert compiled.asm["cubin"]
 
 
@@ -60,22 +79,31 @@ COUNT = {
     "group": "i32",
     "tiles_per_share": "i32",
 }
+MODEL_SIZED = {
+    "HAS_BIAS": False,
+    "HAS_SOFTCAP": False,
+    "EVEN_DEPTH": True,
+    "PARTS": 1,
+    "OPERAND": tl.bfloat16,
+    "PRECISION": "ieee",
+    "BLOCK_T": 128,
+    "BLOCK_V": 128,
+    "BLOCK_D": 64,
+}
+for contiguous, other in (("depth_stride", "vocabulary_stride"), ("vocabulary_stride", "depth_stride")):
+    check(
+        likelihood_triton._statistics_kernel,
+        {80: "mma.sync", 90: "wgmma"},
+        STATISTICS,
+        MODEL_SIZED | {contiguous: 1},
+        ("hidden", "W_U", "d_model", "d_vocab", other),
+        copies=(IN_SIXTEENS,),
+    )
 check(
     likelihood_triton._statistics_kernel,
-    {80: "mma.sync", 90: "wgmma"},
+    {90: "max.NaN.f32"},
     STATISTICS,
-    {
-        "depth_stride": 1,
-        "HAS_BIAS": True,
-        "HAS_SOFTCAP": True,
-        "EVEN_DEPTH": True,
-        "PARTS": 1,
-        "OPERAND": tl.bfloat16,
-        "PRECISION": "ieee",
-        "BLOCK_T": 128,
-        "BLOCK_V": 128,
-        "BLOCK_D": 64,
-    },
+    MODEL_SIZED | {"depth_stride": 1, "HAS_BIAS": True, "HAS_SOFTCAP": True},
     ("hidden", "W_U", "d_model", "vocabulary_stride"),
 )
 check(
@@ -84,6 +112,7 @@ check(
     COUNT,
     {"EVEN_DEPTH": True, "PRECISION": "tf32x3", "BLOCK_P": 128, "BLOCK_V": 128, "BLOCK_D": 32},
     ("z", "W", "d_head", "n_tokens"),
+    copies=(IN_SIXTEENS,),
 )
 check(
     likelihood_triton._statistics_kernel,

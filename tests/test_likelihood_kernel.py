@@ -59,6 +59,14 @@ def test_all_logits_far_below_zero_are_no_special_case():
     torch.testing.assert_close(token_statistics(hidden, head, target), plain, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_makes_the_statistics_of_its_token_nan_and_of_no_other(bad):
+    hidden, head, target = problem(tokens=30, seed=int(torch.randint(10**6, ())))
+    hidden[7, 3] = bad
+    for numbers in token_statistics(hidden, head, target)[:-1]:
+        assert torch.equal(numbers.isnan(), torch.arange(30) == 7)
+
+
 def test_a_certain_position_has_no_entropy_and_no_variance():
     hidden, head, target = problem(d_vocab=300)
     bias = torch.zeros(300)

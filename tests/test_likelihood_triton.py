@@ -95,6 +95,18 @@ def test_logits_far_below_zero_and_certain_positions_are_no_special_case():
     assert_equal(found, token_statistics_reference(hidden, head, target), atol=3e-4)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning"
+)  # the interpreter's numpy
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_makes_the_statistics_of_its_token_nan_and_of_no_other(bad):
+    hidden, head, target = problem(tokens=30, seed=int(torch.randint(10**6, ())))
+    hidden[7, 3] = bad
+    found = on_cpu(token_statistics(*on_device(hidden, head, target)))
+    for numbers in found[:-1]:
+        assert torch.equal(numbers.isnan(), torch.arange(30) == 7)
+
+
 def test_a_hidden_state_that_is_a_view_is_read_as_it_is():
     hidden, head, target = problem(tokens=20)
     wide = torch.randn(24, 40)

@@ -104,35 +104,36 @@ def _statistics_kernel(
     last = tl.minimum(first + tiles_per_share, tl.cdiv(d_vocab, BLOCK_V))
     for tile in range(first, last):
         columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        column = tl.where(columns < d_vocab, columns, 0)
-        w_column = W_U + column.to(tl.int64)[None, :] * vocabulary_stride
+        in_vocabulary = columns < d_vocab
+        w_column = W_U + columns.to(tl.int64)[None, :] * vocabulary_stride
         logits = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
         for start in range(0, d_model, BLOCK_D):
             depth = start + tl.arange(0, BLOCK_D)
             w_tile = w_column + depth.to(tl.int64)[:, None] * depth_stride
             h_tile = h_row + depth[None, :]
             inside = depth < d_model
-            w = tl.load(w_tile) if EVEN_DEPTH else tl.load(w_tile, mask=inside[:, None], other=0.0)
+            w_mask = in_vocabulary[None, :] if EVEN_DEPTH else inside[:, None] & in_vocabulary[None, :]
+            w = tl.load(w_tile, mask=w_mask, other=0.0)
             for part in tl.static_range(PARTS):
                 h_part = h_tile + part * part_size
                 h = tl.load(h_part) if EVEN_DEPTH else tl.load(h_part, mask=inside[None, :], other=0.0)
                 logits = tl.dot(h.to(OPERAND), w.to(OPERAND), logits, input_precision=PRECISION)
         logits *= scale
         if HAS_BIAS:
-            logits += tl.load(bias + column).to(tl.float32)[None, :]
+            logits += tl.load(bias + columns, mask=in_vocabulary, other=0.0).to(tl.float32)[None, :]
         if HAS_SOFTCAP:
             shrunk = tl.exp(-2.0 * tl.abs(logits) / softcap)
             size = softcap * (1.0 - shrunk) / (1.0 + shrunk)
             logits = tl.where(logits < 0, -size, size)
-        logits = tl.where((columns < d_vocab)[None, :], logits, float("-inf"))
+        logits = tl.where(in_vocabulary[None, :], logits, float("-inf"))
 
         is_above = (logits > own_logit[:, None]) & (columns[None, :] != own_column[:, None])
         above += tl.sum(is_above.to(tl.float32), 1)
         new_peak = tl.maximum(peak, tl.max(logits, 1))
-        # e^-200 is 0 in float32, so the bound changes no sum; it keeps -inf · 0 out of them.
+        # e^-200 is 0 in float32, so the bound changes no sum; it keeps -inf · 0 out of them, and NaN in.
         shift = tl.maximum(peak - new_peak, -200.0)
         shrink = tl.exp(shift)
-        y = tl.maximum(logits - new_peak[:, None], -200.0)
+        y = tl.maximum(logits - new_peak[:, None], -200.0, propagate_nan=tl.PropagateNan.ALL)
         weight = tl.exp(y)
         s2 = shrink * (s2 + 2.0 * shift * s1 + shift * shift * s0) + tl.sum(weight * y * y, 1)
         s1 = shrink * (s1 + shift * s0) + tl.sum(weight * y, 1)

@@ -64,17 +64,18 @@ def _count_kernel(
     last = tl.minimum(first + tiles_per_share, tl.cdiv(n_tokens, BLOCK_V))
     for tile in range(first, last):
         tokens = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        token = tl.where(tokens < n_tokens, tokens, 0)
+        in_tile = tokens < n_tokens
         logits = tl.zeros((BLOCK_P, BLOCK_V), tl.float32)
         for start in range(0, d_head, BLOCK_D):
             depth = start + tl.arange(0, BLOCK_D)
             z_tile = z_row + depth[None, :]
-            w_tile = W_head + depth.to(tl.int64)[:, None] * n_tokens + token[None, :]
+            w_tile = W_head + depth.to(tl.int64)[:, None] * n_tokens + tokens[None, :]
             inside = depth < d_head
             left = tl.load(z_tile) if EVEN_DEPTH else tl.load(z_tile, mask=inside[None, :], other=0.0)
-            right = tl.load(w_tile) if EVEN_DEPTH else tl.load(w_tile, mask=inside[:, None], other=0.0)
+            w_mask = in_tile[None, :] if EVEN_DEPTH else inside[:, None] & in_tile[None, :]
+            right = tl.load(w_tile, mask=w_mask, other=0.0)
             logits = tl.dot(left, right, logits, input_precision=PRECISION)
-        other = (tokens < n_tokens)[None, :] & (tokens[None, :] != own_column[:, None])
+        other = in_tile[None, :] & (tokens[None, :] != own_column[:, None])
         above += tl.sum(((logits > upper[:, None]) & other).to(tl.int32), 1)
         below += tl.sum(((logits < lower[:, None]) & other).to(tl.int32), 1)
 
