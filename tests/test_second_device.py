@@ -15,6 +15,8 @@ import headwater as hw
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import Relation
 from headwater.heads.validation import dynamic_scores
+from headwater.pathways.detectors import METHODS
+from headwater.pathways.reweighting import Reweighting
 from tests.second_device import Elsewhere, card, move, second_device, split
 from tests.tiny import WORDS
 
@@ -137,6 +139,28 @@ def compare_attribution(folder):
     with second_device():
         found = analysis(move(hw.load(folder, device="cpu")))
     compare(found, analysis(hw.load(folder, device="cpu")))
+
+
+def test_detection_does_not_depend_on_the_device():
+    code = "from tests.test_second_device import compare_detection; compare_detection()"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def compare_detection():
+    """Compare in a process of its own, where no backward pass went before."""
+    here = hw.load(device="cpu")
+    answered = hw.answer(here, hw.load_questions("natural", sample=60, seed=3), progress=False)
+    options = {"seeds": 1, "reweighting": Reweighting(epochs=1), "progress": False}
+    with second_device():
+        there = move(hw.load(device="cpu"))
+        found = hw.detect(there, answered, **options)
+        scored = found.detector("natural").score(there, answered, methods=METHODS, progress=False)
+    expected = hw.detect(here, answered, **options)
+    assert set(expected.table["method"]) == set(METHODS)
+    compare(found.table, expected.table)
+    compare(found.scores, expected.scores)
+    compare(scored, expected.detector("natural").score(here, answered, methods=METHODS, progress=False))
 
 
 @pytest.mark.filterwarnings("ignore:.* its layers are spread over several devices")
