@@ -94,6 +94,7 @@ BAD = {
         "The embedding '[raw]' does not",
     ),
     "threshold": (["heads", "MODEL", "--relations", "SUITE", "--threshold", "15"], "threshold=15.0"),
+    "no such device": (["heads", "MODEL", "--relations", "SUITE", "--device", "gpu"], "device='gpu' cannot be used"),
     "no such tokenizer": (["relations", "no/such/folder"], "no/such/folder"),
 }
 
@@ -119,7 +120,7 @@ def test_a_wrong_row_is_reported_with_file_line_and_field(run, checkpoint, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["headz"], "'headz'"),
+        (["headz"], "'headz'. Did you mean 'heads'? Help: headwater --help"),
         (["heads", "--rule", "[publish]"], "'[publish]' is not one of 'controlled', 'published'"),
         (["heads", "--k", "many"], "Invalid value for '--k'"),
         (["heads", "--treshold", "1"], "--threshold"),

@@ -111,3 +111,15 @@ def test_what_cannot_be_used_ends_with_one_line_and_exit_code_2(checkpoint, caps
     code, _, err = run(capsys, monkeypatch, command, checkpoint("gpt2"), *options)
     assert code == 2
     assert message in " ".join(err.split())
+
+
+def test_device_and_dtype_reach_the_model_and_its_name_may_be_embedded(capsys, monkeypatch, tmp_path):
+    prompts = ["--clean", " The capital of France is", "--corrupted", " The capital of Italy is"]
+    options = ["--tokens", " Paris", " Rome", "--sites", "mlp_out", "--over", "layer", "--quiet", "--out", tmp_path]
+    given = ("--device", "cpu", "--dtype", "float16")
+    code, _, _ = run(capsys, monkeypatch, "patch", "embedded", *prompts, *options, *given)
+    assert code == 0
+    made_by = hw.Sweep.load(tmp_path).run
+    assert (made_by.model, made_by.dtype, made_by.device) == ("embedded", "float16", "cpu")
+    code, _, error = run(capsys, monkeypatch, "patch", *prompts, *options, "--dtype", "float23")
+    assert (code, error.count("\n")) == (2, 1)
