@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from headwater.cli_shared import AsJson, Quiet, continues, plain, report, screen, write
+from headwater.cli_shared import AsJson, Quiet, continues, is_main, plain, report, screen, write
 from headwater.errors import HeadwaterError, RunFolderError
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def demo(
             if not quiet:
                 screen.print(f"[{number}/{len(STEPS)}] {step.title}", markup=False)
             tour.take(name, step)
+        if not is_main():
+            return
         page = tour.page()
     summaries: dict[str, Any] = {name: result.summary() for name, result in tour.found.items()}  # type: ignore[attr-defined]
     if "patching" in summaries:
@@ -83,7 +85,7 @@ class _Tour:
         try:
             result = step.run(self, {"progress": self.progress, "out": self.out / name})
             self.files += write(result, self.out / name, name)
-            for stem, draw, _ in step.companions:
+            for stem, draw, _ in step.companions if is_main() else ():
                 self.files += map(str, save_figure(draw(result), self.out / name / stem, ("png", "svg", "pdf")))
             self.found[name] = result
         except RunFolderError:

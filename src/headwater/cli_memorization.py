@@ -17,6 +17,7 @@ from headwater.cli_shared import (
     Out,
     Quiet,
     continues,
+    is_main,
     load_model,
     plain,
     report,
@@ -96,6 +97,8 @@ def memorization(
             progress=not quiet,
             out=out,
         )
+        if not is_main():
+            return
         files = _written(profile, out) if out is not None else []
     text = "\n\n".join(profile.report())
     report(profile.summary() | {"files": files}, as_json, lambda _, console: console.print(plain(text)))
@@ -149,7 +152,7 @@ def score(
         typer.Option(help="Folder for the table. An interrupted run, repeated with it, continues.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as one JSON line on stdout.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Score how likely each text of a file was in a model's training data: loss, zlib, Min-K%, Min-K%++, Gap-K%.
 
@@ -183,6 +186,8 @@ def score(
 
 
 def _report(scored: ScoredTexts, out: Path | None, as_json: bool) -> None:
+    if not is_main():
+        return
     files = []
     if out is not None:
         scored.table.to_csv(out / "table.csv", index=False, lineterminator="\n")

@@ -18,6 +18,7 @@ from headwater.cli_shared import (
     Out,
     Quiet,
     continues,
+    is_main,
     load_model,
     plain,
     report,
@@ -293,10 +294,14 @@ def _probe(
 ) -> Probe:
     """Fit the probe whose saliency is measured, on all answers together."""
     from headwater.pathways.probes import fit_probes, probe_states
+    from headwater.shards import processes
 
-    states = probe_states(model, answered, site=site, token=token, batch_size=batch_size, progress=not quiet)
-    probes = fit_probes(states, answered.z, site=site, token=token, groups=answered.table["question"].tolist())
-    return probes[probes.best if layer is None else layer]
+    def fit() -> Probe:
+        states = probe_states(model, answered, site=site, token=token, batch_size=batch_size, progress=not quiet)
+        probes = fit_probes(states, answered.z, site=site, token=token, groups=answered.table["question"].tolist())
+        return probes[probes.best if layer is None else layer]
+
+    return processes().on_main("the probe", fit)  # one for all: of two machines the last digits differ
 
 
 def _part(out: Path | None, name: str) -> Path | None:
@@ -305,6 +310,8 @@ def _part(out: Path | None, name: str) -> Path | None:
 
 def _finish(found: dict[str, Result], out: Path | None, as_json: bool) -> None:
     """Write figures, tables and the report, and print what was found."""
+    if not is_main():
+        return
     from headwater.figures.report import sentences, write_report
 
     files = []

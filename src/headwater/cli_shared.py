@@ -6,6 +6,7 @@ Results and `--json` go to stdout, everything else to stderr.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,16 @@ CSV_ROWS = 200_000
 """Tables with more rows are not written as CSV."""
 
 screen = Console(stderr=True, highlight=False)
+
+
+def is_main() -> bool:
+    """Whether this process draws, writes figures and reports: of several that share a run, one does."""
+    if "torch" not in sys.modules:  # without it no process knows of another
+        return True
+    from headwater.shards import processes
+
+    return processes().is_main
+
 
 Model = Annotated[
     str | None, typer.Argument(help="Checkpoint folder or hub name. Default: the embedded model.", show_default=False)
@@ -48,7 +59,9 @@ Dtype = Annotated[
     typer.Option(help="Of the weights: float32, bfloat16, float16. Default: as stored.", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress bar.", callback=lambda quiet: quiet or not is_main())
+]
 
 
 def load_model(name: str | None, device: str | None = None, dtype: str | None = None) -> HookedModel:
@@ -76,9 +89,7 @@ def write(result: Result, out: Path, figure: str) -> list[str]:
 
     Tables that are too long to be read stay parquet alone. Of several processes the main one writes.
     """
-    from headwater.shards import processes
-
-    if not processes().is_main:
+    if not is_main():
         return []
     import dataclasses
 
