@@ -4,13 +4,14 @@
 """
 
 import argparse
+import traceback
 from pathlib import Path
 
 import torch
 
 from benchmarks import cache, heads, heads_70b, knockout, likelihood, patching, saliency, scaling, table
 from benchmarks.machine import measure_machine
-from benchmarks.report import describe, document
+from benchmarks.report import Row, describe, document
 
 SUITES = {
     "heads": heads.run,
@@ -25,11 +26,16 @@ SUITES = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the suites asked for; the last line printed is one JSON document."""
+    """Run the suites asked for; the last line printed is one JSON document.
+
+    The file is written after every row. A suite that fails is reported, the others run, and the exit status is 1.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; all when none is named")
     parser.add_argument("--device", default="cpu", help="where headwater and the peer run: cpu, cuda, cuda:1")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON document to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the JSON document to this file, as it grows"
+    )
     options = parser.parse_args(arguments)
     if options.suites == ["table"]:
         table.update(SUITES)
@@ -40,7 +46,16 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join(SUITES)}")
     suites = options.suites or list(SUITES)
-    rows = []
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+
+    def written() -> str:
+        text = document(suites, machine, rows, failed)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(text + "\n")
+        return text
+
     with torch.inference_mode():
         machine = measure_machine(options.device)
         half = f", {machine.half_rate / 1e9:,.0f} in bfloat16" if machine.half_rate else ""
@@ -50,14 +65,17 @@ def main(arguments: list[str] | None = None) -> None:
             flush=True,
         )
         for suite in suites:
-            for row in SUITES[suite](machine, options.device):
-                print(describe(row, machine), flush=True)
-                rows.append(row)
-    text = document(suites, machine, rows)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n")
-    print(text)
+            try:
+                for row in SUITES[suite](machine, options.device):
+                    rows.append(row)
+                    print(describe(row, machine), flush=True)
+                    written()
+            except Exception as error:
+                traceback.print_exc()
+                failed[suite] = f"{type(error).__name__}: {error}"
+    print(written())
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ same work for each). Membership is timed over every layer, ranks over one layer,
 peer's heads, the peer in float64: in float32 the order of nearly equal logits depends on how a product is associated.
 """
 
-import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.machine import Machine, Work, peak_bytes, seconds
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from headwater.kernels import ov_blocked, ov_sweep
@@ -120,7 +119,7 @@ Found = tuple[Tensor, Tensor]
 
 def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[Row]:
     """Yield the suite's rows: top-k membership, then full ranks."""
-    workspace = [_workspace_in_fresh_process(shape, device, job) for job in (our_membership, our_ranks)]
+    workspace = [in_fresh_process(_workspace, shape, device, job) for job in (our_membership, our_ranks)]
     inputs = random_inputs(shape, device)
     layer = inputs.layer(0)
     agrees = [
@@ -223,15 +222,8 @@ def _least_work(shape: HeadsShape, tokens: int, every_logit: bool = False) -> Wo
     return Work(shape.n_layers * operations, shape.n_layers * 4 * numbers, done=heads, unit="heads")
 
 
-def _workspace_in_fresh_process(shape: HeadsShape, device: str, job: Callable[[Inputs, OVMaps], Found]) -> int | None:
-    """Peak memory above embeddings, W_U and one layer, in a process that has done nothing else yet."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_workspace, (shape, device, job, torch.get_num_threads()))
-
-
-def _workspace(shape: HeadsShape, device: str, job: Callable[[Inputs, OVMaps], Found], threads: int) -> int | None:
-    torch.set_num_threads(threads)
-    with torch.inference_mode():
-        inputs = random_inputs(shape, device)
-        maps = inputs.layer(0)
-        return peak_bytes(lambda: job(inputs, maps), device)
+def _workspace(shape: HeadsShape, device: str, job: Callable[[Inputs, OVMaps], Found]) -> int | None:
+    """Peak memory above embeddings, W_U and one layer."""
+    inputs = random_inputs(shape, device)
+    maps = inputs.layer(0)
+    return peak_bytes(lambda: job(inputs, maps), device)

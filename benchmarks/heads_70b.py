@@ -12,7 +12,6 @@ The peer, the published computation, is timed on one head and the smallest relat
 are checked on that relation against float64, tile by tile of the vocabulary.
 """
 
-import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import transformers
 from torch import Tensor
 
 from benchmarks.heads import PUBLISHED_PAIRS
-from benchmarks.machine import Machine, Work, peak_bytes, seconds
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from benchmarks.sparse_checkpoint import write_checkpoint
@@ -77,7 +76,7 @@ def run(machine: Machine, device: str, shape: StreamedShape = LLAMA_70B) -> Iter
 
 def _row(machine: Machine, device: str, shape: StreamedShape, folder: Path, layers: Sequence[int], null: bool) -> Row:
     config, suite = shape.config, random_suite(shape)
-    peak = _peak_in_fresh_process(shape, folder, device, null)
+    peak = in_fresh_process(_peak, shape, folder, device, null)
     agrees, peer_s = _compare(shape, folder, suite, device)
     heads, kept = len(layers) * config.num_attention_heads, (f"{layers[0]} to {layers[-1]} of" if layers else "no")
     work = _least_work(config, suite, len(layers), null)
@@ -176,13 +175,7 @@ def _least_work(config: transformers.LlamaConfig, suite: SuitePairs, n_layers: i
     return Work(n_layers * operations, n_layers * moved, done=heads, unit="heads", half=True)
 
 
-def _peak_in_fresh_process(shape: StreamedShape, folder: Path, device: str, null: bool) -> int | None:
-    """Peak memory, weights included, of scoring one layer in a process that has done nothing else yet."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak, (shape, folder, device, null, torch.get_num_threads()))
-
-
-def _peak(shape: StreamedShape, folder: Path, device: str, null: bool, threads: int) -> int | None:
-    torch.set_num_threads(threads)
+def _peak(shape: StreamedShape, folder: Path, device: str, null: bool) -> int | None:
+    """Peak memory, weights included, of scoring one layer."""
     suite = random_suite(shape)
     return peak_bytes(lambda: score(shape, folder, suite, device, [0], null), device)

@@ -10,13 +10,13 @@ with an edit of `hook_attn_scores` in the window, or in all layers up to it. The
 that can change, in the layers in which they can; states need no unembedding.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 import headwater as hw
-from benchmarks.machine import Machine, Work, peak_bytes
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
 from benchmarks.patching import ANSWERS, ROUNDS, in_turns, random_gpt2
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
@@ -28,8 +28,7 @@ READERS = {"last": "last token from four keys", "after": "every later token from
 def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
     """Yield the suite's rows: a windowed sweep, then the states of every layer."""
     model = model or random_gpt2(device)
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1000, model.shape.d_vocab, (EXAMPLES, LENGTH), generator=generator).tolist()
+    prompts = _prompts(model)
     yield _windowed(machine, device, model, prompts[0], "last", ">= 5 x")
     yield _windowed(machine, device, model, prompts[0], "after", "none: most layers and positions change")
     yield _every_layer(machine, device, model, prompts)
@@ -37,10 +36,9 @@ def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iter
 
 def _windowed(machine: Machine, device: str, model: HookedModel, prompt: list[int], query: str, target: str) -> Row:
     n_layers = model.shape.n_layers
-    metric = hw.logit_difference(*ANSWERS)
 
     def ours() -> hw.Sweep:
-        return hw.knockout(model, [prompt], block=(query, KEYS), window=WINDOW, metric=metric, progress=False)
+        return swept(model, query)
 
     def theirs() -> Tensor:
         reached, queries = [], slice(KEYS[1] if query == "after" else LENGTH - 1, None)
@@ -66,7 +64,7 @@ def _windowed(machine: Machine, device: str, model: HookedModel, prompt: list[in
         peer_s=peer_s,
         headwater_s=headwater_s,
         agrees=bool((values - expected).abs().max() < 1e-4),
-        peak_bytes=peak_bytes(ours, device),
+        peak_bytes=in_fresh_process(_peak, device, swept, query),
         target=target,
         note=f"random weights; engine: {found.engine}; medians of {ROUNDS} runs in turns",
     )
@@ -76,8 +74,7 @@ def _every_layer(machine: Machine, device: str, model: HookedModel, prompts: lis
     n_layers = model.shape.n_layers
 
     def ours() -> Tensor:
-        before, after = hw.knocked_out_states(model, prompts, block=("after", KEYS), progress=False)
-        return after["mlp_out"] - before["mlp_out"]
+        return changes(model)
 
     def theirs() -> Tensor:
         tokens, unsevered, severed = _tokens(prompts, device), {}, {}
@@ -103,10 +100,33 @@ def _every_layer(machine: Machine, device: str, model: HookedModel, prompts: lis
         peer_s=peer_s,
         headwater_s=headwater_s,
         agrees=bool((found - expected).abs().max() < 1e-4),
-        peak_bytes=peak_bytes(ours, device),
+        peak_bytes=in_fresh_process(_peak, device, changes),
         target=f">= {0.8 * n_layers:.1f} x (0.8 L)",
         note=f"random weights; mlp_out at the last token; medians of {ROUNDS} runs in turns",
     )
+
+
+def swept(model: HookedModel, query: str) -> hw.Sweep:
+    """Return the windowed sweep of the first prompt, by headwater."""
+    metric = hw.logit_difference(*ANSWERS)
+    return hw.knockout(model, _prompts(model)[:1], block=(query, KEYS), window=WINDOW, metric=metric, progress=False)
+
+
+def changes(model: HookedModel) -> Tensor:
+    """Return how the state of every layer changes, by headwater."""
+    before, after = hw.knocked_out_states(model, _prompts(model), block=("after", KEYS), progress=False)
+    return after["mlp_out"] - before["mlp_out"]
+
+
+def _prompts(model: HookedModel) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1000, model.shape.d_vocab, (EXAMPLES, LENGTH), generator=generator).tolist()
+
+
+def _peak(device: str, work: Callable[..., object], *given: str) -> int | None:
+    model = random_gpt2(device)
+    model.run([[1, 2]])  # what the libraries allocate once is not workspace
+    return peak_bytes(lambda: work(model, *given), device)
 
 
 def _tokens(prompts: list[list[int]], device: str) -> Tensor:

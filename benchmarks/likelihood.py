@@ -5,14 +5,13 @@ one pass over tiles; the peers make the logits of every token first. Headwater's
 it must not grow. `agrees` compares with float64 on a sample of tokens, to 1e-5.
 """
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.machine import Machine, Work, peak_bytes, seconds
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import min_k as peer
 from benchmarks.report import Row
 from headwater.kernels import likelihood
@@ -63,7 +62,7 @@ def random_inputs(shape: LikelihoodShape, tokens: int, device: str) -> Inputs:
 def run(machine: Machine, device: str, shape: LikelihoodShape | None = None) -> Iterator[Row]:
     """Yield the suite's rows: the statistics, and Min-K% and Min-K%++ of one text at eight shares."""
     shape = shape or (LLAMA3_8B if device.startswith("cuda") else LLAMA3_VOCABULARY)
-    short, long = (_workspace_in_fresh_process(shape, n, device) for n in (shape.tokens, shape.more_tokens))
+    short, long = (in_fresh_process(workspace, shape, n, device) for n in (shape.tokens, shape.more_tokens))
     inputs = random_inputs(shape, shape.tokens, device)
     wide = Inputs(inputs.hidden.float(), UnembeddingHead(inputs.head.W_U.float()), inputs.target)
     operations = 2 * shape.tokens * shape.d_model * shape.d_vocab
@@ -143,16 +142,9 @@ def median_seconds(work: Callable[[], object], device: str, times: int = 3) -> f
     return sorted(seconds(work, device) for _ in range(times))[times // 2]
 
 
-def _workspace_in_fresh_process(shape: LikelihoodShape, tokens: int, device: str) -> int | None:
-    """Peak memory above the inputs, in a process that has done nothing else yet."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_workspace, (shape, tokens, device, torch.get_num_threads()))
-
-
-def _workspace(shape: LikelihoodShape, tokens: int, device: str, threads: int) -> int | None:
-    torch.set_num_threads(threads)
-    with torch.inference_mode():
-        inputs = random_inputs(shape, tokens, device)
-        small = Inputs(inputs.hidden[:2], UnembeddingHead(inputs.head.W_U[:, :256]), inputs.target[:2] % 256)
-        our_statistics(small)  # what the libraries allocate once is not workspace
-        return peak_bytes(lambda: our_statistics(inputs), device)
+def workspace(shape: LikelihoodShape, tokens: int, device: str) -> int | None:
+    """Peak memory above the inputs."""
+    inputs = random_inputs(shape, tokens, device)
+    small = Inputs(inputs.hidden[:2], UnembeddingHead(inputs.head.W_U[:, :256]), inputs.target[:2] % 256)
+    our_statistics(small)  # what the libraries allocate once is not workspace
+    return peak_bytes(lambda: our_statistics(inputs), device)

@@ -1,11 +1,13 @@
 """What this machine can do, measured now: the floors that no program here can go below."""
 
 import gc
+import multiprocessing
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,6 +117,18 @@ def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int | None:
         return None
     work()
     return max(0, _status("VmHWM") - before)
+
+
+def in_fresh_process(work: Callable[..., Any], *given: Any) -> Any:
+    """Return what `work` returns in a process that has done nothing else yet: where peak memory is to be measured."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_with_threads, (torch.get_num_threads(), work, given))
+
+
+def _with_threads(threads: int, work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        return work(*given)
 
 
 def _status(field: str) -> int:

@@ -19,7 +19,7 @@ import transformers
 from transformer_lens import patching as lens
 
 import headwater as hw
-from benchmarks.machine import Machine, Work, peak_bytes, seconds
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 from headwater.models.load import load
@@ -61,13 +61,10 @@ def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iter
 
 
 def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, length: int, target: str) -> Row:
-    generator = torch.Generator().manual_seed(length)
-    clean, corrupted = torch.randint(1000, model.shape.d_vocab, (2, length), generator=generator).tolist()
+    clean, corrupted = _prompts(model, length)
 
     def ours() -> hw.Sweep:
-        return hw.patch(
-            model, [clean], [corrupted], sites=case.site, metric=hw.logit_difference(*ANSWERS), progress=False
-        )
+        return measured(model, case.site, length)
 
     tokens = torch.tensor([corrupted], device=device)
     _, cache = model.raw.run_with_cache(torch.tensor([clean], device=device))
@@ -90,11 +87,28 @@ def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, len
         peer_s=peer_s,
         headwater_s=headwater_s,
         agrees=bool((torch.tensor(values) - expected.cpu().double()).abs().max() < 1e-4),
-        peak_bytes=peak_bytes(ours, device),
+        peak_bytes=in_fresh_process(_peak, device, case.site, length),
         target=f"{target}, equal to 1e-4",
         note=f"random weights; engine: {found.engine}; medians of {ROUNDS} runs in turns, one run of a peer that takes "
         f"over {PATIENCE} s",
     )
+
+
+def measured(model: HookedModel, site: str, length: int) -> hw.Sweep:
+    """Return the sweep, by headwater."""
+    clean, corrupted = _prompts(model, length)
+    return hw.patch(model, [clean], [corrupted], sites=site, metric=hw.logit_difference(*ANSWERS), progress=False)
+
+
+def _prompts(model: HookedModel, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(1000, model.shape.d_vocab, (2, length), generator=generator).tolist()
+
+
+def _peak(device: str, site: str, length: int) -> int | None:
+    model = random_gpt2(device)
+    model.run([[1, 2]])  # what the libraries allocate once is not workspace
+    return peak_bytes(lambda: measured(model, site, length), device)
 
 
 def _peer_metric(logits: torch.Tensor) -> torch.Tensor:

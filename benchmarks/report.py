@@ -4,7 +4,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.machine import Machine, Work
@@ -71,8 +71,10 @@ def describe(row: Row, machine: Machine) -> str:
     return "\n".join([*lines, *([f"  note       {row.note}"] if row.note else [])])
 
 
-def document(suites: Sequence[str], machine: Machine, rows: Iterable[Row]) -> str:
-    """Return one line of JSON: the suites, the machine as measured, versions, rows."""
+def document(
+    suites: Sequence[str], machine: Machine, rows: Iterable[Row], failed: Mapping[str, str] | None = None
+) -> str:
+    """Return one line of JSON: the suites, the machine as measured, versions, rows, and what suites failed of."""
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES} | {"python": platform.python_version()}
     return json.dumps(
         {
@@ -83,6 +85,7 @@ def document(suites: Sequence[str], machine: Machine, rows: Iterable[Row]) -> st
             "versions": versions,
             "rows": [row.as_json(machine) for row in rows],
         }
+        | ({"failed": dict(failed)} if failed else {})
     )
 
 

@@ -9,16 +9,13 @@ and a short question with a long answer (E_Q 8..16, E_A 248..252), where E_Q→*
 
 The peer is the plain way: one run of the same model object to its logits, with every layer's pattern kept, then
 `torch.autograd.grad` of the cross-entropy at all patterns (parameters frozen, so none of theirs is computed). The note
-says what is left of the ratio when the peer stops at the probe's layer too. On a CPU, times are processor seconds of
-one thread; peak memory is that of a fresh process. The floor is the arithmetic of one forward of every position that
-is not shared and one backward of those from the first edge on, with keys and values alone at the probe's layer, and no
-backward through queries, keys and values at layer 0.
+says what is left of the ratio when the peer stops at the probe's layer too. Peak memory is that of a fresh process.
+The floor is the arithmetic of one forward of every position that is not shared and one backward of those from the first
+edge on, with keys and values alone at the probe's layer, and no backward through queries, keys and values at layer 0.
 """
 
-import multiprocessing
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
@@ -26,15 +23,15 @@ import torch
 from torch import Tensor
 
 import headwater as hw
-from benchmarks.machine import Machine, Work, peak_bytes, seconds
-from benchmarks.patching import random_gpt2
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
+from benchmarks.patching import ROUNDS, in_turns, random_gpt2
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import Probe
 from headwater.records import RunRecord
 
-LENGTH, EXAMPLES, ROUNDS = 256, 4, 2
+LENGTH, EXAMPLES = 256, 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,6 @@ def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iter
     """Yield a row per layout and kind of edge."""
     with torch.inference_mode(False):
         model = model or random_gpt2(device)
-    machine = _one_thread(machine) if device == "cpu" else machine
     for layout in LAYOUTS:
         for edges in ("exact_answer", "all"):
             yield _row(machine, device, model, layout, edges)
@@ -69,14 +65,13 @@ def _row(machine: Machine, device: str, model: HookedModel, layout: Layout, edge
     answered, probe = prompts(model, layout), probe_of(model)
     ours, theirs = partial(measured, model, answered, probe, edges), partial(peer, model, answered, probe, edges)
     found, expected = ours(), theirs()
-    headwater_s = min(_seconds(ours, device) for _ in range(ROUNDS))
-    peer_s = min(_seconds(theirs, device) for _ in range(ROUNDS))
-    stopped_s = _seconds(partial(theirs, stop=True), device)
+    headwater_s, peer_s = in_turns(ours, theirs, device)
+    stopped_s = seconds(partial(theirs, stop=True), device)
     graph_from = first if edges == "all" else layout.answer[0]
     forward = (12 * probe.layer + 2) * shape.d_model**2 * (EXAMPLES * (read - layout.shared) + layout.shared)
     backward = (12 * probe.layer - 1) * shape.d_model**2 * EXAMPLES * (read - graph_from)
     work = Work(2 * (forward + backward), 4 * 12 * probe.layer * shape.d_model**2, EXAMPLES, "examples")
-    peaks = [_peak_in_fresh_process(device, layout, edges, who) for who in (0, 1)]
+    peaks = [in_fresh_process(_peak, device, layout, edges, who) for who in (0, 1)]
     share = f"{peaks[0] / peaks[1]:.2f} of the peer's peak memory" if peaks[0] and peaks[1] else "peak not measured"
     reader = "E_A" if edges == "exact_answer" else "*"
     return Row(
@@ -89,8 +84,8 @@ def _row(machine: Machine, device: str, model: HookedModel, layout: Layout, edge
         peak_bytes=peaks[0],
         target=">= 3 x, memory <= 1/3",
         note=f"GPT-2 124M shape, random weights; probe at layer {probe.layer} of {shape.n_layers}; "
-        f"{stopped_s / headwater_s:.2f} x where the peer stops there too; {share}; best of {ROUNDS}",
-        work=work if device != "cpu" else None,
+        f"{stopped_s / headwater_s:.2f} x where the peer stops there too; {share}; medians of {ROUNDS} runs in turns",
+        work=work,
     )
 
 
@@ -157,32 +152,7 @@ def peer(model: HookedModel, answered: AnsweredQuestions, probe: Probe, edges: s
     return torch.stack(means).mean(0)
 
 
-def _one_thread(machine: Machine, size: int = 2048) -> Machine:
-    """Return the machine with the matrix rate of one thread in processor seconds, as the times of this suite are."""
-    a, b = torch.randn(2, size, size)
-    product = min(_seconds(lambda: a @ b, "cpu") for _ in range(3))
-    return replace(machine, threads=1, matrix_rate=2 * size**3 / product)
-
-
-def _seconds(work: Callable[[], object], device: str) -> float:
-    """Processor seconds of one thread on a CPU; elapsed seconds on another device."""
-    if device != "cpu":
-        return seconds(work, device)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _peak_in_fresh_process(device: str, layout: Layout, edges: str, who: int) -> int | None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak, (device, layout, edges, who))
-
-
+@torch.inference_mode(False)
 def _peak(device: str, layout: Layout, edges: str, who: int) -> int | None:
     model = random_gpt2(device)
     return peak_bytes(partial((measured, peer)[who], model, prompts(model, layout), probe_of(model), edges), device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import headwater as hw
 from benchmarks import likelihood
-from benchmarks.machine import Machine, Work, peak_bytes, seconds
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import min_k as peer
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
@@ -56,7 +56,7 @@ def _kernel(machine: Machine, device: str, shape: likelihood.LikelihoodShape) ->
         agrees=likelihood.is_accurate(shape, inputs),
         peer_s=likelihood.median_seconds(lambda: peer.usual(hidden, W_U, inputs.target), device),
         headwater_s=likelihood.median_seconds(lambda: likelihood.our_statistics(inputs), device),
-        peak_bytes=None,
+        peak_bytes=in_fresh_process(likelihood.workspace, shape, shape.tokens, device),
         target="none: how it grows",
         note="random numbers, bfloat16 inputs",
     )
@@ -73,14 +73,11 @@ def random_gpt2_with_words(device: str, **sizes: int) -> HookedModel:
 
 
 def _path(machine: Machine, device: str, model: HookedModel, batch: int, length: int, n_layers: int) -> Row:
-    shape, generator = model.shape, torch.Generator().manual_seed(0)
-    tokens = torch.randint(shape.d_vocab, (batch, length), generator=generator)
-    texts = [" ".join(f"w{token}" for token in row) for row in tokens.tolist()]
+    shape, tokens = model.shape, _tokens(model, batch, length)
     layers = list(range(shape.n_layers - n_layers, shape.n_layers))
 
     def ours() -> Tensor:
-        found = hw.token_statistics(model, texts, layers=layers, batch_size=batch, progress=False).table
-        return torch.tensor(found.sort_values(["layer", "text", "position"])["log_probability"].to_numpy())
+        return measured(model, batch, length, n_layers)
 
     def theirs() -> Tensor:
         there = tokens.to(device)
@@ -105,7 +102,25 @@ def _path(machine: Machine, device: str, model: HookedModel, batch: int, length:
         agrees=agrees,
         peer_s=min(seconds(theirs, device) for _ in range(2)),
         headwater_s=min(seconds(ours, device) for _ in range(2)),
-        peak_bytes=peak_bytes(ours, device),
+        peak_bytes=in_fresh_process(_peak, device, batch, length, n_layers),
         target="none: how it grows",
         note="GPT-2 124M shape, random weights; best of 2 of each",
     )
+
+
+def measured(model: HookedModel, batch: int, length: int, n_layers: int) -> Tensor:
+    """Return the log-probabilities that headwater finds, by layer, text and position."""
+    texts = [" ".join(f"w{token}" for token in row) for row in _tokens(model, batch, length).tolist()]
+    layers = list(range(model.shape.n_layers - n_layers, model.shape.n_layers))
+    found = hw.token_statistics(model, texts, layers=layers, batch_size=batch, progress=False).table
+    return torch.tensor(found.sort_values(["layer", "text", "position"])["log_probability"].to_numpy())
+
+
+def _tokens(model: HookedModel, batch: int, length: int) -> Tensor:
+    return torch.randint(model.shape.d_vocab, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def _peak(device: str, batch: int, length: int, n_layers: int) -> int | None:
+    model = random_gpt2_with_words(device)
+    measured(model, 1, 2, 1)  # what the libraries allocate once is not workspace
+    return peak_bytes(lambda: measured(model, batch, length, n_layers), device)

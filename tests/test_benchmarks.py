@@ -7,7 +7,7 @@ import torch
 import transformers
 from benchmarks import __main__ as command
 from benchmarks import cache, heads, heads_70b, likelihood, patching, report, scaling, table
-from benchmarks.machine import Machine, Work, peak_bytes
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
 from benchmarks.report import Row
 
 TINY = heads.HeadsShape(
@@ -18,10 +18,14 @@ SUITES = ("heads", "cache")
 FIELDS = {"name", "peer", "floor_s", "peer_s", "headwater_s", "ratio", "agrees", "peak_bytes", "target"}
 
 
+def in_this_process(work, *given):
+    return work(*given)
+
+
 @pytest.fixture
 def tiny_heads(monkeypatch):
     """The heads suite at a tiny shape, measured in this process."""
-    monkeypatch.setattr(heads, "_workspace_in_fresh_process", lambda *asked: heads._workspace(*asked, 1))
+    monkeypatch.setattr(heads, "in_fresh_process", in_this_process)
     monkeypatch.setattr(command, "measure_machine", lambda device: MACHINE)
     monkeypatch.setitem(command.SUITES, "heads", lambda machine, device: heads.run(machine, device, TINY))
 
@@ -39,8 +43,36 @@ def test_the_last_line_is_one_json_document_with_a_row_per_comparison(tiny_heads
         assert row["ratio"] == pytest.approx(row["peer_s"] / row["headwater_s"])
 
 
+def test_a_suite_that_fails_is_named_and_the_rows_of_the_others_are_kept(tiny_heads, monkeypatch, capsys, tmp_path):
+    def fails(machine, device):
+        yield Row("cache: half", "peer", 1.0, 2.0, 1.0, True, None, "")
+        raise RuntimeError("no such thing")
+
+    file = tmp_path / "cpu.json"
+    monkeypatch.setitem(command.SUITES, "cache", fails)
+    with pytest.raises(SystemExit, match="failed: cache"):
+        command.main(["cache", "heads", "--json", str(file)])
+    said = capsys.readouterr()
+    assert "no such thing" in said.err
+    found = json.loads(file.read_text())
+    assert found == json.loads(said.out.splitlines()[-1])
+    assert [row["name"].split(":")[0] for row in found["rows"]] == ["cache", "heads", "heads"]
+    assert found["failed"] == {"cache": "RuntimeError: no such thing"}
+
+
+def test_what_was_measured_before_an_interrupt_is_in_the_file(tiny_heads, monkeypatch, tmp_path):
+    def interrupted(machine, device):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setitem(command.SUITES, "cache", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["heads", "cache", "--json", str(tmp_path / "cpu.json")])
+    assert len(json.loads((tmp_path / "cpu.json").read_text())["rows"]) == 2
+
+
 def test_likelihood_statistics_agree_with_their_peers_at_a_tiny_shape(monkeypatch):
-    monkeypatch.setattr(likelihood, "_workspace_in_fresh_process", lambda *asked: likelihood._workspace(*asked, 1))
+    monkeypatch.setattr(likelihood, "in_fresh_process", in_this_process)
     shape = likelihood.LikelihoodShape("tiny", tokens=40, more_tokens=90, d_model=12, d_vocab=700, exact_tokens=9)
     rows = list(likelihood.run(MACHINE, "cpu", shape))
     assert [row.agrees for row in rows] == [True, True]
@@ -60,7 +92,7 @@ def test_the_heads_of_a_checkpoint_agree_with_the_formula_and_only_what_is_read_
         tie_word_embeddings=False,
     )
     shape = heads_70b.StreamedShape("tiny", config, pairs=(30, 12), k=(10, 3))
-    monkeypatch.setattr(heads_70b, "_peak_in_fresh_process", lambda *asked: heads_70b._peak(*asked, 1))
+    monkeypatch.setattr(heads_70b, "in_fresh_process", in_this_process)
     [row] = heads_70b.run(MACHINE, "cpu", shape)
     assert row.agrees is True
     assert "layers 0 to 1 of 4" in row.name
@@ -76,6 +108,8 @@ def test_the_heads_of_a_checkpoint_agree_with_the_formula_and_only_what_is_read_
 def test_scaling_and_caches_agree_with_their_peers_at_a_tiny_shape(monkeypatch):
     sizes = {"n_layer": 3, "n_embd": 24, "n_head": 2, "vocab_size": 1100, "n_positions": 130}
     monkeypatch.setattr(scaling, "CASES", ((1, 9, 1), (2, 12, 3)))
+    for suite in (scaling, cache):
+        monkeypatch.setattr(suite, "in_fresh_process", lambda work, *given: None)
     kernel = likelihood.LikelihoodShape("kernel", tokens=8, more_tokens=0, d_model=12, d_vocab=640, exact_tokens=4)
     rows = list(scaling.run(MACHINE, "cpu", scaling.random_gpt2_with_words("cpu", **sizes), kernel))
     rows += list(cache.run(MACHINE, "cpu", patching.random_gpt2("cpu", **sizes)))
@@ -138,6 +172,16 @@ def test_the_published_pairs_are_those_of_the_gpt2_xl_column():
 
 def test_a_row_without_a_peer_has_no_ratio():
     assert Row("heads", "none", None, None, 1.0, None, None, "").ratio is None
+
+
+def test_a_fresh_process_has_as_many_threads_and_records_no_gradients():
+    threads, grad = in_fresh_process(state_of_this_process)
+    assert threads == torch.get_num_threads()
+    assert not grad
+
+
+def state_of_this_process():
+    return torch.get_num_threads(), torch.is_grad_enabled()
 
 
 def test_peak_memory_sees_what_the_work_holds_at_its_peak():
