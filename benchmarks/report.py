@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.machine import Machine, Work
 
-LIBRARIES = ("headwater", "torch", "transformer-lens", "transformers")
+LIBRARIES = ("headwater", "torch", "transformer-lens", "transformers", "triton", "nnsight")
+"""Those that are installed are named with their versions."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def document(
     suites: Sequence[str], machine: Machine, rows: Iterable[Row], failed: Mapping[str, str] | None = None
 ) -> str:
     """Return one line of JSON: the suites, the machine as measured, versions, rows, and what suites failed of."""
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES} | {"python": platform.python_version()}
+    installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES if name in installed}
+    versions |= {"python": platform.python_version()}
     return json.dumps(
         {
             "suite": " ".join(suites),

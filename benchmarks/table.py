@@ -16,16 +16,16 @@ def results_table(documents: Iterable[Mapping[str, Any]], suites: Iterable[str])
     sections, measured_gpu = [], set()
     for device in sorted({document["device"] for document in documents}):
         here = [document for document in documents if document["device"] == device]
-        rows = {row["name"]: (row, document) for document in here for row in document["rows"]}
+        rows = {(row["name"], row["peer"]): row for document in here for row in document["rows"]}
         sections.append(_section(device, here, rows))
         if not device.endswith("CPU"):
-            measured_gpu |= {row["name"].split(":")[0] for row, _ in rows.values()}
+            measured_gpu |= {name.split(":")[0] for name, _ in rows}
     if missing := [suite for suite in suites if suite not in measured_gpu]:
         sections.append("On a GPU, not measured: " + ", ".join(f"`{suite}`" for suite in missing) + ".\n")
     return "\n".join(sections)
 
 
-def _section(device: str, documents: list[Mapping[str, Any]], rows: Mapping[str, Any]) -> str:
+def _section(device: str, documents: list[Mapping[str, Any]], rows: Mapping[tuple[str, str], Any]) -> str:
     newest = documents[-1]
     machine, versions = newest["machine"], newest["versions"]
     half = machine.get("half_rate")
@@ -41,7 +41,7 @@ def _section(device: str, documents: list[Mapping[str, Any]], rows: Mapping[str,
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
     ]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row, _ in rows.values()]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows.values()]
     return "\n".join(lines) + "\n"
 
 

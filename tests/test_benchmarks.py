@@ -149,6 +149,13 @@ def test_the_table_names_every_suite_that_no_gpu_has_measured_and_keeps_the_newe
     assert "not measured: `cache`" in table.results_table([document("H200", "2026-02-02", 2.0)], SUITES)
 
 
+def test_two_peers_of_one_job_are_two_rows_of_the_table():
+    rows = [Row("cache: some", peer, 1.0, 8.0, 2.0, True, None, "") for peer in ("TransformerLens", "nnsight")]
+    made = table.results_table([json.loads(report.document(["cache"], Machine("a CPU", 2, 1e9, 1e9), rows))], SUITES)
+    assert "8 s, TransformerLens" in made
+    assert "8 s, nnsight" in made
+
+
 def test_an_unknown_suite_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["hands"])
