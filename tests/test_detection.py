@@ -273,6 +273,10 @@ def test_a_detector_refuses_another_model_an_unknown_method_and_a_damaged_folder
     detector = detection.detector("natural")
     with pytest.raises(InputError, match="fitted on another model"):
         detector.score(hw.load(checkpoint("llama")), answered)
+    of_another = dataclasses.replace(answered, run=dataclasses.replace(answered.run, fingerprint="0"))
+    for refuses in (detector.score, detect):
+        with pytest.raises(InputError, match="other weights than"):
+            refuses(model, of_another)
     with pytest.raises(InputError, match=r"no detection method 'mops'.*'mop'"):
         detector.score(model, answered, methods=["mops"])
     with pytest.raises(InputError, match=r"no detector of the question set 'naturl'.*'natural'"):

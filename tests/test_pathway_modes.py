@@ -7,7 +7,7 @@ from scipy.optimize import linprog
 from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
-from headwater.pathways.bootstrap import FEWEST, member_means, resamples, weighted_auc
+from headwater.pathways.bootstrap import FEWEST, member_means, resampled_questions, resamples, weighted_auc
 from headwater.pathways.controls import aware_logits, compare, logit_baseline, relation_logits
 from headwater.pathways.dip import critical_dip, dip
 from headwater.pathways.modes import CROSSED, PER_LAYER, components, curves, effects, splits_of
@@ -70,6 +70,19 @@ def test_aucs_of_resamples_are_those_of_scikit_learn_with_weights():
     found = weighted_auc(counts, z, scores)
     expected = [roc_auc_score(z, scores, sample_weight=row) for row in counts]
     np.testing.assert_allclose(found, expected)
+
+
+def test_answers_to_one_question_are_drawn_together():
+    rng = np.random.default_rng()
+    questions = rng.integers(0, 12, 40).astype(str)
+    counts = resampled_questions(questions, draws=30)
+    for name in np.unique(questions):
+        own = counts[:, questions == name]
+        assert (own == own[:, :1]).all()
+    firsts = counts[:, np.unique(questions, return_index=True)[1]]
+    assert (firsts.sum(1) == len(np.unique(questions))).all()
+    assert (counts[0] == 1).all()
+    assert (counts[1:] != 1).any()
 
 
 def test_an_interval_of_a_mean_covers_it_about_as_often_as_it_says():

@@ -372,7 +372,7 @@ def test_bad_input_is_one_clear_line(models):
         ({"probe": random_probe(model, site="mlp_post")}, "site='mlp_post'"),
         ({"probe": random_probe(model, token="first")}, "no probe token 'first'"),
         ({"probe": Probe("mlp_out", "answer_last", 1, torch.zeros(3), 0.0)}, "The probe reads 3 numbers"),
-        ({"answered": answered_by(parallel)}, "The answers come from another model"),
+        ({"answered": answered_by(parallel)}, "other weights than"),
         ({"model": frozen}, r"was loaded under torch.inference_mode\(\)"),
         ({"model": parallel, "probe": random_probe(model, layer=0)}, "No head .* comes before the MLP of layer 0"),
     ]

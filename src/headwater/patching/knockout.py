@@ -251,3 +251,50 @@ def knocked_out_states(
             before[name][layer, done.start : done.stop] = unsevered[name, layer].float().cpu()
             after[name][layer, done.start : done.stop] = severed[name, layer].float().cpu()
     return before, after
+
+
+def windowed_states(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    block: Blocked,
+    window: int,
+    read: Sequence[int],
+    site: str = "mlp_out",
+    at: Where = "last",
+    variant: str = "mask",
+    batch_size: int | None = None,
+) -> Float[Tensor, "window read example d_model"]:
+    """Return the states of some layers after a knockout in a window around each layer, from one walk for all windows.
+
+    Args:
+        model: the model; it is left as it was.
+        prompts: as for `knockout`.
+        block: one set of edges.
+        window: how many layers, around each layer of the model in turn.
+        read: the layers whose states are wanted.
+        site: of resid_pre, resid_mid, resid_post, attn_out, mlp_out.
+        at: one position per prompt.
+        variant: `mask` or `zero`.
+        batch_size: see `hw.patch`.
+    """
+    base = read_prompts(model, prompts)
+    (edges,) = named_edges(block).values()
+    listed = [
+        cell
+        for example in range(len(base))
+        for cell in _cells(model, "edges", edges, base, example, ("layer",), {"layer": window}, None, variant)
+    ]
+    cells = tuple(cell for cell in listed if min(edit.layers.start for edit in cell.edits) <= max(read))
+    readings = tuple((site, layer) for layer in read)
+    job = Job(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
+    above = sorted(set(range(model.shape.n_layers)) - {cell.labels["layer"] for cell in cells})
+    found = torch.empty(model.shape.n_layers, len(read), len(base), model.shape.d_model)
+    for done, before, after in collect_states(job, progress=False):
+        part = cells[done.start : done.stop]
+        windows, examples = [cell.labels["layer"] for cell in part], [cell.example for cell in part]
+        for place, reading in enumerate(readings):
+            found[windows, place, examples] = after[reading].float().cpu()
+            for layer in above:
+                found[layer, place, examples] = before[reading].float().cpu()
+    return found

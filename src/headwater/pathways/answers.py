@@ -99,6 +99,11 @@ class AnsweredQuestions(Result):
         pairs = zip(self.table["subject_tokens"], self.table["property_tokens"], strict=True)
         return tuple(tuple(sorted({*subject, *property_})) for subject, property_ in pairs)
 
+    def digest(self) -> str:
+        """Name these answers in the record of a run: a hash of their texts, labels, tokens and spans."""
+        content = self.table.drop(columns="log_probs", errors="ignore").to_json(orient="split")
+        return hashlib.sha256(str(content).encode()).hexdigest()[:16]
+
     def summary(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values: per set, questions used, share wrong, dropped by cause."""
         sets = []
@@ -183,6 +188,21 @@ def answer(
     if folder is not None:
         folder.finish(result)
     return result
+
+
+def check_answered(model: HookedModel, answered: Any) -> None:
+    """Refuse what are not the answers of this very model.
+
+    Raises:
+        InputError: says what they are.
+    """
+    if not isinstance(answered, AnsweredQuestions):
+        raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
+    if answered.run.fingerprint != model.fingerprint:
+        raise InputError(
+            f"These questions were answered by {answered.run.model} (other weights than {model.name}'s): its probes "
+            "would read another model's answers. Answer them again with this model."
+        )
 
 
 def _check_options(model: HookedModel, questions: Any, max_new_tokens: int, batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Intervals by resampling examples: all quantities of an example, every layer and seed, are drawn together.
+"""Intervals by resampling questions: all quantities of a question, every answer, layer and seed, are drawn together.
 
 A resample is a row of counts, how often each example was drawn. The first row is all ones: the data themselves. So a
 mean is one matrix product for all resamples, layers and seeds.
@@ -6,7 +6,10 @@ mean is one matrix product for all resamples, layers and seeds.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
+
 import numpy as np
+import pandas as pd
 from jaxtyping import Float
 from numpy.typing import NDArray
 
@@ -17,13 +20,19 @@ FEWEST = 10
 Counts = Float[np.ndarray, "resample example"]
 
 
-def resamples(n_examples: int, draws: int = DRAWS, seed: int = 0) -> Counts:
-    """Draw `n_examples` examples with replacement, many times; row 0 is every example once."""
+def resamples(n_groups: int, draws: int = DRAWS, seed: int = 0) -> Float[np.ndarray, "resample group"]:
+    """Draw `n_groups` groups with replacement, many times; row 0 is every group once."""
     rng = np.random.default_rng(seed)
-    counts = np.ones((draws + 1, n_examples))
+    counts = np.ones((draws + 1, n_groups))
     for row in counts[1:]:
-        row[:] = np.bincount(rng.integers(n_examples, size=n_examples), minlength=n_examples)
+        row[:] = np.bincount(rng.integers(n_groups, size=n_groups), minlength=n_groups)
     return counts
+
+
+def resampled_questions(questions: Iterable[Hashable], draws: int = DRAWS, seed: int = 0) -> Counts:
+    """Resample examples by their questions: those of one question are drawn together."""
+    codes, names = pd.factorize(pd.Series(list(questions), dtype=object))
+    return resamples(len(names), draws, seed)[:, codes]
 
 
 def member_means(

@@ -16,7 +16,6 @@ The methods are described in `detectors`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,8 +33,8 @@ from tqdm.auto import tqdm
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
 from headwater.patching.knockout import VARIANTS
-from headwater.pathways.answers import AnsweredQuestions
-from headwater.pathways.bootstrap import interval, resamples, weighted_auc
+from headwater.pathways.answers import AnsweredQuestions, check_answered
+from headwater.pathways.bootstrap import interval, resampled_questions, weighted_auc
 from headwater.pathways.detectors import METHODS, Detector, check_methods
 from headwater.pathways.fitting import COUNTS, AnswerSet, Recipe, relations_of
 from headwater.pathways.probes import check_probe_options
@@ -173,7 +172,7 @@ def detect(
         out: a folder to write to; an interrupted run goes on where it stopped.
 
     Raises:
-        InputError: an option cannot be used, or no set has enough right and wrong answers.
+        InputError: an option cannot be used, another model answered, or no set has enough right and wrong answers.
         RunFolderError: `out` holds another run.
 
     Example:
@@ -188,6 +187,7 @@ def detect(
     """
     methods, reweighting = check_methods(methods), reweighting or Reweighting()
     recipe = Recipe(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
+    check_answered(model, answered)
     _check(model, recipe, seeds)
     record = _record(model, answered, recipe, seeds)
     folder = RunFolder(out, record) if out is not None else None
@@ -222,12 +222,11 @@ def _check(model: HookedModel, recipe: Recipe, seeds: int) -> None:
 
 
 def _record(model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, seeds: int) -> RunRecord:
-    told = answered.table[["dataset", "text", "z"]].to_json(orient="split")
     return RunRecord.of(
         "detect",
         model,
         options={
-            "answers": hashlib.sha256(str(told).encode()).hexdigest()[:16],
+            "answered": answered.digest(),
             **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()},
             "seeds": seeds,
         },
@@ -308,14 +307,14 @@ def evaluate(
     Returns:
         Rows of `Detection.table`.
     """
-    groups = pd.Series(pd.factorize(questions)[0], index=questions.index)
-    counts = resamples(int(groups.max()) + 1)
+    counts = resampled_questions(questions)
+    places = pd.Series(np.arange(len(questions)), index=questions.index)
     seeds = [part for _, part in scores.groupby("seed")]
 
     def draws(method: str) -> NDArray[np.float64]:
         """The AUC in every resample, averaged over seeds."""
         per_seed = [
-            weighted_auc(counts[:, groups.loc[part["example"]]], part["z"].to_numpy(), part[method].to_numpy())
+            weighted_auc(counts[:, places.loc[part["example"]]], part["z"].to_numpy(), part[method].to_numpy())
             for part in seeds
             if part[method].notna().all()
         ]

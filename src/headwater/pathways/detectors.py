@@ -36,7 +36,7 @@ from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.models.generation import chat_text
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode
-from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.probes import Probe, probe_states
 from headwater.pathways.reweighting import Reweighted, Strength
 from headwater.storage import make_folder, read_json, write_atomically, write_json
@@ -106,6 +106,7 @@ class Detector:
                 f"This detector was fitted on another model than {model.name} (fingerprint {self.fingerprint[:12]}, "
                 f"here {model.fingerprint[:12]}). Fit one with hw.detect."
             )
+        check_answered(model, answered)
         wanted = check_methods(methods or [m for m in self.methods if m != "p_true"], self.methods)
         read = {"site": self.site, "token": self.token, "batch_size": batch_size, "progress": progress}
         states = probe_states(model, answered, **read)[self.layer]  # type: ignore[arg-type]

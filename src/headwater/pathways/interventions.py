@@ -2,8 +2,6 @@
 
     exact question tokens    no later position may attend to E_Q (Luo et al., ACL 2026, §3.2)
     random question tokens   the same for as many other tokens of the question, drawn at random
-    window                   E_Q again, severed only in a few layers around one
-
 `swap` makes those that change the tokens instead. An intervention is a list of rows to run; `after_states` runs them.
 """
 
@@ -14,12 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+from jaxtyping import Float
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode, token_span
-from headwater.patching.knockout import Edges, knocked_out_states
+from headwater.patching.knockout import Edges, knocked_out_states, windowed_states
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.examples import SLOT
 from headwater.pathways.probes import States, probe_positions, states_at
@@ -56,8 +56,12 @@ class Intervention:
     """Positions that are no longer read; None severs nothing."""
     queries: Sequence[tuple[int, ...]] | None = None
     """Positions that no longer read them; None is all that come after."""
-    layers: tuple[int, ...] | None = None
-    """Layers in which they are severed; None is all."""
+
+    @property
+    def edges(self) -> Edges:
+        """What is severed."""
+        queries: Any = "after" if self.queries is None else [set(row) for row in self.queries]
+        return Edges(queries, [set(row) for row in self.keys or ()])
 
     def rows(self, chosen: Sequence[int]) -> Intervention:
         """Return some of the rows."""
@@ -77,24 +81,37 @@ class Intervention:
 
 def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -> States:
     """Run the rows of an intervention and return the state that the probe reads, of every layer."""
-    tokens = [list(row) for row in intervention.tokens]
-    positions = list(intervention.positions)
+    tokens, positions = [list(row) for row in intervention.tokens], list(intervention.positions)
     if intervention.keys is None:
         return states_at(model, tokens, positions, setup.site, setup.batch_size, progress=False)
-    keys = [set(row) for row in intervention.keys]
-    queries: Any = "after" if intervention.queries is None else [set(row) for row in intervention.queries]
     _, after = knocked_out_states(
         model,
         tokens,
-        block=Edges(queries, keys),
+        block=intervention.edges,
         sites=setup.site,
         at=positions,
         variant=setup.variant,
-        layers=intervention.layers,
         batch_size=setup.batch_size,
         progress=False,
     )
     return after[setup.site]
+
+
+def after_windows(
+    model: HookedModel, intervention: Intervention, setup: Setup, window: int, read: Sequence[int]
+) -> Float[Tensor, "window layer row d_model"]:
+    """Run the rows once per layer, severed in so many layers around it; return the states of the layers `read`."""
+    return windowed_states(
+        model,
+        [list(row) for row in intervention.tokens],
+        block=intervention.edges,
+        window=window,
+        read=read,
+        site=setup.site,
+        at=list(intervention.positions),
+        variant=setup.variant,
+        batch_size=setup.batch_size,
+    )
 
 
 def block_exact_tokens(answered: AnsweredQuestions, setup: Setup) -> Intervention:
@@ -109,13 +126,6 @@ def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Place
         shuffled = np.random.default_rng([seed, row]).permutation(np.array(places, dtype=np.int64))
         drawn.append(tuple(sorted(shuffled[: len(exact)].tolist())))
     return _blocked(RANDOM, answered, setup, drawn)
-
-
-def block_in_window(intervention: Intervention, layer: int, window: int, n_layers: int) -> Intervention:
-    """Sever in `window` layers around one only."""
-    first = layer - window // 2
-    layers = tuple(other for other in range(first, first + window) if 0 <= other < n_layers)
-    return replace(intervention, name=f"window {layer}", layers=layers)
 
 
 def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Places:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -26,12 +26,12 @@ from headwater.pathways.interventions import (
     Intervention,
     Setup,
     after_states,
+    after_windows,
     block_exact_tokens,
-    block_in_window,
     block_random_tokens,
     other_question_tokens,
 )
-from headwater.pathways.modes import Logits, at_layer
+from headwater.pathways.modes import Logits
 from headwater.pathways.probes import Probes, States, fit_probes, grouped_folds, probe_positions, states_at
 from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
 from headwater.runs import Compute
@@ -66,6 +66,22 @@ class Fits:
             for side, probes in enumerate(sides):
                 here = np.flatnonzero(self.half[seed, examples] == side)
                 found[seed][:, here] = probes.logits(states[:, torch.from_numpy(here)]).numpy()
+        return found
+
+    def logits_at_best(
+        self,
+        states: Float[Tensor, "window layer row d_model"],
+        layers: Sequence[int],
+        examples: Int[np.ndarray, " row"],
+    ) -> Float[np.ndarray, "seed window row"]:
+        """Return the same of the probes at l* alone; `states` are those of `layers`, after each window's knockout."""
+        found = np.empty((len(self.probes), len(states), len(examples)))
+        for seed, sides in enumerate(self.probes):
+            for side, probes in enumerate(sides):
+                here = np.flatnonzero(self.half[seed, examples] == side)
+                read = states[:, layers.index(probes.best)][:, torch.from_numpy(here)]
+                logits = probes[probes.best].logits(read.flatten(0, 1))
+                found[seed][:, here] = logits.view(read.shape[:2]).numpy()
         return found
 
 
@@ -120,20 +136,30 @@ def measure(
             "token that the probe reads: choose another token=."
         )
     listed = _controls(model, answered, setup) if controls else []
-    n_layers = model.shape.n_layers
-    windows = [block_in_window(exact, layer, window, n_layers) for layer in range(n_layers)] if window else []
-    runs = [exact, *listed, *windows]
-    total = len(answered.table) + sum(len(run.examples) for run in runs)
+    runs = [exact, *listed]
+    total = len(answered.table) + sum(len(run.examples) for run in (*runs, *([exact] if window else [])))
     with tqdm(total=total, desc=f"Tracing {name}", unit="row", disable=not progress) as bar:
         states = _states(model, answered, setup, pieces, bar)
         fits = _fits(states, answered, half, setup, pieces)
-        found = [_after(model, run, number, fits, setup, pieces, bar) for number, run in enumerate(runs)]
+        nothing = np.full((len(half), len(states), half.shape[1]), np.nan)
+
+        def everywhere(part: Intervention) -> Logits:
+            return fits.logits(after_states(model, part, setup), part.examples)
+
+        def in_windows(part: Intervention) -> Logits:
+            layers = np.unique(fits.best).tolist()
+            after = after_windows(model, part, setup, int(window or 0), layers)
+            return fits.logits_at_best(after, layers, part.examples)
+
+        found = [
+            _after(run, f"run-{number:03d}", everywhere, nothing.copy(), pieces, bar) for number, run in enumerate(runs)
+        ]
+        windowed = _after(exact, "windows", in_windows, nothing.copy(), pieces, bar) if window else None
     others: dict[str, list[Logits]] = {}
-    for run, logits in zip(listed, found[1:], strict=False):
+    for run, logits in zip(listed, found[1:], strict=True):
         others.setdefault(run.name, []).append(logits)
-    at_best = [at_layer(logits, fits.best) for logits in found[1 + len(listed) :]]
     before = fits.logits(states, np.arange(len(answered.table)))
-    return Measured(answered, fits, states, before, found[0], np.stack(at_best, 1) if at_best else None, others)
+    return Measured(answered, fits, states, before, found[0], windowed, others)
 
 
 def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> list[Intervention]:
@@ -198,18 +224,20 @@ def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
 
 
 def _after(
-    model: HookedModel, run: Intervention, number: int, fits: Fits, setup: Setup, pieces: Pieces, bar: tqdm[Any]
+    run: Intervention,
+    name: str,
+    read: Callable[[Intervention], Logits],
+    found: Logits,
+    pieces: Pieces,
+    bar: tqdm[Any],
 ) -> Logits:
-    """Return the logits after an intervention; NaN where it does not apply."""
-    n_seeds, n_examples = fits.half.shape
-    found = np.full((n_seeds, model.shape.n_layers, n_examples), np.nan)
+    """Write into `found` what is read after an intervention, where it applies."""
     chunks = _chunks(run.tokens)
 
     def compute(rows: list[int]) -> dict[str, Tensor]:
-        part = run.rows(rows)
-        return {"logits": torch.from_numpy(fits.logits(after_states(model, part, setup), part.examples))}
+        return {"logits": torch.from_numpy(read(run.rows(rows)))}
 
-    for rows, piece in zip(chunks, pieces(_work(f"run-{number:03d}", chunks, compute, bar)), strict=True):
+    for rows, piece in zip(chunks, pieces(_work(name, chunks, compute, bar)), strict=True):
         found[:, :, run.examples[rows]] = piece["logits"].numpy()
     return found
 

@@ -107,7 +107,7 @@ def splits_of(knockout: Effects, best: Int[np.ndarray, "seed example"], windowed
 
 
 def curves(measured: Effects, splits: Mapping[str, NDArray[np.bool_]], counts: Counts) -> pd.DataFrame:
-    """Average ΔP and the logit change by layer, mode and way to split, with 95 % intervals over examples."""
+    """Average ΔP and the logit change by layer, mode and way to split, with 95 % intervals over questions."""
     tables = []
     for split_by, q_anchored in splits.items():
         for mode in MODES:

@@ -1,6 +1,6 @@
 """What holds on this model and what does not, as sentences made of the numbers.
 
-Each sentence names its measure, the control beside it, and 95 % intervals over examples. l* is each fit's own best
+Each sentence names its measure, the control beside it, and 95 % intervals over questions. l* is each fit's own best
 layer; the report names the one chosen most often. Two intervals that do not overlap count as different.
 """
 

@@ -38,7 +38,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.models.backward import KeysValues, keys_values
 from headwater.models.hooked import HookedModel
 from headwater.patching.grid import chosen
-from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.dip import critical_dip, dip
 from headwater.pathways.flows import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.probes import Probe
@@ -303,16 +303,13 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
 
 def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: Wanted, batch_size: int) -> None:
     """Refuse what does not fit together."""
-    if not isinstance(answered, AnsweredQuestions):
-        raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
     if next(model.raw.parameters()).is_inference():
         raise InputError(
             f"{model.name} was loaded under torch.inference_mode(), which forbids gradients: load it outside."
         )
-    if answered.run.fingerprint != model.fingerprint:
-        raise InputError(f"The answers come from another model ({answered.run.model}), not from {model.name}.")
+    check_answered(model, answered)
     checked(probe.site, ("mlp_out", "attn_out", "resid_post"), "the probe's site")
     if len(probe.weight) != model.shape.d_model:
         raise InputError(
@@ -353,7 +350,7 @@ def _record(
         "saliency",
         model,
         options={
-            "answered": hashlib.sha256(str(answered.table.to_json(orient="split")).encode()).hexdigest()[:16],
+            "answered": answered.digest(),
             "probe": {
                 "site": probe.site,
                 "token": probe.token,

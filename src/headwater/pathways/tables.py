@@ -10,7 +10,7 @@ import pandas as pd
 from jaxtyping import Int
 from numpy.typing import NDArray
 
-from headwater.pathways.bootstrap import Counts, resamples
+from headwater.pathways.bootstrap import Counts, resampled_questions
 from headwater.pathways.controls import aware_logits, by_intervention, compare, logit_baseline, relation_logits
 from headwater.pathways.interventions import EXACT, RANDOM
 from headwater.pathways.measuring import Measured
@@ -43,8 +43,8 @@ def tables_of(measured: Measured, rows: Sequence[int], controls: bool) -> dict[s
         controls: whether to compare with baselines.
     """
     dataset = measured.answered.datasets[0]
-    best, z = measured.fits.best, measured.answered.z
-    counts = resamples(len(z))
+    best = measured.fits.best
+    counts = resampled_questions(measured.answered.table["question"])
     exact = effects(measured.before, measured.knockout)
     shown = exact if measured.windowed is None else effects(_everywhere(measured.before, best), measured.windowed)
     random = effects(measured.before, measured.others[RANDOM][0]) if RANDOM in measured.others else None

@@ -11,7 +11,6 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, with the controls that it 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from torch import Tensor
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
 from headwater.patching.knockout import VARIANTS
-from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.measuring import (
     FOLDS,
@@ -221,13 +220,7 @@ def trace_pathways(
 
 
 def _check(model: HookedModel, answered: Any, setup: Setup, window: int | None, seeds: int) -> None:
-    if not isinstance(answered, AnsweredQuestions):
-        raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
-    if answered.run.fingerprint != model.fingerprint:
-        raise InputError(
-            f"These questions were answered by {answered.run.model} (other weights than {model.name}'s): its probes "
-            "would read another model's answers. Answer them again with this model."
-        )
+    check_answered(model, answered)
     check_probe_options(setup.site, setup.token, setup.batch_size)
     for name, value, valid in (("variant", setup.variant, VARIANTS), ("edges", setup.edges, QUERIES)):
         if value not in valid:
@@ -244,12 +237,11 @@ def _check(model: HookedModel, answered: Any, setup: Setup, window: int | None, 
 def _record(
     model: HookedModel, answered: AnsweredQuestions, setup: Setup, window: int | None, seeds: int, controls: bool
 ) -> RunRecord:
-    content = answered.table.drop(columns="log_probs", errors="ignore").to_json(orient="split")
     return RunRecord.of(
         "trace_pathways",
         model,
         options={
-            "answered": hashlib.sha256(str(content).encode()).hexdigest()[:16],
+            "answered": answered.digest(),
             **vars(setup),
             "window": window,
             "seeds": seeds,
