@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.depth_profile import BLUE, GREEN, ORANGE, depth_profiles, layer_curves, plot_gaps
+from headwater.figures.likelihood import NAMES
 from headwater.figures.tokens import FRAME, WIDTH, token_heat_map, token_html
 from headwater.likelihood.profile import DepthProfile
 from headwater.records import RunRecord
@@ -71,7 +72,7 @@ def test_several_models_have_a_panel_of_boxes_above_one_of_densities_each(rng):
     assert isinstance(figure, Figure)
     boxes = [ax for ax in figure.axes if ax.get_title(loc="left")]
     assert [ax.get_title(loc="left") for ax in boxes] == ["one", "two", "three"]
-    assert boxes[0].get_ylabel() == "Depthwise Average MIN-K%"
+    assert boxes[0].get_ylabel() == "Depthwise Average\nMIN-K% (nats)"
     assert len({ax.get_ylim() for ax in boxes}) == 1
     densities = [ax for ax in figure.axes if ax not in boxes]
     assert [ax.get_xlabel() for ax in densities] == ["Score Gap (D3 − D2)"] * 3
@@ -101,6 +102,8 @@ def test_densities_integrate_to_one_and_carry_their_counts(rng):
         assert np.trapezoid(y, x) == pytest.approx(1, abs=0.05)
         gaps = profile.table.loc[profile.table["quartile"] == quartile, "gap"]
         assert line.get_label() == f"{quartile}% (n = {len(gaps)})"
+    assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
+    assert [bool(area.get_hatch()) for area in ax.collections] == [False, True]
 
 
 def test_gaps_that_are_all_the_same_or_missing_are_no_density(rng):
@@ -170,7 +173,7 @@ def test_every_likelihood_result_has_a_figure_of_its_table(checkpoint, rng, tmp_
     lines = {line.get_label(): line for line in scores.plot().lines}
     for kind in ("min_k", "min_k++", "gap_k"):
         rows = scores.table[scores.table["score"] == kind].groupby("k")["value"].median()
-        assert lines[kind].get_ydata() == pytest.approx(rows.to_numpy())
+        assert lines[NAMES[kind]].get_ydata() == pytest.approx(rows.to_numpy())
     members = hw.membership(scores, [1, 0, 1, 0, 1, 0], resamples=20)
     drawn = np.concatenate([line.get_xdata() for line in members.plot().lines[:2]])
     assert np.sort(drawn) == pytest.approx(np.sort(members.table["auc"]), nan_ok=True)

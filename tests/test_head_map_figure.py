@@ -70,7 +70,7 @@ def test_every_head_has_one_mark_in_the_colour_of_its_label(size):
     assert len(marks) == size[0] * size[1]
     for layer, head, _, label in head_map.categories.itertuples(index=False):
         assert marks[layer, head] == MARKS[label][0]
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title(loc="left")) == ("layer", "head", "model")
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title(loc="left")) == ("Layer", "Head", "model")
 
 
 def test_colours_and_shapes_are_all_different_and_the_categories_have_the_published_hues():

@@ -73,7 +73,8 @@ def test_the_published_form_has_solid_and_dashed_curves_in_their_colours_with_ba
     labels = [text.get_text() for sub in figure.subfigs for legend in sub.legends for text in legend.get_texts()]
     for mode in COLORS:
         own = pathways.modes[(pathways.modes["dataset"] == "third") & (pathways.modes["mode"] == mode)]
-        assert f"third, {mode} ({len(own) / 2:,.0f}, {len(own) / 2:,.0f})" in labels
+        place = labels.index(mode)
+        assert labels[place + 3] == f"third ({len(own) / 2:,.0f}, {len(own) / 2:,.0f})"
 
 
 def test_one_model_is_drawn_on_axes_or_as_a_figure_with_any_split_and_value(pathways):
@@ -102,7 +103,7 @@ def test_companion_figures_draw_a_panel_per_question_set_and_leave_settings_as_t
     figure = getattr(hw.figures, name)(pathways)
     assert dict(plt.rcParams) == settings
     if name != "mode_properties":
-        assert [ax.get_title(loc="left") for ax in figure.axes] == list(SETS)
+        assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == list(SETS)
     assert all(len(ax.lines) for ax in figure.axes)
 
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from headwater.figures.style import INK, style
+from headwater.figures.fonts import label
+from headwater.figures.style import BLUE, INK, ORANGE, legend_above, model_title, style
 
 if TYPE_CHECKING:
     from headwater.pathways.answers import AnsweredQuestions
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 INKS = {"right": "white", "wrong": INK, "dropped": INK}
 ROOM = 0.06
 """The least share that a number fits into."""
-COLORS = {"right": "#2b6cb8", "wrong": "#f08c1a", "dropped": "#d0d0d0"}
+COLORS = {"right": BLUE, "wrong": ORANGE, "dropped": "#d0d0d0"}
 
 
 def plot_answers(answered: "AnsweredQuestions", ax: Axes | None = None) -> Axes:
@@ -24,24 +25,24 @@ def plot_answers(answered: "AnsweredQuestions", ax: Axes | None = None) -> Axes:
         ax: where to draw; by default a new figure.
     """
     sets = answered.summary()["datasets"]
-    names = [f"{row['dataset']} ({row['questions']:,})" for row in sets]
+    names = [f"{label(row['dataset'])} ({row['questions']:,})" for row in sets]
     used = [row["used"] / row["questions"] for row in sets]
     wrong = [share * (row["wrong"] or 0.0) for share, row in zip(used, sets, strict=True)]
     right = [share - part for share, part in zip(used, wrong, strict=True)]
     dropped = [1 - share for share in used]
     with style():
         if ax is None:
-            ax = plt.figure(figsize=(4.5, 0.8 + 0.3 * len(names)), layout="constrained").add_subplot()
+            ax = plt.figure(figsize=(4.5, 1.0 + 0.3 * len(names)), layout="constrained").add_subplot()
         left = [0.0] * len(names)
-        for label, shares in zip(COLORS, (right, wrong, dropped), strict=True):
+        for name, shares in zip(COLORS, (right, wrong, dropped), strict=True):
             if not any(shares):
                 continue
-            bars = ax.barh(range(len(names)), shares, left=left, height=0.6, color=COLORS[label], label=label)
+            bars = ax.barh(range(len(names)), shares, left=left, height=0.6, color=COLORS[name], label=name)
             written = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
-            ax.bar_label(bars, written, label_type="center", color=INKS[label], fontsize=7)
+            ax.bar_label(bars, written, label_type="center", color=INKS[name], fontsize=7)
             left = [start + share for start, share in zip(left, shares, strict=True)]
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(len(names) - 0.5, -0.5)
-        ax.set(xlim=(0, 1), xlabel="share of the questions")
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0)
+        ax.set(xlim=(0, 1), xlabel="Share of the questions")
+        legend_above(ax, 3, model_title(answered.run, "answers"))
     return ax

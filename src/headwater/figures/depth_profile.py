@@ -9,28 +9,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy import ndarray
 from scipy.stats import gaussian_kde
 
 from headwater.errors import InputError, did_you_mean
-from headwater.figures.style import FAINT, INK, style
+from headwater.figures.fonts import label as drawn_label
+from headwater.figures.style import (
+    BANDS_ARE,
+    BLUE,
+    DASHED,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    legend_above,
+    model_title,
+    style,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from headwater.likelihood.profile import DepthProfile
 
-BLUE, ORANGE, GREEN = "#2b6cb8", "#f08c1a", "#2a9d6f"
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
-QUARTILES = {25: GREEN, 75: ORANGE}
+DEPTH_MARKS = ("o", "s", "^", "D", "v")
+QUARTILES: dict[int, tuple[str, Any, str]] = {25: (GREEN, "-", ""), 75: (ORANGE, DASHED, "////")}
+"""Colour, dash and hatch of the lowest and the highest quarter of Min-K%."""
 GAP_RANGE = 1.5
 COLUMNS = 4
+AVERAGE = "Depthwise Average\nMIN-K% (nats)"
 LONG, LONG_TITLE = 16, 6.5
 """Characters from which on a title is long, beside other panels, and its font size."""
 
@@ -45,7 +59,7 @@ def depth_profiles(profiles: Sequence[DepthProfile], labels: Sequence[str] | Non
     Raises:
         InputError: there are no profiles, or not as many labels.
     """
-    labels = [profile.run.model.rstrip("/").rsplit("/", 1)[-1] for profile in profiles] if labels is None else labels
+    labels = [model_title(one.run) for one in profiles] if labels is None else [drawn_label(one) for one in labels]
     if not profiles or len(labels) != len(profiles):
         raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
     columns = min(len(profiles), COLUMNS)
@@ -93,7 +107,7 @@ def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
         names = [f"Depth {depth}\nn = {len(found):,}" for depth, found in zip(profile.depths, values, strict=True)]
         ax.set_xticks(range(1, len(values) + 1), names)
         is_group = profile.run.options["aggregate"] == "group"
-        ax.set_ylabel("Depthwise Average MIN-K%" if is_group else "MIN-K% of a Question")
+        ax.set_ylabel(AVERAGE if is_group else "MIN-K% of a Question\n(nats)")
         if any(len(found) for found in values):
             ax.set_ylim(bottom=min(0.0, min(found.min() for found in values if len(found))))
     return ax
@@ -104,17 +118,18 @@ def plot_gaps(profile: DepthProfile, ax: Axes, legend_columns: int = 2) -> Axes:
     deepest = profile.table[profile.table["depth"] == profile.depths[-1]]
     with style():
         drawn = 0
-        for quartile, color in QUARTILES.items():
+        for quartile in QUARTILES:
             gaps = deepest.loc[deepest["quartile"] == quartile, "gap"].dropna().to_numpy(float)
-            drawn += _density(ax, gaps, color, f"{quartile}% (n = {len(gaps):,})")
+            drawn += _density(ax, gaps, quartile)
         ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
         ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 1 if legend_columns > 1 else 3])
         shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
         ax.set_xlabel(f"Score Gap (D{profile.depths[-1]} − D{shallower})")
         ax.set_ylim(bottom=0)
         if drawn:
-            ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=legend_columns, handlelength=1)
+            legend_above(ax, legend_columns, "", handlelength=2.2)
         else:
+            ax.set_yticks([])
             ax.text(0.5, 0.5, "no judge scores", color=FAINT, ha="center", va="center", transform=ax.transAxes)
     return ax
 
@@ -136,28 +151,31 @@ def layer_curves(profile: DepthProfile, score: str | None = None, ax: Axes | Non
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
     with style():
         if ax is None:
-            ax = plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
+            ax = plt.figure(figsize=(3.6, 2.9), layout="constrained").add_subplot()
         for number, depth in enumerate(profile.depths):
-            line, color = rows[rows["depth"] == depth], DEPTH_COLORS[number % len(DEPTH_COLORS)]
+            line = rows[rows["depth"] == depth]
+            color, mark = DEPTH_COLORS[number % len(DEPTH_COLORS)], DEPTH_MARKS[number % len(DEPTH_MARKS)]
             ax.fill_between(line["layer"], -line["high"], -line["low"], color=color, alpha=0.2, linewidth=0)
-            ax.plot(line["layer"], -line["value"], "o-", markersize=3, color=color, label=f"Depth {depth}")
-        ax.set(xlabel="Layer", ylabel="Depthwise Average MIN-K%" if score == profile.main else f"minus {score}")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(profile.depths), borderaxespad=0)
+            ax.plot(line["layer"], -line["value"], f"{mark}-", markersize=3, color=color, label=f"Depth {depth}")
+        ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")
+        whole_numbers(ax.xaxis)
+        legend_above(ax, min(3, len(profile.depths)), model_title(profile.run, "Min-K% by layer"))
     return ax
 
 
-def _density(ax: Axes, gaps: Float[ndarray, " node"], color: str, label: str) -> int:
+def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:
     """Draw a density, or a line where all values are the same; return whether there was anything to draw."""
     if not len(gaps):
         return 0
+    color, dash, hatch = QUARTILES[quartile]
+    look: dict[str, Any] = {"color": color, "linestyle": dash}
     if np.ptp(gaps) == 0:
-        ax.axvline(gaps[0], color=color, label=f"{label}, all {gaps[0]:g}")
+        ax.axvline(gaps[0], label=f"{quartile}% (n = {len(gaps):,}, all {gaps[0]:.2g})", **look)
         return 1
     x = np.linspace(-GAP_RANGE, GAP_RANGE, 301)
     y = gaussian_kde(gaps)(x)
-    ax.fill_between(x, y, color=color, alpha=0.3, linewidth=0)
-    ax.plot(x, y, color=color, label=label)
+    ax.fill_between(x, y, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
+    ax.plot(x, y, label=f"{quartile}% (n = {len(gaps):,})", **look)
     return 1
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from headwater.errors import InputError
-from headwater.figures.style import FAINT, style
+from headwater.figures.fonts import label
+from headwater.figures.style import FAINT, LINES_ARE, MARKS_ONLY, SETS, model_title, style
 
 if TYPE_CHECKING:
     from headwater.pathways.detection import Detection
@@ -25,9 +26,6 @@ NAMES = {
     "mop": "MoP",
     "pr": "PR",
 }
-LOOKS = (
-    ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
-)  # fmt: skip
 
 
 def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
@@ -56,21 +54,22 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
             ax.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
         ax.axvline(0.5, color=FAINT, linewidth=0.8, linestyle=(0, (3, 2)), zorder=1)
         for place, (name, shift) in enumerate(zip(sets, shifts, strict=True)):
-            color, marker = LOOKS[place % len(LOOKS)]
+            color, marker = SETS[place % len(SETS)]
             part = table[table["dataset"] == name].set_index("method")
             here = [method for method in methods if method in part.index]
             y = [methods.index(method) + shift for method in here]
             found = part.loc[here]
             ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1, zorder=2)
-            label = f"{name} ({found['answers'].iloc[0]:,.0f}, {found['wrong'].iloc[0]:,.0f} wrong)"
-            ax.plot(found["auc"], y, marker, color=color, markersize=3.2, zorder=3, label=label)
+            counted = f"{label(name)} ({found['answers'].iloc[0]:,.0f}, {found['wrong'].iloc[0]:,.0f} wrong)"
+            ax.plot(found["auc"], y, marker, color=color, markersize=3.2, zorder=3, label=counted)
         ax.set_yticks(range(len(methods)), [NAMES[method] for method in methods])
         ax.tick_params(axis="y", length=0)
         ax.set_ylim(len(methods) - 0.5, -0.5)
         ax.set_xlim(min(0.45, float(table["low"].min()) - 0.02), 1.0)
-        ax.set_xlabel("AUC, wrong against right answers")
+        ax.set_xlabel(f"AUC, wrong against right answers\n({LINES_ARE})")
+        ax.set_title(model_title(detection.run, "wrong answers detected"))
         if figure is not None:
-            figure.legend(loc="outside lower center", ncols=min(2, len(sets)), columnspacing=1.2)
+            figure.legend(loc="outside lower center", ncols=min(2, len(sets)), fontsize=7, **MARKS_ONLY)
         else:
-            ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(2, len(sets)))
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(2, len(sets)), **MARKS_ONLY)
     return ax

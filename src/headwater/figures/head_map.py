@@ -11,10 +11,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from headwater.errors import InputError
-from headwater.figures.style import FAINT, INK, style
+from headwater.figures.fonts import label as drawn_label
+from headwater.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, RED, style, whole_numbers
 from headwater.heads.categories import LABELS, UNCLASSIFIED, label_counts
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ MARKS = dict(
         LABELS,
         (
             ("#d4d4d4", "o"),
-            ("#2b6cb8", "s"),
-            ("#f08c1a", "o"),
-            ("#2f9e55", "^"),
-            ("#d1352f", "D"),
+            (BLUE, "s"),
+            (ORANGE, "o"),
+            (GREEN, "^"),
+            (RED, "D"),
             ("#b08fd8", "p"),
-            ("#7d47b3", "h"),
+            (PURPLE, "h"),
             ("#45156e", "*"),
         ),
         strict=True,
@@ -137,12 +137,12 @@ def _shown(maps: Sequence["HeadMap"]) -> list[str]:
 
 def _draw(head_map: "HeadMap", ax: Axes) -> None:
     n_layers, n_heads = _extent(head_map)
-    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="layer", ylabel="head")
-    ax.set_title(head_map.title)
+    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
+    ax.set_title(drawn_label(head_map.title))
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        whole_numbers(axis)
     box = ax.get_window_extent()
-    points = 72 / ax.figure.dpi * min(box.width / (n_layers + 0.4), box.height / (n_heads + 0.4))
+    points = min(72 / ax.figure.dpi * min(box.width / (n_layers + 0.4), box.height / (n_heads + 0.4)), 72 * CELL)
     for label, heads in head_map.categories.groupby("label"):
         color, shape = MARKS[str(label)]
         area = _area(str(label)) * (0.8 * points) ** 2
@@ -174,7 +174,7 @@ def _legend_table(figure: Figure, maps: Sequence["HeadMap"], width: float, heigh
     for head_map in maps:
         right += _count_column(head_map)
         counts = label_counts(head_map.categories)
-        ax.text(right, -0.2, head_map.title, ha="right", va="center_baseline", weight="bold")
+        ax.text(right, -0.2, drawn_label(head_map.title), ha="right", va="center_baseline", weight="bold")
         for line, label in enumerate(shown, start=1):
             color = INK if counts[label] else FAINT
             ax.text(right, line, f"{counts[label]:,}", ha="right", va="center_baseline", color=color)

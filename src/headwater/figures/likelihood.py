@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
-from headwater.figures.style import FAINT, INK, style
+from headwater.figures.style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    legend_above,
+    model_title,
+    style,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from headwater.likelihood.files import ScoredTexts
@@ -17,9 +26,9 @@ if TYPE_CHECKING:
     from headwater.likelihood.scores import MemorizationScores
     from headwater.likelihood.statistics import TextStatistics
 
-BLUE, ORANGE = "#2b6cb8", "#f08c1a"
 QUARTILES = np.array([0.25, 0.5, 0.75])
-KIND_COLORS = {"min_k": BLUE, "min_k++": ORANGE, "gap_k": "#2a9d6f"}
+KIND_COLORS = {"min_k": BLUE, "min_k++": ORANGE, "gap_k": GREEN}
+NAMES = {"min_k": "Min-K%", "min_k++": "Min-K%++", "gap_k": "Gap-K%"}
 KIND_MARKS = {"min_k": "o", "min_k++": "s", "gap_k": "^"}
 
 
@@ -37,8 +46,9 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
             found = table.groupby("layer")["log_probability"].quantile(QUARTILES).unstack()
             ax.fill_between(found.index, found[0.25], found[0.75], color=BLUE, alpha=0.25, linewidth=0)
             ax.plot(found.index, found[0.5], "o-", color=BLUE, markersize=3)
-            ax.set(xlabel="Layer", ylabel="log p of a token (nats)")
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            ax.set(xlabel="Layer (band: quartiles of tokens)", ylabel="log p of a token (nats)")
+            ax.set_title(model_title(stats.run, f"{len(table) // table['layer'].nunique():,} tokens"))
+            whole_numbers(ax.xaxis)
         else:
             values = np.sort(table["log_probability"].to_numpy(float))
             ax.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), color=BLUE)
@@ -59,13 +69,15 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
     if "layer" in table:
         table = table[table["layer"] == table["layer"].max()]
     with style():
-        ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
+        ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.9), layout="constrained").add_subplot()
+        texts = table["text"].nunique()
         for kind, color in KIND_COLORS.items():
             found = table[table["score"] == kind].groupby("k")["value"].quantile(QUARTILES).unstack()
             ax.fill_between(found.index, found[0.25], found[0.75], color=color, alpha=0.15, linewidth=0)
-            ax.plot(found.index, found[0.5], marker=KIND_MARKS[kind], color=color, markersize=3, label=kind)
-        ax.set(xlabel="K, share of lowest tokens", ylabel="Score (higher = more likely seen)", xlim=(0, 1.02))
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0)
+            ax.plot(found.index, found[0.5], marker=KIND_MARKS[kind], color=color, markersize=3, label=NAMES[kind])
+        ax.set(xlabel="K, share of lowest tokens (bands: quartiles of texts)", xlim=(0, 1.02))
+        ax.set_ylabel("Score (higher = more likely seen)")
+        legend_above(ax, 3, model_title(scores.run, f"{texts:,} texts"))
     return ax
 
 
@@ -82,21 +94,24 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
     if "layer" in table:
         table = table[table["layer"].isna() | (table["layer"] == table["layer"].max())]
     names = [
-        row["score"] if np.isnan(row["k"]) else f"{row['score']} at K = {row['k']:g}"
+        row["score"] if np.isnan(row["k"]) else f"{NAMES[row['score']]}, K = {row['k']:g}"
         for row in table.to_dict("records")
     ]
     with style():
         if ax is None:
-            ax = plt.figure(figsize=(4.2, 0.7 + 0.17 * len(names)), layout="constrained").add_subplot()
+            ax = plt.figure(figsize=(4.2, 0.9 + 0.17 * len(names)), layout="constrained").add_subplot()
         y = np.arange(len(names))
         is_baseline = (table["score"] == BASELINE).to_numpy()
-        for where, color in ((~is_baseline, BLUE), (is_baseline, ORANGE)):
+        for where, color, mark in ((~is_baseline, BLUE, "o"), (is_baseline, ORANGE, "s")):
             ax.hlines(y[where], table["auc_low"][where], table["auc_high"][where], colors=color, linewidths=1)
-            ax.plot(table["auc"][where], y[where], "o", color=color, markersize=3.5)
+            ax.plot(table["auc"][where], y[where], mark, color=color, markersize=3.5)
         ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle="--")
         ax.set_yticks(y, [f"{name}, no model" if name == BASELINE else name for name in names])
         ax.set_ylim(len(names) - 0.4, -0.6)
-        ax.set_xlabel("AUC, members against non-members")
+        most = table[["members", "nonmembers"]].max()
+        level = membership.run.options["level"]
+        ax.set_xlabel(f"AUC, {most['members']:,} members against {most['nonmembers']:,} others (lines: {level:.0%})")
+        ax.set_title(model_title(membership.run, "texts seen in training"))
         ax.tick_params(axis="y", colors=INK, length=0)
     return ax
 
@@ -115,5 +130,6 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
         ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.4), layout="constrained").add_subplot()
         ax.hist(values, bins=min(40, max(5, int(len(values) ** 0.5))), color=BLUE, alpha=0.85)
         ax.set(xlabel=f"Min-K% at K = {share:g} (higher = more likely seen)", ylabel="Texts")
-        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_title(model_title(scored.run, f"{len(values):,} texts"))
+        whole_numbers(ax.yaxis)
     return ax

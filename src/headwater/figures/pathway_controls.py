@@ -14,7 +14,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headwater.figures.style import FAINT, style
+from headwater.figures.fonts import label
+from headwater.figures.style import (
+    BANDS_ARE,
+    BLUE,
+    DASHED,
+    FAINT,
+    LINES_ARE,
+    ORANGE,
+    PURPLE,
+    RED,
+    style,
+    whole_numbers,
+)
 from headwater.pathways.controls import ALL
 from headwater.pathways.interventions import EXACT, RANDOM
 from headwater.pathways.modes import MODES
@@ -24,13 +36,13 @@ if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways
 
 LOOKS: dict[str, dict[str, Any]] = {
-    EXACT: {"color": "#2b6cb8", "linestyle": "-"},
-    RANDOM: {"color": "#8a8a8a", "linestyle": (0, (4, 1.6))},
-    SWAP: {"color": "#d1352f", "linestyle": "-"},
-    RANDOM_SWAP: {"color": "#f08c1a", "linestyle": (0, (4, 1.6))},
-    ANSWER_ONLY: {"color": "#7d47b3", "linestyle": (0, (1, 1.2))},
+    EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
+    RANDOM: {"color": FAINT, "linestyle": DASHED, "marker": "o"},
+    SWAP: {"color": RED, "linestyle": "-", "marker": "s"},
+    RANDOM_SWAP: {"color": ORANGE, "linestyle": DASHED, "marker": "s"},
+    ANSWER_ONLY: {"color": PURPLE, "linestyle": (0, (1, 1.2)), "marker": "^"},
 }
-MODE_LOOKS = {"Q-anchored": ("#2b6cb8", "o"), "A-anchored": ("#f08c1a", "s")}
+MODE_LOOKS = {"Q-anchored": (BLUE, "o"), "A-anchored": (ORANGE, "s")}
 PANEL = (2.5, 1.9)
 MOST_ACROSS = 4
 
@@ -51,15 +63,13 @@ def flip_rates(pathways: Pathways) -> Figure:
                 if len(line):
                     bounds = 100 * line["flip_rate_low"], 100 * line["flip_rate_high"]
                     ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
-                    ax.plot(
-                        line["layer"], 100 * line["flip_rate"], marker="o", markersize=2.2, label=intervention, **look
-                    )
+                    ax.plot(line["layer"], 100 * line["flip_rate"], markersize=2.6, label=intervention, **look)
             ax.axvline(main_layer(pathways, name), color=FAINT, linewidth=0.7, linestyle=":")
-            ax.set(title=name, xlabel="Layer")
+            ax.set(title=_titled(pathways, name), xlabel="Layer")
             ax.set_ylim(bottom=0)
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+            whole_numbers(ax.xaxis)
         _shared_label(axes, "Predictions that flip (%)")
-        _legend_below(figure, axes)
+        _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*")
     return figure
 
 
@@ -84,11 +94,11 @@ def controls(pathways: Pathways) -> Figure:
                 y = np.arange(len(shown)) + shift
                 ax.hlines(y, rows["delta_p_low"], rows["delta_p_high"], colors=color, linewidths=1.2)
                 ax.plot(rows["delta_p"], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
-            ax.set(title=dataset, xlabel="ΔP at l* (points)")
+            ax.set(title=_titled(pathways, dataset), xlabel="ΔP at l* (percentage points)")
             ax.set_yticks(range(len(shown)), shown)
             ax.set_ylim(len(shown) - 0.5, -0.5)
             ax.xaxis.set_major_locator(MaxNLocator(4))
-        _legend_below(figure, axes)
+        _legend_below(figure, axes, LINES_ARE)
     return figure
 
 
@@ -117,7 +127,14 @@ def _shared_label(axes: list[Axes], label: str) -> None:
             ax.set_ylabel(label)
 
 
-def _legend_below(figure: Figure, axes: list[Axes]) -> None:
-    found = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+def _titled(pathways: Pathways, dataset: str) -> str:
+    """A question set and how many of its examples were intervened upon."""
+    examples = pathways.modes.loc[pathways.modes["dataset"] == dataset, "example"].nunique()
+    return f"{label(dataset)} (n = {examples:,})"
+
+
+def _legend_below(figure: Figure, axes: list[Axes], title: str) -> None:
+    found = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
     across = 3 if len(found) > 2 else 2
-    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=across, handlelength=2.4)
+    look: dict[str, Any] = {"handlelength": 2.6, "title": title, "title_fontsize": 7}
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=across, **look)

@@ -15,26 +15,42 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from headwater.errors import InputError, did_you_mean
-from headwater.figures.style import FAINT, style
+from headwater.figures.fonts import label
+from headwater.figures.style import (
+    BANDS_ARE,
+    BLUE,
+    BROWN,
+    DASHED,
+    FAINT,
+    GREEN,
+    ORANGE,
+    PINK,
+    PURPLE,
+    RED,
+    model_title,
+    style,
+    whole_numbers,
+)
 from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER
 
 if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways
 
 COLORS = {
-    "Q-anchored": ("#2b6cb8", "#2f9e55", "#7d47b3", "#e377a8"),
-    "A-anchored": ("#f08c1a", "#d1352f", "#8c5a3c", "#8a8a8a"),
+    "Q-anchored": (BLUE, GREEN, PURPLE, PINK),
+    "A-anchored": (ORANGE, RED, BROWN, FAINT),
 }
-"""By mode, for the first to fourth question set."""
-DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": (0, (4, 1.6))}
+"""By mode, for the first to fourth question set; the marks say the same."""
+MARKS = ("o", "s", "^", "D")
+DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": DASHED}
 VALUES = {"delta_p": "ΔP (percentage points)", "delta_logit": "Change of the probe's logit"}
-COUNTED = "(examples in this mode at l*, panel by panel)"
+COUNTED = "In brackets: examples in this mode at l*"
 MOST_SETS = 4
 PANEL = (2.9, 2.3)
 LINE = 0.17
+ROOMY: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 2.0, "title_fontsize": 7}
 
 
 def delta_p(
@@ -60,14 +76,14 @@ def delta_p(
     shown = list(pathways)
     if not shown:
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
-    titles = [one.run.model.rstrip("/").rsplit("/", 1)[-1] for one in shown] if titles is None else list(titles)
+    titles = [model_title(one.run) for one in shown] if titles is None else [label(title) for title in titles]
     if len(titles) != len(shown):
         raise InputError(f"{len(titles)} titles were given for {len(shown)} panels.")
     columns = columns or min(len(shown), 3)
     rows = -(-len(shown) // columns)
     names = _names(shown)
     with style():
-        below = LINE * (len(names) + 2) + 0.1
+        below = LINE * (len(names) + 3) + 0.1
         figure = plt.figure(figsize=(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below), layout="constrained")
         halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
         panels, legend = halves
@@ -80,7 +96,7 @@ def delta_p(
         for ax in axes[: len(shown) : columns]:
             ax.set_ylabel(VALUES[value])
         handles, labels = _legend(shown, names)
-        legend.legend(handles, labels, loc="upper center", ncols=2, handlelength=2.4, columnspacing=1.5, title=COUNTED)
+        legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
     return figure
 
 
@@ -102,9 +118,8 @@ def plot_delta_p(
         _draw(ax, pathways, names, _split(pathways, split_by), value)
         ax.set_ylabel(VALUES[value])
         handles, labels = _legend([pathways], names)
-        ax.legend(
-            handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, handlelength=2.4, title=COUNTED
-        )
+        look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": _counted([pathways]), **ROOMY}
+        ax.legend(handles, labels, loc="upper center", ncols=2, **look)
     return ax
 
 
@@ -133,24 +148,35 @@ def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, val
     for mode in MODES:
         for name in pathways.datasets:
             line = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
-            color = COLORS[mode][names.index(name)]
+            place = names.index(name)
+            color = COLORS[mode][place]
             bounds = line[f"{value}_low"], line[f"{value}_high"]
             ax.fill_between(line["layer"], *bounds, color=color, alpha=0.15, linewidth=0)
-            ax.plot(line["layer"], line[value], color=color, linestyle=DASHES[mode], marker="o", markersize=2.2)
+            ax.plot(line["layer"], line[value], color=color, **_look(mode, place))
     ax.set_xlabel("Layer" if pathways.run.options["window"] is None else "Layer around which edges are severed")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    whole_numbers(ax.xaxis)
     ax.margins(x=0.04)
 
 
+def _look(mode: str, place: int) -> dict[str, Any]:
+    return {"linestyle": DASHES[mode], "marker": MARKS[place], "markersize": 2.6}
+
+
 def _legend(shown: Sequence[Pathways], names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
+    """A column per mode: its name, then its question sets."""
     handles, labels = [], []
     for mode in MODES:
-        for index, name in enumerate(names):
+        handles.append(Line2D([], [], linestyle="none"))
+        labels.append(mode)
+        for place, name in enumerate(names):
             counts = ", ".join(_count(one, name, mode) for one in shown)
-            color = COLORS[mode][index]
-            handles.append(Line2D([], [], color=color, linestyle=DASHES[mode], marker="o", markersize=2.2))
-            labels.append(f"{name}, {mode} ({counts})")
+            handles.append(Line2D([], [], color=COLORS[mode][place], **_look(mode, place)))
+            labels.append(f"{label(name)} ({counts})")
     return handles, labels
+
+
+def _counted(shown: Sequence[Pathways]) -> str:
+    return f"{COUNTED}{', panel by panel' if len(shown) > 1 else ''}; {BANDS_ARE}"
 
 
 def _count(pathways: Pathways, name: str, mode: str) -> str:

@@ -6,7 +6,7 @@ test says is written into each panel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -17,8 +17,20 @@ from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
 from headwater.errors import InputError
+from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import MODE_LOOKS, panels
-from headwater.figures.style import FAINT, style
+from headwater.figures.style import (
+    BANDS_ARE,
+    DASHED,
+    FAINT,
+    GREEN,
+    LINES_ARE,
+    RED,
+    SETS,
+    legend_above,
+    model_title,
+    style,
+)
 from headwater.pathways.bootstrap import interval, resamples
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES
@@ -26,8 +38,8 @@ from headwater.pathways.modes import MODES
 if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways
 
-SIDES = {"predicted right": "#2f9e55", "predicted wrong": "#d1352f"}
-SET_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+SIDES: dict[str, tuple[str, Any, str]] = {"predicted right": (GREEN, "-", ""), "predicted wrong": (RED, DASHED, "////")}
+"""Colour, dash and hatch."""
 GROUPS = 5
 """Groups of equal size, from the rarest subjects to the most popular."""
 
@@ -48,17 +60,18 @@ def logit_changes(pathways: Pathways) -> Figure:
             ].set_index("population")["verdict"]
             ax.axvline(0, 0, 0.6, color=FAINT, linewidth=0.6)
             grid = np.linspace(own["change"].min() - 0.4, own["change"].max() + 0.4, 300)
-            for side, color in SIDES.items():
+            for side, (color, dash, hatch) in SIDES.items():
                 part = own.loc[own["predicted_wrong"] == (side == "predicted wrong"), "change"].to_numpy()
                 curve = _density(part, grid) * len(part) / len(own)
-                ax.fill_between(grid, curve, color=color, alpha=0.3, linewidth=0)
-                ax.plot(grid, curve, color=color, label=f"{side}: {verdicts[side]}")
-            ax.plot([], [], linestyle="none", label=f"all: {verdicts['all']}")
-            ax.set_title(name)
+                ax.fill_between(grid, curve, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
+                named = f"{side} (n = {len(part):,}): {verdicts[side]}"
+                ax.plot(grid, curve, color=color, linestyle=dash, label=named)
+            ax.plot([], [], linestyle="none", label=f"all (n = {len(own):,}): {verdicts['all']}")
+            ax.set_title(label(name))
             ax.set_xlabel("Change of the probe's logit (SD)")
             ax.set_yticks([])
             ax.set_ylim(0, ax.get_ylim()[1] * 1.75)
-            ax.legend(loc="upper left", fontsize=6.5, handlelength=1.2, borderaxespad=0.2, labelspacing=0.3)
+            ax.legend(loc="upper left", fontsize=6.5, handlelength=1.8, borderaxespad=0.2, labelspacing=0.3)
     return figure
 
 
@@ -71,7 +84,7 @@ def mode_properties(pathways: Pathways) -> Figure:
     modes = pathways.modes
     has_popularity = "popularity" in modes and modes["popularity"].notna().any()
     with style():
-        figure = plt.figure(figsize=(6.4 if has_popularity else 3.2, 2.4), layout="constrained")
+        figure = plt.figure(figsize=(6.4 if has_popularity else 3.2, 2.7), layout="constrained")
         axes = figure.subplots(1, 2 if has_popularity else 1, squeeze=False)[0]
         _accuracy(axes[0], pathways)
         if has_popularity:
@@ -105,17 +118,17 @@ def _accuracy(ax: Axes, pathways: Pathways) -> None:
             if own.empty:
                 continue
             value, low, high = _share(own, "correct")
-            label = mode if row == 0 or mode not in ax.get_legend_handles_labels()[1] else None
+            named = None if mode in ax.get_legend_handles_labels()[1] else mode
             ax.hlines(row + shift, low, high, colors=color, linewidths=1.2)
-            ax.plot(value, row + shift, marker, color=color, markersize=3.6, linestyle="none", label=label)
-    ax.set_yticks(range(len(pathways.datasets)), pathways.datasets)
+            ax.plot(value, row + shift, marker, color=color, markersize=3.6, linestyle="none", label=named)
+    ax.set_yticks(range(len(pathways.datasets)), [label(name) for name in pathways.datasets])
     ax.set_ylim(len(pathways.datasets) - 0.5, -0.5)
-    ax.set_xlabel("Right answers (%)")
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+    ax.set_xlabel(f"Right answers (%; {LINES_ARE})")
+    legend_above(ax, 2, model_title(pathways.run, "right by mode"))
 
 
 def _popularity(ax: Axes, pathways: Pathways) -> None:
-    for color, name in zip(SET_COLORS, pathways.datasets, strict=False):
+    for (color, mark), name in zip(SETS, pathways.datasets, strict=False):
         own = pathways.modes[pathways.modes["dataset"] == name].dropna(subset="popularity")
         if own.empty:
             continue
@@ -123,12 +136,12 @@ def _popularity(ax: Axes, pathways: Pathways) -> None:
         shares = np.array([_share(own.assign(q=own["mode"] == MODES[0])[group == g], "q") for g in sorted(set(group))])
         x = sorted(set(group))
         ax.fill_between(x, shares[:, 1], shares[:, 2], color=color, alpha=0.15, linewidth=0)
-        ax.plot(x, shares[:, 0], "o-", color=color, markersize=2.6, label=name)
+        ax.plot(x, shares[:, 0], f"{mark}-", color=color, markersize=2.8, label=f"{label(name)} ({len(own):,})")
     ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
-    ax.set_xlabel("Subject's popularity, in fifths")
+    ax.set_xlabel(f"Subject's popularity, in fifths ({BANDS_ARE})")
     ax.set_ylabel("Q-anchored (%)")
     ax.set_ylim(bottom=0)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+    legend_above(ax, 2, "")
 
 
 def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:

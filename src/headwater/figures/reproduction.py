@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from headwater.errors import InputError
+from headwater.figures.fonts import label
 from headwater.figures.style import FAINT, INK, style
 
 if TYPE_CHECKING:
@@ -53,4 +54,5 @@ def _panel(ax: Any, quantity: Any, rows: pd.DataFrame) -> None:
     ax.plot(rows["published"], rows["measured"], "o", color=INK, markersize=3.5, markerfacecolor="none")
     ax.set(xlim=limits, ylim=limits, xlabel="published", ylabel="measured")
     ax.set_aspect("equal")
-    ax.set_title("{} (n = {})".format(str(quantity).replace(", ", ",\n"), len(rows)), fontsize=8)
+    name = ",\n".join(label(part) for part in str(quantity).split(", "))
+    ax.set_title(f"{name} (n = {len(rows):,})", fontsize=8)

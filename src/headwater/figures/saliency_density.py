@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
 from headwater.errors import InputError
-from headwater.figures.style import style
+from headwater.figures.fonts import label
+from headwater.figures.style import DASHED, model_title, style
 
 if TYPE_CHECKING:
     from headwater.pathways.saliency import Saliency
@@ -38,7 +39,7 @@ LINES = {
     "saliency_exact_answer": ("#1f78b4", "#33802a", "#11786d", "#4a5fb0"),
     "saliency_all": ("#d95f02", "#c2222a", "#b0437c", "#8a6a1f"),
 }
-DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": (0, (4, 1.6))}
+DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": DASHED}
 HATCHES = {"saliency_exact_answer": "", "saliency_all": "////"}
 TARGET_NAMES = {"cross_entropy": "probe cross-entropy", "logit": "probe logit"}
 MAX_SETS = 4
@@ -61,8 +62,10 @@ def saliency(results: Sequence[Saliency], *, target: str | None = None, log_scal
         raise InputError("hw.figures.saliency needs at least one result of hw.saliency; the list is empty.")
     chosen = target or listed[0].target
     models: dict[str, list[pd.DataFrame]] = {}
+    titles: dict[str, str] = {}
     for result in listed:
         models.setdefault(result.run.model, []).append(result.of(chosen))
+        titles[result.run.model] = model_title(result.run)
     tables = {model: pd.concat(parts) for model, parts in models.items()}
     names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
     if len(names) > MAX_SETS:
@@ -77,7 +80,7 @@ def saliency(results: Sequence[Saliency], *, target: str | None = None, log_scal
             for ax, pair in zip(axes[:, column], pairs, strict=True):
                 handles |= _panel(ax, table[table["dataset"].isin(pair)], names, chosen, log_scale)
                 ax.set_ylabel("" if column else "Density")
-            axes[0, column].set_title(model.rstrip("/").split("/")[-1])
+            axes[0, column].set_title(titles[model])
         if not handles:
             raise InputError("No example has a saliency to draw: every value is NaN.")
         entries = {label: handles[label] for label in sorted(handles, key=lambda label: handles[label][2])}
@@ -128,21 +131,26 @@ def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_sca
         line: dict[str, Any] = {"color": LINES[kind][place], "linestyle": DASHES[kind], "linewidth": 1.1}
         ax.fill_between(places, height, facecolor=FILLS[kind][place], alpha=0.45, **look)
         ax.plot(places, height, **line)
-        label = f"{name}, {KINDS[kind]} (n = {len(values):,})"
+        entry = f"{label(name)}, {_kind(kind, name)} (n = {len(values):,})"
         swatch = Patch(facecolor=FILLS[kind][place], alpha=0.7, **look)
-        handles[label] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))
+        handles[entry] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))
     ax.set_xlim(places[0], places[-1])
     ax.set_ylim(bottom=0)
     exponent = int(np.floor(np.log10(stop))) if not log_scale else 0
     if log_scale:
         ax.set_xscale("log")
     else:
-        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         ax.xaxis.set_major_formatter(lambda value, _: f"{value / 10.0**exponent:.3g}")
-        ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+        ax.yaxis.set_major_formatter(lambda density, _: f"{density * 10.0**exponent:.3g}")
     unit = f" / $10^{{{exponent}}}$" if exponent else ""
     ax.set_xlabel(f"Saliency ({TARGET_NAMES[target]}){unit}")
     return handles
+
+
+def _kind(kind: str, name: str) -> str:
+    """The edges, as mathematics unless that would lose the letters of the question set beside it."""
+    return KINDS[kind] if name.isascii() else KINDS[kind].replace("$", "")
 
 
 def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> NDArray[np.float64]:

@@ -4,17 +4,37 @@ Nothing here is global. `style()` is a context: what is drawn inside it has the 
 back at its end.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from headwater.figures.fonts import label, others
+
+if TYPE_CHECKING:
+    from headwater.records import RunRecord
 
 INK = "#262626"
 FAINT = "#8a8a8a"
+BLUE, ORANGE, GREEN, RED = "#2b6cb8", "#f08c1a", "#2f9e55", "#d1352f"
+PURPLE, PINK, BROWN = "#7d47b3", "#e377a8", "#8c5a3c"
+SETS = (
+    ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
+)  # fmt: skip
+"""The colour and mark of the first to sixth question set, where nothing was published."""
+DASHED: Any = (0, (4, 1.6))
+LINES_ARE = "lines: 95 % intervals"
+BANDS_ARE = "bands: 95 % intervals"
+MARKS_ONLY: dict[str, Any] = {"handlelength": 0.9, "handletextpad": 0.4, "columnspacing": 1.0}
+"""For legends whose entries are marks without lines."""
 RULES: dict[Any, Any] = {
     "figure.dpi": 150,
     "savefig.dpi": 300,
@@ -58,11 +78,31 @@ def style() -> Iterator[None]:
     These settings alone: what matplotlib sets when it draws for the first time, as in a notebook, stays.
     """
     before = {name: mpl.rcParams[name] for name in RULES}
-    mpl.rcParams.update(RULES)
+    mpl.rcParams.update(RULES | {"font.family": ["sans-serif", *others()]})
     try:
         yield
     finally:
         mpl.rcParams.update(before)
+
+
+def model_title(run: RunRecord, seen: str = "") -> str:
+    """Return a title: the model's name, without the folders in front, and what is seen of it."""
+    name = label(run.model.rstrip("/").rsplit("/", 1)[-1])
+    return f"{name}: {seen}" if seen else name
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Put ticks at whole numbers alone, also where there is a single one."""
+    axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+
+
+def legend_above(ax: Axes, columns: int, title: str, **options: Any) -> None:
+    """Put the legend between the plot and its title."""
+    entries = len(ax.get_legend_handles_labels()[1])
+    rows = -(-entries // columns)
+    ax.set_title(title, pad=6 + 11.5 * rows)
+    if entries:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, **options)
 
 
 def save_figure(plot: Axes | Figure, stem: str | Path, formats: Iterable[str] = ("png", "pdf")) -> list[Path]:

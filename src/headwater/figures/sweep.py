@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -16,7 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.errors import InputError
-from headwater.figures.style import FAINT, style
+from headwater.figures.fonts import drawable
+from headwater.figures.fonts import label as drawn_label
+from headwater.figures.style import FAINT, SETS, style, whole_numbers
 
 if TYPE_CHECKING:
     from headwater.patching.sweep import Sweep
@@ -25,7 +26,10 @@ DIVERGING = "RdBu_r"
 UNSEEN, HATCH = "#f4f4f4", "#cfcfcf"
 TITLES = {"edges": "attention severed"}
 LABELS = {"layer": "Layer", "position": "Position", "head": "Head", "key": "Key"}
-CURVES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+CURVE = SETS[0][0]
+NARROWEST, WIDEST = 2.8, 9.0
+TOKEN = 0.13
+"""Inches that a token needs along an axis."""
 
 
 def plot_sweep(
@@ -74,10 +78,12 @@ def plot_sweep(
 
 def _figure(panels: list[Any], fixed: dict[str, int]) -> tuple[Figure, list[Axes]]:
     n_metrics = len({metric for (_, metric), _ in panels})
-    columns = n_metrics if n_metrics > 1 else min(len(panels), 3)
-    rows = -(-len(panels) // columns)
     sizes = [_size(part, fixed) for _, part in panels]
     width, height = max(w for w, _ in sizes), max(h for _, h in sizes)
+    needed = width if any("position" in _axes(part, fixed) for _, part in panels) else NARROWEST
+    columns = n_metrics if n_metrics > 1 else min(len(panels), max(1, int(WIDEST // needed)))
+    rows = -(-len(panels) // columns)
+    width = min(width, max(WIDEST / columns, NARROWEST))
     figure = plt.figure(figsize=(columns * width, rows * height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for spare in axes[len(panels) :]:
@@ -92,7 +98,7 @@ def _size(part: pd.DataFrame, fixed: dict[str, int]) -> tuple[float, float]:
         return 3.4, 2.4
     across = part[axes[1]].nunique()
     down = part[axes[0]].nunique()
-    return float(np.clip(1.4 + 0.24 * across, 2.8, 9)), float(np.clip(1.1 + 0.17 * down, 2.2, 7))
+    return float(np.clip(1.4 + 0.24 * across, NARROWEST, WIDEST)), float(np.clip(1.1 + 0.17 * down, 2.2, 7))
 
 
 def _axes(part: pd.DataFrame, fixed: dict[str, int]) -> list[str]:
@@ -114,8 +120,9 @@ def _panel(ax: Axes, part: pd.DataFrame, name: Any, value: str, sweep: Sweep, fi
         )
     settings = "".join(f", {axis} {index}" for axis, index in fixed.items())
     examples = part["example"].nunique() if "example" in part.columns else 1
-    counted = f" (n = {examples:,})" if examples > 1 else ""
-    ax.set_title(f"{TITLES.get(name[0], name[0])}{settings}{counted}")
+    band = "; band: 95 %" if len(axes) == 1 else ""
+    counted = f" (n = {examples:,}{band})" if examples > 1 else ""
+    ax.set_title(drawn_label(f"{TITLES.get(name[0], name[0])}{settings}{counted}"))
 
 
 def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], value: str, label: str, sweep: Sweep) -> None:
@@ -128,22 +135,22 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], value: str, label: 
         ax.patch.set(facecolor=UNSEEN, edgecolor=HATCH, hatch="//////", linewidth=0)
     mesh = ax.pcolormesh(np.ma.masked_invalid(held), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     tokens = _shared_tokens(part, sweep)
-    if tokens is not None and axes[0] == "position":
+    across, down = _inches(ax)
+    if tokens is not None and axes[0] == "position" and TOKEN * len(means) <= down:
         ax.set_yticks(np.arange(len(means)) + 0.5, [shown(tokens[int(i)]) for i in means.index])
         ax.tick_params(axis="y", length=0)
-        ax.invert_yaxis()
     else:
         _index_ticks(ax.yaxis, means.index.to_numpy())
-    if tokens is not None and axes[1] in ("position", "key"):
-        ax.set_xticks(np.arange(means.shape[1]) + 0.5, [shown(tokens[int(i)]) for i in means.columns])
-        ax.tick_params(axis="x", rotation=60, length=0)
-        for tick in ax.get_xticklabels():
-            tick.set_horizontalalignment("right")
-            tick.set_rotation_mode("anchor")
+    if axes[0] == "position":
+        ax.invert_yaxis()
+    has_tokens = tokens is not None and axes[1] in ("position", "key") and TOKEN * means.shape[1] <= across
+    if has_tokens and tokens is not None:
+        _token_ticks(ax, np.arange(means.shape[1]) + 0.5, [tokens[int(i)] for i in means.columns])
+        ax.tick_params(axis="x", length=0)
     else:
         _index_ticks(ax.xaxis, means.columns.to_numpy())
     ax.set_ylabel("Query" if "key" in axes and axes[0] == "position" else LABELS[axes[0]])
-    ax.set_xlabel("" if tokens is not None and axes[1] == "position" else LABELS[axes[1]])
+    ax.set_xlabel("" if has_tokens and axes[1] == "position" else LABELS[axes[1]])
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label(label)
@@ -158,8 +165,8 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, value: str, label: str, swee
     ax.axhline(0, color=FAINT, linewidth=0.6)
     if summary["low"].notna().any():
         bounds = summary["low"].to_numpy(dtype=float), summary["high"].to_numpy(dtype=float)
-        ax.fill_between(places, *bounds, color=CURVES[0], alpha=0.18, linewidth=0)
-    ax.plot(places, summary["mean"], color=CURVES[0], marker="o", markersize=2.6)
+        ax.fill_between(places, *bounds, color=CURVE, alpha=0.18, linewidth=0)
+    ax.plot(places, summary["mean"], color=CURVE, marker="o", markersize=2.6)
     missing = summary["mean"].isna().to_numpy()
     for i, place in enumerate(places[missing]):
         look: dict[str, Any] = {"facecolor": UNSEEN, "edgecolor": HATCH, "hatch": "//////", "linewidth": 0}
@@ -167,19 +174,19 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, value: str, label: str, swee
     if missing.any():
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
     tokens = _shared_tokens(part, sweep) if axis == "position" else None
-    if tokens is not None:
-        ax.set_xticks(places, [shown(tokens[int(i)]) for i in places], rotation=60, ha="right", rotation_mode="anchor")
+    if tokens is not None and TOKEN * len(places) <= _inches(ax)[0]:
+        _token_ticks(ax, places, [tokens[int(i)] for i in places])
     else:
-        ax.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))  # type: ignore[attr-defined]
+        whole_numbers(ax.xaxis)
         ax.set_xlabel(LABELS[axis])
     ax.set_ylabel(label)
 
 
 def shown(token: str) -> str:
     """A token as an axis label: its spaces and line breaks made visible, long ones cut."""
-    text = token.replace("\n", "↵").replace("\t", "⇥").replace("$", r"\$")
+    text = token.replace("\n", "↵").replace("\t", "⇥")
     text = "␣" if text == " " else text.strip() or repr(token)
-    return text if len(text) <= 14 else text[:13] + "…"
+    return drawable(text if len(text) <= 14 else text[:13] + "…").replace("$", r"\$")
 
 
 def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
@@ -195,7 +202,20 @@ def _value_label(metric: str, value: str) -> str:
     return f"Effect on {name}" if value == "effect" else f"Normalized effect on {name}"
 
 
+def _inches(ax: Axes) -> tuple[float, float]:
+    """How wide and high a plot is, nearly: before its labels have taken their room."""
+    figure: Any = ax.figure
+    width, height = figure.get_size_inches() if isinstance(figure, Figure) else figure.bbox.size / figure.dpi
+    place = ax.get_position()
+    return 0.9 * width * place.width, 0.9 * height * place.height
+
+
+def _token_ticks(ax: Axes, places: np.ndarray, tokens: list[str]) -> None:
+    ax.set_xticks(places, [shown(token) for token in tokens], rotation=60, ha="right", rotation_mode="anchor")
+
+
 def _index_ticks(axis: Any, indices: np.ndarray) -> None:
-    step = max(1, -(-len(indices) // 16))
+    """Label the cells at round indices, sixteen at most."""
+    step = next(s for s in (m * 10**e for e in range(9) for m in (1, 2, 5)) if len(indices) <= 16 * s)
     axis.set_ticks(np.arange(0, len(indices), step) + 0.5, [str(i) for i in indices[::step]])
     axis.set_tick_params(length=0)

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from headwater.errors import InputError, did_you_mean
+from headwater.figures.fonts import columns, drawable, label, others
 from headwater.figures.style import FAINT, INK, style
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ FRAME = "#2b6cb8"
 WIDTH = 88
 """Characters in a line."""
 SHOWN = 6
-MONOSPACE = {"family": "monospace", "size": 6.2}
 
 
 class Placed(NamedTuple):
@@ -61,20 +61,20 @@ def token_heat_map(profile: DepthProfile, nodes: Sequence[str] | None = None) ->
         block = _placed(rows, line + 1)
         placed += block
         line = block[-1].line + 2
-    width = max(40, *(token.column + len(token.text) for token in placed))
+    width = max(40, *(token.column + columns(token.text) for token in placed))
     with style():
         figure = plt.figure(figsize=(0.7 + 0.058 * width, 0.45 + 0.16 * line), layout="constrained")
         ax = figure.add_subplot()
         for start, name in headings:
             depth = int(profile.table.loc[profile.table["id"] == name, "depth"].iloc[0])
-            ax.text(0, start + 0.5, f"{name}, depth {depth}", va="center", color=FAINT, size=6.5)
+            ax.text(0, start + 0.5, label(f"{name}, depth {depth}"), va="center", color=FAINT, size=6.5)
         for token in placed:
             _draw(ax, token)
         ax.set(xlim=(0, width), ylim=(line - 0.5, -0.2))
         ax.axis("off")
         scale = mpl.cm.ScalarMappable(Normalize(UNLIKELY, 0), mpl.colormaps[COLORS].reversed())
         bar = figure.colorbar(scale, ax=ax, fraction=0.02, pad=0.01, aspect=12, extend="min", shrink=0.9)
-        bar.set_label("log p (nats)")
+        bar.set_label("log p (nats);\nframed: lowest K%")
     return figure
 
 
@@ -120,24 +120,25 @@ def _placed(rows: pd.DataFrame, line: int) -> list[Placed]:
     placed, column = [], 0
     for token, value, lowest in zip(rows["token"], rows["log_probability"], rows["lowest"], strict=True):
         text = _shown(str(token))[:WIDTH]
-        if column + len(text) > WIDTH:
+        if column + columns(text) > WIDTH:
             line, column = line + 1, 0
         placed.append(Placed(text, line, column, float(value), bool(lowest)))
-        column += len(text)
+        column += columns(text)
     return placed
 
 
 def _draw(ax: Axes, token: Placed) -> None:
-    box = Rectangle((token.column + 0.05, token.line + 0.06), len(token.text) - 0.1, 0.88)
+    wide = columns(token.text)
+    box = Rectangle((token.column + 0.05, token.line + 0.06), wide - 0.1, 0.88)
     box.set(facecolor=_color(token.log_probability), linewidth=0, in_layout=False)
     ax.add_patch(box)
     if token.lowest:
-        frame = Rectangle((token.column + 0.08, token.line + 0.08), len(token.text) - 0.16, 0.84)
+        frame = Rectangle((token.column + 0.08, token.line + 0.08), wide - 0.16, 0.84)
         ax.add_patch(frame)
         frame.set(fill=False, edgecolor=FRAME, linewidth=1.1, in_layout=False)
-    middle = token.column + len(token.text) / 2
-    text = ax.text(middle, token.line + 0.52, token.text, ha="center", va="center", **MONOSPACE, parse_math=False)  # type: ignore[arg-type]
-    text.set(color=_ink(token.log_probability), in_layout=False)
+    middle = token.column + wide / 2
+    text = ax.text(middle, token.line + 0.52, drawable(token.text, "monospace"), ha="center", va="center", size=6.2)
+    text.set(color=_ink(token.log_probability), family=["monospace", *others()], parse_math=False, in_layout=False)
 
 
 def _span(token: str, log_probability: float, lowest: bool) -> str:

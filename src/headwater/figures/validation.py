@@ -4,15 +4,25 @@ from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
-from headwater.figures.style import FAINT, INK, style
+from headwater.figures.fonts import label
+from headwater.figures.style import (
+    BLUE,
+    FAINT,
+    INK,
+    LINES_ARE,
+    MARKS_ONLY,
+    ORANGE,
+    legend_above,
+    model_title,
+    style,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from headwater.heads.ablation import HeadAblation
     from headwater.heads.validation import DynamicScores
 
-BLUE, ORANGE = "#2b6cb8", "#f08c1a"
 CONTEXT_LOOKS = {"without": (BLUE, "o"), "with": (ORANGE, "s")}
 
 
@@ -25,18 +35,22 @@ def plot_correlations(scores: "DynamicScores", ax: Axes | None = None) -> Axes:
     """
     rows = scores.correlations[scores.correlations["sign"] == "score"]
     names = list(dict.fromkeys(rows["relation"]))
+    heads = f"{int(rows['heads'].max()):,}"
     with style():
         if ax is None:
-            ax = plt.figure(figsize=(4.5, 0.6 + 0.22 * len(names)), layout="constrained").add_subplot()
+            ax = plt.figure(figsize=(4.5, 0.95 + 0.22 * len(names)), layout="constrained").add_subplot()
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
             ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1)
             ax.plot(found["pearson"], y, mark, color=color, markersize=4, label=f"{context} context")
-        ax.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
-        ax.set(xlim=(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02), xlabel="Pearson, static and dynamic score")
+        ax.set_yticks(range(len(names)), [label(name.replace("_", " ")) for name in names])
+        ax.set(
+            xlim=(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02),
+            xlabel=f"Pearson correlation over {heads} heads ({LINES_ARE})",
+        )
         ax.set_ylim(len(names) - 0.4, -0.6)
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+        legend_above(ax, 2, model_title(scores.run, "static and dynamic scores"), **MARKS_ONLY)
     return ax
 
 
@@ -51,7 +65,7 @@ def plot_ablation(ablation: "HeadAblation", ax: Axes | None = None) -> Axes:
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
     with style():
         if ax is None:
-            ax = plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
+            ax = plt.figure(figsize=(3.6, 3.0), layout="constrained").add_subplot()
         for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
             rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
             if rows.empty:
@@ -60,14 +74,16 @@ def plot_ablation(ablation: "HeadAblation", ax: Axes | None = None) -> Axes:
             x = [0, *means.index]
             start = base["accuracy"].iloc[0]
             ax.fill_between(x, [start, *means["min"]], [start, *means["max"]], color=color, alpha=0.2, linewidth=0)
-            ax.plot(x, [start, *means["mean"]], look, color=color, markersize=3, label=removed)
+            draws = rows["draw"].nunique()
+            name = f"{removed} ({draws} draws, band: all)" if draws > 1 else removed
+            ax.plot(x, [start, *means["mean"]], look, color=color, markersize=3, label=name)
         controls = table[(table["role"] == "control") & (table["removed"] == "relation heads")]
         if len(controls):
             ax.plot(
                 controls["n_heads"], controls["accuracy"], "x", color=INK, markersize=5, label="on control relations"
             )
-        ax.set(ylim=(-0.03, 1.03), xlabel="heads removed", ylabel="accuracy")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_title(f"{ablation.relation.replace('_', ' ')} ({base['items'].iloc[0]:,} items)")
-        ax.legend()
+        ax.set(ylim=(-0.03, 1.03), xlabel="Heads removed", ylabel="Accuracy")
+        whole_numbers(ax.xaxis)
+        items = base["items"].iloc[0]
+        legend_above(ax, 1, f"{label(ablation.relation.replace('_', ' '))} ({items:,} items)")
     return ax
