@@ -1,5 +1,7 @@
 """The self-checks: each passes where all is well, and each is made to fail on a real model."""
 
+import warnings
+
 import pytest
 import torch
 import transformers as tf
@@ -70,6 +72,31 @@ def test_attention_that_transformer_lens_only_reports_is_found_out():
         for name in ("blocks.0.attn.hook_attn_scores", "blocks.0.attn.hook_pattern"):
             with pytest.raises(InterventionError, match="did not take effect"):
                 checks.edit_takes_effect(model, name, "the capital of France")
+
+
+def test_finding_a_discarded_edit_leaves_the_warnings_of_the_process_alone():
+    config = {"vocab_size": len(tiny_tokenizer()), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    one, other = (foreign_model(tf.GPTJConfig(**config, rotary_dim=4)) for _ in range(2))
+    name, text = "blocks.1.attn.hook_pattern", "the capital of France"
+    filters = list(warnings.filters)
+    contexts = [model.hooks([(name, lambda pattern, hook: None)]) for model in (one, other)]
+    for enter in contexts:  # as two threads would: the first leaves while the second is still in
+        enter.__enter__()
+    assert warnings.filters == filters
+    for leave in contexts:
+        leave.__exit__(None, None, None)
+    assert warnings.filters == filters
+    with warnings.catch_warnings(action="ignore"), one.hooks([(name, lambda pattern, hook: None)]):
+        with pytest.raises(InterventionError, match="hook_pattern did not take effect: GPTJ"):
+            one.run(text, [(name, halved)])
+        with pytest.raises(InterventionError, match="hook_pattern did not take effect: GPTJ"):
+            one.run(text, [(name, halved)])
+    with pytest.warns(UserWarning, match="edit is discarded"), one.raw.hooks(fwd_hooks=[(name, halved)]):
+        one.raw(one.tokenize(text).tokens)  # outside headwater TransformerLens warns as ever
+
+
+def halved(activation, hook):
+    return activation / 2
 
 
 def test_an_edit_that_reaches_no_logit_is_found_out(checkpoint):

@@ -1,6 +1,7 @@
 """NaN and infinity are named by layer, example and token; memory that runs out is taken in halves."""
 
 import re
+import warnings
 
 import pandas as pd
 import pytest
@@ -10,6 +11,7 @@ import headwater as hw
 from headwater.errors import HeadwaterError, NumericsError
 from headwater.models.generation import generate
 from headwater.models.memory import in_halves, is_out_of_memory, refuse_too_large
+from tests.tiny import FAMILIES
 
 TEXTS = [" Paris is in France", " cat dog", " the capital of Italy is Rome", " one two three"]
 
@@ -145,3 +147,94 @@ def test_what_does_not_fit_is_refused_with_both_figures(monkeypatch):
     refuse_too_large("This", 2**30, torch.device("cpu"), "Do less.")
     with pytest.raises(HeadwaterError, match=re.escape("This would take 2.0 GiB; cpu has 1.0 GiB free. Do less.")):
         refuse_too_large("This", 2**31, torch.device("cpu"), "Do less.")
+
+
+PAIRS = (
+    [" Paris is in France", " Rome is in Italy", " Madrid is in Spain"],
+    [" Rome is in France", " Paris is in Italy", " Berlin is in Spain"],
+)
+SWEEPS = {
+    "wavefront": {},
+    "whole runs": {},
+    "attribution": {"method": "attribution"},
+}
+
+
+def sweep(model, engine, monkeypatch, *prompts, **options):
+    """Patch by one of the three ways to do it."""
+    defaults = {"metric": hw.logit_difference(" Paris", " Rome"), "progress": False} | SWEEPS[engine]
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        if engine == "whole runs":
+            patched.setattr("headwater.patching.engine.cannot_step", lambda model: "a test asks for it")
+            warnings.simplefilter("ignore")
+        return hw.patch(model, *prompts, **(defaults | options))
+
+
+@pytest.fixture
+def spoilt(checkpoint):
+    """A model whose embedding of one word is broken after it was loaded."""
+    model = hw.load(checkpoint(FAMILIES[int(torch.randint(len(FAMILIES), ()))]), device="cpu")
+    word = model.tokenizer.encode(" Berlin", add_special_tokens=False)[0]
+    with torch.no_grad():
+        model.raw.original_model.get_input_embeddings().weight[word, 1] = torch.inf
+    return model
+
+
+@pytest.mark.parametrize("engine", SWEEPS)
+@pytest.mark.parametrize(("sides", "name"), [(PAIRS, "2 (corrupted prompt)"), (PAIRS[::-1], "2 (clean prompt)")])
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_a_sweep_names_layer_example_and_token_of_a_nan(spoilt, engine, sides, name, direction, monkeypatch):
+    found = rf"the embedding, example {re.escape(name)}, position [01] \(' Berlin'\)"
+    with pytest.raises(NumericsError, match=found):
+        sweep(spoilt, engine, monkeypatch, *sides, sites="z", direction=direction)
+
+
+@pytest.mark.parametrize("engine", ["wavefront", "whole runs"])
+@pytest.mark.parametrize("values", ["mean", "resample"])
+def test_a_sweep_names_the_prompt_of_the_data_set_with_a_nan(spoilt, engine, values, monkeypatch):
+    with pytest.raises(NumericsError, match=r"the embedding, example \d of the data set, position [01] \(' Berlin'\)"):
+        sweep(spoilt, engine, monkeypatch, [" Paris is in"], sites="z", values=values, dataset=[" Berlin is in"] * 3)
+
+
+def test_the_example_of_a_nan_is_counted_over_all_batches(spoilt):
+    texts = [" Paris is in", " Rome is in", " Berlin is in"]
+    for use in (
+        lambda: hw.knockout(spoilt, texts, block=("last", 1), metric=hw.rank(" Paris"), progress=False),
+        lambda: spoilt.cache(texts, batch_size=2, layers=[-1], progress=False),
+        lambda: hw.token_statistics(spoilt, texts, batch_size=1, progress=False),
+    ):
+        with pytest.raises(NumericsError, match=r"the embedding, example 2, position [01] \(' Berlin'\)"):
+            use()
+
+
+@pytest.mark.parametrize("engine", ["wavefront", "whole runs"])
+def test_a_nan_that_an_edit_brings_about_is_named(checkpoint, engine, monkeypatch):
+    model = hw.load(checkpoint("llama"), device="cpu")
+    for module in model.raw.original_model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.0  # the norm of a residual stream of zeros is 0 / 0
+    layer, position = (int(torch.randint(1, 3, ())) for _ in range(2))
+    with pytest.raises(NumericsError, match="computed NaN") as caught:
+        sweep(
+            model, engine, monkeypatch, PAIRS[0][1:2] * 2 + PAIRS[0][:1], sites="resid_pre", values="zero",
+            layers=layer, positions=position,
+        )  # fmt: skip
+    assert f"output of layer {layer}, example 0, position {position}" in str(caught.value)
+    assert "an edit did it" in str(caught.value)
+    assert model.run(PAIRS[0], keep="last").isfinite().all()
+
+
+@pytest.mark.parametrize("engine", SWEEPS)
+def test_logits_and_gradients_beyond_float16_are_named(checkpoint, engine, monkeypatch):
+    model = hw.load(checkpoint("llama"), device="cpu", dtype="float16")
+    with torch.no_grad():
+        model.raw.original_model.lm_head.weight[:] = 60000.0
+    with pytest.raises(NumericsError, match=r"float16\).* the logits, example 0 \(.* prompt\), position 4"):
+        sweep(model, engine, monkeypatch, *PAIRS, sites="z", metric=hw.log_probability(" Paris"))
+    model = hw.load(checkpoint("llama"), device="cpu", dtype="float16")
+    if engine == "attribution":
+        steep = hw.Metric("steep", lambda logits: logits[:, 0, 3].mul(1e30))
+        with pytest.raises(
+            NumericsError, match=r"gradient of 'steep' at z of layer \d is NaN or infinite in example 0"
+        ):
+            sweep(model, engine, monkeypatch, *PAIRS, sites="z", metric=steep)

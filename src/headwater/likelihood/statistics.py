@@ -293,7 +293,8 @@ def _measure_windows(
         lengths = torch.tensor([len(window.ids) for window in group])
         places = [(row, place) for row, window in enumerate(group) for place in window.scored]
         rows, columns = torch.tensor(places).T
-        found = measure(Batch(tokens, torch.arange(width) < lengths[:, None]), rows, columns)
+        batch = Batch(tokens, torch.arange(width) < lengths[:, None]).named(window.text for window in group)
+        found = measure(batch, rows, columns)
         text, shift = (torch.tensor([getattr(w, name) for w in group])[rows] for name in ("text", "shift"))
         parts.append(found | {"text": text, "position": columns + shift, "token_id": tokens[rows, columns]})
         bar.update(len(group))

@@ -136,7 +136,7 @@ def fill_cache(
             if attention:
                 target = kept["attention"][index, where]
                 hooks.append((f"blocks.{layer}.attn.hook_pattern", _keep_pattern(target, here, piece, chosen_heads)))
-        model.run(piece, hooks, keep=[0] if stop_at == shape.n_layers else None, stop_at=_unless_last(stop_at, shape))
+        model.run(piece, hooks, stop_at=stop_at)
 
     chunks = [range(len(batch))[start : start + batch_size] for start in range(0, len(batch), batch_size)]
     for chunk in tqdm(chunks, desc="Caching", unit="batch", disable=not progress or len(chunks) == 1):
@@ -235,10 +235,6 @@ def _refuse_too_large(sizes: Iterable[tuple[int, ...] | None], itemsize: int, de
         "Ask for fewer layers, heads or positions, or leave out attention (it grows with the square of the length)."
     )
     refuse_too_large("This cache", needed, device, advice)
-
-
-def _unless_last(stop_at: int, shape: Any) -> int | None:
-    return stop_at if stop_at < shape.n_layers else None
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -4,13 +4,14 @@ float16 ends at 65,504 and some checkpoints go beyond it; what comes out is NaN,
 without a word. So each run of a model is looked at where it ends:
 
 1. Of logits, the first column of the vocabulary suffices: whatever is not finite in a residual stream reaches every
-   token's logit. A residual stream is looked at whole. Padding does not count.
-2. Only when something is wrong the batch runs once more, and each layer's output is watched: the message names the
-   first layer, the example and the token.
+   token's logit. A residual stream is looked at whole. Padding does not count, nor do positions not asked for.
+2. Only when something is wrong the batch runs once more, and each layer is watched: the message names the first layer,
+   the example and the token.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,34 +62,56 @@ def _message(
     edited: bool,
     cached: bool,
 ) -> str:
-    found = None if cached else _first_layer(model, batch)
-    layer, (example, place) = found or (None, _first(wrong))
+    found = None if cached else _first_place(model, batch)
+    where, (row, place) = found or ("the logits", _first(wrong))
     position = place if found or columns is None else int(columns[place])
-    token = model.token_strings([int(batch.tokens[example, position])])[0]
-    where = f"the output of layer {layer}" if layer is not None else "the logits"
+    share = f"{int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it"
+    return not_finite(model, where, batch.name(row), position, int(batch.tokens[row, position]), share, edited)
+
+
+def not_finite(
+    model: HookedModel,
+    where: str,
+    example: int | str,
+    position: int,
+    token: int,
+    share: str = "",
+    edited: bool = False,
+) -> str:
+    """Say where the first value that is not finite was found, and what to do."""
+    text = model.token_strings([token])[0]
     kind = str(model.dtype).removeprefix("torch.")
-    advice = "an edit did it" if edited and model.dtype == torch.float32 else "load the model with dtype='float32'"
     if model.dtype == torch.float16:
-        advice = "float16 ends at 65,504; load the model with dtype='bfloat16' or 'float32'"
+        advice = "float16 ends at 65,504: load the model with dtype='bfloat16' or 'float32'"
+    elif edited:
+        advice = "Probably an edit did it"
+    else:
+        advice = "Look at the weights" if model.dtype == torch.float32 else "Load the model with dtype='float32'"
     return (
         f"{model.name} ({kind}) computed NaN or infinity: first in {where}, example {example}, position {position} "
-        f"({token!r}); {int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it. Probably {advice}."
+        f"({text!r}){'; ' if share else ''}{share}. {advice}."
     )
 
 
-def _first_layer(model: HookedModel, batch: Batch) -> tuple[int, tuple[int, int]] | None:
-    """Run once more and return the first layer and (example, position) that is not finite."""
-    found: list[tuple[int, tuple[int, int]]] = []
+def _first_place(model: HookedModel, batch: Batch) -> tuple[str, tuple[int, int]] | None:
+    """Run once more and return where it is first not finite, and the (row, position).
 
-    def watch(layer: int) -> Hook:
-        def look(residual: Tensor, hook: Any) -> None:
-            wrong = ~residual.detach().isfinite().all(-1).cpu() & batch.mask
-            if not found and bool(wrong.any()):
-                found.append((layer, _first(wrong)))
+    Attention spreads NaN over all positions (0 · NaN is NaN), so a layer is looked at before it attends, too.
+    """
+    found: list[tuple[str, tuple[int, int]]] = []
 
-        return f"blocks.{layer}.hook_resid_post", look
+    def look(activation: Tensor, hook: Any, where: str) -> None:
+        wrong = ~activation.detach().isfinite().flatten(2).all(-1).cpu() & batch.mask
+        if not found and bool(wrong.any()):
+            found.append((where, _first(wrong)))
 
-    watching = [watch(layer) for layer in range(model.shape.n_layers)]
+    points = {"blocks.0.hook_resid_pre": "the embedding"}
+    for layer in range(model.shape.n_layers):
+        names = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "hook_resid_post")
+        points |= {f"blocks.{layer}.{name}": f"the output of layer {layer}" for name in names}
+    watching: list[Hook] = [
+        (name, partial(look, where=where)) for name, where in points.items() if name in model.raw.hook_dict
+    ]
     options: dict[str, Any] = {"use_cache": False} if hasattr(model.raw, "original_model") else {}
     mask = {"attention_mask": batch.mask.long().to(model.device)} if batch.padded else {}
     with torch.inference_mode(), model.raw.hooks(fwd_hooks=watching):

@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import html
 import inspect
-import re
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -42,9 +40,8 @@ Hook: TypeAlias = tuple[str, HookFunction]
 Keep: TypeAlias = Literal["last"] | Sequence[int] | Int[Tensor, " kept"] | None
 """The positions whose logits are wanted: all (None), each row's last real token, or these columns."""
 
-
-DISCARDED = r"A hook on .* returned a modified tensor"
-"""How TransformerLens begins its warning that an edit was thrown away."""
+REPORT = "_fire_post_hoc_hook"
+"""The method by which a TransformerBridge's attention shows an activation whose edit it will not use."""
 
 
 class HookedModel:
@@ -202,7 +199,7 @@ class HookedModel:
             with self.lock:
                 yield
             return
-        with self.lock, _discarded_edits_raise(), contextlib.ExitStack() as stack:
+        with self.lock, self._discarded_edits_raise(), contextlib.ExitStack() as stack:
             self._check_names(name for name, _ in listed)
             attached = [(name, watched(i, function)) for i, (name, function) in enumerate(listed)]
             ran = ("blocks.0.hook_resid_pre", watched(-1, lambda activation, hook: None))
@@ -282,6 +279,37 @@ class HookedModel:
             self.raw(tokens, **keep | options)
         return kept[0]
 
+    @cached_property
+    def _reporters(self) -> list[torch.nn.Module]:
+        """The attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
+        return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
+
+    @contextlib.contextmanager
+    def _discarded_edits_raise(self) -> Iterator[None]:
+        """TransformerLens only warns when it throws an edit away; an experiment must not go on then.
+
+        The warning is not made an error by a filter: filters belong to the process, and so to other threads' models.
+        """
+
+        def report(point: Any, activation: Tensor, label: str) -> Tensor:
+            result = point(activation)
+            same = result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))
+            if not same:
+                raise InterventionError(
+                    f"An edit of {label} did not take effect: {self.shape.architecture} computes its attention by "
+                    "itself, and this activation can only be read."
+                )
+            return result
+
+        ours = [module for module in self._reporters if REPORT not in module.__dict__]
+        try:
+            for module in ours:
+                module.__dict__[REPORT] = report
+            yield
+        finally:
+            for module in ours:
+                module.__dict__.pop(REPORT, None)
+
     def _check_names(self, names: Iterable[str]) -> None:
         known = self.raw.hook_dict
         for name in names:
@@ -289,19 +317,6 @@ class HookedModel:
                 raise InterventionError(
                     f"{self.name} has no activation named {name!r}.{did_you_mean(name, known, shown=3)}"
                 )
-
-
-@contextlib.contextmanager
-def _discarded_edits_raise() -> Iterator[None]:
-    """TransformerLens only warns when it throws an edit away; an experiment must not go on then."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=DISCARDED, category=UserWarning)
-        try:
-            yield
-        except UserWarning as warning:
-            if not re.match(DISCARDED, str(warning)):
-                raise
-            raise InterventionError(f"An edit did not take effect. {warning}") from None
 
 
 def is_bridge(raw: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -42,11 +42,13 @@ class Batch:
         tokens: the ids; at padding, whatever id the tokenizer pads with.
         mask: True at real tokens.
         offsets: for sequences made from text, the characters of each real token.
+        names: what errors call the rows, where the batch is a part of something larger.
     """
 
     tokens: Int[Tensor, "batch position"]
     mask: Bool[Tensor, "batch position"]
     offsets: tuple[Offsets, ...] | None = None
+    names: tuple[int | str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -69,7 +71,16 @@ class Batch:
         mask = self.mask[start:stop]
         width = int(mask.sum(1).max())
         offsets = self.offsets[start:stop] if self.offsets is not None else None
-        return Batch(self.tokens[start:stop, :width], mask[:, :width], offsets)
+        names = tuple(self.name(row) for row in range(len(self))[start:stop])
+        return Batch(self.tokens[start:stop, :width], mask[:, :width], offsets, names)
+
+    def name(self, row: int) -> int | str:
+        """What errors call a row: its number, unless it has another name."""
+        return row if self.names is None else self.names[row]
+
+    def named(self, names: Iterable[int | str]) -> Batch:
+        """Return the batch with other names for its rows."""
+        return dataclasses.replace(self, names=tuple(names))
 
     def split(self, batch_size: int) -> Iterator[tuple[slice, Batch]]:
         """Yield the batch in pieces of at most `batch_size` rows, each with the rows it covers."""
@@ -208,7 +219,7 @@ def load_tokenizer(
         raise ModelError(f"The tokenizer of {source} cannot be read: {first_line(error)}") from None
     try:
         named = AutoTokenizer.from_pretrained(str(source), **options)
-    except (ValueError, OSError, KeyError, AttributeError, ImportError):
+    except Exception:  # each class reads the files in its own way, and needs others than the one that counts
         return faithful
     vocabulary = faithful.get_vocab()
     for role in ("bos_token", "eos_token", "unk_token", "pad_token"):

@@ -27,8 +27,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.activations import NewGELUActivation
 
+from headwater.models.finite import finite_output
+
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
+    from headwater.models.tokens import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +150,14 @@ class Blocks:
     def _capped(self, logits: Tensor) -> Tensor:
         return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits
 
-    def record(self, tokens: Int[Tensor, "batch position"], names: Iterable[str]) -> Recording:
-        """Run a right-padded batch once and keep the named activations, the keys and values and the calls."""
-        tap, calls = _KeyValueTap(), {}
+    def record(self, batch: Batch, names: Iterable[str]) -> Recording:
+        """Run a batch once and keep the named activations, the keys and values and the calls.
+
+        Raises:
+            NumericsError: the residual stream after the last block holds NaN or infinity.
+        """
+        tap, calls, tokens = _KeyValueTap(), {}, batch.tokens.to(self.model.device)
+        last = f"blocks.{len(self._blocks) - 1}.hook_resid_post"
         activations: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: Any, name: str) -> None:
@@ -162,7 +170,7 @@ class Blocks:
 
             return before
 
-        hooks = [(name, functools.partial(keep, name=name)) for name in dict.fromkeys(names)]
+        hooks = [(name, functools.partial(keep, name=name)) for name in dict.fromkeys([*names, last])]
         options = {"use_cache": False} | self._only_last_logits()
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks):
@@ -171,6 +179,7 @@ class Blocks:
             stack.enter_context(self.model.hooks(hooks))
             stack.enter_context(self.fused())
             logits = self.model.raw(tokens, **options)
+        finite_output(self.model, activations[last], batch, None)
         visible = {layer: _visible(options.get("attention_mask"), tokens) for layer, (_, options) in calls.items()}
         return Recording(activations, tap.keys, tap.values, calls, visible, logits[:, -1])
 

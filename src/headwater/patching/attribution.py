@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from headwater.errors import InputError
+from headwater.errors import InputError, NumericsError
 from headwater.models.memory import in_halves
 from headwater.patching.engine import Measured
 from headwater.patching.group import GRADIENTS, Group
@@ -76,6 +76,12 @@ def _products(job: Job, group: Group, m: int) -> dict[tuple[str, int], Tensor]:
         change = group.values.by_site[site, layer] - activation
         product = change.double() * (0.0 if slope is None else slope.double())
         products[site, layer] = product if site == "pattern" else product.sum(-1)
+        wrong = ~products[site, layer].flatten(1).isfinite().all(1)
+        if bool(wrong.any()):
+            raise NumericsError(
+                f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
+                f"{group.examples[int(wrong.nonzero()[0])]} ({job.model.dtype}). Load the model with dtype='float32'."
+            )
     return products
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwater.errors import NumericsError
+from headwater.models.finite import not_finite
 from headwater.models.hooked import Hook
 from headwater.models.memory import is_out_of_memory
+from headwater.models.tokens import Batch
 from headwater.models.wavefront import Blocks, Recording
 from headwater.patching.job import Cell, Job
+from headwater.patching.prompts import Prompt
 from headwater.patching.sites import SITES, Stage
 from headwater.patching.variants import LOGITS, Cut, Reading, Replace, Values, Variant
-from headwater.patching.wave import Deliver, Wave
-from headwater.patching.whole import capture, run_whole, visible_keys
+from headwater.patching.wave import Deliver, NotFiniteError, Wave
+from headwater.patching.whole import capture, run_edited, run_whole, visible_keys
 
 TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
 """Tokens given to a sublayer at once; halved when memory runs out."""
@@ -35,10 +39,10 @@ class Group:
 
     def __init__(self, job: Job, examples: range, engine: str):
         self.job, self.examples, self.engine = job, examples, engine
-        self.prompts = [list(job.base[i].ids) for i in examples]
+        self.lengths = [len(job.base[i]) for i in examples]
         self.cells = [cell for cell in job.cells if cell.example in examples]
         self.kept = [job.positions[i] for i in examples]
-        self.tile = job.batch_size * max(map(len, self.prompts)) if job.batch_size else None
+        self.tile = job.batch_size * max(self.lengths) if job.batch_size else None
         replaced = {
             (e.site.name, layer) for c in self.cells for e in c.edits if isinstance(e, Replace) for layer in e.layers
         }
@@ -110,12 +114,14 @@ class Group:
         assert recording is not None
         if set(recording.keys) != set(range(self.job.model.shape.n_layers)):
             return "its attention does not hand its keys and values to a cache"
-        longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
-        last = len(self.prompts[longest]) - 1
+        last = max(self.lengths) - 1
+        longest = self.lengths.index(last + 1)
         found: list[Tensor] = []
         variant = Variant(longest, (), (last,), ((LOGITS, self.job.model.shape.n_layers),), start=(0, (last + 1) // 2))
         try:
             self._wave([variant], lambda reading, indices, read: found.append(read[0, 0]))
+        except NumericsError:
+            return "stepping through its blocks gives NaN or infinity where the model does not"
         except (RuntimeError, TypeError, AttributeError, KeyError, IndexError) as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise
@@ -127,20 +133,34 @@ class Group:
         if self.answers is not None:
             expected = expected[self.answers[longest]]
         difference = float((found[0].float() - expected).abs().max())
-        return f"stepping through its blocks changes its logits by {difference:.1e}" if difference > tolerance else None
+        return (
+            f"stepping through its blocks changes its logits by {difference:.1e}"
+            if not difference <= tolerance
+            else None
+        )
 
     def _run(self, variants: list[Variant], deliver: Deliver) -> None:
         if self.engine == WAVEFRONT:
             self._wave(variants, deliver)
         else:
-            run_whole(self.job.model, self.prompts, variants, self.values, deliver)
+            run_whole(self.job.model, self._batch(self.job.base), variants, self.values, deliver)
 
     def _wave(self, variants: list[Variant], deliver: Deliver) -> None:
         assert self.recording is not None
         tile = self.tile or TILE_TOKENS.get(self.job.model.device.type, TILE_TOKENS["cpu"])
         wave = Wave(self.blocks, self.recording, variants, self.values, deliver, tile, self.answers)
-        wave.run()
+        try:
+            wave.run()
+        except NotFiniteError as found:
+            self._name_not_finite(variants[found.variant], found.position)
         self.tile = wave.tile_tokens if wave.tile_tokens < tile else self.tile
+
+    def _name_not_finite(self, variant: Variant, position: int) -> NoReturn:
+        """Say in which layer an edited run went wrong, by making it once more as a whole run."""
+        model, batch = self.job.model, self._batch(self.job.base).rows(variant.example, variant.example + 1)
+        run_edited(model, batch, variant, self.values)
+        token = int(batch.tokens[0, position])
+        raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
 
     def _variants(self, cells: Sequence[Cell]) -> list[Variant]:
         trunks = {(cell.example, cell.family): i for i, cell in enumerate(cells) if cell.family is not None}
@@ -156,27 +176,26 @@ class Group:
 
     def _record(self, states: list[str], replaced: Sites) -> tuple[Mapping[str, Tensor], Run, Run | None]:
         """Run the prompts of both sides as one batch, and record it; return the other side's activations."""
-        job, n = self.job, len(self.prompts)
+        job, n = self.job, len(self.examples)
         self.blocks = Blocks(job.model)
         if (answers := job.only_answers) is not None:
             self.answers = answers[self.examples.start : self.examples.stop].to(job.model.device)
-        names = [*states, *self._joined_names()]
-        prompts = list(self.prompts)
-        if job.other is not None:
-            prompts += [list(job.other[i].ids) for i in self.examples]
-            names += self._value_names(replaced).values()
-        self.recording = self.blocks.record(job.model.tokenize(prompts).tokens.to(job.model.device), names)
+        names = [*states, *self._joined_names(), *self._value_names(replaced).values()]
+        sides = [job.base] if job.other is None else [job.base, job.other]
+        self.recording = self.blocks.record(self._batch(*sides), names)
         self.visible = self.recording.visible
         others = {name: activation[n:] for name, activation in self.recording.activations.items()}
-        other_run = self._read_recording(others) if job.other is not None else None
-        return others, self._read_recording(self.recording.activations), other_run
+        other_run = self._read_recording(others, job.other) if job.other is not None else None
+        return others, self._read_recording(self.recording.activations, job.base), other_run
 
     def _run_base(self, states: list[str]) -> Run:
         """Run the prompts that are edited, as they are."""
-        model = self.job.model
+        model, batch = self.job.model, self._batch(self.job.base)
+        run = self.read_run(*capture(model, batch, states, self.columns()), self.readings)
         cut = {layer for cell in self.cells for e in cell.edits if isinstance(e, Cut) for layer in e.layers}
-        self.visible = visible_keys(model, max(self.prompts, key=len), sorted(cut)) if cut else {}
-        return self.read_run(*capture(model, self.prompts, states, self.columns()), self.readings)
+        longest = self.lengths.index(max(self.lengths))
+        self.visible = visible_keys(model, batch.rows(longest, longest + 1), cut) if cut else {}
+        return run
 
     def _run_with_graph(self, states: list[str], replaced: Sites) -> Run:
         """The same with gradients, from the embeddings on; `held` keeps the activations at which they are wanted."""
@@ -189,7 +208,7 @@ class Group:
         names += [SITES["attn_out"].hook_name(layer) for site, layer in replaced if site == "resid_mid"]
         hooks: list[Hook] = [("hook_embed", lambda activation, hook: activation.detach().requires_grad_(True))]
         hooks += [(name, partial(hold, name=name)) for name in dict.fromkeys(names)]
-        logits = self.job.model.run(self.prompts, hooks, keep=self.columns(), grad=True)
+        logits = self.job.model.run(self._batch(self.job.base), hooks, keep=self.columns(), grad=True)
         with torch.enable_grad():
             return self.read_run(self.held, logits, self.readings)
 
@@ -197,9 +216,8 @@ class Group:
         """Run the other prompt of each pair, and keep what edits write."""
         if self.job.other is None:
             return {}, None
-        prompts = [list(self.job.other[i].ids) for i in self.examples]
         names = [*states, *self._value_names(replaced).values()]
-        activations, logits = capture(self.job.model, prompts, names, self.columns())
+        activations, logits = capture(self.job.model, self._batch(self.job.other), names, self.columns())
         return activations, self.read_run(activations, logits, self.readings)
 
     def _value_names(self, replaced: Sites) -> dict[tuple[str, int], str]:
@@ -215,7 +233,16 @@ class Group:
             return Values({})
         if source.is_other_run:
             return Values({key: activations[name] for key, name in self._value_names(replaced).items()})
-        return source.values(self.job.model, self.examples, self.prompts, replaced)
+        return source.values(self.job.model, self.examples, max(self.lengths), replaced)
+
+    def _batch(self, *sides: Sequence[Prompt]) -> Batch:
+        """The prompts of one side after those of another, each called by its example and, of a pair, its side."""
+        job = self.job
+        ids = [list(side[i].ids) for side in sides for i in self.examples]
+        if job.other is None:
+            return job.model.tokenize(ids).named(self.examples)
+        kinds = ["clean" if (side is job.base) == job.base_is_clean else "corrupted" for side in sides]
+        return job.model.tokenize(ids).named(f"{i} ({kind} prompt)" for kind in kinds for i in self.examples)
 
     def _joined_names(self) -> list[str]:
         """Name the activations of the base run with which rows start."""
@@ -231,8 +258,7 @@ class Group:
             if stage >= (Stage.HEAD_OUTPUT if self.blocks.parallel else Stage.BLOCK_OUTPUT):
                 wanted.append("mlp_out")
             names += [SITES[name].hook_name(layer) for name in wanted]
-        last = self.job.model.shape.n_layers - 1
-        return [*names, SITES["resid_pre"].hook_name(0), SITES["resid_post"].hook_name(last)]
+        return [*names, SITES["resid_pre"].hook_name(0)]
 
     def columns(self) -> Int[Tensor, " kept"]:
         """Return every position that some metric reads in some prompt."""
@@ -251,7 +277,7 @@ class Group:
                 read[site, layer] = [held[i, list(kept)] for i, kept in enumerate(self.kept)]
         return read
 
-    def _read_recording(self, activations: Mapping[str, Tensor]) -> Run:
+    def _read_recording(self, activations: Mapping[str, Tensor], side: Sequence[Prompt]) -> Run:
         """The same from a recorded run, whose logits were not computed."""
         n_layers = self.job.model.shape.n_layers
         states = [reading for reading in self.readings if reading[0] != LOGITS]
@@ -259,7 +285,16 @@ class Group:
         read = self.read_run(activations, residual, states)
         if len(states) < len(self.readings):
             read[LOGITS, n_layers] = [self._logits(residual[i, list(kept)], i) for i, kept in enumerate(self.kept)]
+            for i, logits in enumerate(read[LOGITS, n_layers]):
+                self._refuse_not_finite(logits, side, i)
         return read
+
+    def _refuse_not_finite(self, logits: Float[Tensor, "kept width"], side: Sequence[Prompt], example: int) -> None:
+        wrong = ~logits[:, :1].isfinite().all(-1)
+        if bool(wrong.any()):
+            batch, position = self._batch(side), self.kept[example][int(wrong.nonzero()[0])]
+            token = int(batch.tokens[example, position])
+            raise NumericsError(not_finite(self.job.model, "the logits", batch.name(example), position, token))
 
     def _logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
         if self.answers is None:
@@ -270,7 +305,7 @@ class Group:
         """By reading, every metric that could read it, on an unedited run."""
         table: dict[Reading, Tensor] = {}
         for reading in self.readings:
-            columns = torch.full((len(self.prompts), len(self.job.metrics)), torch.nan, dtype=torch.float64)
+            columns = torch.full((len(self.examples), len(self.job.metrics)), torch.nan, dtype=torch.float64)
             for m, metric in enumerate(self.job.metrics):
                 if metric.site == reading[0] and metric.layer in (None, reading[1]):
                     for i, values in enumerate(run[reading]):

@@ -157,7 +157,7 @@ def knockout(
             stacklevel=2,
         )
         measured.values[nothing] = torch.nan
-    return finish(job, measured, folder.run if folder else record, folder, None)
+    return finish(job, measured, folder.run if folder else record, folder)
 
 
 def named_edges(block: Blocked | Any) -> dict[str, Edges]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.tokens import Batch
 from headwater.patching.prompts import Prompt
 from headwater.patching.sites import SITES
 from headwater.patching.variants import Values
@@ -39,20 +40,21 @@ class Source:
         """Whether values are the other prompt's own activations."""
         return self.kind == "other run"
 
-    def values(
-        self, model: HookedModel, examples: range, prompts: Sequence[Sequence[int]], wanted: set[tuple[str, int]]
-    ) -> Values:
-        """Return the values of the wanted sites and layers for a group of examples."""
+    def values(self, model: HookedModel, examples: range, width: int, wanted: set[tuple[str, int]]) -> Values:
+        """Return the values of the wanted sites and layers for a group of examples, the longest of `width` tokens."""
         if self.kind == "zero":
-            return Values({key: _zeros(model, key[0], prompts) for key in wanted})
+            return Values({key: _zeros(model, key[0], len(examples), width) for key in wanted})
         names = {key: SITES[key[0]].hook_name(key[1]) for key in wanted}
         if self.kind == "resample":
-            donors = [list(self.dataset[self.donors[i]].ids) for i in examples]
-            held, _ = capture(model, donors, list(names.values()))
+            held, _ = capture(model, self._batch(model, [self.donors[i] for i in examples]), list(names.values()))
             return Values({key: held[name] for key, name in names.items()})
         self._take_means(model, {key: name for key, name in names.items() if key not in self._means})
-        width = max(map(len, prompts))
-        return Values({key: self._spread(self._means[key], len(prompts), width) for key in wanted})
+        return Values({key: self._spread(self._means[key], len(examples), width) for key in wanted})
+
+    def _batch(self, model: HookedModel, numbers: Sequence[int]) -> Batch:
+        """Some prompts of the data set, by number."""
+        ids = [list(self.dataset[i].ids) for i in numbers]
+        return model.tokenize(ids).named(f"{i} of the data set" for i in numbers)
 
     def _take_means(self, model: HookedModel, names: dict[tuple[str, int], str]) -> None:
         """Run the data set once and add up each activation."""
@@ -62,7 +64,8 @@ class Source:
         count = 0
         for start in range(0, len(self.dataset), BATCH):
             part = self.dataset[start : start + BATCH]
-            held, _ = capture(model, [list(prompt.ids) for prompt in part], list(names.values()))
+            batch = self._batch(model, range(start, start + len(part)))
+            held, _ = capture(model, batch, list(names.values()))
             if self.mean_over == "examples":
                 count += len(part)
                 added = {key: held[name].double().sum(0) for key, name in names.items()}
@@ -125,8 +128,8 @@ def source_of(
     return Source(values, pool, donors=tuple(donors))
 
 
-def _zeros(model: HookedModel, site: str, prompts: Sequence[Sequence[int]]) -> Tensor:
-    shape, n, width = model.shape, len(prompts), max(map(len, prompts))
+def _zeros(model: HookedModel, site: str, n: int, width: int) -> Tensor:
+    shape = model.shape
     zero = torch.zeros((), dtype=model.dtype, device=model.device)
     if site == "pattern":
         return zero.expand(n, shape.n_heads, width, width)

@@ -192,14 +192,16 @@ def patch(
         **sweep_options(metrics, layers, positions, heads),
     }
     record = RunRecord.of("patch", model, options, seed)
-    if method == "attribution":
-        from headwater.patching.attribution import attribute
-
-        return finish(job, attribute(job, progress=progress), record, None, out)
     folder = RunFolder(out, record) if out is not None else None
     if folder is not None and folder.finished:
         return Sweep.load(folder.path)
-    return finish(job, measure(job, folder, progress), folder.run if folder else record, folder, None)
+    if method == "attribution":
+        from headwater.patching.attribution import attribute
+
+        measured = attribute(job, progress=progress)
+    else:
+        measured = measure(job, folder, progress)
+    return finish(job, measured, folder.run if folder else record, folder)
 
 
 def _cells(
@@ -249,14 +251,12 @@ def _cells(
     return cells
 
 
-def finish(job: Job, measured: Measured, record: RunRecord, folder: RunFolder | None, out: str | Path | None) -> Sweep:
+def finish(job: Job, measured: Measured, record: RunRecord, folder: RunFolder | None) -> Sweep:
     """Make the result of what was measured, and write it where a run folder waits for it."""
     tokens = tuple(prompt.strings for prompt in job.base)
     sweep = Sweep(tabulate(job, measured), record, tokens, measured.engine)
     if folder is not None:
         folder.finish(sweep)
-    elif out is not None:
-        sweep.save(out)
     return sweep
 
 

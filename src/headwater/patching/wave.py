@@ -38,6 +38,14 @@ PADDING_SHARE = 16
 INSIDE_ATTENTION = ("q", "k", "v", "pattern", "z")
 
 
+class NotFiniteError(Exception):
+    """A variant's residual stream or logits hold NaN or infinity."""
+
+    def __init__(self, variant: int, position: int):
+        super().__init__(f"variant {variant}, position {position}")
+        self.variant, self.position = variant, position
+
+
 class Wave:
     """One walk down the layers. Use inside `torch.inference_mode()` and the model's lock."""
 
@@ -79,6 +87,7 @@ class Wave:
                 self._join(layer)
                 for rows in self._tiles(layer):
                     self._within_memory(rows, partial(self._step, layer))
+        self._check_that_all_is_finite()
         self._read_logits()
         self._check_that_every_edit_was_made()
 
@@ -311,7 +320,22 @@ class Wave:
         else:
             examples = torch.tensor([self.variants[i].example for i in indices], device=residual.device)
             logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
-        self.deliver((LOGITS, len(self.layers)), indices, logits.view(*tokens.shape, -1))
+        logits = logits.view(*tokens.shape, -1)
+        wrong = ~(logits if self.answers is not None else logits[..., :1]).isfinite().all(-1)
+        if bool(wrong.any()):
+            i, place = wrong.nonzero()[0].tolist()
+            raise NotFiniteError(indices[i], self.variants[indices[i]].kept[place])
+        self.deliver((LOGITS, len(self.layers)), indices, logits)
+
+    def _check_that_all_is_finite(self) -> None:
+        """Look at each token's sum, which is not finite when one of its numbers is not, and then at the token."""
+        suspect = ~self.residual.sum(-1, dtype=torch.float32).isfinite()
+        if not bool(suspect.any()):
+            return
+        for row in self.rows.values():
+            wrong = suspect[row.offset : row.offset + row.length] & ~self._stream(row).isfinite().all(-1)
+            if bool(wrong.any()):
+                raise NotFiniteError(row.variant, row.start + int(wrong.nonzero()[0]))
 
     def _within_memory(self, items: Sequence[Any], work: Callable[[Any], object]) -> None:
         """Do the work; when memory runs out, do it in parts, and make all tiles smaller from now on."""

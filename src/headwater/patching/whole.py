@@ -5,7 +5,7 @@ This is what the wavefront must equal, and what serves architectures that it can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
-from headwater.models.hooked import HookedModel
+from headwater.models.finite import finite_output
+from headwater.models.hooked import Hook, HookedModel
+from headwater.models.tokens import Batch
 from headwater.patching.sites import SCORES_HOOK, SITES
 from headwater.patching.variants import (
     LOGITS,
@@ -31,16 +33,17 @@ from headwater.patching.wave import Deliver
 
 
 def run_whole(
-    model: HookedModel, prompts: Sequence[Sequence[int]], variants: Sequence[Variant], values: Values, deliver: Deliver
+    model: HookedModel, prompts: Batch, variants: Sequence[Variant], values: Values, deliver: Deliver
 ) -> None:
     """Run every variant that is felt where it is read, one forward each, and deliver its readings."""
     for index, variant in enumerate(variants):
         if variant.is_felt:
-            for reading, read in run_variant(model, prompts[variant.example], variant, values).items():
+            prompt = prompts.rows(variant.example, variant.example + 1)
+            for reading, read in run_variant(model, prompt, variant, values).items():
                 deliver(reading, [index], read[None])
 
 
-def run_variant(model: HookedModel, prompt: Sequence[int], variant: Variant, values: Values) -> dict[Reading, Tensor]:
+def run_variant(model: HookedModel, prompt: Batch, variant: Variant, values: Values) -> dict[Reading, Tensor]:
     """Run one prompt with a variant's edits; return each reading at the kept positions, `kept width`."""
     n_layers = model.shape.n_layers
     deepest = max(layer + (site != LOGITS) for site, layer in variant.readings)
@@ -49,54 +52,65 @@ def run_variant(model: HookedModel, prompt: Sequence[int], variant: Variant, val
     def take(activation: Tensor, hook: Any, reading: Reading) -> None:
         read[reading] = activation[0, list(variant.kept)].clone()
 
-    hooks = [
-        hook
-        for edit in variant.edits
-        for layer in edit.layers
-        if layer < deepest
-        for hook in _hooks(edit, layer, variant, values)
-    ]
+    hooks = _edits(variant, values, deepest)
     for site, layer in variant.readings:
         if site != LOGITS:
             hooks.append((SITES[site].hook_name(layer), partial(take, reading=(site, layer))))
     wants_logits = (LOGITS, n_layers) in variant.readings
     stop_at = None if wants_logits or deepest == n_layers else deepest
-    out = model.run([list(prompt)], hooks, keep=list(variant.kept) if stop_at is None else None, stop_at=stop_at)
+    out = model.run(prompt, hooks, keep=list(variant.kept) if stop_at is None else None, stop_at=stop_at)
     if wants_logits:
         read[LOGITS, n_layers] = out[0]
     return read
 
 
+def run_edited(model: HookedModel, prompt: Batch, variant: Variant, values: Values) -> None:
+    """Run one prompt with a variant's edits, for what the model's own checks say of it."""
+    n_layers = model.shape.n_layers
+    model.run(prompt, _edits(variant, values, n_layers), stop_at=n_layers)
+
+
 def capture(
-    model: HookedModel,
-    tokens: list[list[int]],
-    names: Sequence[str],
-    keep: Int[Tensor, " kept"] | None = None,
+    model: HookedModel, batch: Batch, names: Sequence[str], keep: Int[Tensor, " kept"] | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Run prompts as one padded batch; return the named activations and the logits at the kept columns."""
+    """Run prompts; return the named activations and the logits at the kept columns (without any, the last residual).
+
+    Raises:
+        NumericsError: the model computes NaN or infinity anywhere, kept or not.
+    """
     held: dict[str, Tensor] = {}
 
     def hold(activation: Tensor, hook: Any, name: str) -> None:
         held[name] = activation.clone()
 
-    hooks = [(name, partial(hold, name=name)) for name in dict.fromkeys(names)]
-    return held, model.run(tokens, hooks, keep=keep if keep is not None else [0])
+    n_layers = model.shape.n_layers
+    last = SITES["resid_post"].hook_name(n_layers - 1)
+    hooks = [(name, partial(hold, name=name)) for name in dict.fromkeys([*names, last])]
+    with model.lock:
+        out = model.run(batch, hooks, keep=keep, stop_at=n_layers if keep is None else None)
+        finite_output(model, held[last], batch, None)
+    return held, out
 
 
-def visible_keys(
-    model: HookedModel, prompt: Sequence[int], layers: Iterable[int]
-) -> dict[int, Bool[Tensor, "query key"]]:
+def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> dict[int, Bool[Tensor, "query key"]]:
     """Return which keys each query sees at these layers, read off the masked scores of one run."""
     visible: dict[int, Tensor] = {}
 
     def look(scores: Tensor, hook: Any, layer: int) -> None:
         visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
 
-    model.run([list(prompt)], [(SCORES_HOOK.format(layer=i), partial(look, layer=i)) for i in layers], keep=[0])
+    hooks = [(SCORES_HOOK.format(layer=layer), partial(look, layer=layer)) for layer in layers]
+    model.run(prompt, hooks, stop_at=max(layers) + 1)
     return visible
 
 
-def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[tuple[str, Any]]:
+def _edits(variant: Variant, values: Values, deepest: int) -> list[Hook]:
+    """Return the hooks that make a variant's edits in the layers before one."""
+    layers = [(edit, layer) for edit in variant.edits for layer in edit.layers if layer < deepest]
+    return [hook for edit, layer in layers for hook in _hooks(edit, layer, variant, values)]
+
+
+def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[Hook]:
     if isinstance(edit, Replace) and edit.site.name == "resid_mid":
         return _middle_hooks(edit, layer, values.of(edit.site, layer, variant.example))
     if isinstance(edit, Replace):
@@ -107,7 +121,7 @@ def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[tup
     return [(SCORES_HOOK.format(layer=layer), partial(_mask, cut=edit, where=f"layer {layer}"))]
 
 
-def _middle_hooks(edit: Replace, layer: int, value: Tensor) -> list[tuple[str, Any]]:
+def _middle_hooks(edit: Replace, layer: int, value: Tensor) -> list[Hook]:
     """Write the residual stream between attention and MLP by way of what attention adds.
 
     On a bridge the hook named resid_mid sits at the MLP's norm: an edit there reaches the MLP but not the skip
