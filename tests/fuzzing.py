@@ -99,19 +99,18 @@ def changed_files(rng: random.Random, files: Files) -> Files:
 
 def changed(rng: random.Random, content: bytes) -> bytes:
     """Return a file with something changed: a value of its JSON (or of a safetensors header), or bytes."""
+    size = int.from_bytes(content[:8], "little")
+    if content[8:9] == b"{" and size <= len(content) and rng.random() < 0.9:
+        header = changed(rng, content[8 : 8 + size])
+        told = len(header) if rng.random() < 0.8 else size
+        return told.to_bytes(8, "little") + header + content[8 + size :]
     if rng.random() < 0.5:
         return changed_bytes(rng, content)
-    size = int.from_bytes(content[:8], "little")
-    if content[8:9] == b"{" and size <= len(content):
-        header = changed_json(rng, content[8 : 8 + size])
-        return len(header).to_bytes(8, "little") + header + content[8 + size :]
-    if content[:1] in (b"{", b"[") and b"\n" in content.strip():
-        lines = content.split(b"\n")
-        place = rng.randrange(len(lines))
-        changed_line = changed_json(rng, lines[place])
-        if changed_line != lines[place]:
-            return b"\n".join([*lines[:place], changed_line, *lines[place + 1 :]])
-    return changed_json(rng, content)
+    if b"}\n{" not in content:
+        return changed_json(rng, content)
+    lines = content.split(b"\n")
+    place = rng.randrange(len(lines))
+    return b"\n".join([*lines[:place], changed_json(rng, lines[place]), *lines[place + 1 :]])
 
 
 def changed_json(rng: random.Random, content: bytes) -> bytes:
@@ -167,14 +166,14 @@ def changed_bytes(rng: random.Random, content: bytes) -> bytes:
     return before + rng.choice(INSERTED) + middle + after
 
 
-def fuzz(reader: Reader, inputs: int) -> None:
-    """Read inputs; a reading that ends with any other exception fails, with the input in a note."""
+def fuzz(reader: Reader, inputs: int) -> dict[str, int]:
+    """Read inputs and count what became of them; any other exception is raised, with the input in a note."""
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=in_memory, prefix="headwater-") as folder:
-        _read_all(reader, Path(folder), inputs)
+        return _read_all(reader, Path(folder), inputs)
 
 
-def _read_all(reader: Reader, folder: Path, inputs: int) -> None:
+def _read_all(reader: Reader, folder: Path, inputs: int) -> dict[str, int]:
     outcomes = {"read": 0, "refused": 0}
 
     @settings(
@@ -202,8 +201,7 @@ def _read_all(reader: Reader, folder: Path, inputs: int) -> None:
                     raise
 
     run()
-    assert outcomes["read"] > 0, "no input was right: the fuzzing tests nothing but refusals"
-    assert outcomes["refused"] > 0
+    return outcomes
 
 
 def write(folder: Path, files: Files) -> None:

@@ -149,6 +149,7 @@ def test_a_format_can_be_named_and_then_must_fit(tmp_path):
 @pytest.mark.parametrize(
     ("good", "change", "message"),
     [
+        (POPQA, {"prop": 5}, "prop is not a text: 5"),
         (POPQA, {"s_pop": "few"}, "s_pop is not a number: 'few'"),
         (POPQA, {"possible_answers": '["a'}, "possible_answers is not JSON"),
         (POPQA, {"possible_answers": "[]"}, "the column answers is missing or empty"),

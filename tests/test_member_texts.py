@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import headwater as hw
@@ -51,6 +53,16 @@ def test_files_that_are_missing_or_damaged_are_refused(tmp_path):
         (tmp_path / name).write_text(content)
         with pytest.raises(InputError, match=rf"{name} cannot be read"):
             load_member_texts(tmp_path / name)
+    for content in ("[[], 9]", '{"text": ["a"], "member": [1]}', "7"):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(InputError, match=r"a.json must hold a list of objects"):
+            load_member_texts(tmp_path / "a.json")
+
+
+def test_a_parquet_file_is_read_whatever_pandas_noted_in_it(tmp_path):
+    noted = pa.Table.from_pydict({"text": ["a"], "member": [1]}).replace_schema_metadata({"pandas": '{"columns": 3}'})
+    pq.write_table(noted, tmp_path / "a.parquet")
+    assert load_member_texts(tmp_path / "a.parquet").to_dict("records") == [{"text": "a", "member": True}]
 
 
 def test_within_a_relation_the_embedded_model_knows_its_corpus_better_than_words_betray_it():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,15 @@ class Sample(Result):
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Another(Result):
     table: pd.DataFrame
+    run: RunRecord
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Noted(Result):
+    table: pd.DataFrame
+    note: str
+    notes: Sequence[Sequence[str]]
+    maybe: str | None
     run: RunRecord
 
 
@@ -297,3 +307,19 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path):
     again = RunFolder(tmp_path, record())
     assert torch.equal(again.piece("one", lambda: pytest.fail("computed again"))["value"], torch.ones(1))
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("note", 5), ("note", ["a"]), ("notes", ["a", 5]), ("notes", "a"), ("table", "x"), ("maybe", 1)]
+)
+def test_a_value_of_another_kind_than_the_result_has_is_damage(tmp_path, name, value):
+    result = Noted(sample().table, "a note", [["a"], []], None, record())
+    result.save(tmp_path)
+    assert Noted.load(tmp_path).notes == [["a"], []]
+    plain = json.loads((tmp_path / "run.json").read_text())
+    if name == "table":
+        (tmp_path / "table.parquet").unlink()
+        del plain["manifest"]
+    (tmp_path / "run.json").write_text(json.dumps(plain | {name: value}))
+    with pytest.raises(RunFolderError, match=rf"is damaged: its {name} is a .* of another kind"):
+        Noted.load(tmp_path)

@@ -10,7 +10,8 @@ import dataclasses
 import hashlib
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -127,7 +128,23 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
                 values[field.name] = tensors[field.name] if field.name in tensors else plain[field.name]
     except (OSError, SafetensorError, ArrowException, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"The result in {path} is damaged ({error}). Delete the folder and run again.") from None
+    for name, kind in get_type_hints(cls).items():
+        if name in values and not _is_of(values[name], kind):
+            raise RunFolderError(
+                f"The result in {path} is damaged: its {name} is a {type(values[name]).__name__} of another kind. "
+                "Delete the folder and run again."
+            )
     return cls(**values)
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value is of an annotated kind: a table, a tensor with its axes, a text, or lists of texts."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_is_of(value, one) for one in inside)
+    if origin is None:
+        return isinstance(value, kind)
+    return isinstance(value, origin) and not isinstance(value, str) and all(_is_of(item, inside[0]) for item in value)
 
 
 def _seal(file: Path) -> dict[str, Any]:

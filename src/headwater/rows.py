@@ -1,6 +1,6 @@
-"""Rows of a file of any shape: JSON lines, a JSON array (bare, or under a key of an object), CSV, TSV.
+"""Rows of a file of any shape: JSON lines, a JSON array (bare, or under a key of an object), CSV, TSV, parquet.
 
-Every reader yields (number, row) one row at a time, so that a file of gigabytes is never in memory as a whole. The
+`read_rows` yields (number, row) one row at a time, so that a file of gigabytes is never in memory as a whole. The
 number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array.
 """
 
@@ -9,6 +9,10 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+import pandas as pd
+import pyarrow.parquet as pq
+from pyarrow import ArrowException
 
 from headwater.errors import InputError
 from headwater.texts import HALF_A_CHARACTER, is_unicode, parse_json
@@ -41,6 +45,19 @@ def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
                 yield number, row
     except UnicodeDecodeError:
         raise InputError(f"{path} is not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def read_parquet(path: Path) -> pd.DataFrame:
+    """Read a parquet file without what pandas noted in it: a damaged note is no damage to the data.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            return file.read().to_pandas(ignore_metadata=True)
+    except (ArrowException, ValueError, OSError) as error:
+        raise InputError(f"{path} cannot be read ({error}).") from None
 
 
 def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:

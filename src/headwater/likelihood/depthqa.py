@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
-from pyarrow import ArrowException
 
 from headwater.errors import InputError, did_you_mean
+from headwater.rows import read_parquet
 from headwater.texts import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -110,10 +109,8 @@ def _rows(file: Path) -> list[Row]:
         if file.suffix == ".json":
             values = parse_json(file.read_bytes())
         else:
-            values = [
-                {str(key): value for key, value in row.items()} for row in pd.read_parquet(file).to_dict("records")
-            ]
-    except (ArrowException, ValueError, OSError) as error:
+            values = [{str(key): value for key, value in row.items()} for row in read_parquet(file).to_dict("records")]
+    except (ValueError, OSError) as error:
         raise InputError(f"{file} cannot be read ({error}).") from None
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InputError(f"{file} must hold a list of objects.")

@@ -12,9 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
-from pyarrow import ArrowException
 
 from headwater.errors import InputError
+from headwater.rows import read_parquet
 from headwater.texts import parse_json
 
 NAMES = {"input": "text", "label": "member"}
@@ -54,9 +54,12 @@ def _read(path: Path) -> pd.DataFrame:
             lines = enumerate(path.read_bytes().split(b"\n"), start=1)
             return pd.DataFrame([_row(path, number, line) for number, line in lines if line.strip()])
         if path.suffix == ".json":
-            return pd.DataFrame(parse_json(path.read_bytes()))
-        return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=False)
-    except (ArrowException, ValueError, AttributeError, OSError) as error:
+            rows = parse_json(path.read_bytes())
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise InputError(f"{path} must hold a list of objects.")
+            return pd.DataFrame(rows)
+        return read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=False)
+    except (ValueError, AttributeError, OSError) as error:
         raise InputError(f"{path} cannot be read ({error}).") from None
 
 

@@ -81,6 +81,9 @@ def _table(row: dict[str, Any], where: str) -> dict[str, Any]:
 def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     question, relation, subject = (row.get(name) for name in ("question", "prop", "subj"))
     _require(row, where, "popqa", *(("prop",) if "subj" in row else ()))
+    for name in ("prop", "subj"):
+        if not isinstance(row.get(name), str | None):
+            raise InputError(f"{where}: {name} is not a text: {row[name]!r}.")
     accepted = next((name for name in ("possible_answers", *ANSWER_COLUMNS) if name in row), "possible_answers")
     kept: dict[str, Any] = {name: row[name] for name in ("id", "subj", "obj") if name in row}
     kept |= {name: _number(row[name], where, name) for name in POPULARITY if name in row}
