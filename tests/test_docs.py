@@ -5,12 +5,14 @@ import importlib
 import inspect
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
 
 import headwater as hw
+from headwater.patching.sites import SITES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -50,6 +52,37 @@ def test_every_public_class_is_named_in_the_documentation_or_made_by_an_example(
     words = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     classes = [name for name in PUBLIC if inspect.isclass(getattr(hw, name))]
     assert not [name for name in classes if not re.search(rf"\b{name}\b", words)]
+
+
+def test_every_public_class_is_named_or_made_by_an_example_that_runs():
+    code = "\n".join(example for page in PAGES for example in examples(page))
+    called = [getattr(hw, name) for name in PUBLIC if f"hw.{name}(" in code]
+    made = {str(inspect.signature(call).return_annotation) for call in called if inspect.isfunction(call)}
+    classes = [name for name in PUBLIC if inspect.isclass(getattr(hw, name))]
+    assert not [
+        name
+        for name in classes
+        if not re.search(rf"\bhw\.{name}\b", code) and not any(re.search(rf"\b{name}\b", kind) for kind in made)
+    ]
+
+
+def test_the_table_of_hooks_has_every_site_with_the_shape_that_it_has():
+    page = (ROOT / "docs" / "shapes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(blocks\S+)` \| `batch ([\w ]+)` \|$", page, re.MULTILINE)
+    assert {name: hook for name, hook, _ in rows} == {name: site.hook for name, site in SITES.items()}
+    model, seen = hw.load(), {}
+
+    def look(activation, hook, name):
+        seen[name] = tuple(activation.shape)
+
+    batch = model.tokenize([" Paris is in France .", " Paris"])
+    model.run(batch, [(hook.format(layer=1), partial(look, name=name)) for name, hook, _ in rows])
+    shape, (n_rows, length) = model.shape, batch.tokens.shape
+    sizes = {
+        "position": length, "query": length, "key": length, "d_model": shape.d_model, "d_head": shape.d_head,
+        "head": shape.n_heads, "kv_head": shape.n_kv_heads,
+    }  # fmt: skip
+    assert seen == {name: (n_rows, *(sizes[axis] for axis in axes.split())) for name, _, axes in rows}
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if ">>> " in (getattr(hw, name).__doc__ or "")])
