@@ -103,11 +103,16 @@ def _scripts(tmp_path_factory, monkeypatch):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder except the record, whose date differs; of the record, what must agree."""
-    found = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.name != "run.json"}
-    run = json.loads((folder / "run.json").read_text())
+    """Every file of a folder; of a record, whose date differs, what must agree."""
+    return {str(file.relative_to(folder)): _content(file) for file in folder.rglob("*") if file.is_file()}
+
+
+def _content(file: Path) -> bytes:
+    if file.name != "run.json":
+        return file.read_bytes()
+    run = json.loads(file.read_text())
     run["run"].pop("created")
-    return found | {"run.json": json.dumps(run).encode()}
+    return json.dumps(run).encode()
 
 
 def test_without_a_process_group_there_is_one_process_which_owns_every_piece():
@@ -145,47 +150,92 @@ def test_two_processes_one_of_them_killed_and_three_that_resume_give_the_bytes_o
     assert files(out) == files(tmp_path / "one")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
-def test_every_analysis_gives_the_same_files_from_several_processes_as_from_one(tmp_path, count):
-    relations = [relation.name for relation in hw.load_relations()][:6]
-    code = """
+ANALYSES = """
+import dataclasses
 import headwater as hw
 import headwater.patching.job
+from headwater import runs
 headwater.patching.job.WAVE_TOKENS = 64  # several waves
-def run(out):
+def run(out, texts, die_at=None):
+    if die_at is not None and processes().index == 1:
+        made = runs.RunFolder._made
+        def dying(folder, name, compute, left=[die_at]):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return made(folder, name, compute)
+        runs.RunFolder._made = dying
     model = hw.load()
-    chosen = [r for r in hw.load_relations() if r.name in NAMES]
+    chosen = hw.load_relations()[:6]
     hw.classify_heads(model, relations=chosen, out=out / "heads", progress=False)
     questions = hw.load_questions("properties", sample=60)
     answered = hw.answer(model, questions, batch_size=8, out=out / "answers", progress=False)
-    options = {"token": "before_answer", "seeds": 1, "controls": False, "progress": False}
-    traced = hw.trace_pathways(model, answered, **options, out=out / "pathways")
+    options = {"token": "before_answer", "controls": False, "progress": False}
+    traced = hw.trace_pathways(model, answered, seeds=1, **options, out=out / "pathways")
     wanted = {"edges": "all", "batch_size": 8, "progress": False}
     hw.saliency(model, answered, traced.probe, **wanted, out=out / "saliency")
-    hw.score_file(model, TEXTS, out=out / "scores", progress=False)
+    hw.detect(model, answered, seeds=3, progress=False, out=out / "detection")
+    hw.score_file(model, texts, out=out / "scores", progress=False)
+    graph = hw.load_depth_graph()
+    few = graph.table["group"].isin(sorted(graph.table["group"].unique())[:30])
+    graph = dataclasses.replace(graph, table=graph.table[few].reset_index(drop=True))
+    judged = {"answers": "model", "judge": lambda question, accepted, answer: 1.0 + len(answer) % 5}
+    hw.memorization(model, graph, layers="all", **judged, batch_size=8, out=out / "memorization", progress=False)
     pairs = ["France Paris is in the"] * 3, ["Italy Rome is in the"] * 3
-    metric = hw.logit_difference(" a", " b")
-    hw.patch(model, *pairs, sites=["resid_pre", "z", "mlp_out"], metric=metric, out=out / "sweep", progress=False)
-""".replace("NAMES", repr(relations)).replace("TEXTS", repr(str(tmp_path / "texts.txt")))
-    (tmp_path / "texts.txt").write_text("\n".join(f"Paris is the capital of France {i}" for i in range(700)))
-    alone = subprocess.run(
-        [sys.executable, "-c", f"from pathlib import Path{code}\nrun(Path({str(tmp_path / 'one')!r}))"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert alone.returncode == 0, alone.stderr[-2000:]
-    many = launch(count, f"{code}\nrun(Path({str(tmp_path / 'many')!r}))", timeout=500)
+    metric = {"metric": hw.logit_difference(" a", " b"), "progress": False}
+    hw.patch(model, *pairs, sites=["resid_pre", "z", "mlp_out"], out=out / "sweep", **metric)
+    hw.patch(model, *pairs, sites="resid_pre", method="attribution", out=out / "attribution", **metric)
+    hw.knockout(model, pairs[0], block=("last", (1, 2)), window=2, out=out / "knockout", **metric)
+"""
+FITTED = {"pathways", "detection"}
+"""Results of iterations, whose last digits depend on the process: equal to 1e-6, and not to the byte."""
+
+
+def alike(found: Path, expected: Path) -> None:
+    """Check that two folders hold the same results."""
+    names = {folder.name for folder in expected.iterdir()}
+    assert {folder.name for folder in found.iterdir()} == names
+    assert names >= FITTED
+    for name in names - FITTED:
+        assert files(found / name) == files(expected / name)
+    for name in FITTED:
+        assert files(found / name).keys() == files(expected / name).keys()
+        for file in (expected / name).glob("*.parquet"):
+            tables = pd.read_parquet(found / name / file.name), pd.read_parquet(file)
+            pd.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The texts, and the folder of what one process makes of them and of what comes with headwater."""
+    texts, out = tmp_path_factory.mktemp("texts") / "texts.txt", tmp_path_factory.mktemp("one")
+    texts.write_text("\n".join(f"Paris is the capital of France {i}" for i in range(700)))
+    code = f"from pathlib import Path{ANALYSES}\nrun(Path({str(out)!r}), {str(texts)!r})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return texts, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_analysis_gives_the_same_files_from_several_processes_as_from_one(tmp_path, alone, count):
+    texts, expected = alone
+    many = launch(count, f"{ANALYSES}\nrun(Path({str(tmp_path / 'many')!r}), {str(texts)!r})", timeout=500)
     assert many.returncode == 0, many.stderr[-2000:]
-    for name in ("heads", "answers", "saliency", "scores", "sweep"):
-        assert files(tmp_path / "many" / name) == files(tmp_path / "one" / name)
-    # probes are fitted by iterations whose last digits depend on the process: equal to 1e-6, not to the byte
-    one, many = tmp_path / "one" / "pathways", tmp_path / "many" / "pathways"
-    assert files(many).keys() == files(one).keys()
-    for file in one.glob("*.parquet"):
-        tables = pd.read_parquet(many / file.name), pd.read_parquet(file)
-        pd.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-6)
+    alike(tmp_path / "many", expected)
+
+
+@pytest.mark.slow
+def test_analyses_killed_again_and_again_in_several_processes_end_with_the_files_of_one(tmp_path, alone):
+    texts, expected = alone
+    call = f"run(Path({str(tmp_path / 'many')!r}), {str(texts)!r}"
+    for kill in range(4):
+        die_at = int(np.random.default_rng().integers(1, 12))
+        killed = launch(3 - kill % 2, f"{ANALYSES}\n{call}, die_at={die_at})", timeout=500)
+        assert killed.returncode != 0, f"not killed before piece {die_at} of attempt {kill}"
+    resumed = launch(3, f"{ANALYSES}\n{call})", timeout=500)
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    alike(tmp_path / "many", expected)
 
 
 @pytest.mark.slow
