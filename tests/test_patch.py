@@ -560,3 +560,16 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_and_gives_the_same_table(
 
 def test_every_family_is_listed():
     assert len(FAMILIES) == 11
+
+
+def test_prompts_may_stand_in_columns_of_a_table():
+    model = hw.load()
+    pairs = [(" The capital of France is", " The capital of Italy is"), (" Paris is in", " Rome is in")]
+    table = pd.DataFrame(pairs, columns=["clean", "corrupted"], index=[5, 2])
+    options = {"sites": "mlp_out", "metric": hw.logit_difference(" Paris", " Rome"), "progress": False}
+    sweep = hw.patch(model, table["clean"], table["corrupted"], **options)
+    same = hw.patch(model, *map(list, zip(*pairs, strict=True)), **options)
+    pd.testing.assert_frame_equal(sweep.table, same.table)
+    named = hw.Edges("last", [" France", " Paris"])
+    severed = hw.knockout(model, table["clean"], block=named, metric=hw.log_probability(" Rome"), progress=False)
+    assert severed.table["effect"].abs().max() > 0

@@ -1,5 +1,6 @@
 """Tokens: exactly one BOS where the model wants one, batches without silent padding, spans by offsets."""
 
+import pandas as pd
 import pytest
 import torch
 import transformers as tf
@@ -123,6 +124,15 @@ def test_inputs_that_cannot_be_run_are_refused_with_the_reason(inputs, complaint
 def test_anything_but_texts_and_ids_is_refused(inputs):
     with pytest.raises(InputError, match="whole numbers"):
         _id_rows(inputs)
+
+
+def test_texts_may_stand_in_a_column_of_a_table():
+    tokenizer = tiny_tokenizer()
+    texts = ["the capital of France", "Paris"]
+    column = pd.DataFrame({"text": texts}, index=[7, 3])["text"]
+    batch, same = (make_batch(inputs, tokenizer) for inputs in (column, texts))
+    assert torch.equal(batch.tokens, same.tokens)
+    assert batch.offsets == same.offsets
 
 
 def test_one_list_of_ids_is_one_row_and_a_batch_passes_through():

@@ -95,6 +95,8 @@ def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str
 
 def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, pd.DataFrame]:
     """Find the tokens of each node; nodes with the same text share those of the first."""
+    if not hasattr(profile, "tokens"):
+        raise InputError(f"profile must be what hw.memorization returns, found a {type(profile).__name__}.")
     by_id = dict(list(profile.tokens.groupby("id", sort=False)))
     table = profile.table.set_index("id")
     if nodes is None:

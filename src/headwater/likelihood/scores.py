@@ -99,6 +99,8 @@ def memorization_scores(
     Raises:
         InputError: a share or the variance is out of range, or the other statistics are not of the same texts.
     """
+    if not isinstance(stats, TextStatistics):
+        raise InputError(f"stats must be what hw.token_statistics returns, found a {type(stats).__name__}.")
     shares = checked_shares(k)
     if not minimum_variance > 0:
         raise InputError(f"minimum_variance={minimum_variance} must be above 0.")

@@ -127,6 +127,8 @@ def token_statistics(
         InputError: a text, span, layer, lens or option cannot be used; the message says which.
         RunFolderError: `out` holds another run.
     """
+    if not isinstance(texts, Iterable):
+        raise InputError(f"texts must be a text or texts, found a {type(texts).__name__}.")
     texts = [texts] if isinstance(texts, str) else list(texts)
     chosen = chosen_layers(layers, model.shape.n_layers)
     read = reader(lens, chosen, model.shape.n_layers)

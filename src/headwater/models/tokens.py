@@ -89,8 +89,9 @@ class Batch:
             yield slice(start, stop), self.rows(start, stop)
 
 
-Inputs: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Batch
-"""What can be made a batch: a text, texts, one or several lists of token ids, a tensor of token ids, or a batch."""
+Inputs: TypeAlias = str | Iterable[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Batch
+"""What can be made a batch: a text, texts (a column of a table too), one or several lists of token ids, a tensor of
+token ids, or a batch."""
 
 
 def make_batch(
@@ -120,8 +121,7 @@ def make_batch(
         batch = inputs
     elif isinstance(inputs, Tensor):
         batch = _from_tensor(inputs, mask, tokenizer)
-    elif isinstance(inputs, str) or (inputs and all(isinstance(text, str) for text in inputs)):
-        texts: list[str] = [inputs] if isinstance(inputs, str) else list(inputs)  # type: ignore[arg-type]
+    elif texts := _texts(inputs):
         if tokenizer is None:
             raise InputError(
                 "Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids."
@@ -228,6 +228,14 @@ def load_tokenizer(
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template
     return faithful
+
+
+def _texts(inputs: Any) -> list[str]:
+    """The texts in a list where every part is one, else none."""
+    if isinstance(inputs, str):
+        return [inputs]
+    parts = list(inputs) if isinstance(inputs, Iterable) else []
+    return parts if all(isinstance(part, str) for part in parts) else []
 
 
 def _id_rows(inputs: Any) -> list[list[int]]:

@@ -24,7 +24,7 @@ from headwater.rows import read_rows
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
-Prompts: TypeAlias = str | Sequence[str] | Sequence[Sequence[int]] | Tensor | Batch
+Prompts: TypeAlias = str | Iterable[str] | Sequence[Sequence[int]] | Tensor | Batch
 Where: TypeAlias = int | str | range | slice | tuple[int, int] | AbstractSet[int] | Callable[..., Any] | list[Any]
 """Positions: a number (negative counts from the end), a span (start, stop), a range, a set, "last", "first", "all", a
 text that the prompt holds once, a function of the token strings giving any of these, or a list with one per prompt."""
@@ -45,6 +45,8 @@ class Prompt:
 
 def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
     """Tokenize prompts by the model's own rule (token ids are taken as they are)."""
+    if isinstance(inputs, Iterable) and not isinstance(inputs, str | Tensor | Batch):
+        inputs = list(inputs)
     batch = model.tokenize(inputs)
     texts = [inputs] if isinstance(inputs, str) else inputs
     prompts = []

@@ -242,7 +242,7 @@ def _prompts(
     if not prompts and all(cause == NO_WORDS for cause in outcomes.values()):
         raise InputError(
             f"None of the {len(questions):,} questions says where its subject and property stand. Give the columns "
-            "subject and property, or extractor= (see headwater.pathways.extractors)."
+            "subject and property, or an extractor: extractor= (headwater.pathways.extractors), --extract URL MODEL."
         )
     return prompts
 

@@ -118,9 +118,11 @@ def _open(source: Source | None) -> tuple[str, Iterator[tuple[int, Row]], str | 
     if isinstance(source, pd.DataFrame):
         records = source.to_dict("records")
         return "the table", enumerate((_from_frame(row) for row in records), start=1), None
-    if source is None or (source in WORLD_SETS and not Path(source).exists()):
+    if source is None or (isinstance(source, str) and source in WORLD_SETS and not Path(source).exists()):
         world = Path(str(files("headwater") / "world" / "questions.jsonl"))
         return str(world), read_rows(world, "questions"), None if source is None else str(source)
+    if not isinstance(source, str | Path):
+        raise InputError(f"Questions come from a file or a data frame, not from a {type(source).__name__}.")
     path = Path(source).expanduser()
     if isinstance(source, str) and not path.suffix and not path.exists():
         raise InputError(f"There is no file and no question set {source!r}.{did_you_mean(source, WORLD_SETS)}")
