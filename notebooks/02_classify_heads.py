@@ -117,6 +117,12 @@ print(
     f"Heads with a category: {counts['published']} by the published rule, {counts['controlled']} by the controlled one."
 )
 print(f"Mean correlation of static and dynamic scores: {r['without']:.2f} without context, {r['with']:.2f} with it.")
+removed = ablation.summary().set_index(["n_heads", "removed"])
+n_heads = removed.index.get_level_values("n_heads").max()
+own, random = (removed.loc[(n_heads, f"{whose} heads")] for whose in ("relation", "random"))
+print(f"city_to_country is right for {removed.loc[(0, 'none'), 'accuracy']:.0%} with every head,", end=" ")
+print(f"{own['accuracy']:.0%} without its {n_heads} heads and {random['accuracy']:.0%}", end=" ")
+print(f"(±{random['accuracy_sd']:.0%}) without as many random ones.")
 
 # %% [markdown]
 # **What would change one's mind.** If ablating the relation's heads hurts no more than ablating random heads of the

@@ -22,7 +22,7 @@ graph
 profile = hw.memorization(model, graph)
 _ = profile.plot()
 # %% [markdown]
-# Above: boxes of minus Min-K%, higher = less likely seen, a value per graph and depth. Below: the density of the gap
+# Boxes of minus Min-K%, higher = less likely seen, a value per graph and depth; beside them the density of the gap
 # between the score of a deepest question and of those it builds on, for the quarter of questions with the lowest and
 # the highest minus Min-K%.
 

@@ -52,7 +52,6 @@ untrained = transformers.AutoModelForCausalLM.from_config(model.config)
 untrained.save_pretrained(folder / "untrained")
 model.tokenizer.save_pretrained(folder / "untrained")
 random_model = hw.load(folder / "untrained", dtype="float32")
-random_model
 
 # %%
 maps = {m.name: hw.classify_heads(m, relations=relations) for m in (model, random_model)}

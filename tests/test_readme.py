@@ -1,5 +1,6 @@
-"""The README's example runs as it stands."""
+"""The README's example runs as it stands, and its numbers are those of the kept notebooks and the model's card."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,26 @@ import matplotlib.pyplot as plt
 import headwater as hw
 
 README = Path(__file__).parents[1] / "README.md"
+NUMBER = r"([+−-]?\d+(?:\.\d+)?)"
+WORDS = ("none", "one", "two", "three", "all four")
+
+
+def readme() -> str:
+    """Its text in one line, with plain minus signs."""
+    return " ".join(README.read_text(encoding="utf-8").split()).replace("−", "-")
+
+
+def printed(name: str) -> str:
+    """What the kept notebook printed."""
+    (file,) = (README.parent / "notebooks").glob(f"{name}*.ipynb")
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    return "".join("".join(output.get("text", "")) for cell in cells for output in cell.get("outputs", []))
+
+
+def numbers(pattern: str, text: str) -> list[tuple[float, ...]]:
+    """The numbers at every place where the pattern, with # for a number, stands in the text."""
+    found = re.findall(re.escape(pattern).replace("\\#", NUMBER).replace("\\ ", " "), text)
+    return [tuple(map(float, match if isinstance(match, tuple) else (match,))) for match in found]
 
 
 def test_the_example_in_the_readme_runs_and_shows_what_it_says():
@@ -24,3 +45,49 @@ def test_every_file_the_readme_links_to_exists():
     links = re.findall(r"\]\(([^)h#][^)]*)\)", README.read_text(encoding="utf-8"))
     assert links
     assert not [link for link in links if not (README.parent / link).exists()]
+
+
+def test_what_the_readme_says_of_pathways_is_what_notebook_4_printed():
+    found = printed("04_").replace("−", "-")
+    exact = numbers("the knockout flips # %", found)
+    random = numbers("as many random question tokens (# %", found)
+    modes = re.findall(rf"as published, ΔP at l\* is {NUMBER} points .*? for Q-anchored and {NUMBER} points", found)
+    assert len(exact) == len(random) == len(modes) == 4
+    gaps = [round(float(a) - float(q)) for q, a in modes]
+    aucs = numbers("tells the wrong ones with AUC #", found)
+    text = readme()
+    assert f"Within a question set its AUC is {min(aucs)[0]:.2f} to {max(aucs)[0]:.2f}" in text
+    assert f"flips {min(exact)[0]:.0f} to {max(exact)[0]:.0f} % of its predictions" in text
+    assert f"random words {min(random)[0]:.0f} to {max(random)[0]:.0f} %" in text
+    assert f"lie {min(gaps)} to {max(gaps)} points of ΔP apart" in text
+    assert f"they stay apart on {WORDS[found.count('the two stay apart')]} of four question sets" in text
+    (verdict,) = re.findall(r"Two modes survive the controls on (\w+)", found)
+    assert f"on {verdict} do two modes survive all controls" in text
+
+
+def test_what_the_readme_says_of_memorization_is_what_notebook_6_printed():
+    found = printed("06_")
+    ((known,),) = numbers("min_k_0.2: Spearman #", found)
+    ((calibrated,),) = numbers("min_k++_0.2: Spearman #", found)
+    assert f"(Spearman {known:.2f})" in readme()
+    assert f"Min-K%++ does not ({calibrated:.2f})" in readme()
+
+
+def test_what_the_readme_says_of_the_embedded_model_is_on_its_card():
+    card = (README.parent / "src" / "headwater" / "world" / "CARD.md").read_text(encoding="utf-8")
+    rarest, often = (re.search(rf"popularity quarter {n} [^|]*\| {NUMBER} %", card)[1] for n in (1, 4))
+    wrong, questions = re.search(rf"\*\*wrong, of all questions\*\* \| \*\*{NUMBER} %\*\* of ([\d,]+)", card).groups()
+    probe = re.search(rf"before_answer, layer 3 \| {NUMBER},", card)[1]
+    baseline = re.search(rf"\| baseline \| {NUMBER},", card)[1]
+    kept, by_chance = re.search(rf"seed 0 \(shipped\): {NUMBER} against {NUMBER} on average", card).groups()
+    text = readme()
+    assert f"{often} % of the questions on the most often told quarter of its facts, {float(rarest):.0f} %" in text
+    assert f"{float(wrong):.0f} % of all {questions} answers are wrong" in text
+    assert f"(AUC {probe}; {baseline} for a baseline" in text
+    assert f"{float(kept):.0%} stay right".replace("%", " %") in text
+    assert f"and {float(by_chance):.0%} when as many random heads".replace("%", " %") in text
+    labels = {name: int(n) for name, n in re.findall(r"labelled ([\w ]+?) \| (\d+) \|", card)}
+    several = sum(n for name, n in labels.items() if name[0].isdigit())
+    found = f"{labels['algorithmic']} algorithmic, {labels['knowledge']} knowledge, {labels['linguistic']} linguistic"
+    assert f"{found}, {several} of several categories" in text
+    assert f"{sum(labels.values()) - labels['unclassified']} of {sum(labels.values())} come out" in text
