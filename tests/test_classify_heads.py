@@ -259,6 +259,7 @@ def test_no_usable_relation_is_an_error_that_names_the_best(checkpoint, suite):
     [
         ({"rule": "publish"}, "The rule 'publish' does not exist. Did you mean 'published'"),
         ({"k": 0}, "k=0: it is the number"),
+        ({"k": 10**6}, "k=1000000: every token would be a hit"),
         ({"threshold": 0.0}, "threshold=0.0: it is a share"),
         ({"threshold": 15.0}, "threshold=15.0: it is a share"),
         ({"embedding": "mlp"}, "The embedding 'mlp' does not exist. Did you mean 'mlp0'"),

@@ -9,6 +9,7 @@ from headwater.heads.relations import (
     MIN_PAIRS,
     PUBLISHED_CATEGORIES,
     Relation,
+    checked_pairs,
     load_relations,
     tokenize_relations,
     word_tokens,
@@ -146,6 +147,37 @@ def test_folders_that_hold_no_relations_are_refused(tmp_path):
     assert "holds no relation" in refusal(tmp_path)
     write(tmp_path / "antonyms", "adj_antonym", [["a", "b"]])
     assert "holds adj_antonym.json but no antonyms.json" in refusal(tmp_path)
+
+
+def test_names_relations_and_folders_may_be_given_together(tmp_path):
+    own = Relation("mine", "knowledge", (("France", ("Paris",)),))
+    assert load_relations(own) == (own,)
+    (capital,) = load_relations("country_to_capital")
+    file = write(tmp_path, "capitals", GOOD)
+    assert [r.name for r in load_relations(["number_to_next", own, file])] == ["number_to_next", "mine", "capitals"]
+    assert load_relations([own, "country_to_capital"]) == (own, capital)
+    assert "Did you mean 'country_to_capital'" in refusal("country_to_capitol")
+    assert "2 relations are named 'mine'" in refusal([own, own])
+
+
+def test_a_target_may_be_one_word_or_several():
+    assert checked_pairs("mine", [["France", "Paris"], ("Italy", ["Rome", "Roma"])]) == (
+        ("France", ("Paris",)),
+        ("Italy", ("Rome", "Roma")),
+    )
+
+
+@pytest.mark.parametrize(
+    "pair", [("France", []), "France", ("France", 3), (" France", "Paris"), ("France", ["Paris", ""]), 3]
+)
+def test_pairs_that_are_not_words_are_refused(pair):
+    with pytest.raises(InputError, match=r"Relation 'mine': .* is no pair"):
+        checked_pairs("mine", [("Italy", "Rome"), pair])
+
+
+def test_a_category_that_does_not_exist_is_refused():
+    with pytest.raises(InputError, match="Did you mean 'knowledge'"):
+        Relation("mine", "knowlege", (("France", ("Paris",)),))
 
 
 def test_two_relations_of_one_name_are_refused(tmp_path):

@@ -265,6 +265,14 @@ def test_what_does_not_fit_together_is_refused(planted):
         ablate_heads(model, head_map, "plural", relations=[CAPITAL, PAST, PLURAL], progress=False)
     with pytest.raises(InputError, match="must hold"):
         dynamic_scores(model, head_map, relations=[CAPITAL, PAST, PLURAL], templates=["no place"], progress=False)
+    with pytest.raises(InputError, match="No templates"):
+        dynamic_scores(model, head_map, relations=[CAPITAL, PAST, PLURAL], templates=[], progress=False)
+    templates = [*TEMPLATES, "x{source} and"]
+    with pytest.raises(InputError, match=r"In no prompt of 'x\{source\} and' .* put a space before it"):
+        dynamic_scores(model, head_map, relations=[CAPITAL, PAST, PLURAL], templates=templates, progress=False)
+    for wrong, message in (({"top": 0}, "top=0"), ({"draws": 0}, "draws=0"), ({"shots": -1}, "shots=-1")):
+        with pytest.raises(InputError, match=message):
+            ablate_heads(model, head_map, "capital", relations=[CAPITAL, PAST, PLURAL], progress=False, **wrong)
     with pytest.raises(InputError, match="method"):
         ablate_heads(model, head_map, "capital", method="none", progress=False)
     other = plant_relations({(0, 0): [implements(CAPITAL.pairs)]})

@@ -23,12 +23,3 @@ AttentionCache = Float[Tensor, "layer batch head query key"]
 
 Pattern = Float[Tensor, "batch head query key"]
 """Attention patterns of one layer."""
-
-Embeddings = Float[Tensor, "source d_model"]
-"""What a head reads for each source token."""
-
-Unembedding = Float[Tensor, "d_model d_vocab"]
-"""W_U: the residual stream to logits."""
-
-HeadPairs = Float[Tensor, "head pair"]
-"""One number per head of a layer and (source, target) pair of the relation suite."""

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +30,7 @@ from tqdm.auto import tqdm
 from headwater.errors import InputError, did_you_mean
 from headwater.heads.classify import HeadMap
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
-from headwater.heads.relations import Relation
+from headwater.heads.relations import Relations
 from headwater.models.hooked import Hook, HookedModel
 from headwater.records import RunRecord
 from headwater.results import Result
@@ -83,13 +82,13 @@ def ablate_heads(
     head_map: HeadMap,
     relation: str,
     *,
-    relations: str | Path | Sequence[Relation] | None = None,
+    relations: Relations = None,
     top: int | None = None,
     method: str = "zero",
     template: str = "Input: {source} Output:",
     shots: int = 3,
     draws: int = 5,
-    controls: Sequence[str] | None = None,
+    controls: str | Sequence[str] | None = None,
     seed: int = 0,
     batch_size: int = 64,
     progress: bool = True,
@@ -118,6 +117,10 @@ def ablate_heads(
     """
     if method not in METHODS:
         raise InputError(f"method={method!r} does not exist.{did_you_mean(method, METHODS)}")
+    for name, value, least in (("top", top, 1), ("shots", shots, 0), ("draws", draws, 1)):
+        if value is not None and value < least:
+            raise InputError(f"{name}={value}: at least {least}.")
+    controls = [controls] if isinstance(controls, str) else controls
     known = relations_of(model, head_map, relations)
     for name in (relation, *(controls or ())):
         if name not in known:

@@ -15,15 +15,12 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 5. A rule says which scores count, and the categories of these relations are the head's categories (`categories`).
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -31,11 +28,19 @@ from tqdm.auto import tqdm
 
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import apply_rule, check_rule, head_categories, label_counts
-from headwater.heads.nulls import Numbers, permutation_p_values, q_values, wilson_interval
 from headwater.heads.patterns import attention_classes
-from headwater.heads.relations import MIN_PAIRS, Relation, TokenRelation, load_relations, tokenize_relations
+from headwater.heads.relations import (
+    MIN_PAIRS,
+    Relation,
+    Relations,
+    TokenRelation,
+    digest,
+    load_relations,
+    tokenize_relations,
+)
 from headwater.heads.salient import salient_operations
 from headwater.heads.scores import SuitePairs, score_layer, suite_pairs
+from headwater.heads.tables import relation_table, score_table
 from headwater.kernels.devices import usable_device
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.hooked import HookedModel
@@ -145,7 +150,7 @@ class HeadMap(Result):
 def classify_heads(
     model: "HookedModel | WeightSource | str | Path",
     *,
-    relations: str | Path | Sequence[Relation] | None = None,
+    relations: Relations = None,
     rule: str = "controlled",
     k: int | None = None,
     threshold: float = 0.15,
@@ -162,7 +167,8 @@ def classify_heads(
     Args:
         model: a loaded model; or a checkpoint folder or hub name, then read straight from safetensors with one layer in
             memory at a time.
-        relations: a folder or file of relations, or relations; by default the suite that comes with headwater.
+        relations: a folder or file of relations, relations, or names of relations of the suite that comes with
+            headwater; by default the whole suite.
         rule: "controlled" (score, null model and copying control) or "published" (score alone).
         k: how many of the largest logits count as a hit; by default 1 for copying relations and 10 for others, on
             Llama 3 vocabularies 3 and 25.
@@ -185,12 +191,16 @@ def classify_heads(
         RunFolderError: `out` holds another run.
     """
     _check_options(rule, k, threshold, embedding)
-    given = load_relations(relations) if relations is None or isinstance(relations, str | Path) else tuple(relations)
+    given = load_relations(relations)
     weights = _open(model, device)
+    if k is not None and k >= weights.shape.d_vocab:
+        raise InputError(
+            f"k={k}: every token would be a hit; the vocabulary of {weights.name} has {weights.shape.d_vocab:,}."
+        )
     tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token)
     ks = [k or published_k(relation, weights.shape) for relation in given]
     options = {
-        "relations": _digest(given),
+        "relations": digest(given),
         "rule": rule,
         "k": k,
         "threshold": threshold,
@@ -202,7 +212,8 @@ def classify_heads(
     usable = [(relation, k) for relation, k in zip(tokenized, ks, strict=True) if relation.usable]
     if not usable:
         raise _nothing_usable(tokenized, weights.name)
-    folder = RunFolder(out, _record(weights, options)) if out is not None else None
+    run = RunRecord.of("classify_heads", weights, options)
+    folder = RunFolder(out, run) if out is not None else None
     if folder and folder.finished:
         return HeadMap.load(folder.path)
     bar = tqdm(range(weights.shape.n_layers), desc="Scoring heads", unit="layer", disable=not progress)
@@ -211,13 +222,12 @@ def classify_heads(
             weights, read_layer, suite_pairs(*zip(*usable, strict=True)), rule == "controlled", options
         )
         layers = list(run_pieces(folder, ((f"layer_{layer:03d}", partial(scorer, layer)) for layer in bar)))
-    table = _table(layers, [relation for relation, _ in usable])
+    table = score_table(layers, [relation for relation, _ in usable])
     table = table.assign(**apply_rule(table, rule, threshold))
     categories = head_categories(table)
     if attention:
         categories = categories.merge(attention_classes(_hooked(model)), on=["layer", "head"])
-    run = folder.run if folder else _record(weights, options)
-    result = HeadMap(table, categories, _coverage(tokenized, ks), run)
+    result = HeadMap(table, categories, relation_table(tokenized, ks), folder.run if folder else run)
     if folder:
         folder.finish(result)
     return result
@@ -294,14 +304,6 @@ class LayerScorer:
         return x
 
 
-def _record(weights: WeightSource, options: dict[str, Any]) -> RunRecord:
-    return RunRecord.of(
-        "classify_heads",
-        weights,
-        options,
-    )
-
-
 def _open(model: Any, device: str | torch.device | None = None) -> WeightSource:
     if isinstance(model, str | Path):
         return open_weights(model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -317,9 +319,9 @@ def _hooked(model: Any) -> HookedModel:
 
 def _check_options(rule: str, k: int | None, threshold: float, embedding: str | None) -> None:
     check_rule(rule)
-    if k is not None and k < 1:
+    if k is not None and not (isinstance(k, int) and k >= 1):
         raise InputError(f"k={k}: it is the number of largest logits that count as a hit, at least 1.")
-    if not 0 < threshold <= 1:
+    if not (isinstance(threshold, float | int) and 0 < threshold <= 1):
         raise InputError(f"threshold={threshold}: it is a share of pairs, above 0 and at most 1 (published: 0.15).")
     if embedding is not None and embedding not in EMBEDDINGS:
         raise InputError(f"The embedding {embedding!r} does not exist.{did_you_mean(embedding, EMBEDDINGS)}")
@@ -334,61 +336,3 @@ def _nothing_usable(relations: Sequence[TokenRelation], model: str) -> InputErro
         f"{model}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). Use relations "
         'between words of its vocabulary, or multi_token="first".'
     )
-
-
-def _digest(relations: Sequence[Relation]) -> str:
-    """A hash of the relations: what tells two suites apart in a run record."""
-    content = [[relation.name, relation.category, relation.pairs] for relation in relations]
-    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
-
-
-def _coverage(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:
-    rows = []
-    for tokens, k in zip(relations, ks, strict=True):
-        relation, kept = tokens.relation, len(tokens.targets)
-        note = (
-            "" if tokens.usable else f"left out: {kept} of {len(relation.pairs)} pairs survive, {MIN_PAIRS} are needed"
-        )
-        rows.append((relation.name, relation.category, len(relation.pairs), kept, tokens.usable, k, note))
-    return pd.DataFrame(rows, columns=["relation", "category", "pairs", "kept", "used", "k", "note"])
-
-
-def _table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[TokenRelation]) -> pd.DataFrame:
-    """Put the layers' scores into one table, and add what follows from them: intervals, p-values, q-values."""
-    scores = {name: torch.stack([layer[name] for layer in layers]).numpy() for name in layers[0]}
-    shape = scores["score"].shape
-    layer, head, relation = (index.ravel() for index in np.indices(shape))
-    pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
-    expected, p, q = _null(scores, pairs)
-    low, high = wilson_interval(np.rint(scores["score"] * pairs), pairs)
-    columns = {
-        "layer": layer,
-        "head": head,
-        "relation": np.array([tokens.relation.name for tokens in relations], dtype=object)[relation],
-        "category": np.array([tokens.relation.category for tokens in relations], dtype=object)[relation],
-        "score": scores["score"],
-        "suppression": scores["suppression"],
-        "expected": expected[0],
-        "p_value": p[0],
-        "q_value": q[0],
-        "pairs": pairs.astype(int)[relation],
-        "low": low,
-        "high": high,
-        "beyond_copying": scores["beyond_copying"],
-        "suppression_expected": expected[1],
-        "suppression_p_value": p[1],
-        "suppression_q_value": q[1],
-        "suppression_beyond_copying": scores["suppression_beyond_copying"],
-    }
-    return pd.DataFrame({name: np.ravel(column) for name, column in columns.items()})
-
-
-def _null(scores: Mapping[str, Numbers], pairs: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation]."""
-    observed = np.stack([scores["score"], scores["suppression"]])
-    if "moments" not in scores:
-        unknown = np.full_like(observed, np.nan)
-        return unknown, unknown, unknown
-    moments = np.stack([scores["moments"], scores["suppression_moments"]])
-    p = permutation_p_values(np.rint(observed * pairs), moments)
-    return moments[..., 0] / pairs, p, q_values(p)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, ModelError
 from headwater.heads.classify import HeadMap
-from headwater.heads.relations import Relation, TokenRelation, load_relations, tokenize_relations
+from headwater.heads.relations import Relations, TokenRelation, load_relations, tokenize_relations
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, token_span
 
@@ -38,9 +37,7 @@ class TaskPrompts:
     """A target of another item that is not accepted here: what the logit difference is taken against."""
 
 
-def relations_of(
-    model: HookedModel, head_map: HeadMap, relations: str | Path | Sequence[Relation] | None
-) -> dict[str, tuple[TokenRelation, int]]:
+def relations_of(model: HookedModel, head_map: HeadMap, relations: Relations) -> dict[str, tuple[TokenRelation, int]]:
     """Return the relations a head map was scored on, by name, as tokens, and each one's k.
 
     Only items of single tokens are taken, also where the map took the first token of longer words.
@@ -56,9 +53,9 @@ def relations_of(
     """
     if model.fingerprint != head_map.run.fingerprint:
         raise ModelError(f"{model.name} does not have the weights of this head map ({head_map.run.model}).")
-    suite = load_relations(relations) if relations is None or isinstance(relations, str | Path) else relations
-    found = {tokens.relation.name: tokens for tokens in tokenize_relations(suite, model.tokenizer)}
     used = head_map.relations[head_map.relations["used"]]
+    wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
+    found = {tokens.relation.name: tokens for tokens in tokenize_relations(wanted, model.tokenizer)}
     lacking = [name for name in used["relation"] if name not in found or not found[name].targets]
     if lacking:
         raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
@@ -74,15 +71,17 @@ def source_prompts(model: HookedModel, tokens: TokenRelation, templates: Sequenc
         templates: texts with one `{source}`.
 
     Raises:
-        InputError: a template lacks `{source}`, or in no prompt the source is its own token.
+        InputError: there is no template, one lacks `{source}`, or in none of its prompts the source is one token.
     """
+    if not templates:
+        raise InputError("No templates were given: sentences with {source} in them.")
     for template in templates:
         _check_template(template)
     words = _words(model, tokens.source.tolist())
     texts, rows, source, items, places = [], [], [], [], []
     for place, template in enumerate(templates):
         start = template.index("{source}")
-        texts += [(place, item, start, template.format(source=word), len(word)) for item, word in enumerate(words)]
+        texts += [(place, item, start, _filled(template, word), len(word)) for item, word in enumerate(words)]
     batch = model.tokenize([text for _, _, _, text, _ in texts])
     if batch.offsets is None:
         raise InputError(f"The tokenizer of {model.name} gives no character offsets; load its fast version.")
@@ -93,8 +92,10 @@ def source_prompts(model: HookedModel, tokens: TokenRelation, templates: Sequenc
             source.append(span[0])
             items.append(item)
             places.append(place)
-    if not rows:
-        raise InputError(f"In no prompt of {tokens.relation.name} is the source one token; give other templates.")
+    if lacking := [template for place, template in enumerate(templates) if place not in places]:
+        raise InputError(
+            f"In no prompt of {lacking[0]!r} is the source one token of {tokens.relation.name}: put a space before it."
+        )
     kept = Batch(batch.tokens[rows], batch.mask[rows])
     return SourcePrompts(kept, torch.tensor(source), torch.tensor(items), torch.tensor(places))
 
@@ -123,14 +124,18 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
             raise InputError(f"Every item of {tokens.relation.name} accepts the same targets: nothing to tell apart.")
         others = [other for other in range(len(sources)) if other != item]
         shown = generator.choice(others, size=min(shots, len(others)), replace=False)
-        examples = [f"{template.format(source=sources[other])} {targets[other]}\n" for other in shown]
-        texts.append("".join(examples) + template.format(source=source))
+        examples = [f"{_filled(template, sources[other])} {targets[other]}\n" for other in shown]
+        texts.append("".join(examples) + _filled(template, source))
         foils.append(int(generator.choice(wrong)))
     return TaskPrompts(model.tokenize(texts), tokens.targets, torch.tensor(foils))
 
 
 def _words(model: HookedModel, tokens: Sequence[int]) -> list[str]:
     return [text.strip() for text in model.token_strings(tokens)]
+
+
+def _filled(template: str, source: str) -> str:
+    return template.replace("{source}", source)
 
 
 def _check_template(template: str) -> None:

@@ -12,6 +12,7 @@ Words are written without the leading space that they get before they are tokeni
 when its source is exactly one token and at least one of its targets is; a relation is used when at least 30 survive.
 """
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 import torch
@@ -50,12 +51,22 @@ Pair = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, repr=False)
 class Relation:
-    """Pairs of a source word and its accepted targets."""
+    """Pairs of a source word and its accepted targets, one target or several: `("France", "Paris")`.
+
+    Raises:
+        InputError: the category does not exist, or a pair is not one of words.
+    """
 
     name: str
     category: str | None
     pairs: tuple[Pair, ...]
     provenance: str = ""
+
+    def __post_init__(self) -> None:
+        if self.category is not None and self.category not in CATEGORIES:
+            hint = did_you_mean(str(self.category), CATEGORIES)
+            raise InputError(f"Relation {self.name!r}: {self.category!r} is not a category.{hint}")
+        object.__setattr__(self, "pairs", checked_pairs(self.name, self.pairs))
 
     @property
     def is_copying(self) -> bool:
@@ -65,6 +76,33 @@ class Relation:
     def __repr__(self) -> str:
         source, targets = self.pairs[0] if self.pairs else ("", ())
         return f"Relation({self.name}: {len(self.pairs):,} pairs, {source} → {' | '.join(targets)}, ...)"
+
+
+def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
+    """Return the pairs of a relation, each with a tuple of targets, which may be given as one word.
+
+    Raises:
+        InputError: a pair is not one of words, or has spaces around them.
+    """
+    checked = []
+    for pair in pairs:
+        try:
+            source, targets = pair
+            accepted = (targets,) if isinstance(targets, str) else tuple(targets)
+            are_words = bool(accepted) and all(word and word == word.strip() for word in (source, *accepted))
+        except (TypeError, ValueError, AttributeError):
+            are_words = False
+        if not are_words:
+            raise InputError(
+                f"Relation {name!r}: {pair!r} is no pair (source, target) or (source, targets) of words without spaces "
+                "around them."
+            )
+        checked.append((source, accepted))
+    return tuple(checked)
+
+
+Relations: TypeAlias = str | Path | Relation | Sequence[str | Path | Relation] | None
+"""What stands for relations; see `load_relations`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,32 +122,27 @@ class TokenRelation:
         return len(self.targets) >= MIN_PAIRS
 
 
-def load_relations(folder: str | Path | None = None) -> tuple[Relation, ...]:
-    """Read every relation of a folder, in the order of their names.
+def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
+    """Return relations: those of a folder in the order of their names, or what else stands for relations.
 
     Args:
-        folder: one file per relation, as the module describes; a single such file; None is the suite that comes with
-            headwater.
+        relations: a folder with a file per relation, as the module describes; one such file; the name of a relation of
+            the suite that comes with headwater; a relation; or several of these. None is the whole suite.
 
     Raises:
-        InputError: nothing there, or a file that breaks the format; the message names file, line and field.
+        InputError: nothing there, a name twice, or a file that breaks the format; the message names file, line, field.
     """
-    path = Path(folder) if folder is not None else Path(str(files("headwater.heads") / "suite"))
-    if not path.exists():
-        raise InputError(f"The relations folder {path} does not exist.")
-    if path.is_file():
-        return (_read_relation(path, {}),)
-    categories = _read_categories(path / "categories.json")
-    found = sorted(_relation_files(path), key=lambda file: file.stem)
-    if not found:
-        raise InputError(f"{path} holds no relation: expected NAME/NAME.json or NAME.json files there.")
-    relations = tuple(_read_relation(file, categories) for file in found)
-    for name, times in Counter(relation.name for relation in relations).items():
+    if isinstance(relations, Relation):
+        return (relations,)
+    if relations is None or isinstance(relations, str | Path):
+        found, where = _read_relations(Path(relations) if relations is not None else _suite()), relations
+    else:
+        found, where = tuple(one for part in relations for one in load_relations(part)), None
+    for name, times in Counter(relation.name for relation in found).items():
         if times > 1:
-            raise InputError(
-                f"{path} holds {times} relations named {name!r}: a name may come once. Rename or remove one."
-            )
-    return relations
+            held = f"{where} holds {times} relations" if where else f"{times} relations are"
+            raise InputError(f"{held} named {name!r}: a name may come once. Rename or remove one.")
+    return found
 
 
 def tokenize_relations(
@@ -148,6 +181,12 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
 
 
+def digest(relations: Sequence[Relation]) -> str:
+    """Return a hash of relations: what tells two suites apart in a run record."""
+    content = [[relation.name, relation.category, relation.pairs] for relation in relations]
+    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
 def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], multi_token: str | None) -> TokenRelation:
     def usable(word: str) -> bool:
         return len(tokens[word]) == 1 or (multi_token == "first" and len(tokens[word]) > 0)
@@ -164,6 +203,30 @@ def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], multi_tok
             dropped.append((source, " | ".join(accepted), reason))
     table = pd.DataFrame(dropped, columns=["source", "target", "reason"])
     return TokenRelation(relation, torch.tensor(sources, dtype=torch.int64), tuple(targets), table)
+
+
+def _suite() -> Path:
+    return Path(str(files("headwater.heads") / "suite"))
+
+
+def _read_relations(path: Path) -> tuple[Relation, ...]:
+    """Read a folder or file; a path that is not there may be the name of a relation of the suite."""
+    if not path.exists():
+        own = {file.stem: file for file in _suite().glob("*.json")}
+        if str(path) not in own:
+            hint = did_you_mean(str(path), own)
+            raise InputError(
+                f"The relations folder {path} does not exist, and headwater has no relation of that name."
+                + (hint if hint.startswith(" Did") else "")
+            )
+        path = own[str(path)]
+    if path.is_file():
+        return (_read_relation(path, {}),)
+    categories = _read_categories(path / "categories.json")
+    found = sorted(_relation_files(path), key=lambda file: file.stem)
+    if not found:
+        raise InputError(f"{path} holds no relation: expected NAME/NAME.json or NAME.json files there.")
+    return tuple(_read_relation(file, categories) for file in found)
 
 
 def _relation_files(folder: Path) -> Iterator[Path]:

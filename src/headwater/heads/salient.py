@@ -43,9 +43,11 @@ def salient_operations(
         `target, target_id`, `logit`.
 
     Raises:
-        InputError: the head does not exist.
+        InputError: the head does not exist, or less than one token is asked for.
     """
     shape = weights.shape
+    if sources < 1 or targets < 1:
+        raise InputError(f"sources={sources}, targets={targets}: how many tokens to list, each at least 1.")
     if not (0 <= layer < shape.n_layers and 0 <= head < shape.n_heads):
         raise InputError(
             f"Head {head} of layer {layer} was asked for; {weights.name} has {shape.n_layers} layers of "

@@ -110,15 +110,15 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null: bool) -> LayerScores:
 
 def _shares(suite: SuitePairs, hits: Bool[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
     """The share of each relation's items with a hit among their pairs."""
-    items = _any_accepted(hits, suite.pair_item, len(suite.item_source))
+    items = any_accepted(hits, suite.pair_item, len(suite.item_source))
     counts = torch.zeros(len(hits), len(suite.k), dtype=torch.float64, device=hits.device)
     return (counts.index_add_(1, suite.item_relation, items.double()) / suite.items).cpu()
 
 
-def _any_accepted(
+def any_accepted(
     hits: Bool[Tensor, "*rows pair"], item: Int[Tensor, "pair"], n_items: int
 ) -> Bool[Tensor, "*rows item"]:
-    """Whether any pair of each item hits."""
+    """Say of each item whether any of its pairs hits; `item` is the item of each pair."""
     if len(item) == n_items:
         return hits
     counts = torch.zeros(*hits.shape[:-1], n_items, dtype=torch.uint8, device=hits.device)
@@ -148,5 +148,5 @@ def _null_moments(
         items = suite.item_relation == relation
         pair_item = suite.pair_item[items[suite.pair_item]]
         for found, sign in zip(moments, signs, strict=True):
-            found.append(permutation_moments(_any_accepted(sign, pair_item - pair_item[0], int(items.sum()))).cpu())
+            found.append(permutation_moments(any_accepted(sign, pair_item - pair_item[0], int(items.sum()))).cpu())
     return torch.stack(moments[0], dim=1), torch.stack(moments[1], dim=1)

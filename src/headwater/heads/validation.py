@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.stats import norm
 from torch import Tensor
@@ -31,7 +30,10 @@ from tqdm.auto import tqdm
 
 from headwater.heads.classify import HeadMap
 from headwater.heads.prompts import SourcePrompts, relations_of, source_prompts
-from headwater.heads.relations import Relation, TokenRelation
+from headwater.heads.relations import Relations, TokenRelation
+from headwater.heads.scores import any_accepted
+from headwater.kernels import ov_blocked
+from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.hooked import HookedModel
 from headwater.models.weights import open_weights
 from headwater.records import RunRecord
@@ -47,8 +49,6 @@ TEMPLATES = (
     "A few words about {source}:",
 )
 CONTEXTS = ("with_context", "without_context")
-TIE = 2.0**-18
-"""Float32 rounding of a projected logit, relative to the product of the norms of its factors."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +78,7 @@ def dynamic_scores(
     model: HookedModel,
     head_map: HeadMap,
     *,
-    relations: str | Path | Sequence[Relation] | None = None,
+    relations: Relations = None,
     templates: Sequence[str] = TEMPLATES,
     batch_size: int = 64,
     progress: bool = True,
@@ -89,7 +89,7 @@ def dynamic_scores(
         model: the model that was classified.
         head_map: its static scores; relations and k are taken from there.
         relations: what `classify_heads` was given, if it was given relations.
-        templates: sentences with one `{source}`, at least a word after it.
+        templates: sentences with one `{source}`, behind a space.
         batch_size: sentences in a run.
         progress: show a bar.
 
@@ -97,16 +97,18 @@ def dynamic_scores(
         ModelError: the map is of another model.
         InputError: a relation of the map is not among `relations`, or a template cannot be used.
     """
+    templates = [templates] if isinstance(templates, str) else list(templates)
     known = relations_of(model, head_map, relations)
     weights = open_weights(model)
     W_U, pieces = weights.unembedding(), []
+    longest = longest_column(W_U)
     with torch.inference_mode():
         for tokens, k in tqdm(known.values(), desc="Dynamic scores", unit="relation", disable=not progress):
             prompts = source_prompts(model, tokens, templates)
             values = last_values(model, prompts, batch_size)
             scores = torch.stack(
                 [
-                    score_layer(values[:, layer].to(W_U.device), weights.ov(layer).W_O, W_U, prompts, tokens, k)
+                    score_outputs(values[:, layer], weights.ov(layer).W_O, W_U, longest, prompts, tokens, k)
                     for layer in range(model.shape.n_layers)
                 ],
                 dim=2,
@@ -118,7 +120,7 @@ def dynamic_scores(
     run = RunRecord.of(
         "dynamic_scores",
         model,
-        options={"templates": list(templates), "head_map": head_map.run.options},
+        options={"templates": templates, "head_map": head_map.run.options},
     )
     return DynamicScores(table, correlate(table), run)
 
@@ -148,50 +150,34 @@ def last_values(
     return values
 
 
-def score_layer(
+def score_outputs(
     values: Float[Tensor, "context row head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
     W_U: Float[Tensor, "d_model d_vocab"],
+    longest: float,
     prompts: SourcePrompts,
     tokens: TokenRelation,
     k: int,
 ) -> Float[Tensor, "context sign template head"]:
-    """Return the share of items whose target is among the k largest (and k smallest) of z W_O W_U, head by head."""
-    widest = max(len(accepted) for accepted in tokens.targets)
-    padded = torch.tensor([(*accepted, *[accepted[0]] * (widest - len(accepted))) for accepted in tokens.targets])
-    targets = padded[prompts.item].to(W_U.device)
+    """Return the share of items with a target among the k largest (k smallest) of z W_O W_U, for one layer's heads.
+
+    It is the static score's count (`kernels.ov`) with z in place of x W_V: x holds z, and W_V is the identity.
+    """
+    n_rows, d_head = values.shape[1], values.shape[-1]
+    accepted = [tokens.targets[item] for item in prompts.item.tolist()]
+    pair_row = torch.arange(n_rows).repeat_interleave(torch.tensor([len(targets) for targets in accepted]))
+    rows = torch.cat([pair_row + context * n_rows for context in range(len(values))]).to(W_U.device)
+    targets = torch.tensor([target for row in accepted for target in row]).repeat(len(values)).to(W_U.device)
     in_template = torch.nn.functional.one_hot(prompts.template).double()
+    identity = torch.eye(len(W_U), d_head, device=W_U.device)[None]
     scores = []
-    for head, output in enumerate(W_O):
-        projection = output @ W_U
-        hits = torch.stack([projected_hits(z[:, head], projection, targets, k) for z in values])
+    for z, output in zip(values.to(W_U).flatten(0, 1).unbind(1), W_O, strict=True):
+        x = torch.nn.functional.pad(z, (0, len(W_U) - d_head))
+        maps = OVMaps(x, identity, output[None], W_U, longest)
+        signs = ov_blocked.topk_membership(maps, rows, targets, torch.full_like(targets, k))
+        hits = torch.stack([any_accepted(hit[0], rows, len(x)).unflatten(0, (len(values), n_rows)) for hit in signs], 1)
         scores.append(hits.cpu().double() @ in_template / in_template.sum(0))
     return torch.stack(scores, dim=-1).float()
-
-
-def projected_hits(
-    z: Float[Tensor, "row d_head"],
-    projection: Float[Tensor, "d_head d_vocab"],
-    targets: Int[Tensor, "row accepted"],
-    k: int,
-    entries: int = 2**24,
-) -> Bool[Tensor, "sign row"]:
-    """Say of each row whether an accepted target is among the k largest, and the k smallest, entries of z @ projection.
-
-    Entries that differ by rounding only are equal, and what equals the target does not stand before it, as in the
-    static score. At most `entries` of the projected rows are in memory at a time.
-    """
-    longest = torch.linalg.vector_norm(projection, dim=0).max()
-    rows = max(entries // projection.shape[1], 1)
-    found = []
-    for part, wanted in zip(z.split(rows), targets.split(rows), strict=True):
-        logits = part @ projection
-        tie = TIE * longest * torch.linalg.vector_norm(part, dim=1)[:, None]
-        own = logits.gather(1, wanted)
-        above = torch.stack([(logits > column[:, None] + tie).sum(1) < k for column in own.T])
-        below = torch.stack([(logits < column[:, None] - tie).sum(1) < k for column in own.T])
-        found.append(torch.stack([above.any(0), below.any(0)]))
-    return torch.cat(found, dim=1)
 
 
 def correlate(table: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
