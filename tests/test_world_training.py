@@ -56,8 +56,26 @@ def test_a_run_cut_short_goes_on_and_ends_with_the_same_weights(trained, tmp_pat
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "again", folder))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert not (tmp_path / "again" / training.CHECKPOINT).exists()
     assert resumed.losses == trained[1].losses
+
+
+def test_a_run_that_was_over_is_not_trained_again(trained, monkeypatch):
+    folder, run = trained
+    monkeypatch.setattr(training, "_step_loss", lambda *arguments: pytest.fail("trained again"))
+    again = training.train(TINY, folder, progress=False)
+    assert (again.losses, again.seconds) == (run.losses, run.seconds)
+    assert embedded_folder(folder) == folder
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / training.CHECKPOINT).write_bytes(b"no checkpoint")
+    with pytest.raises(RunFolderError, match="delete it to train from the start"):
+        training.train(TINY, tmp_path, progress=False)
+
+
+def test_the_command_names_the_folder_that_no_training_wrote(tmp_path):
+    with pytest.raises(ModelError, match=r"no world.json with a recipe.*headwater.world train"):
+        training.recipe_of(tmp_path)
 
 
 def test_an_unfinished_run_of_another_recipe_is_refused_by_name(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ from headwater.world.card import measure_run, write_card
 from headwater.world.corpus import Corpus
 from headwater.world.questions import depth_graph, membership_rows, question_rows
 from headwater.world.recipe import Recipe
-from headwater.world.train import prepare, recipe_of, train
+from headwater.world.train import CHECKPOINT, prepare, recipe_of, train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="The embedded model and its world.")
 
@@ -26,16 +25,16 @@ Folder = Annotated[Path | None, typer.Option(help="The world's folder; default: 
 
 @app.command("train")
 def train_command(
-    seed: Annotated[int, typer.Option(help="Decides the world, the corpus and the weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides the world, the corpus and the weights.", min=0)] = 0,
     out: Folder = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
 ) -> None:
     """Train from scratch, or go on with the run that the folder holds; then measure it and write the card."""
-    folder, recipe, start = _world(out), Recipe(seed=seed), time.perf_counter()
+    folder, recipe = _world(out), Recipe(seed=seed)
     trained = train(recipe, folder / "model", device=device)
     about = {
         "recipe": vars(recipe),
-        "seconds": round(time.perf_counter() - start),
+        "seconds": round(trained.seconds),
         "threads": torch.get_num_threads(),
         "steps": trained.losses[-1][0],
         "loss": round(trained.losses[-1][1], 4),
@@ -46,6 +45,7 @@ def train_command(
     _write_world(folder, trained.corpus)
     _measure(folder, trained.corpus)
     write_card([read_json(folder / "card.json")], folder / "CARD.md")
+    (folder / "model" / CHECKPOINT).unlink(missing_ok=True)
 
 
 @app.command("card")
@@ -58,9 +58,10 @@ def card_command(
 ) -> None:
     """Write the card of a trained world, with other runs beside it."""
     folders = [_world(out), *(others or [])]
-    for folder in folders:
+    recipes = [recipe_of(folder / "model") for folder in folders]
+    for folder, recipe in zip(folders, recipes, strict=True):
         if again or "wrong" not in read_json(folder / "card.json"):
-            _measure(folder, prepare(recipe_of(folder / "model"))[0])
+            _measure(folder, prepare(recipe)[0])
     write_card([read_json(folder / "card.json") for folder in folders], folders[0] / "CARD.md")
 
 

@@ -4,12 +4,14 @@
 2. Llama architecture with grouped key–value heads; AdamW, linear warm-up, then a linear fall to zero.
 3. The loss is the cross-entropy at every answer token and at a random share of the other tokens.
 4. Every `checkpoint_every` steps weights, optimizer and step are written to `checkpoint.pt`; a run that was cut short
-   goes on from there and ends with the same weights.
+   goes on from there and ends with the same weights. The file stays until whoever trains takes it away.
 5. Weights are shipped in float16.
 """
 
 import dataclasses
 import hashlib
+import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headwater.errors import RunFolderError
+from headwater.errors import ModelError, RunFolderError
 from headwater.heads.relations import load_relations
+from headwater.kernels.devices import usable_device
 from headwater.models.embedded import MANIFEST, VERSION
 from headwater.storage import read_json, write_atomically, write_json
 from headwater.world.corpus import Corpus, Rows, build_corpus, pack_rows
@@ -41,6 +44,8 @@ class Trained:
     corpus: Corpus
     losses: tuple[tuple[int, float], ...]
     """(step, mean loss since the last entry)."""
+    seconds: float
+    """How long the steps took, before and after any interruption."""
 
 
 def prepare(recipe: Recipe) -> tuple[Corpus, PreTrainedTokenizerFast]:
@@ -60,16 +65,17 @@ def train(recipe: Recipe, out: Path, *, device: str = "cpu", progress: bool = Tr
         progress: show a bar.
 
     Raises:
-        RunFolderError: `out` holds a run of another recipe.
+        RunFolderError: `out` holds a run of another recipe, or its checkpoint cannot be read.
+        InputError: there is no such device.
     """
+    usable_device(device)
     out.mkdir(parents=True, exist_ok=True)
     corpus, tokenizer = prepare(recipe)
     rows = pack_rows(corpus, tokenizer, recipe)
     model = build_model(recipe, len(tokenizer)).to(device)
-    losses = _fit(model, rows, recipe, out / CHECKPOINT, device, progress)
+    losses, seconds = _fit(model, rows, recipe, out / CHECKPOINT, device, progress)
     save(model, tokenizer, recipe, out)
-    (out / CHECKPOINT).unlink(missing_ok=True)
-    return Trained(model.float().eval(), tokenizer, corpus, losses)
+    return Trained(model.float().eval(), tokenizer, corpus, losses, seconds)
 
 
 def build_model(recipe: Recipe, d_vocab: int) -> LlamaForCausalLM:
@@ -115,17 +121,28 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Re
 
 
 def recipe_of(folder: Path) -> Recipe:
-    """Return the recipe that a trained checkpoint folder was made by."""
-    return Recipe(**read_json(folder / MANIFEST)["recipe"])
+    """Return the recipe that a trained checkpoint folder was made by.
+
+    Raises:
+        ModelError: no training wrote this folder.
+    """
+    try:
+        return Recipe(**read_json(folder / MANIFEST)["recipe"])
+    except (KeyError, TypeError, RunFolderError):
+        raise ModelError(
+            f"{folder} has no {MANIFEST} with a recipe: give a folder that `python -m headwater.world train` wrote."
+        ) from None
 
 
 def _fit(
     model: LlamaForCausalLM, rows: Rows, recipe: Recipe, checkpoint: Path, device: str, progress: bool
-) -> tuple[tuple[int, float], ...]:
+) -> tuple[tuple[tuple[int, float], ...], float]:
+    """Return the losses and the seconds that all steps took."""
     steps = len(rows.tokens) // recipe.rows_per_step
     optimizer = _optimizer(model, recipe, device)
     state = _resume(checkpoint, recipe, model, optimizer)
     losses: list[tuple[int, float]] = state["losses"]
+    start = time.perf_counter() - state["seconds"]
     total, model_steps = torch.zeros((), device=device), 0
     model.train()
     bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, unit="step", disable=not progress)
@@ -142,8 +159,9 @@ def _fit(
             losses.append((step + 1, float(total) / model_steps))
             bar.set_postfix(loss=f"{losses[-1][1]:.3f}")
             total, model_steps = torch.zeros((), device=device), 0
-            _write_checkpoint(checkpoint, recipe, model, optimizer, step + 1, losses)
-    return tuple(losses)
+            state = {"step": step + 1, "losses": losses, "seconds": time.perf_counter() - start}
+            _write_checkpoint(checkpoint, recipe, model, optimizer, state)
+    return tuple(losses), state["seconds"]
 
 
 def _optimizer(model: LlamaForCausalLM, recipe: Recipe, device: str) -> torch.optim.Optimizer:
@@ -209,29 +227,30 @@ def _write_checkpoint(
     recipe: Recipe,
     model: LlamaForCausalLM,
     optimizer: torch.optim.Optimizer,
-    step: int,
-    losses: list[tuple[int, float]],
+    state: dict[str, Any],
 ) -> None:
-    state = {
-        "recipe": dataclasses.asdict(recipe),
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "step": step,
-        "losses": losses,
-    }
-    write_atomically(file, lambda temporary: torch.save(state, temporary))
+    """Write how far the run is (step, losses, seconds) with what the next step needs."""
+    weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    whole = {"recipe": dataclasses.asdict(recipe), **weights, **state}
+    write_atomically(file, lambda temporary: torch.save(whole, temporary))
 
 
 def _resume(file: Path, recipe: Recipe, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Put a checkpoint's weights and optimizer back, where there is one, and return how far its run is."""
     if not file.exists():
-        return {"step": 0, "losses": []}
-    state = torch.load(file, map_location="cpu", weights_only=True)
-    if state["recipe"] != dataclasses.asdict(recipe):
-        differs = [key for key, value in dataclasses.asdict(recipe).items() if state["recipe"].get(key) != value]
+        return {"step": 0, "losses": [], "seconds": 0.0}
+    try:
+        whole = torch.load(file, map_location="cpu", weights_only=True)
+        state = {name: whole[name] for name in ("step", "losses", "seconds")}
+        theirs = whole["recipe"]
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError):
+        raise RunFolderError(f"{file} is damaged, or of another version: delete it to train from the start.") from None
+    differs = [key for key, value in dataclasses.asdict(recipe).items() if theirs.get(key) != value]
+    if differs:
         raise RunFolderError(
             f"{file.parent} holds an unfinished training of another recipe ({', '.join(differs)} differ). "
             "Choose another folder with --out, or delete this one."
         )
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return {"step": state["step"], "losses": [tuple(entry) for entry in state["losses"]]}
+    model.load_state_dict(whole["model"])
+    optimizer.load_state_dict(whole["optimizer"])
+    return state
