@@ -189,6 +189,12 @@ def test_no_command_at_all_shows_the_commands(run):
     assert all(command in printed for command in ("heads", "patch", "score", "demo"))
 
 
+def test_a_group_of_commands_alone_shows_them(run):
+    code, printed, error = run("reproduce")
+    assert (code, error) == (0, "")
+    assert "maps" in printed
+
+
 def test_help_comes_without_loading_torch():
     code = (
         "import sys, headwater.cli as cli\n"

@@ -46,6 +46,8 @@ def main() -> None:
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "headwater"
         asked = error.format_message().replace("Value error, ", "").rstrip(".")
+        if not asked:  # a group without a command has shown its help
+            sys.exit(0)
         _fail(f"{asked}{'' if asked.endswith('?') else '.'} Help: {command} --help", CANNOT_BE_USED)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from headwater.errors import InputError
 
+GIVE = "Give cpu, cuda, or cuda:1."
+
 
 def usable_device(device: str | torch.device) -> torch.device:
     """The device that is meant.
@@ -20,10 +22,13 @@ def usable_device(device: str | torch.device) -> torch.device:
     """
     try:
         meant = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"device={str(device)!r} cannot be used: torch knows none of this name. {GIVE}") from None
+    try:
         torch.empty(0, device=meant)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).split("\n", 1)[0].rstrip(".")
-        raise InputError(f"device={str(device)!r} cannot be used: {reason}. Give cpu, cuda, or cuda:1.") from None
+        raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     return meant
 
 
