@@ -15,6 +15,7 @@ RANK = {
     "storage": 1,
     "shards": 1,
     "texts": 1,
+    "options": 1,
     "rows": 2,
     "models": 2,
     "records": 2,
