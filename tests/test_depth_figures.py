@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import headwater as hw
 from headwater.errors import InputError
@@ -130,6 +131,23 @@ def test_curves_by_layer_have_the_sign_of_the_figure(rng):
         depth_profiles([profile], ["a", "b"])
 
 
+@pytest.mark.parametrize("layers", [(2,), (0, 3, 7), range(80)])
+def test_legends_lie_between_the_title_and_the_plot(rng, layers):
+    profile = made_up(rng, layers=layers)
+    curves, gaps = layer_curves(profile), profile.plot().axes[1]
+    for ax in (curves, gaps):
+        ax.figure.draw_without_rendering()
+        legend = ax.get_legend().get_window_extent()
+        assert legend.y0 >= ax.get_window_extent().y1
+    legend = curves.get_legend().get_window_extent()
+    title = next(text for text in curves.texts + curves.findobj(Text) if text.get_text() == "tiny: Min-K% by layer")
+    assert title.get_window_extent().y0 >= legend.y1 - 3
+    assert len({line.get_marker() for line in curves.lines}) == 3
+    low, high = curves.get_xlim()
+    ticks = [text.get_text() for text in curves.get_xticklabels() if low <= text.get_position()[0] <= high]
+    assert ticks == ["2"] or len(layers) > 1
+
+
 def test_the_heat_map_frames_the_lowest_tokens_and_breaks_long_texts(rng):
     profile = made_up(rng, token=" twelve chars")
     figure = token_heat_map(profile, ["0_d3_n0", "1_d1_n2"])
@@ -139,6 +157,9 @@ def test_the_heat_map_frames_the_lowest_tokens_and_breaks_long_texts(rng):
     text = [text for text in token_heat_map(profile, ["0_d3_n0"]).axes[0].texts if text.get_text().startswith("y")]
     assert len({round(one.get_position()[1], 3) for one in text}) == 5
     assert all(one.get_position()[0] <= WIDTH for one in text)
+    profile.tokens.loc[profile.tokens["id"] == "0_d3_n0", "token"] = "中" * 30
+    boxes = [patch for patch in token_heat_map(profile, ["0_d3_n0"]).axes[0].patches if patch.get_fill()]
+    assert [round(box.get_width(), 1) for box in boxes] == [59.9] * 5
     with pytest.raises(InputError, match=r"no node '0_d3_n1'. Did you mean '0_d"):
         token_heat_map(profile, ["0_d3_n1"])
 

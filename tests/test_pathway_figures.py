@@ -7,6 +7,7 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.figures.pathway_controls import LOOKS
 from headwater.figures.pathway_curves import COLORS
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.records import RunRecord
@@ -75,6 +76,18 @@ def test_the_published_form_has_solid_and_dashed_curves_in_their_colours_with_ba
         own = pathways.modes[(pathways.modes["dataset"] == "third") & (pathways.modes["mode"] == mode)]
         place = labels.index(mode)
         assert labels[place + 3] == f"third ({len(own) / 2:,.0f}, {len(own) / 2:,.0f})"
+
+
+def test_curves_differ_in_mark_or_dash_and_the_legend_lies_within_the_figure(pathways):
+    figure = hw.figures.delta_p([pathways])
+    looks = {(line.get_marker(), line.get_linestyle()) for line in lines_of(figure.axes[0])}
+    assert len(looks) == 8
+    assert len({(look["marker"], str(look["linestyle"])) for look in LOOKS.values()}) == len(LOOKS)
+    figure.draw_without_rendering()
+    legend = figure.subfigs[1].legends[0].get_window_extent()
+    assert legend.x0 >= 0
+    assert legend.x1 <= figure.bbox.x1
+    assert legend.y1 <= figure.axes[0].get_tightbbox().y0
 
 
 def test_one_model_is_drawn_on_axes_or_as_a_figure_with_any_split_and_value(pathways):

@@ -1,5 +1,6 @@
 """The saliency figure draws densities of what the table holds, one panel per model, readable without colour."""
 
+import io
 from dataclasses import replace
 
 import numpy as np
@@ -80,6 +81,7 @@ def test_kinds_of_edges_differ_in_dash_and_hatch_and_sets_in_colour():
     hatches = [area.get_hatch() for area in ax.collections]
     assert dashes == ["-", "--", "-", "--"]
     assert [bool(hatch) for hatch in hatches] == [False, True, False, True]
+    assert len({(line.get_linestyle(), line.get_marker()) for line in ax.lines}) == 4
     assert len({line.get_color() for line in ax.lines}) == 4
     assert len({tuple(area.get_facecolor()[0]) for area in ax.collections}) == 4
 
@@ -104,6 +106,23 @@ def test_everything_lies_within_the_figure():
             assert part.y0 >= whole.y0 - 1
         lowest = min(ax.get_tightbbox().y0 for ax in figure.axes)
         assert figure.legends[0].get_window_extent().y1 <= lowest + 1
+
+
+def test_the_ticks_of_a_density_are_those_of_the_axis_below_it():
+    ax = hw.figures.saliency([made(scale=1e-6)]).axes[0]
+    ax.figure.draw_without_rendering()
+    shown = [(float(text.get_text().replace("−", "-")), text.get_position()) for text in ax.get_xticklabels()]
+    unit = max(place[0] / value for value, place in shown if value)
+    assert unit == pytest.approx(10.0 ** round(np.log10(unit)))
+    for text in ax.get_yticklabels():
+        assert float(text.get_text()) == pytest.approx(text.get_position()[1] * unit, rel=0.01)
+
+
+def test_names_in_any_script_and_with_dollars_are_drawn():
+    figure = hw.figures.saliency([made(("costs $5", "数据集"))])
+    figure.savefig(io.BytesIO(), format="png")  # warnings are errors
+    assert texts(figure)[0] == r"costs \$5, $E_Q$→$E_A$ (n = 60)"
+    assert texts(figure)[1].endswith(", E_Q→E_A (n = 60)")
 
 
 def test_edges_that_were_not_measured_are_left_out_and_an_unmeasured_run_is_refused():

@@ -1,5 +1,7 @@
 """The sweep's figure shows what the table holds: a scale centred at 0, tokens as labels, nothing invented."""
 
+import itertools
+
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
@@ -95,6 +97,46 @@ def test_layers_that_cannot_see_the_edges_are_gaps_in_the_curve():
     assert np.isnan(ax.lines[-1].get_ydata()).tolist() == [False, False, True, False]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["edges not visible"]
     assert ax.get_ylabel() == "Effect on logit difference"
+
+
+@pytest.mark.parametrize("length", [5, 20, 60, 300, 1000])
+@pytest.mark.parametrize("axes", [("layer", "position"), ("position",)])
+def test_labels_of_tokens_and_positions_never_touch(length, axes):
+    sweep = made(axes=("layer", "position"), sizes=(3, length))
+    table = sweep.table if len(axes) == 2 else sweep.table[sweep.table["layer"] == 0].drop(columns="layer")
+    ax = Sweep(table, RUN, (tuple(f" word{i}" for i in range(length)),)).plot()
+    ax.figure.draw_without_rendering()
+    labels = [label for label in ax.get_xticklabels() if label.get_text()]
+    places = np.array([ax.transData.transform((label.get_position()[0], 0))[0] for label in labels])
+    in_view = (places >= ax.bbox.x0 - 1) & (places <= ax.bbox.x1 + 1)
+    gaps = np.diff(places[in_view]) / ax.figure.dpi * 72
+    has_tokens = labels[0].get_text() == "word0"
+    assert has_tokens == (ax.get_xlabel() == "")
+    assert has_tokens or length > 10
+    if has_tokens:
+        assert len(labels) == length
+        assert gaps.min() >= 7  # slanted text of 7 points
+    else:
+        boxes = [label.get_window_extent() for label, is_shown in zip(labels, in_view, strict=True) if is_shown]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (80, 64)])
+def test_panels_side_by_side_keep_to_the_width_of_a_page(sizes):
+    figure = made(sites=("z", "q", "k", "v"), axes=("layer", "head"), sizes=sizes).plot()
+    width, height = figure.get_size_inches()
+    assert width <= 9.1
+    assert height <= 15
+
+
+def test_a_single_layer_has_a_single_tick_and_many_have_round_ones():
+    sweep = made(n_examples=2, sizes=(1, 5))
+    ax = Sweep(sweep.table[sweep.table["position"] == 1].drop(columns="position"), RUN, ()).plot()
+    ax.figure.draw_without_rendering()
+    low, high = ax.get_xlim()
+    assert [text.get_text() for text in ax.get_xticklabels() if low <= text.get_position()[0] <= high] == ["0"]
+    ax = made(sizes=(80, 3)).plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == [str(i) for i in range(0, 80, 5)]
 
 
 def test_a_callers_axes_and_settings_are_respected():

@@ -110,7 +110,7 @@ class _Tour:
         result = self.found[name]
         said = sentences(result)
         conclusion = [said.pop()] if step.concludes else []
-        lead, further = leading(said, getattr(result, "datasets", ()))
+        lead, further = leading(said, step.leads or [f"{name}:" for name in getattr(result, "datasets", ())])
         return Section(
             step.title,
             step.asks,
@@ -137,6 +137,8 @@ class _Step:
     companions: Sequence[tuple[str, Callable[[Any], Figure | Axes], str]] = ()
     """Further figures: file name, what draws it, caption."""
     table: Callable[[Any], pd.DataFrame] | None = None
+    leads: Sequence[str] = ()
+    """How the sentences begin that stand above the figure. Default: with each question set, or all of them."""
     concludes: bool = False
     """Whether the last sentence is the one to begin with."""
 
@@ -241,12 +243,12 @@ def _pathway_table(result: Any) -> pd.DataFrame:
         "examples": "answers",
         "best_layer": "l*",
         "auc": "AUC",
-        "auc_relation": "of relation",
-        "flip_rate": "flipped",
-        "flip_rate_random": "at random",
-        "delta_p.Q-anchored": "ΔP, Q-anchored",
-        "delta_p.A-anchored": "A-anchored",
-        "two_modes_survive": "two modes",
+        "auc_relation": "AUC of relation alone",
+        "flip_rate": "share that flips",
+        "flip_rate_random": "flips, random words",
+        "delta_p.Q-anchored": "ΔP, Q-anchored (points)",
+        "delta_p.A-anchored": "ΔP, A-anchored (points)",
+        "two_modes_survive": "two modes survive",
     }
     return rows[[name for name in names if name in rows]].rename(columns=names)
 
@@ -265,7 +267,7 @@ def _depth_table(result: Any) -> pd.DataFrame:
     import pandas as pd
 
     medians = result.summary()["median_min_k"]
-    return pd.DataFrame({"depth": list(medians), "median Min-K%": list(medians.values())})
+    return pd.DataFrame({"depth": list(medians), "median Min-K% (nats)": list(medians.values())})
 
 
 def _patching_table(result: Any) -> pd.DataFrame:
@@ -274,19 +276,13 @@ def _patching_table(result: Any) -> pd.DataFrame:
     return cells.loc[order].groupby("site", sort=False).head(4).drop(columns=["metric", "p_value"])
 
 
-def _by_layer(result: Any) -> Axes:
-    from headwater.figures.depth_profile import layer_curves
+def _figure(name: str, **options: Any) -> Callable[[Any], Figure | Axes]:
+    """Return what draws a companion."""
 
-    return layer_curves(result)
-
-
-def _figure(name: str, **options: Any) -> Callable[[Any], Figure]:
-    """Return what draws one of the companions of ΔP."""
-
-    def draw(result: Any) -> Figure:
+    def draw(result: Any) -> Figure | Axes:
         from headwater import figures
 
-        drawn: Figure = getattr(figures, name)([result] if name == "delta_p" else result, **options)
+        drawn: Figure | Axes = getattr(figures, name)([result] if name == "delta_p" else result, **options)
         return drawn
 
     return draw
@@ -370,9 +366,11 @@ STEPS = {
         "Memorization by question depth",
         "Questions of depth 2 and 3 join facts that questions of depth 1 ask for. Min-K% is the mean negative "
         "log-likelihood of the least likely tokens of the answer: higher is less likely seen.",
-        "Min-K% by depth, and the density of the score gap from depth 2 to 3 by quartile of Min-K%.",
+        "Min-K% by depth, and the density of the score gap from depth 2 to 3 where Min-K% is in its lowest quarter "
+        "(25%) and in its highest (75%).",
         _memorization,
-        companions=(("layers", _by_layer, "The same, read off every layer by the logit lens."),),
+        companions=(("layers", _figure("layer_curves"), "The same, read off every layer by the logit lens."),),
+        leads=("Min-K%, median", "The medians", "From depth 1 to 3", "Among answers", "The score gap", "Over all"),
         table=_depth_table,
     ),
     "patching": _Step(

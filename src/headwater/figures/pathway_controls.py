@@ -68,7 +68,7 @@ def flip_rates(pathways: Pathways) -> Figure:
             ax.set(title=_titled(pathways, name), xlabel="Layer")
             ax.set_ylim(bottom=0)
             whole_numbers(ax.xaxis)
-        _shared_label(axes, "Predictions that flip (%)")
+        shared_label(axes, "Predictions that flip (%)")
         _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*")
     return figure
 
@@ -121,10 +121,11 @@ def main_layer(pathways: Pathways, dataset: str) -> int:
     return int(chosen["layer"].mode().iloc[0])
 
 
-def _shared_label(axes: list[Axes], label: str) -> None:
+def shared_label(axes: list[Axes], text: str) -> None:
+    """Label the panels at the left."""
     for ax in axes:
         if ax.get_subplotspec().is_first_col():  # type: ignore[union-attr]
-            ax.set_ylabel(label)
+            ax.set_ylabel(text)
 
 
 def _titled(pathways: Pathways, dataset: str) -> str:

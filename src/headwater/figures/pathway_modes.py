@@ -18,7 +18,7 @@ from scipy.stats import gaussian_kde
 
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.pathway_controls import MODE_LOOKS, panels
+from headwater.figures.pathway_controls import MODE_LOOKS, panels, shared_label
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
@@ -64,14 +64,15 @@ def logit_changes(pathways: Pathways) -> Figure:
                 part = own.loc[own["predicted_wrong"] == (side == "predicted wrong"), "change"].to_numpy()
                 curve = _density(part, grid) * len(part) / len(own)
                 ax.fill_between(grid, curve, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
-                named = f"{side} (n = {len(part):,}): {verdicts[side]}"
+                named = f"{side} ({len(part):,}): {verdicts[side]}"
                 ax.plot(grid, curve, color=color, linestyle=dash, label=named)
-            ax.plot([], [], linestyle="none", label=f"all (n = {len(own):,}): {verdicts['all']}")
+            ax.plot([], [], linestyle="none", label=f"all ({len(own):,}): {verdicts['all']}")
             ax.set_title(label(name))
             ax.set_xlabel("Change of the probe's logit (SD)")
             ax.set_yticks([])
             ax.set_ylim(0, ax.get_ylim()[1] * 1.75)
-            ax.legend(loc="upper left", fontsize=6.5, handlelength=1.8, borderaxespad=0.2, labelspacing=0.3)
+            ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
+        shared_label(axes, "Density")
     return figure
 
 
@@ -136,7 +137,14 @@ def _popularity(ax: Axes, pathways: Pathways) -> None:
         shares = np.array([_share(own.assign(q=own["mode"] == MODES[0])[group == g], "q") for g in sorted(set(group))])
         x = sorted(set(group))
         ax.fill_between(x, shares[:, 1], shares[:, 2], color=color, alpha=0.15, linewidth=0)
-        ax.plot(x, shares[:, 0], f"{mark}-", color=color, markersize=2.8, label=f"{label(name)} ({len(own):,})")
+        ax.plot(
+            x,
+            shares[:, 0],
+            f"{mark}-",
+            color=color,
+            markersize=2.8,
+            label=f"{label(name)} ({own['example'].nunique():,})",
+        )
     ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
     ax.set_xlabel(f"Subject's popularity, in fifths ({BANDS_ARE})")
     ax.set_ylabel("Q-anchored (%)")

@@ -61,13 +61,11 @@ def sentences(result: Result) -> list[str]:
     return make[type(result).__name__](result)
 
 
-def leading(said: Sequence[str], datasets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split sentences into the first about each question set, and the rest; all lead where there are no sets."""
-    if not datasets:
-        return list(said), []
-    first = [next((i for i, one in enumerate(said) if one.startswith(f"{name}:")), None) for name in datasets]
+def leading(said: Sequence[str], beginnings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split sentences into the first with each beginning, and the rest; all lead where none has one of them."""
+    first = [next((i for i, one in enumerate(said) if one.startswith(start)), None) for start in beginnings]
     lead = [said[i] for i in first if i is not None]
-    return lead, [one for i, one in enumerate(said) if i not in first]
+    return (lead, [one for i, one in enumerate(said) if i not in first]) if lead else (list(said), [])
 
 
 def write_report(found: Mapping[str, Result], file: Path) -> Path:
@@ -116,7 +114,7 @@ h1{font-size:1.6rem;line-height:1.25}h2{font-size:1.2rem;margin:2.5rem 0 .3rem}n
 figure{margin:1rem 0}figure img{max-width:100%;height:auto;background:#fff}figcaption{font-size:.85rem;color:#5a5a5a}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;margin:1rem 0}
 th,td{padding:.15rem .6rem .15rem 0;text-align:left;white-space:nowrap;border-bottom:1px solid #e4e4e4}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}summary{cursor:pointer;color:#2b6cb8}
+th{white-space:normal;max-width:7rem;vertical-align:bottom}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}summary{cursor:pointer;color:#2b6cb8}
 code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:#5a5a5a}
 """.replace("\n", "")
 
@@ -165,7 +163,7 @@ def _cell(value: Any) -> str:
     if pd.isna(value):
         return "-"
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return f"{value:.4f}" if abs(value) < 10 else f"{value:,.2f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

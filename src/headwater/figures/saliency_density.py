@@ -1,10 +1,10 @@
 """Densities of saliency, as published (Luo et al. 2026, Fig. 1): one panel per model, each with its own scales.
 
 S(E_Q→E_A) in light blue and light green, S(E_Q→*) in light orange and light red, for the first and the second question
-set; E_Q→* is dashed and hatched, so that no pair is told apart by colour alone. The densities are scipy's
-`gaussian_kde`, reflected at 0: saliency has no values below it, and a density that leaks there would hide the very
-peak at 0 that the figure is about. An axis ends just beyond the 98th percentile of its widest density. Beyond two sets,
-each further two get a row of panels of their own.
+set; E_Q→* is dashed and hatched, and the second set's lines carry dots, so that no pair is told apart by colour alone.
+The densities are scipy's `gaussian_kde`, reflected at 0: saliency has no values below it, and a density that leaks
+there would hide the very peak at 0 that the figure is about. An axis ends just beyond the 98th percentile of its widest
+density. Beyond two sets, each further two get a row of panels of their own.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ LINES = {
 }
 DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": DASHED}
 HATCHES = {"saliency_exact_answer": "", "saliency_all": "////"}
+MARKS = ("", "o")
+"""Along the line of the first and the second set of a panel."""
 TARGET_NAMES = {"cross_entropy": "probe cross-entropy", "logit": "probe logit"}
 MAX_SETS = 4
 
@@ -84,7 +86,7 @@ def saliency(results: Sequence[Saliency], *, target: str | None = None, log_scal
         if not handles:
             raise InputError("No example has a saliency to draw: every value is NaN.")
         entries = {label: handles[label] for label in sorted(handles, key=lambda label: handles[label][2])}
-        longest = max(len(label) for label in entries)
+        longest = max(len(entry.replace("$", "").replace("_", "")) for entry in entries)
         ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(pairs) * 2))
         figure.legend(
             [entry[:2] for entry in entries.values()],
@@ -128,9 +130,15 @@ def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_sca
         place = names.index(name)
         height = _density(shown(values), grid, reflect=not log_scale)
         look: dict[str, Any] = {"hatch": HATCHES[kind], "edgecolor": LINES[kind][place], "linewidth": 0}
-        line: dict[str, Any] = {"color": LINES[kind][place], "linestyle": DASHES[kind], "linewidth": 1.1}
+        line: dict[str, Any] = {
+            "color": LINES[kind][place],
+            "linestyle": DASHES[kind],
+            "linewidth": 1.1,
+            "marker": MARKS[place % 2],
+            "markersize": 2.4,
+        }
         ax.fill_between(places, height, facecolor=FILLS[kind][place], alpha=0.45, **look)
-        ax.plot(places, height, **line)
+        ax.plot(places, height, markevery=40, **line)
         entry = f"{label(name)}, {_kind(kind, name)} (n = {len(values):,})"
         swatch = Patch(facecolor=FILLS[kind][place], alpha=0.7, **look)
         handles[entry] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))
