@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import warnings
 
 import pandas as pd
 import pytest
@@ -187,6 +188,20 @@ def test_no_command_at_all_shows_the_commands(run):
     code, printed, _ = run()
     assert code == 0
     assert all(command in printed for command in ("heads", "patch", "score", "demo"))
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_a_line_without_its_place_in_the_code(run, checkpoint, suite, monkeypatch):
+    def warned(*arguments, **options):
+        warnings.warn("mind the gap [0]", stacklevel=1)
+        return classify_heads(*arguments, **options)
+
+    classify_heads = classify.classify_heads
+    monkeypatch.setattr(classify, "classify_heads", warned)
+    before = warnings.showwarning
+    code, _, error = run("heads", checkpoint("llama"), "--relations", suite, "--quiet")
+    assert (code, error) == (0, "Note: mind the gap [0]\n")
+    assert warnings.showwarning is before
 
 
 def test_a_group_of_commands_alone_shows_them(run):

@@ -7,6 +7,7 @@ and `--json` go to stdout, everything else to stderr. torch and the models load 
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,12 @@ def main() -> None:
     """Run the command line, and turn errors into one line and an exit code."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    with warnings.catch_warnings():
+        warnings.showwarning = _note
+        _run()
+
+
+def _run() -> None:
     try:
         sys.exit(app(prog_name="headwater", standalone_mode=False) or 0)
     except HeadwaterError as error:
@@ -49,6 +56,11 @@ def main() -> None:
         if not asked:  # a group without a command has shown its help
             sys.exit(0)
         _fail(f"{asked}{'' if asked.endswith('?') else '.'} Help: {command} --help", CANNOT_BE_USED)
+
+
+def _note(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Show a warning as a line, without the place in the code that it came from."""
+    screen.print(f"[bold]Note:[/] {plain(str(message))}", soft_wrap=True)
 
 
 def _fail(message: str, exit_code: int) -> None:
