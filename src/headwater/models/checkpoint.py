@@ -194,7 +194,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def is_file_name(name: str) -> bool:
     """Whether a name read from data is that of a file in the folder at hand, and leads nowhere else."""
-    return bool(name) and name not in (".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
+    size = len(name.encode("utf-8", "surrogatepass"))
+    return 0 < size <= 255 and name not in (".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
