@@ -252,11 +252,15 @@ def _unpadded(tokens: Tensor) -> Batch:
 
 
 def graphs_in_memory(model: HookedModel, n_tokens: int, n_keys: int) -> int:
-    """How many graphs of one layer and `n_tokens` tokens fit in memory, by a rough count of what autograd keeps.
+    """How many graphs of one layer and `n_tokens` tokens fit in memory."""
+    return GRAPH_BYTES.get(model.device.type, GRAPH_BYTES["cpu"]) // graph_bytes(model, n_tokens, n_keys)
 
-    Per token and layer: a dozen widths, eight MLP widths and four rows of a pattern for each head.
+
+def graph_bytes(model: HookedModel, n_tokens: int, n_keys: int) -> int:
+    """Count roughly what autograd keeps of one layer.
+
+    Per token: a dozen widths, eight MLP widths and four rows of a pattern for each head.
     """
     shape = model.shape
     numbers = n_tokens * (12 * shape.d_model + 8 * shape.d_mlp + 4 * shape.n_heads * n_keys)
-    size = numbers * torch.finfo(model.dtype).bits // 8
-    return GRAPH_BYTES.get(model.device.type, GRAPH_BYTES["cpu"]) // size
+    return numbers * model.dtype.itemsize

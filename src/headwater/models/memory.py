@@ -22,7 +22,8 @@ Value = TypeVar("Value")
 def available_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     return int(psutil.virtual_memory().available)
 
 
@@ -37,6 +38,16 @@ def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) 
         raise InputError(
             f"{what} would take {needed / 2**30:,.1f} GiB; {device} has {available / 2**30:,.1f} GiB free. {advice}"
         )
+
+
+def how_many_fit(what: str, needed: int, device: torch.device, advice: str) -> int:
+    """Return how many pieces of some size a device has room for; refuse when there is room for none.
+
+    Raises:
+        InputError: see `refuse_too_large`.
+    """
+    refuse_too_large(what, needed, device, advice)
+    return max(1, available_memory(device) // max(1, needed))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from headwater.errors import InputError, NumericsError
 from headwater.models.memory import in_halves
 from headwater.patching.engine import Measured
+from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import GRADIENTS, Group
 from headwater.patching.job import Cell, Job, waves
 from headwater.patching.sites import SITES
@@ -38,6 +39,7 @@ def attribute(job: Job, progress: bool = True) -> Measured:
         raise InputError(f"The metric {own_layer[0]!r} reads each cell's own layer; attribution needs layer= a number.")
     n_cells, n_metrics = len(job.cells), len(job.metrics)
     values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
+    most = examples_at_once(job, gradients=True)
     groups = dict.fromkeys(examples for examples, _ in waves(job))
     with tqdm(total=n_cells, desc="cells", unit="cell", disable=not progress) as bar, job.model.lock:
 
@@ -54,7 +56,8 @@ def attribute(job: Job, progress: bool = True) -> Measured:
                 bar.update()
 
         for examples in groups:
-            in_halves(examples, attribute_group)
+            for start in range(0, len(examples), most):
+                in_halves(examples[start : start + most], attribute_group)
     return Measured(values, unedited, other, torch.full((n_cells,), torch.nan, dtype=torch.float64), GRADIENTS)
 
 

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 
 from headwater.models.memory import in_halves
 from headwater.models.wavefront import cannot_step
+from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import WAVEFRONT, WHOLE_RUNS, Group
 from headwater.patching.job import Job, waves
 from headwater.patching.variants import Reading
@@ -86,7 +87,7 @@ class _Walker:
         self.job = job
         self.engine = WAVEFRONT
         self.group: Group | None = None
-        self.most: int | None = None
+        self.most = examples_at_once(job)
         with job.model.lock:  # another thread's hooks are not the model's own
             reason = cannot_step(job.model)
         if reason:
@@ -107,7 +108,7 @@ class _Walker:
             if own:
                 found.append(work(self.group_of(part), range(own[0], own[-1] + 1)))
 
-        most = self.most or len(examples)
+        most = min(self.most, len(examples))
         with torch.inference_mode(), self.job.model.lock:
             for start in range(0, len(examples), most):
                 parts = in_halves(examples[start : start + most], do)

@@ -6,13 +6,15 @@ up to i. An axis that the sweep does not run over is covered whole by every cell
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 from headwater.errors import InputError, did_you_mean
 
+T = TypeVar("T")
 AXES = ("layer", "position", "head", "key")
 Window: TypeAlias = int | str | Mapping[str, int | str] | None
 """A size, "cumulative", or these by axis; alone it means the layers."""
@@ -36,10 +38,10 @@ def axes_of(
     """
     if over is None:
         return default
-    names = (over,) if isinstance(over, str) else tuple(over)
+    names = (over,) if isinstance(over, str) or not isinstance(over, Iterable) else tuple(over)
     for name in names:
         if name not in AXES:
-            raise InputError(f"over={name!r} is not an axis.{did_you_mean(name, AXES)}")
+            raise InputError(f"over={name!r} is not an axis.{did_you_mean(str(name), AXES)}")
         if name not in allowed:
             raise InputError(f"{what} has no {name} axis; it has {', '.join(allowed)}.")
     return tuple(axis for axis in AXES if axis in names)
@@ -68,11 +70,31 @@ def chosen(indices: Iterable[int] | int | None, count: int, what: str) -> tuple[
     """
     if indices is None:
         return tuple(range(count))
-    asked = [indices] if isinstance(indices, int) else list(indices)
+    try:
+        asked = whole_numbers(indices)
+    except TypeError:
+        raise InputError(f"{what}s={indices!r} are not whole numbers; they are 0 to {count - 1}.") from None
     outside = [i for i in asked if not -count <= i < count]
     if outside or not asked:
         raise InputError(f"There is no {what} {outside[0] if outside else 'asked for'}; they are 0 to {count - 1}.")
     return tuple(sorted({i % count for i in asked}))
+
+
+def whole_numbers(value: Any) -> list[int]:
+    """Return one whole number, or several, of whatever library.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    try:
+        return [operator.index(value)]
+    except TypeError:
+        return [operator.index(i) for i in value]
+
+
+def lasting(value: T) -> T:
+    """Turn an iterator into a tuple, which can be gone through twice."""
+    return cast("T", tuple(value)) if isinstance(value, Iterator) else value
 
 
 def steps(among: Sequence[int], swept: bool, window: int | str | None, whole: bool) -> list[Step]:

@@ -15,9 +15,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import Prompt, Where, aligned_positions, positions_of
+from headwater.patching.sites import sites_named
 from headwater.patching.sources import Source
 from headwater.patching.variants import LOGITS, Edit, Reading, Replace
 
@@ -56,6 +58,16 @@ class Job:
     states: tuple[Reading, ...] = ()
     """Residual-stream states that are wanted themselves, beside what metrics read."""
     states_at: Where = "last"
+
+    def __post_init__(self) -> None:
+        n_layers = self.model.shape.n_layers
+        for metric in self.metrics:
+            if metric.layer is not None and not 0 <= metric.layer < n_layers:
+                raise InputError(
+                    f"The metric {metric.name!r} reads layer {metric.layer}; they are 0 to {n_layers - 1}."
+                )
+            if metric.site != LOGITS:
+                sites_named(metric.site, self.model.shape)
 
     @cached_property
     def kept(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -108,7 +120,7 @@ def waves(job: Job) -> Iterator[tuple[range, range]]:
     per_example = [0] * len(job.base)
     activations: set[tuple[str, int]] = set()
     for cell in job.cells:
-        per_example[cell.example] += _tokens(job, cell)
+        per_example[cell.example] += tokens_of(job, cell)
         activations |= {(e.site.name, layer) for e in cell.edits if isinstance(e, Replace) for layer in e.layers}
     shape = job.model.shape
     recorded = len(activations) * (2 if job.source is not None else 1) + 2 * shape.n_layers
@@ -137,7 +149,7 @@ def _cut(job: Job, cells: range) -> Iterator[range]:
     start, live = cells.start, 0
     for index in cells:
         cell = job.cells[index]
-        tokens = _tokens(job, cell)
+        tokens = tokens_of(job, cell)
         before = job.cells[index - 1] if index > start else None
         same_family = before is not None and cell.family is not None and before.family == cell.family
         if before is not None and live + tokens > WAVE_TOKENS and not same_family:
@@ -148,6 +160,6 @@ def _cut(job: Job, cells: range) -> Iterator[range]:
         yield range(start, cells.stop)
 
 
-def _tokens(job: Job, cell: Cell) -> int:
+def tokens_of(job: Job, cell: Cell) -> int:
     """Count the tokens of a cell's row."""
     return max(0, job.positions[cell.example][-1] + 1 - min(edit.first_position for edit in cell.edits))

@@ -27,11 +27,11 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.patching.engine import collect_states, measure
-from headwater.patching.grid import Window, axes_of, chosen, grid, labels_of, layer_runs, steps, windows_of
+from headwater.patching.grid import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
 from headwater.patching.job import Cell, Job
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
-from headwater.patching.sweep import Sweep, finish, plain, prompt_options, sweep_options
+from headwater.patching.sweep import Sweep, check_call, finish, plain, prompt_options, sweep_options
 from headwater.patching.variants import Cut
 from headwater.records import RunRecord
 from headwater.runs import RunFolder
@@ -117,6 +117,8 @@ def knockout(
     """
     if variant not in VARIANTS:
         raise InputError(f"variant={variant!r} is neither 'mask' nor 'zero'.")
+    check_call(model, batch_size)
+    over, layers = lasting(over), lasting(layers)
     base = read_prompts(model, prompts)
     metrics = as_metrics(metric)
     axes = axes_of(over, ("layer",), ("layer", "head"), "A knockout")

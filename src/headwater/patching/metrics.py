@@ -7,7 +7,9 @@ saturates. Measure a probability beside one of the others, not instead of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -118,8 +120,10 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
     for one in several:
         if isinstance(one, Metric):
             metrics.append(one)
+        elif uncalled := next((name for name, maker in BY_NAME.items() if maker is one), None):
+            raise InputError(f"hw.{uncalled} makes a metric when it is called: hw.{uncalled}(...).")
         elif callable(one):
-            metrics.append(Metric(getattr(one, "__name__", type(one).__name__), one))
+            metrics.append(Metric(getattr(one, "__name__", type(one).__name__), partial(_on_a_copy, one)))
         else:
             raise InputError(
                 f"{one!r} is not a metric. Use hw.logit_difference(...), hw.kl_divergence() or a function."
@@ -132,13 +136,18 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
     return tuple(metrics)
 
 
+def _on_a_copy(function: Callable[..., Tensor], values: Tensor) -> Tensor:
+    """Apply a function that may edit in place what it is given."""
+    return function(values.clone())
+
+
 def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_vocab: int) -> Int[Tensor, " example"]:
     """Return the token id of an answer for each prompt.
 
     Raises:
         InputError: a text is not one token, an id is outside the vocabulary, or their number is not the prompts'.
     """
-    several = [answer] * n_examples if isinstance(answer, str | int) else list(answer)
+    several = _each(answer, n_examples)
     if len(several) != n_examples:
         raise InputError(f"{len(several)} answer tokens were given for {n_examples} prompts.")
     ids = [_token_id(one, tokenizer) for one in several]
@@ -148,9 +157,21 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
     return torch.tensor(ids)
 
 
+def _each(answer: Any, n_examples: int) -> list[Any]:
+    """Give every prompt the one answer, or each its own."""
+    if isinstance(answer, str) or not isinstance(answer, Iterable):
+        return [answer] * n_examples
+    return [answer] * n_examples if getattr(answer, "ndim", 1) == 0 else list(answer)
+
+
 def _token_id(answer: Any, tokenizer: Tokenizer | None) -> int:
-    if isinstance(answer, int):
-        return answer
+    if not isinstance(answer, str):
+        try:
+            if not isinstance(answer, bool):
+                return operator.index(answer)
+        except TypeError:
+            pass
+        raise InputError(f"The answer {answer!r} is neither a text nor a token id.")
     if tokenizer is None:
         raise InputError(f"The answer {answer!r} is text, and this model has no tokenizer: give token ids.")
     ids = tokenizer.encode(answer, add_special_tokens=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.tokens import Batch, Offsets, token_span, token_strings
+from headwater.patching.grid import whole_numbers
 from headwater.rows import read_rows
 
 if TYPE_CHECKING:
@@ -183,21 +184,19 @@ def _positions(where: Any, prompt: Prompt) -> list[int]:
     length = len(prompt)
     if isinstance(where, bool) or where is None:
         return []
-    if isinstance(where, int):
-        return [where + length if where < 0 else where]
     if isinstance(where, str):
         return _named(where, prompt)
     if isinstance(where, slice):
         return list(range(length))[where]
-    if isinstance(where, tuple):
-        if len(where) != 2:
-            raise InputError(
-                f"A tuple of positions is a span (start, stop); this one is {where!r}. Give a set instead."
-            )
-        where = range(*where)
-    if isinstance(where, Iterable):
-        return [int(p) + length if int(p) < 0 else int(p) for p in where]
-    raise InputError(f"{where!r} does not name positions. Give a number, a span, a set, 'last', or a text.")
+    if isinstance(where, tuple) and len(where) != 2:
+        raise InputError(f"A tuple of positions is a span (start, stop); this one is {where!r}. Give a set instead.")
+    try:
+        numbers = whole_numbers(range(*where) if isinstance(where, tuple) else where)
+    except TypeError:
+        raise InputError(
+            f"{where!r} does not name positions. Give a number, a span, a set, 'last', or a text."
+        ) from None
+    return [number + length if number < 0 else number for number in numbers]
 
 
 def _named(name: str, prompt: Prompt) -> list[int]:

@@ -55,6 +55,12 @@ class Site:
         """Return the hook name at one layer."""
         return self.hook.format(layer=layer)
 
+    def width(self, shape: ModelShape, length: int) -> int:
+        """How many numbers the activation holds per token of a prompt of this length."""
+        if "key" in self.axes:
+            return shape.n_heads * length
+        return self.n_heads(shape) * shape.d_head if self.has_heads else shape.d_model
+
     def n_heads(self, shape: ModelShape) -> int:
         """How many heads the site has: key-value heads for `k` and `v`."""
         return shape.n_kv_heads if self.name in ("k", "v") else shape.n_heads
@@ -87,12 +93,12 @@ def sites_named(names: str | Iterable[str], shape: ModelShape) -> tuple[Site, ..
     Raises:
         InputError: no such site, or the model has none of it.
     """
-    asked = (names,) if isinstance(names, str) else tuple(names)
+    asked = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
     if not asked:
         raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
     for name in asked:
         if name not in SITES:
-            raise InputError(f"There is no site {name!r}.{did_you_mean(name, SITES)}")
+            raise InputError(f"There is no site {name!r}.{did_you_mean(str(name), SITES)}")
         if name == "resid_mid" and shape.parallel_blocks:
             raise InputError(
                 f"resid_mid was asked for, but {shape.architecture} runs attention and MLP in parallel: nothing lies "

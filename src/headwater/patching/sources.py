@@ -114,6 +114,10 @@ def source_of(
         one_length = len({len(prompt) for prompt in (*pool, *base)}) == 1
         if "pattern" in sites and not one_length:
             raise InputError("A mean of attention patterns needs prompts of one length; these differ.")
+        if not one_length and all(len(prompt) < 2 for prompt in pool):
+            raise InputError(
+                "A mean over tokens leaves out each prompt's first; dataset= has prompts of one token only."
+            )
         return Source(values, pool, mean_over="examples" if one_length else "tokens")
     generator = torch.Generator().manual_seed(seed)
     donors = []

@@ -20,6 +20,8 @@ def summarize(table: pd.DataFrame, coordinates: list[str], value: str, level: fl
         raise InputError(
             f"value={value!r} is not a column that can be summarized; use 'effect' or 'normalized_effect'."
         )
+    if not 0 < level < 1:
+        raise InputError(f"level={level!r} is not between 0 and 1; 0.95 is a 95 % interval.")
     rows = []
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         effects = part[value].dropna().to_numpy()

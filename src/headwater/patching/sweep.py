@@ -15,7 +15,9 @@ or another prompt's (resampling).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,20 @@ import torch
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.patching.engine import Measured, measure
-from headwater.patching.grid import AXES, Window, axes_of, chosen, grid, labels_of, layer_runs, steps, windows_of
+from headwater.patching.footprint import refuse_too_many_cells
+from headwater.patching.grid import (
+    AXES,
+    Step,
+    Window,
+    axes_of,
+    chosen,
+    grid,
+    labels_of,
+    lasting,
+    layer_runs,
+    steps,
+    windows_of,
+)
 from headwater.patching.job import Cell, Job
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.prompts import (
@@ -40,7 +55,7 @@ from headwater.patching.prompts import (
     read_prompts,
 )
 from headwater.patching.sites import Site, sites_named
-from headwater.patching.sources import Source, source_of
+from headwater.patching.sources import source_of
 from headwater.patching.statistics import summarize
 from headwater.patching.variants import Replace
 from headwater.records import RunRecord
@@ -166,19 +181,26 @@ def patch(
         raise InputError(f"direction={direction!r} is neither 'denoise' nor 'noise'.")
     if method not in ("exact", "attribution"):
         raise InputError(f"method={method!r} is neither 'exact' nor 'attribution'.")
+    check_call(model, batch_size)
+    over, layers, heads = lasting(over), lasting(layers), lasting(heads)
     first, second = read_pairs(model, clean, corrupted)
     base_is_clean = direction == "noise" or second is None
     base, other = (first, second) if base_is_clean or second is None else (second, first)
     named = sites_named(sites, model.shape)
+    if heads is not None and not any(site.has_heads for site in named):
+        raise InputError(f"heads={heads!r} was given, but {', '.join(site.name for site in named)} has no heads.")
+    if dataset is not None and values not in ("mean", "resample"):
+        raise InputError(f"dataset= was given, but values={values!r} takes nothing from it; use 'mean' or 'resample'.")
     metrics = as_metrics(metric)
     pool = read_prompts(model, dataset) if dataset is not None else None
     source = source_of(values, base, other, pool, [site.name for site in named], seed)
-    cells = [
-        cell
-        for example in range(len(base))
-        for site in named
-        for cell in _cells(model, site, base, other, example, over, layers, positions, heads, window, source)
-    ]
+    ask = _Ask(over, layers, positions, heads, window)
+    planned = [(i, site, ask.steps(model, site, base, other, i)) for i in range(len(base)) for site in named]
+    refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * len(metrics))
+    cells: list[Cell] = []
+    for i, site, listed in planned:
+        since = first_difference(base[i], other[i]) if other and source.is_other_run else 0
+        cells += _cells(base[i], i, site, listed, ask.sizes(site), since)
     job = Job(model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size)
     options = {
         "sites": [site.name for site in named],
@@ -204,40 +226,69 @@ def patch(
     return finish(job, measured, folder.run if folder else record, folder)
 
 
+def check_call(model: Any, batch_size: Any) -> None:
+    """Refuse what is no model of `hw.load`, and a batch size that is no number of rows.
+
+    Raises:
+        InputError: one of these.
+    """
+    if not isinstance(model, HookedModel):
+        raise InputError(
+            f"A sweep runs a model that hw.load gave, not a {type(model).__name__}: hw.load(...) it first."
+        )
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise InputError(f"batch_size={batch_size!r} must be at least 1, or None.")
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """Which cells were asked for, of whatever site."""
+
+    over: str | Iterable[str] | None
+    layers: Iterable[int] | int | None
+    positions: Where
+    heads: Iterable[int] | int | None
+    window: Window
+
+    def axes(self, site: Site) -> tuple[str, ...]:
+        """The axes that run."""
+        default = ("layer", "head") if site.has_heads else ("layer", "position")
+        return axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
+
+    def sizes(self, site: Site) -> dict[str, int | str]:
+        """The window of each axis that has one."""
+        return windows_of(self.window, self.axes(site))
+
+    def steps(
+        self, model: HookedModel, site: Site, base: Sequence[Prompt], other: Sequence[Prompt] | None, example: int
+    ) -> dict[str, list[Step]]:
+        """The places on each axis of a site, in one example."""
+        axes, sizes, prompt = self.axes(site), self.sizes(site), base[example]
+        n_heads, n_layers = site.n_heads(model.shape), model.shape.n_layers
+        among = {
+            "layer": chosen(self.layers, n_layers, "layer"),
+            "position": aligned_positions(
+                self.positions, prompt, other[example] if other else None, example, len(base)
+            ),
+            "head": chosen(self.heads, n_heads, "head") if site.has_heads else (),
+            "key": range(len(prompt)),
+        }
+        total = {"layer": n_layers, "position": len(prompt), "head": n_heads, "key": len(prompt)}
+        return {
+            axis: steps(among[axis], axis in axes, sizes.get(axis), axis != "layer" and len(among[axis]) == total[axis])
+            for axis in site.swept_axes
+        }
+
+
 def _cells(
-    model: HookedModel,
-    site: Site,
-    base: tuple[Prompt, ...],
-    other: tuple[Prompt, ...] | None,
+    prompt: Prompt,
     example: int,
-    over: str | Iterable[str] | None,
-    layers: Iterable[int] | int | None,
-    positions: Where,
-    heads: Iterable[int] | int | None,
-    window: Window,
-    source: Source,
-) -> list[Cell]:
-    """List one example's cells of one site."""
-    allowed = site.swept_axes
-    default = ("layer", "head") if site.has_heads else ("layer", "position")
-    axes = axes_of(over, default, allowed, f"The site {site.name}")
-    sizes = windows_of(window, axes)
-    prompt = base[example]
-    places = aligned_positions(positions, prompt, other[example] if other else None, example, len(base))
-    n_heads = site.n_heads(model.shape)
-    among = {
-        "layer": chosen(layers, model.shape.n_layers, "layer"),
-        "position": places,
-        "head": chosen(heads, n_heads, "head") if site.has_heads else (),
-        "key": range(len(prompt)),
-    }
-    total = {"layer": model.shape.n_layers, "position": len(prompt), "head": n_heads, "key": len(prompt)}
-    listed = {
-        axis: steps(among[axis], axis in axes, sizes.get(axis), axis != "layer" and len(among[axis]) == total[axis])
-        for axis in allowed
-    }
-    since = first_difference(prompt, other[example]) if other and source.is_other_run else 0
-    cells = []
+    site: Site,
+    listed: Mapping[str, list[Step]],
+    sizes: Mapping[str, int | str],
+    since: int,
+) -> Iterator[Cell]:
+    """Yield one example's cells of one site."""
     for step in grid(listed):
         at, of, to = (step[axis].covers if axis in step else None for axis in ("position", "head", "key"))
         edits = tuple(Replace(site, run, at, of, to, since) for run in layer_runs(step["layer"].covers or ()))
@@ -245,10 +296,9 @@ def _cells(
         if "position" in labels:
             labels["token"] = prompt.strings[labels["position"]]
         nested = "layer" in sizes and len(edits) == 1
-        others = tuple(step[axis].label for axis in allowed if axis != "layer")
+        others = tuple(step[axis].label for axis in listed if axis != "layer")
         family = (site.name, *others, edits[0].layers.start) if nested else None
-        cells.append(Cell(example, labels, edits, family))
-    return cells
+        yield Cell(example, labels, edits, family)
 
 
 def finish(job: Job, measured: Measured, record: RunRecord, folder: RunFolder | None) -> Sweep:
@@ -309,4 +359,7 @@ def plain(value: Any) -> Any:
         return sorted(value)
     if callable(value):
         return getattr(value, "__name__", repr(value))
-    return [plain(item) for item in value]
+    try:
+        return operator.index(value)
+    except TypeError:
+        return [plain(item) for item in value] if isinstance(value, Iterable) else repr(value)
