@@ -10,6 +10,7 @@ from headwater.errors import InputError, ModelError, RunFolderError
 from headwater.kernels.likelihood import UnembeddingHead, token_statistics_reference
 from headwater.likelihood import statistics
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, TextStatistics, token_statistics
+from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import encode
 from headwater.models.unembedding import unembedding_head
 from tests.tiny import WORDS
@@ -87,7 +88,8 @@ def in_float64(model, hidden):
 def test_of_a_half_precision_model_the_statistics_are_those_of_what_it_multiplies_itself(family, dtype, load, rng):
     model, text = load(family, dtype=dtype), texts_of(rng, 1)[0]
     unembedded = []
-    model.run(text, [("unembed.hook_in", lambda hidden, hook: unembedded.append(hidden))])
+    with one_pass_attention(model):
+        model.run(text, [("unembed.hook_in", lambda hidden, hook: unembedded.append(hidden))])
     (ids,) = model.tokenize(text).tokens
     assert unembedded[0].dtype == dtype
     logits = in_float64(model, unembedded[0][0, :-1])
@@ -97,7 +99,8 @@ def test_of_a_half_precision_model_the_statistics_are_those_of_what_it_multiplie
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
 def test_what_a_lens_gives_is_normed_in_float32_whatever_the_weights(family, load, rng):
     model, text = load(family, dtype=torch.bfloat16), texts_of(rng, 1)[0]
-    residual = model.run(text, stop_at=model.shape.n_layers)[0, :-1].double()
+    with one_pass_attention(model):
+        residual = model.run(text, stop_at=model.shape.n_layers)[0, :-1].double()
     norm = model.raw.ln_final.original_component
     if family == "gpt2":
         hidden = torch.nn.functional.layer_norm(residual, (32,), norm.weight.double(), norm.bias.double(), norm.eps)
@@ -217,7 +220,7 @@ def test_the_logits_of_all_of_the_vocabulary_are_never_held(load, monkeypatch, r
 
     made = unembedding_head(model)  # its check looks at all logits of four tokens
     monkeypatch.setattr(statistics, "unembedding_head", lambda model: made)
-    monkeypatch.setattr(statistics.likelihood, "WORKSPACE_BYTES", 2**16)
+    monkeypatch.setattr(statistics.likelihood, "WORKSPACE_BYTES", 2**14)
     monkeypatch.setattr(UnembeddingHead, "logits", watched)
     positions = []
     hook = model.raw.unembed.hook_out

@@ -3,8 +3,8 @@
 1. Tokenize each text once, with exactly one BOS where the model wants one; character spans become tokens by offsets.
 2. A text longer than the context is refused, or cut into windows: each ends `stride` tokens further than the one
    before, begins with BOS where the model wants one, and scores only the tokens that no earlier window has scored.
-3. Run windows of like length together, up to the last layer asked for and not to the logits; keep the residual stream
-   in front of each scored token.
+3. Run windows of like length together, up to the last layer asked for and not to the logits, attention in one pass;
+   keep the residual stream in front of each scored token.
 4. Read it through a lens: the logit lens (the final norm), or a tuned lens and then the final norm (Belrose et al.
    2023). At the final layer the logit lens is the model's own output, in bfloat16 and float16 too: what it multiplies
    with W_U there is in its dtype (`headwater.models.unembedding`), and the logits are not rounded to it.
@@ -36,6 +36,7 @@ from headwater.errors import InputError
 from headwater.kernels import likelihood
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name, reader
 from headwater.models.memory import in_halves
+from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import Batch, encode, pad_id, token_span
 from headwater.models.unembedding import unembedding_head
 from headwater.records import RunRecord
@@ -264,7 +265,8 @@ def _measurer(
 
             return f"blocks.{layer}.hook_resid_post", take
 
-        model.run(batch, [keep(layer) for layer in layers], stop_at=max(layers) + 1)
+        with one_pass_attention(model):
+            model.run(batch, [keep(layer) for layer in layers], stop_at=max(layers) + 1)
         target = batch.tokens[rows, columns]
         found = []
         for layer in layers:

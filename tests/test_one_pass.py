@@ -1,0 +1,93 @@
+"""Attention in one pass gives what the bridge's attention gives, and only where nothing inside attention is watched."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InterventionError
+from headwater.models.one_pass import one_pass_attention
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How often the one pass was taken."""
+    taken = []
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (taken.append(1), SDPA(*a, **k))[1]
+    )
+    return taken
+
+
+def batch_of(model):
+    """Three rows of different length."""
+    n_ctx = min(30, model.shape.n_ctx)
+    tokens = torch.randint(model.shape.d_vocab, (3, n_ctx))
+    return model.tokenize(tokens, mask=torch.arange(n_ctx) < torch.tensor([[n_ctx], [n_ctx // 2], [2]]))
+
+
+def residuals(model, batch):
+    kept = []
+    layers = range(model.shape.n_layers)
+    model.run(batch, [(f"blocks.{i}.hook_resid_post", lambda x, hook: kept.append(x.clone())) for i in layers])
+    return torch.stack(kept)[:, batch.mask].float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_layer_has_the_residual_stream_it_has_with_the_bridges_attention(checkpoint, family, dtype, passes):
+    model = hw.load(checkpoint(family, dtype=dtype))
+    batch = batch_of(model)
+    expected = residuals(model, batch)
+    assert not passes
+    with one_pass_attention(model) as can:
+        found = residuals(model, batch)
+    assert can is (family != "gemma2")
+    assert len(passes) == (model.shape.n_layers if can else 0)
+    error = (found - expected).abs().max() / expected.abs().max()
+    assert error < 16 * torch.finfo(dtype).eps
+    assert torch.equal(residuals(model, batch), expected)
+
+
+def test_a_hook_inside_attention_keeps_the_bridges_attention_and_one_that_comes_later_is_an_error(checkpoint, passes):
+    model = hw.load(checkpoint("llama"))
+    batch, name = batch_of(model), "blocks.1.attn.hook_pattern"
+    with model.hooks([(name, lambda pattern, hook: pattern.roll(1, 1))]):
+        edited = model.run(batch)
+        with one_pass_attention(model) as can:
+            assert not can
+            assert torch.equal(model.run(batch), edited)
+    with one_pass_attention(model), pytest.raises(InterventionError, match="nothing passed through"):
+        model.run(batch, [(name, lambda pattern, hook: None)])
+    assert not torch.equal(model.run(batch), edited)
+
+
+def test_layers_on_several_devices_unknown_architectures_and_unusual_options_keep_the_bridges_attention(checkpoint):
+    model = hw.load(checkpoint("gpt2"))
+    model.shape = dataclasses.replace(model.shape, architecture="SomeForCausalLM")
+    with one_pass_attention(model) as can:
+        assert not can
+    model = hw.load(checkpoint("gpt2"))
+    model.raw.original_model.config.scale_attn_by_inverse_layer_idx = True
+    with one_pass_attention(model) as can:
+        assert not can
+    model = hw.load(checkpoint("gpt2"))
+    model.__dict__["spread"] = True
+    with one_pass_attention(model) as can:
+        assert not can
+
+
+def test_what_is_raised_inside_leaves_the_model_as_it_was(checkpoint):
+    model = hw.load(checkpoint("llama"))
+    with pytest.raises(KeyError), one_pass_attention(model):
+        raise KeyError
+    assert model.raw.original_model.config._attn_implementation == "eager"
+    assert all("forward" not in vars(block.attn) for block in model.raw.blocks)
+
+
+def test_statistics_of_texts_take_the_one_pass(checkpoint, passes):
+    model = hw.load(checkpoint("llama"))
+    hw.token_statistics(model, "w1 w2 w3", progress=False)
+    assert len(passes) == model.shape.n_layers
