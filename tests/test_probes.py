@@ -13,7 +13,16 @@ from sklearn.preprocessing import StandardScaler
 import headwater as hw
 from headwater.errors import InputError
 from headwater.pathways.answers import AnsweredQuestions
-from headwater.pathways.probes import Probes, auc, fit_linear, fit_probes, grouped_folds, probe_positions, probe_states
+from headwater.pathways.probes import (
+    Probes,
+    auc,
+    fit_linear,
+    fit_probes,
+    grouped_folds,
+    linear_logits,
+    probe_positions,
+    probe_states,
+)
 from headwater.records import RunRecord
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -123,6 +132,19 @@ def test_all_layers_at_once_give_the_logits_of_each_probe():
     torch.testing.assert_close(probes.logits(states), each)
     assert (probes[-1].layer, probes[1].site, probes[1].token) == (2, "resid_post", "answer_last")
     assert probes.weight.dtype == torch.float64
+
+
+def test_equal_states_have_equal_logits_wherever_they_lie():
+    for d in (5, 127, 2048):
+        state, weight, bias = torch.randn(d), torch.randn(d, dtype=torch.float64), float(torch.randn(()))
+        found = set()
+        for rows in (1, 2, 3, 17, 64):
+            for offset in range(4):
+                memory = torch.empty(rows * d + offset)[offset:].view(rows, d)
+                memory[:] = state
+                found |= set(linear_logits(memory, weight, bias).tolist())
+        assert len(found) == 1
+        assert found.pop() == pytest.approx(float(state.double() @ weight) + bias, abs=1e-9)
 
 
 def test_a_question_is_never_on_both_sides_of_a_split_and_seeds_differ():

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from scipy.special import logit as log_odds
 
 from headwater.pathways.bootstrap import Counts, interval, member_means, weighted_auc
 from headwater.pathways.modes import MODES, Effects
-from headwater.pathways.probes import States, fit_linear
+from headwater.pathways.probes import States, fit_linear, linear_logits
 
 FEWEST_OF_A_MODE = 10
 ALL = "all"
@@ -74,7 +75,8 @@ def _from_other_half(
                 continue
             known = features(seed, here)
             weight, bias = fit_linear(known[fitting], q_anchored[fitting])
-            found[seed, here] = known[here] @ weight + bias
+            logits = linear_logits(torch.from_numpy(known[here]), torch.from_numpy(weight), bias)
+            found[seed, here] = logits.numpy()
     return found
 
 

@@ -37,7 +37,7 @@ from headwater.models.generation import chat_text
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode
 from headwater.pathways.answers import AnsweredQuestions, check_answered
-from headwater.pathways.probes import Probe, probe_states
+from headwater.pathways.probes import Probe, linear_logits, probe_states
 from headwater.pathways.reweighting import Reweighted, Strength
 from headwater.storage import make_folder, read_json, write_atomically, write_json
 
@@ -120,8 +120,8 @@ class Detector:
 
     def from_states(self, states: Float[Tensor, "example d_model"], table: pd.DataFrame) -> dict[str, NDArray[Any]]:
         """Return the scores that the states at l* and the table of answers give."""
-        logits = states.double() @ self.weight.T + self.bias
-        p = dict(zip(CLASSIFIERS, torch.sigmoid(logits).T, strict=True))
+        read = zip(CLASSIFIERS, self.weight, self.bias, strict=True)
+        p = {name: torch.sigmoid(linear_logits(states, weight, bias)) for name, weight, bias in read}
         gate = p["gate"]
         random = torch.from_numpy(np.random.default_rng(0).random(len(gate)))
         scores = {
@@ -131,11 +131,11 @@ class Detector:
             "random_gate": random * p["question_expert"] + (1 - random) * p["answer_expert"],
         }
         log_probs = table["log_probs"]
-        features = question_features(table, self.relations)
+        features = torch.from_numpy(question_features(table, self.relations))
+        scores["question"] = torch.sigmoid(linear_logits(features, self.question_weight[:-1], self.question_weight[-1]))
         return {name: score.numpy() for name, score in scores.items()} | {
             "logit_mean": np.array([-float(np.mean(row)) for row in log_probs]),
             "logit_min": np.array([-float(np.min(row)) for row in log_probs]),
-            "question": sigmoid(features @ self.question_weight[:-1].numpy() + float(self.question_weight[-1])),
         }
 
     def reweighted_scores(
@@ -254,12 +254,12 @@ def check_methods(methods: Sequence[str], known: Sequence[str] = METHODS) -> tup
     Raises:
         InputError: names the nearest.
     """
-    listed = [methods] if isinstance(methods, str) else list(methods)
+    listed: list[Any] = list(methods) if isinstance(methods, list | tuple) else [methods]
     if not listed:
         raise InputError("No detection method was asked for.")
     for method in listed:
         if method not in known:
-            raise InputError(f"There is no detection method {method!r} here.{did_you_mean(method, known)}")
+            raise InputError(f"There is no detection method {method!r} here.{did_you_mean(str(method), known)}")
     return tuple(dict.fromkeys(listed))
 
 

@@ -25,7 +25,16 @@ from headwater.pathways.detectors import (
     truth_tokens,
 )
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens
-from headwater.pathways.probes import C, States, auc, fit_linear, fit_probes, grouped_folds, probe_states
+from headwater.pathways.probes import (
+    C,
+    States,
+    auc,
+    fit_linear,
+    fit_probes,
+    grouped_folds,
+    linear_logits,
+    probe_states,
+)
 from headwater.pathways.reweighting import Reweighted, Reweighting, train_reweighting
 
 Reading: TypeAlias = tuple[Float[np.ndarray, " feature"], float]
@@ -255,4 +264,4 @@ def _flipped(reading: Reading, before: NDArray[np.float64], after: NDArray[np.fl
 
 def _logits(reading: Reading, states: NDArray[np.float64]) -> NDArray[np.float64]:
     weight, bias = reading
-    return states @ weight + bias
+    return linear_logits(torch.from_numpy(states), torch.from_numpy(weight), bias).numpy()

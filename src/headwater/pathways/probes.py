@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import Hook, HookedModel
+from headwater.options import checked_count
 from headwater.patching.sites import SITES
 from headwater.pathways.answers import AnsweredQuestions
 
@@ -59,7 +60,7 @@ class Probe:
 
     def logits(self, states: Float[Tensor, "example d_model"]) -> Float[Tensor, " example"]:
         """Return the logit of z = 1 of each state, in the type of the weights."""
-        return states.to(self.weight) @ self.weight + self.bias
+        return linear_logits(states, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,17 @@ class Probes:
     def logits(self, states: States) -> Float[Tensor, "layer example"]:
         """Return the logit of z = 1 of each state, in the type of the weights."""
         by_layer = zip(states, self.weight, self.bias, strict=True)
-        return torch.stack([layer.to(weight) @ weight + bias for layer, weight, bias in by_layer])
+        return torch.stack([linear_logits(layer, weight, bias) for layer, weight, bias in by_layer])
+
+
+def linear_logits(
+    states: Float[Tensor, "example feature"], weight: Float[Tensor, " feature"], bias: float | Tensor
+) -> Float[Tensor, " example"]:
+    """Return the logit of each state, in the type of the weights; equal states have equal logits.
+
+    A matrix product rounds a row by its place in memory: that would order equal examples by chance, and with them AUCs.
+    """
+    return (states.to(weight) * weight).sum(-1) + bias
 
 
 def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
@@ -244,11 +255,10 @@ def auc(z: NDArray[np.int64], logits: NDArray[np.float64]) -> float:
 def check_probe_options(site: str, token: str, batch_size: int) -> None:
     """Refuse a site, token or batch size that there is not."""
     if site not in PROBE_SITES:
-        raise InputError(f"There is no probe site {site!r}.{did_you_mean(site, PROBE_SITES)}")
+        raise InputError(f"There is no probe site {site!r}.{did_you_mean(str(site), PROBE_SITES)}")
     if token not in PROBE_TOKENS:
-        raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
-    if batch_size < 1:
-        raise InputError(f"batch_size={batch_size} must be at least 1.")
+        raise InputError(f"There is no probe token {token!r}.{did_you_mean(str(token), PROBE_TOKENS)}")
+    checked_count("batch_size", batch_size)
 
 
 def _fit_layers(
