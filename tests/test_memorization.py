@@ -316,10 +316,10 @@ def test_a_run_continues_where_it_was_interrupted_and_is_saved_and_loaded(model,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"span": "answers"}, "span='answers' is none of .* Did you mean 'answer'"),
+        ({"span": "answers"}, "span='answers' is not one of .* Did you mean 'answer'"),
         ({"context": "talk"}, "no context 'talk'"),
-        ({"aggregate": "graph"}, "aggregate='graph' is none of"),
-        ({"quartiles": "all"}, "quartiles='all' is none of"),
+        ({"aggregate": "graph"}, "aggregate='graph' is not one of"),
+        ({"quartiles": "all"}, "quartiles='all' is not one of"),
         ({"prompt": "Q:"}, "must be a text with {question} in it exactly once"),
         ({"prompt": "{question}", "context": "chat"}, "belongs to context='raw'"),
         ({"judge": "gpt"}, "judge='gpt' is neither"),

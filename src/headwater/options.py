@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from headwater.errors import InputError, did_you_mean
@@ -26,11 +27,10 @@ def checked_count(option: str, value: Any, least: int = 1) -> int:
     Raises:
         InputError: it is something else, or smaller.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InputError(f"{option}={value!r} must be a whole number, at least {least}.") from None
-    if number < least or isinstance(value, bool):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(f"{option}={value!r} must be a whole number, at least {least}.")
+    number = operator.index(value)
+    if number < least:
         raise InputError(f"{option}={value!r} must be at least {least}.")
     return number
 
@@ -41,7 +41,7 @@ def checked_number(option: str, value: Any, above: float, below: float = float("
     Raises:
         InputError: it is something else, or not between them.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not above < value < below:
         limit = f"above {above:g}" if below == float("inf") else f"between {above:g} and {below:g}"
         raise InputError(f"{option}={value!r} must be a number {limit}.")

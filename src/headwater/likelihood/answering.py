@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from headwater.errors import InputError
+from headwater.errors import HeadwaterError, InputError
 from headwater.likelihood.depth import HIGHEST_SCORE, LOWEST_SCORE, DepthGraph, checked_score
 from headwater.likelihood.framing import Frame
 from headwater.models.generation import end_tokens, generate
@@ -134,7 +134,13 @@ def _judged(judge: Any, question: str, accepted: Sequence[str], answer: str | No
     """Ask a judge; an answer that is missing has no score."""
     if judge is None or answer is None:
         return math.nan
-    return checked_score(judge(question, accepted, answer), f"The judge's answer to {question!r}")
+    try:
+        score = judge(question, accepted, answer)
+    except Exception as error:
+        if isinstance(error, HeadwaterError):
+            raise
+        raise InputError(f"The judge failed on the question {question!r}: {type(error).__name__}: {error}") from error
+    return checked_score(score, f"The judge's answer to {question!r}")
 
 
 def _answers(

@@ -74,6 +74,8 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
         InputError: a file is missing or not of this format, or this is not a graph whose edges join neighbouring
             depths; the message names the node, the file and the line.
     """
+    if not isinstance(source, str | Path | None):
+        raise InputError(f"A depth graph comes from a file or a folder, not from a {type(source).__name__}.")
     path = Path(source) if source is not None else Path(str(files("headwater") / "world" / "depth_graph.json"))
     if not path.exists():
         raise InputError(f"The depth graph {path} does not exist.")

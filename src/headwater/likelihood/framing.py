@@ -71,7 +71,7 @@ def frame_of(model: HookedModel, context: str, prompt: str | None) -> Frame:
         before, after = written.split(SLOT)
         return Frame(before, after, "")
     prompt = PROMPT if prompt is None else prompt
-    if prompt.count(SLOT) != 1:
+    if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
         raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {prompt!r}.")
     before, after = prompt.split(SLOT)
     return Frame(before, after, "" if after.endswith((" ", "\n")) else " ")

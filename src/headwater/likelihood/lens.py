@@ -10,7 +10,9 @@ What a lens gives goes through the model's final norm and its unembedding.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from jaxtyping import Float
@@ -35,7 +37,10 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
         if layers not in ("final", "all"):
             raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
         return (n_layers - 1,) if layers == "final" else tuple(range(n_layers))
-    asked = [layers] if isinstance(layers, int) else [int(layer) for layer in layers]
+    try:
+        asked = [operator.index(layer) for layer in (layers if isinstance(layers, Iterable) else [layers])]
+    except TypeError:
+        raise InputError(f"layers={layers!r} are not whole numbers; the layers are 0 to {n_layers - 1}.") from None
     for layer in asked:
         if not -n_layers <= layer < n_layers:
             raise InputError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
@@ -70,10 +75,20 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
 
         return translate
     if callable(lens):
-        return lambda residual, layer: lens(residual.float(), layer)
+        return partial(_called, lens)
     if lens != "logit":
         raise InputError(f"lens={lens!r} is neither 'logit', nor a function, nor a mapping of layers to (A, b).")
     return lambda residual, layer: residual
+
+
+def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:
+    found = lens(residual.float(), layer)
+    if not isinstance(found, Tensor) or found.shape != residual.shape:
+        what = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise InputError(
+            f"The lens must give a tensor of shape {tuple(residual.shape)} at layer {layer}, found {what}."
+        )
+    return found
 
 
 def lens_name(lens: Lens) -> str:

@@ -33,6 +33,8 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
     Raises:
         InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
     """
+    if not isinstance(source, str | Path | None):
+        raise InputError(f"Texts come from a file, not from a {type(source).__name__}.")
     path = Path(source) if source is not None else Path(str(files("headwater") / "world" / "texts.jsonl"))
     if not path.is_file():
         raise InputError(f"The file of texts {path} does not exist.")

@@ -28,6 +28,7 @@ from sklearn.pipeline import make_pipeline
 from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
+from headwater.options import checked_count, checked_number
 from headwater.records import RunRecord
 from headwater.results import Result
 
@@ -84,8 +85,10 @@ def membership(
     """
     if isinstance(scores, TextStatistics):
         scores = memorization_scores(scores)
-    if not 0 < level < 1 or resamples < 1:
-        raise InputError(f"level={level} must lie between 0 and 1, and resamples={resamples} be at least 1.")
+    if not isinstance(scores, MemorizationScores):
+        raise InputError(f"scores must be what hw.memorization_scores returns, found a {type(scores).__name__}.")
+    checked_number("level", level, above=0.0, below=1.0)
+    checked_count("resamples", resamples)
     contents = scores.texts.drop_duplicates("text").set_index("text")["content"]
     member = _labels(labels, len(contents))
     kinds = _strata(strata, len(contents), member)
@@ -229,6 +232,8 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
 
 
 def _labels(labels: Iterable[Any], n_texts: int) -> Bool[ndarray, " text"]:
+    if not isinstance(labels, Iterable):
+        raise InputError(f"labels must be one per text, found a {type(labels).__name__}.")
     given = list(labels)
     if len(given) != n_texts:
         raise InputError(f"{len(given)} labels were given for {n_texts} texts.")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.likelihood.answering import Judge, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
 from headwater.likelihood.depth import DepthGraph
@@ -35,6 +35,7 @@ from headwater.likelihood.report import report
 from headwater.likelihood.resampling import Graphs
 from headwater.likelihood.scores import checked_shares
 from headwater.likelihood.scoring import Scored, Scoring
+from headwater.options import checked_count, checked_name
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder
@@ -178,10 +179,14 @@ def memorization(
     """
     if not isinstance(graph, DepthGraph):
         raise InputError(f"graph must be what hw.load_depth_graph returns, found a {type(graph).__name__}.")
-    _check_choices(span=(span, SPANS), aggregate=(aggregate, AGGREGATES), quartiles=(quartiles, AGGREGATES))
+    checked_name("span", span, SPANS)
+    checked_name("aggregate", aggregate, AGGREGATES)
+    checked_name("quartiles", quartiles, AGGREGATES)
+    checked_count("batch_size", batch_size)
+    checked_count("max_new_tokens", max_new_tokens)
     frame = frame_of(model, context, prompt)
     plan = plan_of(graph, answers, judge, span)
-    shares = checked_shares([k] if isinstance(k, int | float) else k)
+    shares = checked_shares(k)
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     options = {
         "graph": graph.name, "nodes": _digest(graph), "span": span, "context": context, "frame": list(frame),
@@ -209,12 +214,6 @@ def memorization(
     if folder is not None:
         folder.finish(result)
     return result
-
-
-def _check_choices(**choices: tuple[str, Sequence[str]]) -> None:
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise InputError(f"{name}={value!r} is none of {', '.join(known)}.{did_you_mean(str(value), known)}")
 
 
 def _profile(nodes: pd.DataFrame, scored: Scored, shuffled: Scored | None, run: RunRecord) -> DepthProfile:

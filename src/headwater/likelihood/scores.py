@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +34,7 @@ from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.likelihood.statistics import TextStatistics
+from headwater.options import checked_number
 from headwater.records import RunRecord
 from headwater.results import Result
 
@@ -82,7 +83,7 @@ def column(score: str, k: float) -> str:
 def memorization_scores(
     stats: TextStatistics,
     *,
-    k: Sequence[float] = SHARES,
+    k: float | Sequence[float] = SHARES,
     reference: TextStatistics | None = None,
     lowercased: TextStatistics | None = None,
     minimum_variance: float = 1e-8,
@@ -102,8 +103,7 @@ def memorization_scores(
     if not isinstance(stats, TextStatistics):
         raise InputError(f"stats must be what hw.token_statistics returns, found a {type(stats).__name__}.")
     shares = checked_shares(k)
-    if not minimum_variance > 0:
-        raise InputError(f"minimum_variance={minimum_variance} must be above 0.")
+    checked_number("minimum_variance", minimum_variance, above=0.0)
     contents = stats.texts["content"].tolist()
     other = {
         "lowercase": _means_like(stats, lowercased, [text.lower() for text in contents], "lowercased"),
@@ -140,15 +140,17 @@ def memorization_scores(
     return MemorizationScores(_tidy(texts, names, values), texts, run)
 
 
-def checked_shares(k: Sequence[float]) -> list[float]:
+def checked_shares(k: float | Iterable[float]) -> list[float]:
     """Return the shares of lowest tokens.
 
     Raises:
         InputError: there are none, one is out of range, or one comes twice.
     """
-    shares = [float(share) for share in k]
-    if not shares or not all(0 < share <= 1 for share in shares) or len(set(shares)) < len(shares):
-        raise InputError(f"k={shares} must hold shares of the tokens, above 0 and at most 1, each once.")
+    given = [k] if isinstance(k, int | float) else list(k) if isinstance(k, Iterable) else [k]
+    shares = [float(share) for share in given if isinstance(share, int | float)]
+    is_listed = len(set(shares)) == len(given) > 0 and not isinstance(k, str)
+    if not is_listed or not all(0 < share <= 1 for share in shares):
+        raise InputError(f"k={k!r} must hold shares of the tokens, above 0 and at most 1, each once.")
     return shares
 
 
@@ -210,6 +212,8 @@ def _means_like(
     """The mean log-probabilities that other statistics give the same texts, row by row of `_frame_of_texts(stats)`."""
     if other is None:
         return None
+    if not isinstance(other, TextStatistics):
+        raise InputError(f"{name} must be what hw.token_statistics returns, found a {type(other).__name__}.")
     differing = (
         [i for i, (a, b) in enumerate(zip(other.texts["content"], contents, strict=True)) if a != b]
         if len(other.texts) == len(contents)

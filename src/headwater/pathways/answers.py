@@ -35,6 +35,7 @@ from headwater.errors import InputError
 from headwater.models.generation import end_tokens, generate
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, encode
+from headwater.options import checked_count
 from headwater.pathways.examples import (
     NO_WORDS,
     SLOT,
@@ -203,6 +204,8 @@ def check_answered(model: HookedModel, answered: Any) -> None:
             f"These questions were answered by {answered.run.model} (other weights than {model.name}'s): its probes "
             "would read another model's answers. Answer them again with this model."
         )
+    if answered.table.empty:
+        raise InputError("There are no answers: the table of answered questions is empty.")
 
 
 def _check_options(model: HookedModel, questions: Any, max_new_tokens: int, batch_size: int) -> None:
@@ -212,9 +215,8 @@ def _check_options(model: HookedModel, questions: Any, max_new_tokens: int, batc
         raise InputError(
             f"{model.name} needs a tokenizer that gives character offsets (a fast one) to answer questions."
         )
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise InputError(f"{name}={value} must be at least 1.")
+    checked_count("max_new_tokens", max_new_tokens)
+    checked_count("batch_size", batch_size)
 
 
 def _prompts(

@@ -32,6 +32,7 @@ from tqdm.auto import tqdm
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_name
 from headwater.patching.knockout import VARIANTS
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.bootstrap import interval, resampled_questions, weighted_auc
@@ -211,14 +212,14 @@ Pieces = Mapping[tuple[str, int], Mapping[str, Tensor]]
 
 def _check(model: HookedModel, recipe: Recipe, seeds: int) -> None:
     check_probe_options(recipe.site, recipe.token, recipe.batch_size)
+    if not isinstance(recipe.reweighting, Reweighting):
+        raise InputError(f"reweighting must be a Reweighting, found a {type(recipe.reweighting).__name__}.")
     recipe.reweighting.check()
-    if recipe.variant not in VARIANTS:
-        raise InputError(f"variant={recipe.variant!r} is neither 'mask' nor 'zero'.")
-    if seeds < 1:
-        raise InputError(f"seeds={seeds} must be at least 1.")
+    checked_name("variant", recipe.variant, VARIANTS)
+    checked_count("seeds", seeds)
     n_layers = model.shape.n_layers
-    if recipe.layer is not None and not 0 <= recipe.layer < n_layers:
-        raise InputError(f"layer={recipe.layer} is not a layer; the model has layers 0 to {n_layers - 1}.")
+    if recipe.layer is not None and recipe.layer not in range(n_layers):
+        raise InputError(f"layer={recipe.layer!r} is not a layer; the model has layers 0 to {n_layers - 1}.")
 
 
 def _record(model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, seeds: int) -> RunRecord:

@@ -26,6 +26,7 @@ from typing import Any
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
+from headwater.options import checked_count
 from headwater.pathways.datasets import adapt, check_format, detect_format
 from headwater.pathways.words import Span, find_words
 from headwater.results import table_html
@@ -66,10 +67,10 @@ class Questions:
         """Draw at most `per_dataset` questions of each set without replacement; they stay in the order of the table.
 
         Raises:
-            InputError: `per_dataset` is not at least 1.
+            InputError: `per_dataset` is not a whole number from 1 up, or `seed` not one from 0 up.
         """
-        if per_dataset < 1:
-            raise InputError(f"A sample of {per_dataset} questions per set was asked for; ask for at least 1.")
+        checked_count("sample", per_dataset)
+        checked_count("seed", seed, least=0)
         shuffled = self.table.sample(frac=1, random_state=seed)
         kept = shuffled.groupby("dataset", sort=False).head(per_dataset).sort_index()
         return Questions(kept.reset_index(drop=True), self.source)

@@ -34,14 +34,15 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.models.backward import KeysValues, keys_values
 from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_name
 from headwater.patching.grid import chosen
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.dip import critical_dip, dip
 from headwater.pathways.flows import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
-from headwater.pathways.probes import Probe
+from headwater.pathways.probes import PROBE_SITES, Probe
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -82,7 +83,7 @@ class Saliency(Result):
         Raises:
             InputError: there is no such target.
         """
-        return self.table[self.table["target"] == checked(target or self.target, TARGETS, "target")]
+        return self.table[self.table["target"] == checked_name("target", target or self.target, TARGETS)]
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values.
@@ -148,15 +149,14 @@ def saliency(
         InputError: an option names nothing, the probe does not fit the model, or another model gave the answers.
         RunFolderError: `out` holds another run.
     """
+    named = list(edges) if isinstance(edges, list | tuple) else [edges]
     wanted = Wanted(
-        edges=tuple(
-            dict.fromkeys(checked(name, EDGES, "edges") for name in ([edges] if isinstance(edges, str) else edges))
-        ),
-        heads=checked(heads, ("mean_abs", "abs_mean"), "heads"),
-        pairs=checked(pairs, ("mean", "sum"), "pairs"),
+        edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in named)),
+        heads=checked_name("heads", heads, ("mean_abs", "abs_mean")),
+        pairs=checked_name("pairs", pairs, ("mean", "sum")),
         layers=_layers(model, probe, layers),
     )
-    checked(target, TARGETS, "target")
+    checked_name("target", target, TARGETS)
     _check(model, answered, probe, wanted, batch_size)
     run = _record(model, answered, probe, wanted, target, batch_size)
     folder = RunFolder(out, run) if out is not None else None
@@ -310,26 +310,14 @@ def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted
             f"{model.name} was loaded under torch.inference_mode(), which forbids gradients: load it outside."
         )
     check_answered(model, answered)
-    checked(probe.site, ("mlp_out", "attn_out", "resid_post"), "the probe's site")
+    checked_name("the probe's site", probe.site, PROBE_SITES)
     if len(probe.weight) != model.shape.d_model:
         raise InputError(
             f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
         )
     if not wanted.edges:
         raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
-    if batch_size < 1:
-        raise InputError(f"batch_size={batch_size} must be at least 1.")
-
-
-def checked(name: str, valid: Sequence[str], option: str) -> str:
-    """Return a name that is one of the valid ones.
-
-    Raises:
-        InputError: it is not.
-    """
-    if name not in valid:
-        raise InputError(f"{option}={name!r} is not one of {', '.join(valid)}.{did_you_mean(str(name), valid)}")
-    return name
+    checked_count("batch_size", batch_size)
 
 
 def _warn_if_blind(rows: Sequence[Row], probe: Probe, wanted: Wanted) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_name
 from headwater.patching.knockout import VARIANTS
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.interventions import QUERIES, Setup
@@ -174,7 +175,7 @@ def trace_pathways(
         variant: `mask` (severed before the softmax; the rest renormalises) or `zero` (after it: A = 0 to the letter).
         edges: who may no longer attend to E_Q: every position `after` it, or the exact tokens of the `answer` alone.
         window: sever in so many layers around each instead of in all up to it, and read the probe of l*; 1 is each
-            layer alone. Costs a pass per layer.
+            layer alone. One walk serves all windows; each costs what it changes.
         seeds: how many times the examples are split and probes fitted; modes are cross-fitted with two and more.
         controls: run the controls too (about eight more passes) and compare with baselines.
         batch_size: rows in one run.
@@ -222,16 +223,16 @@ def trace_pathways(
 def _check(model: HookedModel, answered: Any, setup: Setup, window: int | None, seeds: int) -> None:
     check_answered(model, answered)
     check_probe_options(setup.site, setup.token, setup.batch_size)
-    for name, value, valid in (("variant", setup.variant, VARIANTS), ("edges", setup.edges, QUERIES)):
-        if value not in valid:
-            raise InputError(f"{name}={value!r} is not one of {', '.join(valid)}.")
+    checked_name("variant", setup.variant, VARIANTS)
+    checked_name("edges", setup.edges, QUERIES)
     if setup.edges == "answer" and setup.token == "before_answer":
         raise InputError(
             "edges='answer' severs what the exact answer reads, and token='before_answer' is read before it: nothing "
             "could change. Use another token=, or edges='after'."
         )
-    if seeds < 1 or (window is not None and window < 1):
-        raise InputError(f"seeds={seeds} and window={window} must be at least 1 (window may be None).")
+    checked_count("seeds", seeds)
+    if window is not None:
+        checked_count("window", window)
 
 
 def _record(

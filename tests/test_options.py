@@ -1,0 +1,38 @@
+"""Options: what is no choice, no count or no number in range is one line; what numpy calls a number is one."""
+
+import numpy as np
+import pytest
+
+from headwater.errors import InputError
+from headwater.options import checked_count, checked_name, checked_number
+
+
+def test_what_can_be_used_is_returned_as_python_has_it():
+    assert checked_name("edges", "after", ("after", "answer")) == "after"
+    assert type(checked_count("seeds", np.int64(3))) is int
+    assert checked_count("seed", 0, least=0) == 0
+    assert checked_number("level", np.float64(0.5), above=0.0, below=1.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "message"),
+    [
+        (
+            checked_name,
+            ("edges", "aftr", ("after", "answer")),
+            "is not one of after, answer[.] Did you mean 'after'",
+        ),
+        (checked_name, ("edges", None, ("after",)), "edges=None is not one of after"),
+        (checked_name, ("edges", ["after"], ("after",)), "is not one of after"),
+        (checked_count, ("seeds", 0), "^seeds=0 must be at least 1[.]$"),
+        (checked_count, ("seeds", True), "seeds=True must be"),
+        (checked_count, ("seeds", 1.5), "^seeds=1.5 must be a whole number, at least 1[.]$"),
+        (checked_count, ("seeds", "3"), "seeds='3' must be a whole number"),
+        (checked_number, ("level", 1.0, 0.0, 1.0), "^level=1.0 must be a number between 0 and 1[.]$"),
+        (checked_number, ("variance", float("nan"), 0.0), "variance=nan must be a number above 0"),
+        (checked_number, ("variance", "1", 0.0), "variance='1' must be a number above 0"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(check, arguments, message):
+    with pytest.raises(InputError, match=message):
+        check(*arguments)
