@@ -323,3 +323,10 @@ def test_a_value_of_another_kind_than_the_result_has_is_damage(tmp_path, name, v
     (tmp_path / "run.json").write_text(json.dumps(plain | {name: value}))
     with pytest.raises(RunFolderError, match=rf"is damaged: its {name} is a .* of another kind"):
         Noted.load(tmp_path)
+
+
+def test_a_model_in_a_folder_whose_name_is_not_utf8_is_recorded_as_it_is(tmp_path):
+    result = sample(record(model="/models/caf\udce9"))
+    result.save(tmp_path)
+    assert Sample.load(tmp_path).run == result.run
+    (tmp_path / "run.json").read_text(encoding="utf-8")

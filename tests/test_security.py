@@ -9,10 +9,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import headwater as hw
 from headwater.errors import HeadwaterError, ModelError
 from headwater.models.checkpoint import is_file_name, weight_files
+from headwater.runs import RunFolder
+from tests.test_results import record, sample
 
 MARK = "touched by code from a data file"
 
@@ -137,3 +140,32 @@ def test_a_model_spread_over_devices_gives_the_same_logits(folder):
     tokens = torch.randint(2, 100, (2, 7))
     torch.testing.assert_close(spread.run(tokens), whole.run(tokens))
     assert spread.fingerprint == whole.fingerprint
+
+
+def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(tmp_path):
+    elsewhere, file = tmp_path / "elsewhere", tmp_path / "file"
+    elsewhere.mkdir()
+    file.write_text("mine")
+    save_file({"a": torch.zeros(1)}, elsewhere / "a.safetensors")
+    (elsewhere / ".mine.tmp").write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "pieces").symlink_to(elsewhere)
+    for name in ("table.parquet", "tensors.safetensors"):
+        (folder / name).symlink_to(file)
+    run = RunFolder(folder, record())
+    assert float(run.piece("a", lambda: {"a": torch.ones(1)})["a"]) == 1
+    run.finish(sample())
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    assert sorted(path.name for path in elsewhere.iterdir()) == [".mine.tmp", "a.safetensors"]
+    assert file.read_text() == "mine"
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_keeps_its_bytes(tmp_path):
+    file, folder = tmp_path / "file", tmp_path / "run"
+    file.write_text("mine")
+    folder.mkdir()
+    (folder / ".lock").symlink_to(file)
+    with pytest.raises(HeadwaterError, match="cannot be written"):
+        RunFolder(folder, record())
+    assert file.read_text() == "mine"

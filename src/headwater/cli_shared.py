@@ -114,7 +114,7 @@ def write(result: Result, out: Path, figure: str) -> list[str]:
 def report(summary: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:
     """Print a summary: as one JSON line, or as `show` lays it out, followed by the files written."""
     if as_json:
-        typer.echo(json.dumps(summary, ensure_ascii=False))
+        typer.echo(json.dumps(summary, ensure_ascii=False).encode("utf-8", "backslashreplace"))
         return
     console = Console(highlight=False, soft_wrap=True)
     show(summary, console)

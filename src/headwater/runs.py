@@ -10,7 +10,6 @@ import dataclasses
 import os
 import platform
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from headwater.storage import (
     one_writer,
     read_json,
     release_writer,
+    remove_folder,
     remove_leftovers,
     write_atomically,
     write_json,
@@ -138,7 +138,7 @@ class RunFolder:
             return earlier
         remove_leftovers(self.path)
         if earlier is None:
-            shutil.rmtree(self._pieces, ignore_errors=True)
+            remove_folder(self._pieces)
         here = f"process {os.getpid()} on {platform.node()}"
         record = dataclasses.asdict(earlier or run)
         write_json(self.path / RUN_FILE, {"format": FORMAT, "run": record, "finished": False, "writer": here})
@@ -148,7 +148,7 @@ class RunFolder:
 
     def _close(self, result: Result) -> None:
         write_result(self.path, result)
-        shutil.rmtree(self._pieces, ignore_errors=True)
+        remove_folder(self._pieces)
         self._let_go()
 
     def _tidy(self) -> None:
@@ -159,7 +159,7 @@ class RunFolder:
             self._lock = one_writer(self.path)
         if self._lock is not None:
             remove_leftovers(self.path)
-            shutil.rmtree(self._pieces, ignore_errors=True)
+            remove_folder(self._pieces)
         self._let_go()
 
     def _let_go(self) -> None:

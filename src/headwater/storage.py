@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,9 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically."""
+    """Write a JSON object atomically; a path that is not UTF-8 is written with the escapes of JSON."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -81,6 +82,13 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunFolderError(f"Cannot make the output folder {path}: {error.strerror}.") from None
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, or the link that stands in its place and not what it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
