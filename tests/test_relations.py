@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from headwater.errors import InputError
 from headwater.heads.relations import (
@@ -204,12 +206,24 @@ def test_only_pairs_of_single_tokens_survive_and_the_others_are_listed_with_the_
 def test_first_tokens_stand_for_longer_words_when_asked(tokenizer):
     pairs = (("Sweden", ("Rome",)), ("France", ("Roma", "Rota")))
     (tokens,) = tokenize_relations([Relation("r", None, pairs)], tokenizer, multi_token="first")
-    space = tokenizer.encode(" Roma", add_special_tokens=False)[0]
-    assert tokens.source.tolist()[0] == space
-    assert tokens.targets[1] == (space,)
+    letters = tokenizer.convert_tokens_to_ids(["S", "R"])
+    assert tokens.source.tolist()[0] == letters[0]
+    assert tokens.targets[1] == (letters[1],)
     assert tokens.dropped.empty
     with pytest.raises(InputError, match="multi_token='last' is not known"):
         tokenize_relations([], tokenizer, multi_token="last")
+
+
+@pytest.mark.parametrize(("space", "splitter"), [("▁", "Metaspace"), ("Ġ", "ByteLevel")])
+def test_a_space_that_is_a_token_never_stands_for_a_word(space, splitter):
+    vocabulary = {piece: i for i, piece in enumerate([space, *"Rome", "a"])}
+    bpe = Tokenizer(models.BPE(vocabulary, []))
+    bpe.pre_tokenizer = getattr(pre_tokenizers, splitter)()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+    assert tokenizer.tokenize(" Rome")[0] == space
+    (tokens,) = tokenize_relations([Relation("r", None, (("Rome", ("Rome",)),))], tokenizer, multi_token="first")
+    assert tokens.source.tolist() == [vocabulary["R"]]
+    assert tokens.targets == ((vocabulary["R"],),)
 
 
 def test_a_relation_is_usable_from_thirty_surviving_pairs_on(tokenizer):

@@ -15,6 +15,7 @@ _HOMES = {
     "classify_heads": "headwater.heads.classify",
     "HeadMap": "headwater.heads.classify",
     "load_relations": "headwater.heads.relations",
+    "Relation": "headwater.heads.relations",
     "patch": "headwater.patching.sweep",
     "Sweep": "headwater.patching.sweep",
     "knockout": "headwater.patching.knockout",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from headwater.errors import HeadwaterError as HeadwaterError
     from headwater.heads.classify import HeadMap as HeadMap
     from headwater.heads.classify import classify_heads as classify_heads
+    from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations
     from headwater.likelihood.depth import load_depth_graph as load_depth_graph
     from headwater.likelihood.files import score_file as score_file

@@ -24,7 +24,10 @@ from headwater.cli_shared import (
 
 Relations = Annotated[
     Path | None,
-    typer.Option(help="Folder or file of relations. Default: headwater's own suite.", show_default=False),
+    typer.Option(
+        help="Folder or file of relations, or the name of one of headwater's own. Default: its whole suite.",
+        show_default=False,
+    ),
 ]
 MultiToken = Annotated[
     bool,

@@ -153,7 +153,7 @@ def tokenize_relations(
     Args:
         relations: the relations, all of them kept in the result, however few of their pairs survive.
         tokenizer: the model's tokenizer.
-        multi_token: None drops a word of several tokens; "first" keeps its first token.
+        multi_token: None drops a word of several tokens; "first" keeps its first token that is more than the space.
 
     Raises:
         InputError: an unknown `multi_token`.
@@ -164,7 +164,10 @@ def tokenize_relations(
     pairs = [pair for relation in relations for pair in relation.pairs]
     words = sorted({word for source, targets in pairs for word in (source, *targets)})
     tokens = dict(zip(words, word_tokens(tokenizer, words), strict=True))
-    return tuple(_tokenize(relation, tokens, multi_token) for relation in relations)
+    if multi_token == "first":
+        spaces = set(tokenizer.convert_tokens_to_ids(["▁", "Ġ"]))
+        tokens = {word: [token for token in ids if token not in spaces][:1] for word, ids in tokens.items()}
+    return tuple(_tokenize(relation, tokens) for relation in relations)
 
 
 def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
@@ -187,9 +190,9 @@ def digest(relations: Sequence[Relation]) -> str:
     return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
-def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], multi_token: str | None) -> TokenRelation:
+def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> TokenRelation:
     def usable(word: str) -> bool:
-        return len(tokens[word]) == 1 or (multi_token == "first" and len(tokens[word]) > 0)
+        return len(tokens[word]) == 1
 
     sources, targets, dropped = [], [], []
     for source, accepted in relation.pairs:
