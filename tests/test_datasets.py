@@ -219,3 +219,10 @@ def test_a_column_of_numbers_too_large_for_any_table_becomes_text(tmp_path):
     table = load_questions(tmp_path / "a.jsonl").table
     assert table["votes"].tolist() == [str(10**400)]
     table.to_parquet(tmp_path / "a.parquet")
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"is a folder; give a file of questions"):
+        load_questions(tmp_path)
+    with pytest.raises(InputError, match=r"cannot be read: File name too long"):
+        load_questions(tmp_path / ("a" * 300 + ".csv"))

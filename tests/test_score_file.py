@@ -99,6 +99,12 @@ def test_files_that_hold_nothing_to_read_are_refused(model, tmp_path):
     for content in (" cat\n".encode("utf-16"), b"\xfe\xff\0c"):
         with pytest.raises(InputError, match=r"is UTF-16 text. Save the file as UTF-8"):
             score_file(model, written(tmp_path, "a.txt", content), progress=False)
+    with pytest.raises(InputError, match=r"more.csv, row 3: the row has more cells than the header has names. Put"):
+        score_file(model, written(tmp_path, "more.csv", "text\n cat\n dog, chat\n"), progress=False)
+    with pytest.raises(InputError, match=r"is a folder; give a file of texts"):
+        score_file(model, tmp_path, progress=False)
+    with pytest.raises(InputError, match=r"cannot be read: File name too long"):
+        score_file(model, tmp_path / ("a" * 300), progress=False)
     for name in ("a.json", "a.parquet", "a.jsonl.gz"):
         with pytest.raises(InputError, match=rf"{name} is no file of texts: give .jsonl, .csv or .tsv with the texts"):
             score_file(model, written(tmp_path, name, "[]"), progress=False)

@@ -32,8 +32,7 @@ def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
     Raises:
         InputError: there is no such file, it is of another kind, or a row cannot be read; the message has its number.
     """
-    if not path.is_file():
-        raise InputError(f"The file of {what} {path} does not exist.")
+    check_readable(path, what)
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path} is not a table of {what}: expected a file ending in {', '.join(SUFFIXES)}.")
     reader = {".jsonl": _json_lines, ".json": _json_items}.get(path.suffix, _cells)
@@ -45,6 +44,22 @@ def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
                 yield number, row
     except UnicodeDecodeError:
         raise InputError(f"{path} is not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def check_readable(path: Path, what: str) -> None:
+    """Refuse a file that is not there, is a folder, or may not be read.
+
+    Raises:
+        InputError: it is so.
+    """
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        raise InputError(f"The file of {what} {path} does not exist.") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder; give a file of {what}.") from None
+    except OSError as error:
+        raise InputError(f"The file of {what} {path} cannot be read: {error.strerror}.") from None
 
 
 def read_parquet(path: Path) -> pd.DataFrame:

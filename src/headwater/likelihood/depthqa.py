@@ -225,7 +225,7 @@ def _answers(
 def _answers_in(file: Path) -> Answers | None:
     try:
         value = parse_json(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise InputError(f"{file} cannot be read ({error}).") from None
     is_one = isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values())
     return Answers(file, value) if is_one and any("predicted_answer" in row for row in value.values()) else None

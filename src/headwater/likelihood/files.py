@@ -29,6 +29,7 @@ from headwater.likelihood.scores import SHARES, memorization_scores
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.records import RunRecord
 from headwater.results import Result
+from headwater.rows import check_readable
 from headwater.runs import Compute, RunFolder, run_pieces
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ def score_file(
         RunFolderError: `out` holds another run.
     """
     path = Path(file)
-    if not path.is_file():
-        raise InputError(f"The file of texts {path} does not exist.")
+    check_readable(path, "texts")
     options: dict[str, Any] = {"file": _digest(path), "field": field, "k": [float(share) for share in k]}
     options |= {"reference": reference.fingerprint if reference is not None else None, "lowercase": lowercase}
     run = RunRecord.of(
@@ -170,7 +170,13 @@ def _cells(path: Path, lines: TextIO, field: str) -> Iterator[str | None]:
     try:
         if field not in (rows.fieldnames or ()):
             raise InputError(f"{path} has no column {field!r}; it has {', '.join(rows.fieldnames or ()) or 'none'}.")
-        yield from (row.get(field) for row in rows)
+        for row in rows:
+            if None in row:
+                raise InputError(
+                    f"{path}, row {rows.line_num}: the row has more cells than the header has names. Put texts with "
+                    "separators in quotation marks."
+                )
+            yield row.get(field)
     except csv.Error as error:
         raise InputError(f"{path}, row {rows.line_num}: {error}.") from None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from headwater.errors import InputError
-from headwater.rows import read_parquet
+from headwater.rows import check_readable, read_parquet
 from headwater.texts import parse_json
 
 NAMES = {"input": "text", "label": "member"}
@@ -36,8 +36,7 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
     if not isinstance(source, str | Path | None):
         raise InputError(f"Texts come from a file, not from a {type(source).__name__}.")
     path = Path(source) if source is not None else Path(str(files("headwater") / "world" / "texts.jsonl"))
-    if not path.is_file():
-        raise InputError(f"The file of texts {path} does not exist.")
+    check_readable(path, "texts")
     table = _read(path)
     table = table.rename(columns={old: new for old, new in NAMES.items() if new not in table})
     missing = {"text", "member"} - set(table)
