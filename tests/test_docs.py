@@ -16,6 +16,7 @@ from headwater.patching.sites import SITES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+ANALYSES = ("heads", "sweeps", "pathways", "saliency", "detection", "memorization", "membership")
 FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PUBLIC = sorted(
     name
@@ -34,6 +35,22 @@ def test_the_examples_of_a_page_run_one_after_the_other(page):
     for number, example in enumerate(examples(page), start=1):
         exec(compile(example, f"{page.name}, example {number}", "exec"), names)
     plt.close("all")
+
+
+@pytest.mark.parametrize("page", ANALYSES)
+def test_the_page_of_an_analysis_says_what_it_is_whose_and_how_to_read_it(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for part in (
+        "**What.**",
+        "**Source",
+        "## Defaults",
+        "## How to read the figure",
+        "## Limits",
+        "![",
+        "\n    ",
+        " = ",
+    ):
+        assert part in text
 
 
 def test_every_public_name_is_in_the_reference():
