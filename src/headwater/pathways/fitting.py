@@ -101,6 +101,11 @@ class AnswerSet:
         """P(False) of every answer, as the model says."""
         return 1 - p_true(self.model, self.answered, batch_size=self.recipe.batch_size)
 
+    def forget(self) -> None:
+        """Let go of the states, gigabytes per set of a large model; what is needed again is made again."""
+        for name in ("states", "severed"):
+            self.__dict__.pop(name, None)
+
     @property
     def groups(self) -> list[str]:
         """What stays on one side of every split."""
