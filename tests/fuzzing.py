@@ -167,7 +167,10 @@ def changed_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def fuzz(reader: Reader, inputs: int) -> dict[str, int]:
-    """Read inputs and count what became of them; any other exception is raised, with the input in a note."""
+    """Read inputs and count what became of them; any other exception is raised, with the input in a note.
+
+    A few inputs are the same ones each time, many are fresh ones.
+    """
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=in_memory, prefix="headwater-") as folder:
         return _read_all(reader, Path(folder), inputs)
@@ -178,6 +181,7 @@ def _read_all(reader: Reader, folder: Path, inputs: int) -> dict[str, int]:
 
     @settings(
         max_examples=-(-inputs // AT_ONCE),
+        derandomize=inputs <= FEW,
         deadline=None,
         database=None,
         phases=(Phase.generate, Phase.shrink),

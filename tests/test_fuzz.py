@@ -1,6 +1,6 @@
 """Whatever a file of data holds, reading it ends with a result or a HeadwaterError, never with another exception.
 
-`fuzzing` says how inputs are made. CI reads a few hundred for each reader, the slow suite 100,000.
+`fuzzing` says how inputs are made. CI reads the same few hundred for each reader, the slow suite 100,000 fresh ones.
 """
 
 import io

@@ -1,6 +1,7 @@
 """Whatever the folders of runs, detectors and models hold, reading them ends with a result or a HeadwaterError.
 
-`fuzzing` says how inputs are made. CI reads a few hundred for each reader, the slow suite 100,000.
+`fuzzing` says how inputs are made. CI reads the same few hundred for each reader, the slow suite 100,000 fresh
+ones.
 """
 
 import dataclasses
