@@ -15,8 +15,9 @@ import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import detection as detection_module
 from headwater.pathways import fitting
-from headwater.pathways.detection import Detection, detect, evaluate
+from headwater.pathways.detection import Detection, detect
 from headwater.pathways.detectors import CLASSIFIERS, METHODS, Detector, p_true
+from headwater.pathways.evaluation import evaluate
 from headwater.pathways.fitting import AnswerSet, Recipe
 from headwater.pathways.probes import Probe, probe_states
 from headwater.pathways.reweighting import Reweighted, Reweighting, train_reweighting
@@ -342,6 +343,22 @@ def test_a_set_with_right_answers_only_is_left_out_with_its_cause_and_the_other_
     assert found.datasets == ("multi_hop",)
     assert found.dropped[["dataset", "answers"]].values.tolist() == [["natural", is_natural.sum()]]
     assert "0 wrong answers" in found.report()[0]
+
+
+def test_the_states_of_one_set_at_a_time_are_in_memory(model, answered, monkeypatch):
+    fit, sets, held = AnswerSet.fit, {}, []
+
+    def watched(one, seed):
+        made = fit(one, seed)
+        sets[one.dataset] = one
+        held.append(sum("states" in vars(other) for other in sets.values()))
+        return made
+
+    monkeypatch.setattr(AnswerSet, "fit", watched)
+    detect(model, answered, methods=["probe"], seeds=2, progress=False)
+    assert set(sets) == {"natural", "multi_hop"}
+    assert held == [1] * 4
+    assert not any("states" in vars(one) for one in sets.values())
 
 
 def test_questions_without_relation_or_popularity_leave_the_baseline_out_with_a_note(model, answered):

@@ -16,7 +16,7 @@ The methods are described in `detectors`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -35,14 +34,14 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name
 from headwater.patching.knockout import VARIANTS
 from headwater.pathways.answers import AnsweredQuestions, check_answered
-from headwater.pathways.bootstrap import interval, resampled_questions, weighted_auc
 from headwater.pathways.detectors import METHODS, Detector, check_methods
+from headwater.pathways.evaluation import evaluate, paragraph
 from headwater.pathways.fitting import COUNTS, AnswerSet, Recipe, relations_of
 from headwater.pathways.probes import check_probe_options
 from headwater.pathways.reweighting import Reweighting
 from headwater.records import RunRecord
 from headwater.results import Result
-from headwater.runs import RunFolder, run_pieces
+from headwater.runs import Compute, RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +128,7 @@ class Detection(Result):
     def report(self) -> list[str]:
         """Say in plain sentences, a paragraph per question set, what the numbers show on this model."""
         left_out = [f"{row['dataset']} was left out: {row['cause']}" for row in self.dropped.to_dict("records")]
-        return left_out + [_paragraph(str(name), part) for name, part in self.table.groupby("dataset", sort=False)]
+        return left_out + [paragraph(str(name), part) for name, part in self.table.groupby("dataset", sort=False)]
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the AUC of every method with its interval, a mark per question set."""
@@ -198,8 +197,14 @@ def detect(
     jobs = [(one, seed) for one in sets for seed in range(seeds)]
     names = {one.dataset: f"set{number:03d}" for number, one in enumerate(sets)}
     shown = tqdm(jobs, desc="Detecting", unit="fit", disable=not progress)
-    work = ((f"{names[one.dataset]}-seed{seed:03d}", partial(one.fit, seed)) for one, seed in shown)
-    pieces = dict(zip([(one.dataset, seed) for one, seed in jobs], run_pieces(folder, work), strict=True))
+
+    def work() -> Iterator[tuple[str, Compute]]:
+        for one, seed in shown:
+            yield f"{names[one.dataset]}-seed{seed:03d}", partial(one.fit, seed)
+            if seed == seeds - 1:
+                one.forget()
+
+    pieces = dict(zip([(one.dataset, seed) for one, seed in jobs], run_pieces(folder, work()), strict=True))
     result = _result(answered, sets, pieces, dropped, folder.run if folder else record)
     if folder is not None:
         folder.finish(result)
@@ -294,78 +299,7 @@ def _notes(one: AnswerSet, pieces: Mapping[int, Mapping[str, Tensor]]) -> dict[s
     return ({"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}) | one.notes()
 
 
-def evaluate(
-    scores: pd.DataFrame, questions: pd.Series, methods: Sequence[str], notes: Mapping[str, str]
-) -> pd.DataFrame:
-    """Measure the AUC of every method on one question set, with intervals over its questions.
-
-    Args:
-        scores: rows of `Detection.scores` of one set; `example` is the index of `questions`.
-        questions: the text of every question of the set.
-        methods: columns of `scores`.
-        notes: by method.
-
-    Returns:
-        Rows of `Detection.table`.
-    """
-    counts = resampled_questions(questions)
-    places = pd.Series(np.arange(len(questions)), index=questions.index)
-    seeds = [part for _, part in scores.groupby("seed")]
-
-    def draws(method: str) -> NDArray[np.float64]:
-        """The AUC in every resample, averaged over seeds."""
-        per_seed = [
-            weighted_auc(counts[:, places.loc[part["example"]]], part["z"].to_numpy(), part[method].to_numpy())
-            for part in seeds
-            if part[method].notna().all()
-        ]
-        return np.mean(per_seed, axis=0) if per_seed else np.full(len(counts), np.nan)
-
-    drawn = np.stack([draws(method) for method in methods], axis=1)
-    probe = drawn[:, [methods.index("probe")]] if "probe" in methods else np.full((len(counts), 1), np.nan)
-    columns = dict(zip(("auc", "low", "high"), interval(drawn), strict=True))
-    columns |= dict(zip(("gain", "gain_low", "gain_high"), interval(drawn - probe), strict=True))
-    sizes = {"answers": len(scores) / len(seeds), "wrong": scores["z"].sum() / len(seeds)}
-    named = {"dataset": scores["dataset"].iloc[0], "method": methods}
-    return pd.DataFrame(named | columns | sizes | {"note": [notes.get(method, "") for method in methods]})
-
-
 def _padded(alpha: Tensor, n_layers: int) -> Float[Tensor, "pathway layer head"]:
     whole = torch.full((2, n_layers, alpha.shape[2]), torch.nan, dtype=alpha.dtype)
     whole[:, : alpha.shape[1]] = alpha
     return whole
-
-
-def _paragraph(dataset: str, table: pd.DataFrame) -> str:
-    """Say of one question set which method does best, and what the modes add to a single probe."""
-    measured = table[table["auc"].notna()].sort_values("auc", ascending=False)
-    if measured.empty:
-        return f"{dataset}: no method could be measured."
-    best = measured.iloc[0]
-    said = [
-        f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {best['method']} tells "
-        f"them apart best (AUC {best['auc']:.3f}, {best['low']:.3f} to {best['high']:.3f})."
-    ]
-    found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
-    said += [
-        f"{name} {_verdict(found[name])} the single probe ({_signed(found[name])})."
-        for name in ("mop", "pr")
-        if name in found and np.isfinite(found[name]["gain"])
-    ]
-    if "question" in found and "probe" in found:
-        low = found["question"]["gain"] >= 0
-        more = "no more than" if low else "more than"
-        said.append(f"The probe tells {more} relation and popularity alone (AUC {found['question']['auc']:.3f}).")
-    notes = table[table["note"] != ""]
-    said += [f"Note on {row['method']}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
-    return " ".join(said)
-
-
-def _verdict(row: Mapping[str, Any]) -> str:
-    if row["gain_low"] > 0:
-        return "does better than"
-    return "does worse than" if row["gain_high"] < 0 else "cannot be told from"
-
-
-def _signed(row: Mapping[str, Any]) -> str:
-    return f"{row['gain']:+.3f}, {row['gain_low']:+.3f} to {row['gain_high']:+.3f}"

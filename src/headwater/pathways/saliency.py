@@ -40,9 +40,9 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name
 from headwater.patching.grid import chosen
 from headwater.pathways.answers import AnsweredQuestions, check_answered
-from headwater.pathways.dip import critical_dip, dip
 from headwater.pathways.flows import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.probes import PROBE_SITES, Probe
+from headwater.pathways.saliency_report import COLUMNS, EDGES, TARGETS, sentences_of, summary_of
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -50,12 +50,6 @@ from headwater.runs import Compute, RunFolder, run_pieces
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-TARGETS = ("cross_entropy", "logit")
-EDGES = ("exact_answer", "all")
-COLUMNS = tuple(f"saliency_{name}" for name in EDGES)
-NEAR_ZERO = 0.1
-"""An example is near zero when its saliency is less than this share of its set's mean."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,12 +91,12 @@ class Saliency(Result):
         for name in self.datasets:
             rows = self.table[self.table["dataset"] == name]
             entry: dict[str, Any] = {"dataset": name, "examples": int(rows["example"].nunique())}
-            sets.append(entry | {column: _summary_of(rows.dropna(subset=[column]), column) for column in COLUMNS})
+            sets.append(entry | {column: summary_of(rows.dropna(subset=[column]), column) for column in COLUMNS})
         return {"model": self.run.model, "probe": self.run.options["probe"], "datasets": sets}
 
     def report(self) -> list[str]:
         """Return what was found, in plain sentences made of the numbers."""
-        return [sentence for entry in self.summary()["datasets"] for sentence in _sentences(entry)]
+        return [sentence for entry in self.summary()["datasets"] for sentence in sentences_of(entry)]
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
         """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
@@ -231,56 +225,6 @@ def _result(
         flat = {column: flow.flatten().numpy() for column, flow in scaled.items()}
         by_layer.append(pd.DataFrame({**repeated, "target": name, "layer": np.tile(layers, len(z)), **flat}))
     return Saliency(pd.concat(tables, ignore_index=True), pd.concat(by_layer, ignore_index=True), target, run)
-
-
-def _summary_of(rows: pd.DataFrame, column: str) -> dict[str, Any] | None:
-    """Describe one kind of edge in one set; None where it has no value."""
-    if rows.empty:
-        return None
-    by_target = {target: rows[rows["target"] == target].set_index("example") for target in TARGETS}
-    near_zero = {target: part[column] < NEAR_ZERO * part[column].mean() for target, part in by_target.items()}
-    medians = {
-        f"median_{target}_{name}": float(part.loc[part["z"] == kind, column].median())
-        if (part["z"] == kind).any()
-        else None
-        for target, part in by_target.items()
-        for kind, name in enumerate(("right", "wrong"))
-    }
-    at_zero = near_zero["cross_entropy"]
-    several = {t: len(p) > 1 and dip(p[column].to_numpy()) > critical_dip(len(p)) for t, p in by_target.items()}
-    return {
-        **medians,
-        "near_zero": {target: round(float(near.mean()), 4) for target, near in near_zero.items()},
-        "saturated": round(float((~near_zero["logit"][at_zero]).mean()), 4) if at_zero.any() else None,
-        "several_peaks": several,
-    }
-
-
-def _sentences(entry: dict[str, Any]) -> Iterator[str]:
-    """Say what the summary of one set shows."""
-    name = entry["dataset"]
-    for column, edges in zip(COLUMNS, ("S(E_Q→E_A)", "S(E_Q→*)"), strict=True):
-        found = entry[column]
-        if found is None:
-            yield f"{name}: {edges} has no value: it was not asked for, or the probe cannot depend on these edges."
-            continue
-        right, wrong = found["median_logit_right"], found["median_logit_wrong"]
-        if right and wrong is not None:
-            yield f"{name}: {edges} of the logit is {wrong / right:.2f} times as large for wrong answers as for right."
-        near, saturated = found["near_zero"], found["saturated"]
-        why = (
-            f", of which {saturated:.0%} have a probe that is sure and right and a flow like the others"
-            if saturated
-            else ""
-        )
-        yield (
-            f"{name}: {near['cross_entropy']:.1%} of the examples are near zero in {edges} of the cross-entropy{why}; "
-            f"{near['logit']:.1%} with the logit."
-        )
-        entropy, logit = (
-            "more than one peak" if several else "one peak" for several in found["several_peaks"].values()
-        )
-        yield f"{name}: by the dip test {edges} has {entropy} with the cross-entropy and {logit} with the logit."
 
 
 def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:

@@ -1,0 +1,83 @@
+"""How well scores tell wrong answers from right ones: AUCs with intervals over questions, and a paragraph on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from headwater.pathways.bootstrap import interval, resampled_questions, weighted_auc
+
+
+def evaluate(
+    scores: pd.DataFrame, questions: pd.Series, methods: Sequence[str], notes: Mapping[str, str]
+) -> pd.DataFrame:
+    """Measure the AUC of every method on one question set, with intervals over its questions.
+
+    Args:
+        scores: rows of `Detection.scores` of one set; `example` is the index of `questions`.
+        questions: the text of every question of the set.
+        methods: columns of `scores`.
+        notes: by method.
+
+    Returns:
+        Rows of `Detection.table`.
+    """
+    counts = resampled_questions(questions)
+    places = pd.Series(np.arange(len(questions)), index=questions.index)
+    seeds = [part for _, part in scores.groupby("seed")]
+
+    def draws(method: str) -> NDArray[np.float64]:
+        """The AUC in every resample, averaged over seeds."""
+        per_seed = [
+            weighted_auc(counts[:, places.loc[part["example"]]], part["z"].to_numpy(), part[method].to_numpy())
+            for part in seeds
+            if part[method].notna().all()
+        ]
+        return np.mean(per_seed, axis=0) if per_seed else np.full(len(counts), np.nan)
+
+    drawn = np.stack([draws(method) for method in methods], axis=1)
+    probe = drawn[:, [methods.index("probe")]] if "probe" in methods else np.full((len(counts), 1), np.nan)
+    columns = dict(zip(("auc", "low", "high"), interval(drawn), strict=True))
+    columns |= dict(zip(("gain", "gain_low", "gain_high"), interval(drawn - probe), strict=True))
+    sizes = {"answers": len(scores) / len(seeds), "wrong": scores["z"].sum() / len(seeds)}
+    named = {"dataset": scores["dataset"].iloc[0], "method": methods}
+    return pd.DataFrame(named | columns | sizes | {"note": [notes.get(method, "") for method in methods]})
+
+
+def paragraph(dataset: str, table: pd.DataFrame) -> str:
+    """Say of one question set which method does best, and what the modes add to a single probe."""
+    measured = table[table["auc"].notna()].sort_values("auc", ascending=False)
+    if measured.empty:
+        return f"{dataset}: no method could be measured."
+    best = measured.iloc[0]
+    said = [
+        f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {best['method']} tells "
+        f"them apart best (AUC {best['auc']:.3f}, {best['low']:.3f} to {best['high']:.3f})."
+    ]
+    found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
+    said += [
+        f"{name} {_verdict(found[name])} the single probe ({_signed(found[name])})."
+        for name in ("mop", "pr")
+        if name in found and np.isfinite(found[name]["gain"])
+    ]
+    if "question" in found and "probe" in found:
+        low = found["question"]["gain"] >= 0
+        more = "no more than" if low else "more than"
+        said.append(f"The probe tells {more} relation and popularity alone (AUC {found['question']['auc']:.3f}).")
+    notes = table[table["note"] != ""]
+    said += [f"Note on {row['method']}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
+    return " ".join(said)
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    if row["gain_low"] > 0:
+        return "does better than"
+    return "does worse than" if row["gain_high"] < 0 else "cannot be told from"
+
+
+def _signed(row: Mapping[str, Any]) -> str:
+    return f"{row['gain']:+.3f}, {row['gain_low']:+.3f} to {row['gain_high']:+.3f}"
