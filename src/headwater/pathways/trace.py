@@ -211,6 +211,7 @@ def trace_pathways(
         parts.append(tables_of(measured, rows.tolist(), controls))
         fits.append(measured.fits)
         pooled.append(_sampled(measured))
+        del measured  # of a large model its states are gigabytes, and the next set's are coming
     probes = _pooled(pooled, setup, partial(_pieces, folder, POOLED))
     listed = [(name, fit.probes) for name, fit in zip(usable, fits, strict=True)]
     fields: dict[str, Any] = stacked(parts) | _fit_fields(listed, probes)
