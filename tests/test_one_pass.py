@@ -47,7 +47,7 @@ def test_every_layer_has_the_residual_stream_it_has_with_the_bridges_attention(c
     assert can is (family != "gemma2")
     assert len(passes) == (model.shape.n_layers if can else 0)
     error = (found - expected).abs().max() / expected.abs().max()
-    assert error < 16 * torch.finfo(dtype).eps
+    assert error < (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps
     assert torch.equal(residuals(model, batch), expected)
 
 
