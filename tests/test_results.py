@@ -330,3 +330,13 @@ def test_a_model_in_a_folder_whose_name_is_not_utf8_is_recorded_as_it_is(tmp_pat
     result.save(tmp_path)
     assert Sample.load(tmp_path).run == result.run
     (tmp_path / "run.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["../outside", "a" * 300, "", "pieces", "other.parquet"])
+def test_a_manifest_of_other_files_is_damage(tmp_path, name):
+    sample().save(tmp_path)
+    plain = json.loads((tmp_path / "run.json").read_text())
+    plain["manifest"][name] = {"bytes": 0, "sha256": ""}
+    (tmp_path / "run.json").write_text(json.dumps(plain))
+    with pytest.raises(RunFolderError, match=r"its manifest names .* which is no file of a Sample"):
+        Sample.load(tmp_path)

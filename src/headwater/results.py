@@ -115,7 +115,7 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
     if plain.get("result") != cls.__name__:
         found = plain.get("result")
         raise RunFolderError(f"{path} holds a {found}, not a {cls.__name__}: use {found}.load.")
-    _check_manifest(path, plain.get("manifest", {}))
+    _check_manifest(path, plain.get("manifest", {}), cls)
     try:
         tensors = load_file(path / TENSORS) if (path / TENSORS).exists() else {}
         values: dict[str, Any] = {}
@@ -152,14 +152,20 @@ def _seal(file: Path) -> dict[str, Any]:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def _check_manifest(path: Path, manifest: object) -> None:
+def _check_manifest(path: Path, manifest: object, cls: type[Result]) -> None:
     """Refuse files that are not the ones the run wrote."""
+    known = {TENSORS, *(f"{field.name}.parquet" for field in dataclasses.fields(cls))}  # type: ignore[arg-type]
     for name, seal in manifest.items() if isinstance(manifest, dict) else ():
-        file = path / Path(name).name
+        if name not in known:
+            raise RunFolderError(
+                f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is no file of a "
+                f"{cls.__name__}. Delete the folder and run again."
+            )
+        file = path / name
         if not file.is_file() or _seal(file) != seal:
             found = "changed since the run wrote it" if file.is_file() else "missing"
             raise RunFolderError(
-                f"The result in {path} is damaged: {file.name} is {found}. Delete the folder and run again."
+                f"The result in {path} is damaged: {name} is {found}. Delete the folder and run again."
             )
 
 
