@@ -7,7 +7,7 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.figures.pathway_controls import LOOKS
+from headwater.figures.pathway_controls import LOOKS, main_layer
 from headwater.figures.pathway_curves import COLORS
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.records import RunRecord
@@ -76,6 +76,15 @@ def test_the_published_form_has_solid_and_dashed_curves_in_their_colours_with_ba
         own = pathways.modes[(pathways.modes["dataset"] == "third") & (pathways.modes["mode"] == mode)]
         place = labels.index(mode)
         assert labels[place + 3] == f"third ({len(own) / 2:,.0f}, {len(own) / 2:,.0f})"
+
+
+def test_the_legend_of_modes_by_random_tokens_counts_those_modes(pathways):
+    figure = hw.figures.delta_p([pathways], split_by="random tokens")
+    labels = [text.get_text() for text in figure.subfigs[1].legends[0].get_texts()]
+    own = pathways.curves.query("dataset == 'second' and split_by == 'random tokens'")
+    own = own[own["layer"] == main_layer(pathways, "second")]
+    for mode, share in own.set_index("mode")["share"].items():
+        assert labels[labels.index(mode) + 2] == f"second ({60 * share:,.0f})"
 
 
 def test_curves_differ_in_mark_or_dash_and_the_legend_lies_within_the_figure(pathways):

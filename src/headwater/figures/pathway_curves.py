@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
+from headwater.figures.pathway_controls import main_layer
 from headwater.figures.style import (
     BANDS_ARE,
     BLUE,
@@ -33,7 +34,7 @@ from headwater.figures.style import (
     style,
     whole_numbers,
 )
-from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER
+from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER, RANDOM_SPLIT
 
 if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways
@@ -95,7 +96,7 @@ def delta_p(
             ax.set_title(title)
         for ax in axes[: len(shown) : columns]:
             ax.set_ylabel(VALUES[value])
-        handles, labels = _legend(shown, names)
+        handles, labels = _legend(shown, names, split_by)
         legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
     return figure
 
@@ -117,7 +118,7 @@ def plot_delta_p(
     with style():
         _draw(ax, pathways, names, _split(pathways, split_by), value)
         ax.set_ylabel(VALUES[value])
-        handles, labels = _legend([pathways], names)
+        handles, labels = _legend([pathways], names, split_by)
         look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": _counted([pathways]), **ROOMY}
         ax.legend(handles, labels, loc="upper center", ncols=2, **look)
     return ax
@@ -162,14 +163,14 @@ def _look(mode: str, place: int) -> dict[str, Any]:
     return {"linestyle": DASHES[mode], "marker": MARKS[place], "markersize": 2.6}
 
 
-def _legend(shown: Sequence[Pathways], names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
+def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | None) -> tuple[list[Line2D], list[str]]:
     """A column per mode: its name, then its question sets."""
     handles, labels = [], []
     for mode in MODES:
         handles.append(Line2D([], [], linestyle="none"))
         labels.append(mode)
         for place, name in enumerate(names):
-            counts = ", ".join(_count(one, name, mode) for one in shown)
+            counts = ", ".join(_count(one, name, mode, split_by) for one in shown)
             handles.append(Line2D([], [], color=COLORS[mode][place], **_look(mode, place)))
             labels.append(f"{label(name)} ({counts})")
     return handles, labels
@@ -179,9 +180,13 @@ def _counted(shown: Sequence[Pathways]) -> str:
     return f"{COUNTED}{', panel by panel' if len(shown) > 1 else ''}; {BANDS_ARE}"
 
 
-def _count(pathways: Pathways, name: str, mode: str) -> str:
-    """How many examples of a question set are in a mode at l*, averaged over seeds."""
+def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> str:
+    """How many examples of a question set are in a mode at l*, averaged over seeds (crossed modes are as many)."""
     modes = pathways.modes[pathways.modes["dataset"] == name]
     if modes.empty:
         return "–"
+    if split_by == RANDOM_SPLIT:
+        curves = pathways.curves[(pathways.curves["dataset"] == name) & (pathways.curves["split_by"] == split_by)]
+        at_best = curves[(curves["mode"] == mode) & (curves["layer"] == main_layer(pathways, name))]
+        return f"{at_best['share'].sum() * modes['example'].nunique():,.0f}"
     return f"{(modes['mode'] == mode).sum() / modes['seed'].nunique():,.0f}"
