@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from headwater.errors import InputError
 from headwater.likelihood.scores import SHARES, memorization_scores
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
+from headwater.models.hooked import check_model
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.rows import check_readable
@@ -106,6 +107,7 @@ def score_file(
         RunFolderError: `out` holds another run.
     """
     path = Path(file)
+    check_model(model)
     check_readable(path, "texts")
     options: dict[str, Any] = {"file": _digest(path), "field": field, "k": [float(share) for share in k]}
     options |= {"reference": reference.fingerprint if reference is not None else None, "lowercase": lowercase}

@@ -35,6 +35,7 @@ from headwater.likelihood.report import report
 from headwater.likelihood.resampling import Graphs
 from headwater.likelihood.scores import checked_shares
 from headwater.likelihood.scoring import Scored, Scoring
+from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_name
 from headwater.records import RunRecord
 from headwater.results import Result
@@ -177,6 +178,7 @@ def memorization(
         InputError: an option cannot be used, or there is nothing to score.
         RunFolderError: `out` holds another run.
     """
+    check_model(model)
     if not isinstance(graph, DepthGraph):
         raise InputError(f"graph must be what hw.load_depth_graph returns, found a {type(graph).__name__}.")
     checked_name("span", span, SPANS)

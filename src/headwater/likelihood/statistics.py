@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 from headwater.errors import InputError
 from headwater.kernels import likelihood
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name, reader
+from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import Batch, encode, pad_id, token_span
@@ -128,6 +129,7 @@ def token_statistics(
         InputError: a text, span, layer, lens or option cannot be used; the message says which.
         RunFolderError: `out` holds another run.
     """
+    check_model(model)
     if not isinstance(texts, Iterable):
         raise InputError(f"texts must be a text or texts, found a {type(texts).__name__}.")
     texts = [texts] if isinstance(texts, str) else list(texts)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import html
 import inspect
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -186,12 +187,18 @@ class HookedModel:
                 its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be read).
         """
         listed = list(hooks)
+        for hook in listed:
+            if not isinstance(hook, tuple) or len(hook) != 2 or not isinstance(hook[0], str) or not callable(hook[1]):
+                raise InputError(f"{hook!r} is no hook: give (name of an activation, function(activation, hook)).")
         fired: set[int] = set()
 
         def watched(index: int, function: HookFunction) -> HookFunction:
             def call(activation: Tensor, hook: Any) -> Tensor | None:
                 fired.add(index)
-                return function(activation, hook=hook)
+                result = function(activation, hook=hook)
+                if result is not None:
+                    _check_edit(hook.name, activation, result)
+                return result
 
             return call
 
@@ -330,14 +337,45 @@ def _bos_of(raw: Any, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
     return tokenizer.bos_token_id
 
 
+def _check_edit(name: str, activation: Tensor, result: Any) -> None:
+    """Refuse what a hook returned when it cannot stand for the activation; it may be of fewer positions.
+
+    Raises:
+        InterventionError: it is no tensor of the same rows, width and dtype.
+    """
+    found = f"a {type(result).__name__}"
+    if isinstance(result, Tensor):
+        ends = (activation.ndim, activation.shape[0], activation.shape[-1], activation.dtype)
+        if result.ndim and (result.ndim, result.shape[0], result.shape[-1], result.dtype) == ends:
+            return
+        found = f"{tuple(result.shape)} in {result.dtype}"
+    raise InterventionError(
+        f"A hook at {name} was given {tuple(activation.shape)} in {activation.dtype} and returned {found}; it must "
+        "return an activation like the one it was given, or None."
+    )
+
+
 def _columns(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
     """The columns of the batch whose logits must be computed, or None for all."""
     if keep is None:
         return None
     width = batch.tokens.shape[1]
-    if isinstance(keep, str):
+    if isinstance(keep, str) and keep == "last":
         return torch.unique(batch.lengths - 1)
-    columns = torch.as_tensor(keep, dtype=torch.long).cpu()
+    try:
+        columns = torch.tensor([operator.index(i) for i in keep], dtype=torch.long)
+    except TypeError:
+        raise InputError(f"keep={keep!r} is neither 'last' nor a list of positions.") from None
     if columns.ndim != 1 or not len(columns) or not -width <= int(columns.min()) <= int(columns.max()) < width:
         raise InputError(f"keep={keep} is not a list of positions of sequences of {width} tokens.")
     return columns % width
+
+
+def check_model(model: Any) -> None:
+    """Refuse what `hw.load` did not give.
+
+    Raises:
+        InputError: it is something else, such as the name of a model.
+    """
+    if not isinstance(model, HookedModel):
+        raise InputError(f"model must be what hw.load returns, found a {type(model).__name__}: hw.load(...) it first.")

@@ -27,7 +27,7 @@ import pandas as pd
 import torch
 
 from headwater.errors import InputError
-from headwater.models.hooked import HookedModel
+from headwater.models.hooked import HookedModel, check_model
 from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.grid import (
@@ -232,10 +232,7 @@ def check_call(model: Any, batch_size: Any) -> None:
     Raises:
         InputError: one of these.
     """
-    if not isinstance(model, HookedModel):
-        raise InputError(
-            f"A sweep runs a model that hw.load gave, not a {type(model).__name__}: hw.load(...) it first."
-        )
+    check_model(model)
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size={batch_size!r} must be at least 1, or None.")
 

@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 
 from headwater.errors import InputError
 from headwater.models.generation import end_tokens, generate
-from headwater.models.hooked import HookedModel
+from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
 from headwater.options import checked_count
 from headwater.pathways.examples import (
@@ -197,6 +197,7 @@ def check_answered(model: HookedModel, answered: Any) -> None:
     Raises:
         InputError: says what they are.
     """
+    check_model(model)
     if not isinstance(answered, AnsweredQuestions):
         raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
     if answered.run.fingerprint != model.fingerprint:
@@ -209,6 +210,7 @@ def check_answered(model: HookedModel, answered: Any) -> None:
 
 
 def _check_options(model: HookedModel, questions: Any, max_new_tokens: int, batch_size: int) -> None:
+    check_model(model)
     if not isinstance(questions, Questions):
         raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
     if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
