@@ -138,7 +138,7 @@ def score_file(
             yield f"texts-{number:08d}", partial(columns_of, texts)
             bar.update(len(texts))
 
-    with tqdm(desc="Scoring", unit="text", disable=not progress) as bar:
+    with tqdm(desc="Scoring", unit=" texts", disable=not progress) as bar:
         pieces = list(run_pieces(folder, work(bar)))
     if not pieces:
         raise InputError(f"{path} holds no texts.")
