@@ -26,17 +26,16 @@ from headwater.models import checkpoint
 from headwater.models.lens_checkpoint import _read_state
 from headwater.models.tokens import load_tokenizer
 from headwater.patching.sweep import Sweep
-from headwater.pathways.detection import Detection
 from headwater.pathways.detectors import Detector
 from headwater.reference.published import Reproduction
 from headwater.results import Result
 from headwater.runs import RunFolder
 from tests.fuzzing import ANYTHING, FEW, MANY, WORDS, Files, Reader, as_json, fuzz
-from tests.test_results import record
+from tests.test_results import Sample, record
 from tests.tiny import tiny_tokenizer
 
-RESULTS = (Detection, Reproduction, ScoredTexts, Sweep)
-"""The kinds of result that differ in what a folder holds: tables, tensors, texts, lists of texts."""
+RESULTS = (Reproduction, Sample, ScoredTexts, Sweep)
+"""The kinds of result that differ in what a folder holds: a table, tensors, texts, lists of texts."""
 
 
 def files_of(folder: Path) -> Files:
@@ -51,15 +50,11 @@ def written(write: Callable[[Path], object]) -> Files:
 
 
 def small(kind: type[Result]) -> Result:
-    """A result of a kind, with a few rows in every table."""
-    values: dict[str, Any] = {"run": record(), "engine": "whole", "tokens": [["a", "é"]], "notes": ["a note"]}
-    values |= {"published_model": None, "source": "a paper", "relations": ["capital"]}
-    sizes = {"weight": (2, 7, 4), "bias": (2, 7), "alpha": (2, 2, 7, 3), "question_weight": (2, 5)}
-    for field in dataclasses.fields(kind):
-        if "DataFrame" in str(field.type):
-            values[field.name] = pd.DataFrame({"layer": [0, 1], "name": ["a", "é"], "places": [(1, 2), ()]})
-        elif field.name in sizes and "Tensor" in str(field.type):
-            values[field.name] = torch.ones(sizes[field.name])
+    """A result of a kind, with a few rows in its table."""
+    table = pd.DataFrame({"layer": [0, 1], "name": ["a", "é"], "places": [(1, 2), ()]})
+    values: dict[str, Any] = {"run": record(), "table": table, "effects": torch.ones(2, 3), "note": "a note"}
+    values |= {"published_model": None, "source": "a paper", "notes": ["a note"]}
+    values |= {"engine": "whole", "tokens": [["a", "é"]]}
     return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
 
 
