@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import headwater as hw
 from headwater.errors import HeadwaterError, ModelError
 from headwater.models.checkpoint import is_file_name, weight_files
+from headwater.models.lens_checkpoint import _read_state
 from headwater.runs import RunFolder
 from tests.test_results import record, sample
 
@@ -55,6 +56,27 @@ def test_a_pickle_without_weights_is_refused(tmp_path, content):
     torch.save(content, tmp_path / "model.pt")
     with pytest.raises(ModelError, match="holds no weights"):
         hw.load(tmp_path, pickled=True)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_damaged_anywhere_is_read_or_refused(tmp_path, zipped):
+    file, refused = tmp_path / "model.pt", 0
+    torch.save({"W_E": torch.ones(2, 3)}, file, _use_new_zipfile_serialization=zipped)
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 5):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :])
+        try:
+            _read_state(file, pickled=True)
+        except ModelError:
+            refused += 1
+    assert refused > 10
+
+
+def test_a_tokenizer_class_that_is_none_leaves_the_tokenizer_of_the_file(folder):
+    expected = hw.load(folder, device="cpu").tokenize(" Paris").tokens
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": ["Mine"]}))
+    assert torch.equal(hw.load(folder, device="cpu").tokenize(" Paris").tokens, expected)
 
 
 def test_a_checkpoint_that_brings_code_is_refused_unless_trusted(folder, tmp_path):
