@@ -52,7 +52,7 @@ def patch(
     corrupted: Annotated[list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order.")] = None,
     pairs: Annotated[
         Path | None,
-        typer.Option(help="CSV or JSON Lines file with columns clean and corrupted.", show_default=False),
+        typer.Option(help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted.", show_default=False),
     ] = None,
     sites: Annotated[
         list[str] | None,
