@@ -208,3 +208,20 @@ def test_the_model_says_what_it_is_in_one_line():
     model = hw.load(tiny_model("qwen3"), tokenizer=tiny_tokenizer(), dtype=torch.bfloat16)
     assert repr(model) == "HookedModel(Qwen3ForCausalLM: 3 layers × 4 heads, d_model 32, bfloat16 on cpu)"
     assert "<th>n_kv_heads</th><td>2</td>" in model._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda activation, hook: 1.0,
+        lambda activation, hook: activation.double(),
+        lambda activation, hook: activation.repeat(2, 1, 1),
+        lambda activation, hook: activation[..., :3],
+        lambda activation, hook: activation.numpy(),
+    ],
+)
+def test_what_cannot_stand_for_an_activation_is_refused_and_leaves_no_hook(llama, edit):
+    before = hooked_points(llama)
+    with pytest.raises(InterventionError, match=r"A hook at blocks.1.hook_resid_post was given \(1, \d, 32\)"):
+        llama.run("the capital", [("blocks.1.hook_resid_post", edit)])
+    assert hooked_points(llama) == before

@@ -225,3 +225,10 @@ def test_special_tokens_that_only_the_class_knows_are_kept(tmp_path):
 def test_a_batch_says_what_it_is_in_one_line():
     assert repr(make_batch([[5], [5, 6]], TOKENIZER)) == "Batch(2 sequences, 1 to 2 tokens)"
     assert isinstance(make_batch([[5]], TOKENIZER), Batch)
+
+
+def test_a_mask_beside_texts_and_truth_values_as_ids_are_refused():
+    with pytest.raises(InputError, match="texts, lists and batches need none"):
+        make_batch(" Paris is", TOKENIZER, mask=torch.ones(1, 2))
+    with pytest.raises(InputError, match="whole numbers"):
+        make_batch([[True, False]], TOKENIZER)

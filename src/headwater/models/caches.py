@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import in_halves, refuse_too_large
-from headwater.models.tokens import Batch, Inputs
+from headwater.models.tokens import Batch, Inputs, whole_numbers
 
 if TYPE_CHECKING:
     from headwater.models.hooked import Hook, HookedModel
@@ -110,7 +110,7 @@ def fill_cache(
     site = _site(residual, shape.parallel_blocks)
     if site is None and not attention:
         raise InputError("There is nothing to keep: residual and attention are both False.")
-    if batch_size < 1:
+    if not isinstance(batch_size, int) or batch_size < 1:
         raise InputError(f"batch_size={batch_size} must be at least 1.")
     chosen_layers = _choose("layer", layers, shape.n_layers)
     chosen_heads = _choose("head", heads, shape.n_heads)
@@ -188,9 +188,8 @@ def _at(values: Tensor, columns: Int[Tensor, "batch position"]) -> Tensor:
 
 def _columns(positions: Sequence[int] | None, batch: Batch) -> Int[Tensor, "batch position"]:
     """Say for each row which of its tokens is meant; -1 where the row is too short."""
-    wanted = (
-        torch.arange(batch.tokens.shape[1]) if positions is None else torch.tensor(list(positions), dtype=torch.long)
-    )
+    all_of_them = range(batch.tokens.shape[1])
+    wanted = torch.tensor(all_of_them if positions is None else _numbers("positions", positions), dtype=torch.long)
     if not len(wanted):
         raise InputError("positions= names no position.")
     lengths = batch.lengths[:, None]
@@ -202,11 +201,18 @@ def _columns(positions: Sequence[int] | None, batch: Batch) -> Int[Tensor, "batc
     return columns
 
 
+def _numbers(option: str, wanted: Any) -> tuple[int, ...]:
+    try:
+        return tuple(whole_numbers(wanted))
+    except TypeError:
+        raise InputError(f"{option}={wanted!r} does not name {option} by whole numbers.") from None
+
+
 def _choose(axis: str, wanted: Iterable[int] | None, size: int) -> tuple[int, ...]:
     """Resolve negative numbers and check the range."""
     if wanted is None:
         return tuple(range(size))
-    chosen = tuple(int(i) for i in wanted)
+    chosen = _numbers(f"{axis}s", wanted)
     for i in chosen:
         if not -size <= i < size:
             raise InputError(f"There is no {axis} {i}; the model has {axis}s 0 to {size - 1}.")
@@ -226,7 +232,7 @@ def _site(residual: bool | str, parallel_blocks: bool) -> Site | None:
                     "resid_pre or resid_post."
                 )
             return site
-    raise InputError(f"There is no residual site {residual!r}.{did_you_mean(residual, get_args(Site))}")
+    raise InputError(f"There is no residual site {residual!r}.{did_you_mean(str(residual), get_args(Site))}")
 
 
 def _refuse_too_large(sizes: Iterable[tuple[int, ...] | None], itemsize: int, device: torch.device) -> None:

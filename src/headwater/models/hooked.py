@@ -188,7 +188,12 @@ class HookedModel:
         """
         listed = list(hooks)
         for hook in listed:
-            if not isinstance(hook, tuple) or len(hook) != 2 or not isinstance(hook[0], str) or not callable(hook[1]):
+            if (
+                not isinstance(hook, tuple | list)
+                or len(hook) != 2
+                or not isinstance(hook[0], str)
+                or not callable(hook[1])
+            ):
                 raise InputError(f"{hook!r} is no hook: give (name of an activation, function(activation, hook)).")
         fired: set[int] = set()
 
@@ -197,7 +202,7 @@ class HookedModel:
                 fired.add(index)
                 result = function(activation, hook=hook)
                 if result is not None:
-                    _check_edit(hook.name, activation, result)
+                    _check_edit(listed[index][0], activation, result)
                 return result
 
             return call

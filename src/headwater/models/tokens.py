@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -117,6 +117,13 @@ def make_batch(
         InputError: there is nothing in it, an id is outside the vocabulary, a sequence is too long, or a tensor looks
             padded and no mask says where.
     """
+    if mask is not None and not isinstance(inputs, Tensor):
+        raise InputError("mask= says where a tensor of token ids is real; texts, lists and batches need none.")
+    if isinstance(inputs, Mapping | bytes):
+        raise InputError(
+            f"A {type(inputs).__name__} was given: give texts, or of what a tokenizer returned its input_ids, as a "
+            "tensor, with mask=attention_mask."
+        )
     if isinstance(inputs, Batch):
         batch = inputs
     elif isinstance(inputs, Tensor):
@@ -230,6 +237,18 @@ def load_tokenizer(
     return faithful
 
 
+def whole_numbers(value: Any) -> list[int]:
+    """Return one whole number, or several, of whatever library.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    try:
+        return [operator.index(value)]
+    except TypeError:
+        return [operator.index(i) for i in value]
+
+
 def _texts(inputs: Any) -> list[str]:
     """The texts in a list where every part is one, else none."""
     if isinstance(inputs, str):
@@ -242,7 +261,7 @@ def _id_rows(inputs: Any) -> list[list[int]]:
     """Check lists of token ids; one list of ids is one row."""
     try:
         rows = [list(row) for row in ([inputs] if isinstance(inputs[0], int) else inputs)]
-        ids = [operator.index(token) for row in rows for token in row]
+        ids = [operator.index(token) for row in rows for token in row if not isinstance(token, bool)]
     except (TypeError, IndexError, KeyError):
         ids = []
     if not ids:

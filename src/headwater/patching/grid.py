@@ -6,13 +6,13 @@ up to i. An axis that the sweep does not run over is covered whole by every cell
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias, TypeVar, cast
 
 from headwater.errors import InputError, did_you_mean
+from headwater.models.tokens import whole_numbers
 
 T = TypeVar("T")
 AXES = ("layer", "position", "head", "key")
@@ -78,18 +78,6 @@ def chosen(indices: Iterable[int] | int | None, count: int, what: str) -> tuple[
     if outside or not asked:
         raise InputError(f"There is no {what} {outside[0] if outside else 'asked for'}; they are 0 to {count - 1}.")
     return tuple(sorted({i % count for i in asked}))
-
-
-def whole_numbers(value: Any) -> list[int]:
-    """Return one whole number, or several, of whatever library.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    try:
-        return [operator.index(value)]
-    except TypeError:
-        return [operator.index(i) for i in value]
 
 
 def lasting(value: T) -> T:

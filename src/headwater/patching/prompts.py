@@ -18,8 +18,7 @@ import pandas as pd
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.tokens import Batch, Offsets, token_span, token_strings
-from headwater.patching.grid import whole_numbers
+from headwater.models.tokens import Batch, Offsets, token_span, token_strings, whole_numbers
 from headwater.rows import read_rows
 
 if TYPE_CHECKING:
