@@ -229,10 +229,10 @@ def test_every_analysis_gives_the_same_files_from_several_processes_as_from_one(
 def test_analyses_killed_again_and_again_in_several_processes_end_with_the_files_of_one(tmp_path, alone):
     texts, expected = alone
     call = f"run(Path({str(tmp_path / 'many')!r}), {str(texts)!r}"
-    for kill in range(4):
-        die_at = int(np.random.default_rng().integers(1, 12))
-        killed = launch(3 - kill % 2, f"{ANALYSES}\n{call}, die_at={die_at})", timeout=500)
-        assert killed.returncode != 0, f"not killed before piece {die_at} of attempt {kill}"
+    for attempt in range(4):
+        die_at = int(np.random.default_rng().integers(1, 6))
+        killed = launch(3 - attempt % 2, f"{ANALYSES}\n{call}, die_at={die_at})", timeout=500)
+        assert killed.returncode != 0 or attempt > 0  # a later one may have too little left to do to die of it
     resumed = launch(3, f"{ANALYSES}\n{call})", timeout=500)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     alike(tmp_path / "many", expected)
