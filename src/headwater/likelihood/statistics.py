@@ -40,6 +40,7 @@ from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import Batch, encode, pad_id, token_span
 from headwater.models.unembedding import unembedding_head
+from headwater.options import checked_count
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -135,8 +136,7 @@ def token_statistics(
     texts = [texts] if isinstance(texts, str) else list(texts)
     chosen = chosen_layers(layers, model.shape.n_layers)
     read = reader(lens, chosen, model.shape.n_layers)
-    if batch_size < 1:
-        raise InputError(f"batch_size={batch_size} must be at least 1.")
+    checked_count("batch_size", batch_size)
     options = {"texts": _digest(texts), "count": len(texts), "spans": [list(s) if s else None for s in spans or []]}
     options |= {"layers": list(chosen), "lens": lens_name(lens), "long": long, "stride": stride}
     run = RunRecord.of(
@@ -337,10 +337,10 @@ def _stride(stride: int | None, n_ctx: int) -> int:
 def _checked_span(span: Span, text: str, index: int) -> Span:
     if span is None:
         return None
-    start, end = span
-    if not 0 <= start < end <= len(text):
-        raise InputError(f"The span {tuple(span)} of text {index} is not within its {len(text)} characters.")
-    return int(start), int(end)
+    is_pair = hasattr(span, "__len__") and len(span) == 2 and all(hasattr(place, "__index__") for place in span)
+    if not is_pair or not 0 <= span[0] < span[1] <= len(text):
+        raise InputError(f"The span {span!r} of text {index} is not within its {len(text)} characters.")
+    return int(span[0]), int(span[1])
 
 
 def _digest(texts: Sequence[Any]) -> str:
