@@ -388,7 +388,7 @@ def test_the_benchmark_compares_like_with_like_at_a_tiny_shape(monkeypatch):
     from benchmarks.machine import Machine
     from benchmarks.patching import random_gpt2
 
-    monkeypatch.setattr(suite, "_peak_in_fresh_process", lambda *asked: 1)
+    monkeypatch.setattr(suite, "in_fresh_process", lambda work, *given: 1)
     tiny = random_gpt2("cpu", n_layer=4, n_embd=24, n_head=2, vocab_size=1100, n_positions=256)
     with torch.inference_mode():
         rows = list(suite.run(Machine("a CPU", 1, matrix_rate=1e9, bandwidth=1e9), "cpu", tiny))
