@@ -206,6 +206,7 @@ def test_removing_the_planted_head_ends_its_relation_and_nothing_else(planted, m
 
 
 @pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:.*answers none of the:UserWarning")  # a random model may or may not
 def test_removing_all_heads_by_their_mean_keeps_the_mean_of_what_they_write(random_model):
     model, head_map, shuffled = random_model
     options = {"relations": [shuffled], "template": TEMPLATES[0], "shots": 1, "top": 1, "draws": 1, "progress": False}
@@ -242,6 +243,16 @@ def test_random_heads_come_from_the_same_layers_and_are_never_the_relations_own(
     assert {layer for layer, _ in layer_matched(full, 6, 8, rng)} <= {1, 3}
     with pytest.raises(InputError, match="lower top"):
         layer_matched([(0, 0), (0, 1)], 1, 3, rng)
+
+
+def test_a_prompt_that_the_model_does_not_answer_at_all_is_said():
+    model = hw.load()
+    numbers = hw.classify_heads(model, relations=["number_to_next"], progress=False)
+    given = {"relations": ["number_to_next"], "top": 1, "draws": 1, "controls": [], "progress": False}
+    with pytest.warns(
+        UserWarning, match=r"answers none of the \d+ items of 'number_to_next' rightly when asked 'Input"
+    ):
+        ablate_heads(model, numbers, "number_to_next", **given)
 
 
 def test_the_same_seed_gives_the_same_table_and_results_survive_the_disk(planted, tmp_path):

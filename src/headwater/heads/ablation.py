@@ -14,6 +14,7 @@ Elhelo & Geva (ACL 2025), second experiment, with layer-matched random heads and
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ def ablate_heads(
     Raises:
         ModelError: the map is of another model.
         InputError: the relation is not in the map, no head implements it, or an option does not exist.
+
+    Warns:
+        UserWarning: with no head removed, no item is answered rightly.
     """
     if method not in METHODS:
         raise InputError(f"method={method!r} does not exist.{did_you_mean(method, METHODS)}")
@@ -131,6 +135,12 @@ def ablate_heads(
     tasks = {name: task_prompts(model, known[name][0], template, shots, seed) for name in names}
     bench = _Bench(model, method, batch_size)
     base = {name: bench.measure(task) for name, task in tasks.items()}
+    if base[relation][0] == 0:
+        warnings.warn(
+            f"{model.name} answers none of the {len(tasks[relation].batch):,} items of {relation!r} rightly when asked "
+            f"{template!r} after {shots} examples: no accuracy is left to lose. Give a template= that it understands.",
+            stacklevel=2,
+        )
     chosen = list(controls) if controls is not None else _comparable(base, relation)
     rng = np.random.default_rng(seed)
     random = [layer_matched(heads, model.shape.n_layers, model.shape.n_heads, rng) for _ in range(draws)]
