@@ -11,21 +11,10 @@ from matplotlib.axes import Axes
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.style import FAINT, LINES_ARE, MARKS_ONLY, SETS, model_title, style
+from headwater.pathways.evaluation import NAMES
 
 if TYPE_CHECKING:
     from headwater.pathways.detection import Detection
-
-NAMES = {
-    "question": "relation, popularity",
-    "p_true": "P(True)",
-    "logit_mean": "logit mean",
-    "logit_min": "logit min",
-    "probe": "single probe",
-    "random_gate": "MoP, random gate",
-    "vanilla_experts": "MoP, any experts",
-    "mop": "MoP",
-    "pr": "PR",
-}
 
 
 def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:

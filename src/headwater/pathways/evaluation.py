@@ -11,6 +11,19 @@ from numpy.typing import NDArray
 
 from headwater.pathways.bootstrap import interval, resampled_questions, weighted_auc
 
+NAMES = {
+    "question": "relation, popularity",
+    "p_true": "P(True)",
+    "logit_mean": "logit mean",
+    "logit_min": "logit min",
+    "probe": "single probe",
+    "random_gate": "MoP, random gate",
+    "vanilla_experts": "MoP, any experts",
+    "mop": "MoP",
+    "pr": "PR",
+}
+"""What a reader is shown of each method."""
+
 
 def evaluate(
     scores: pd.DataFrame, questions: pd.Series, methods: Sequence[str], notes: Mapping[str, str]
@@ -54,13 +67,14 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     if measured.empty:
         return f"{dataset}: no method could be measured."
     best = measured.iloc[0]
+    reached = f"AUC {best['auc']:.3f}, {best['low']:.3f} to {best['high']:.3f}"
     said = [
-        f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {best['method']} tells "
-        f"them apart best (AUC {best['auc']:.3f}, {best['low']:.3f} to {best['high']:.3f})."
+        f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; "
+        f"{NAMES[best['method']]} tells them apart best ({reached})."
     ]
     found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     said += [
-        f"{name} {_verdict(found[name])} the single probe ({_signed(found[name])})."
+        f"{NAMES[name]} {_verdict(found[name])} the single probe ({_signed(found[name])})."
         for name in ("mop", "pr")
         if name in found and np.isfinite(found[name]["gain"])
     ]
@@ -69,7 +83,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         more = "no more than" if low else "more than"
         said.append(f"The probe tells {more} relation and popularity alone (AUC {found['question']['auc']:.3f}).")
     notes = table[table["note"] != ""]
-    said += [f"Note on {row['method']}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
+    said += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
     return " ".join(said)
 
 
