@@ -256,7 +256,7 @@ def _pathway_table(result: Any) -> pd.DataFrame:
 def _detection_table(result: Any) -> pd.DataFrame:
     import pandas as pd
 
-    from headwater.figures.detection import NAMES
+    from headwater.pathways.evaluation import NAMES
 
     sets = result.summary()["datasets"]
     methods = [NAMES[method] for method in sets[0]["auc"]]
