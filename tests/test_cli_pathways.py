@@ -96,7 +96,7 @@ def test_questions_that_cannot_be_used_end_with_one_line(run, checkpoint, tmp_pa
         (["detect", "--questions", "natural", "--sample", 60, "--method", "mops"], "no detection method 'mops'"),
         (["detect", "--questions", file, "--quiet"], "No question set can be used"),
         (["saliency", "--questions", "natural", "--sample", 60, "--layer", 7, "--quiet"], "There is no probe of layer"),
-        (["saliency", "--questions", file, "--sample", 0], "A sample of 0 questions"),
+        (["saliency", "--questions", file, "--sample", 0], "sample=0 must be at least 1"),
     ]:
         code, printed, error = run(*arguments)
         assert (code, printed) == (2, ""), error

@@ -12,6 +12,7 @@ They meet at named steps (`Processes.together`): one that has ended, or that is 
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
 from collections.abc import Callable
@@ -102,3 +103,7 @@ def processes() -> Processes:
 def _lasting_group(world: Any) -> Any:
     """Return a group of all processes that is told at once when one of them ends, and otherwise waits for days."""
     return dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+
+
+# A group that is still held when the interpreter takes itself apart aborts the process: its threads are not joined then.
+atexit.register(_lasting_group.cache_clear)
