@@ -191,7 +191,7 @@ def test_what_a_judge_said_is_kept_when_it_fails(model, graph, tmp_path, monkeyp
         return 4
 
     options = {"judge": judge, "out": tmp_path / "run"}
-    with pytest.raises(InputError, match="The judge failed on the question .* ConnectionError: try later"):
+    with pytest.raises(InputError, match=r"The judge failed on the question .* ConnectionError: try later"):
         profile_of(model, graph, **options)
     profile = profile_of(model, graph, **options)
     assert asked[8:10] == asked[6:8]
