@@ -105,5 +105,5 @@ def _lasting_group(world: Any) -> Any:
     return dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
 
 
-# A group still held when the interpreter takes itself apart aborts the process, because its threads are not joined then.
+# A group that is held until the interpreter takes itself apart aborts the process: its threads are never joined.
 atexit.register(_lasting_group.cache_clear)
