@@ -17,7 +17,7 @@ from headwater.pathways import detection as detection_module
 from headwater.pathways import fitting
 from headwater.pathways.detection import Detection, detect
 from headwater.pathways.detectors import CLASSIFIERS, METHODS, Detector, p_true
-from headwater.pathways.evaluation import evaluate
+from headwater.pathways.evaluation import NAMES, evaluate
 from headwater.pathways.fitting import AnswerSet, Recipe
 from headwater.pathways.probes import Probe, probe_states
 from headwater.pathways.reweighting import Reweighted, Reweighting, train_reweighting
@@ -391,11 +391,11 @@ def test_the_report_and_the_figure_say_what_was_measured(detection):
     assert len(said) == 2
     for dataset, paragraph in zip(detection.datasets, said, strict=True):
         part = detection.table[detection.table["dataset"] == dataset].set_index("method")
-        assert f"{part['auc'].idxmax()} tells them apart best (AUC {part['auc'].max():.3f}" in paragraph
+        assert f"{NAMES[part['auc'].idxmax()]} tells them apart best (AUC {part['auc'].max():.3f}" in paragraph
         gain = part.loc["pr"]
         better, worse = gain["gain_low"] > 0, gain["gain_high"] < 0
         verdict = "does better than" if better else "does worse than" if worse else "cannot be told from"
-        assert f"pr {verdict} the single probe ({gain['gain']:+.3f}" in paragraph
+        assert f"PR {verdict} the single probe ({gain['gain']:+.3f}" in paragraph
     ax = detection.plot()
     drawn = {line.get_label(): line.get_xdata() for line in ax.get_lines() if "wrong" in line.get_label()}
     assert len(drawn) == 2
