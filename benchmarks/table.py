@@ -45,6 +45,10 @@ def _section(device: str, documents: list[Mapping[str, Any]], rows: Mapping[tupl
     return "\n".join(lines) + "\n"
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _cells(row: Mapping[str, Any]) -> list[str]:
     def share(name: str) -> str:
         return f"{row[name]:.0%}" if row.get(name) is not None else "-"
@@ -54,7 +58,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{_time(row['peer_s'])}, {row['peer']}",
         _time(row["headwater_s"]),
         f"{row['ratio']:.3g} ×" if row["ratio"] is not None else "-",
-        f"{row['throughput']:,.3g} {row['unit']}" if "unit" in row else "-",
+        f"{_number(row['throughput'])} {row['unit']}" if "unit" in row else "-",
         share("matrix_share"),
         share("bandwidth_share"),
         f"{row['peak_bytes'] / 2**20:,.0f} MB" if row["peak_bytes"] is not None else "-",
