@@ -147,7 +147,7 @@ def test_a_prompt_in_a_batch_gives_what_it_gives_alone(twins, family):
     options = {"block": ("after", (1, 3)), "metric": hw.logit_difference(5, 9), "window": 2, "progress": False}
     together = hw.knockout(model, prompts, **options).table
     alone = pd.concat([hw.knockout(model, [prompt], **options).table for prompt in prompts], ignore_index=True)
-    assert (together["effect"] - alone["effect"]).abs().max() < 1e-5
+    assert (together["effect"] - alone["effect"]).abs().max() < 1e-4
 
 
 @pytest.mark.oracle
@@ -223,7 +223,7 @@ def test_windows_wider_than_the_model_all_cover_every_layer(twins, monkeypatch):
     whole = hw.knockout(model, [prompt], over=(), **options).table["effect"][0]
     assert abs(whole) > 1e-4
     found = hw.knockout(model, [prompt], window=9, **options).table["effect"]
-    assert found.to_numpy() == pytest.approx(whole, abs=1e-5)
+    assert found.to_numpy() == pytest.approx(whole, abs=1e-4)
 
 
 def test_masking_every_key_of_a_query_is_refused_and_zeroing_them_is_not(twins):

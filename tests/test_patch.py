@@ -259,7 +259,7 @@ def test_a_model_whose_placement_is_left_to_accelerate_gives_the_same_sweep(tmp_
     options = {"sites": ["resid_pre", "z"], "metric": hw.logit_difference(5, 9), "progress": False}
     loaded = [hw.load(folder, device=device) for device in ("cpu", "auto")]
     effects = [hw.patch(model, clean, corrupted, **options).table["effect"] for model in loaded]
-    assert (effects[0] - effects[1]).abs().max() < 1e-5
+    assert (effects[0] - effects[1]).abs().max() < 1e-4
 
 
 def test_mean_values_are_the_mean_over_the_data_set(models):
@@ -491,7 +491,7 @@ def test_tiles_are_halved_when_memory_runs_out_and_the_result_is_the_same(models
 
     monkeypatch.setattr(Blocks, "attention", small)
     found = hw.patch(model, clean, corrupted, **options).table
-    assert (found["effect"] - expected["effect"]).abs().max() < 1e-5
+    assert (found["effect"] - expected["effect"]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("method", ["exact", "attribution"])
@@ -582,7 +582,7 @@ def test_a_sweep_that_cannot_fit_is_refused_with_the_figure_before_the_model_run
     monkeypatch.undo()
     monkeypatch.setattr("headwater.patching.footprint.how_many_fit", lambda *_: 1)  # room for one example at a time
     found = hw.patch(model, clean, corrupted, **options).table
-    assert_same_table(found, expected, atol=1e-5)
+    assert_same_table(found, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
