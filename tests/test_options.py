@@ -1,16 +1,19 @@
 """Options: what is no choice, no count or no number in range is one line; what numpy calls a number is one."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from headwater.errors import InputError
-from headwater.options import checked_count, checked_name, checked_number
+from headwater.options import checked_count, checked_name, checked_number, checked_path
 
 
 def test_what_can_be_used_is_returned_as_python_has_it():
     assert checked_name("edges", "after", ("after", "answer")) == "after"
     assert type(checked_count("seeds", np.int64(3))) is int
     assert checked_count("seed", 0, least=0) == 0
+    assert checked_path("out", "~/runs") == Path.home() / "runs"
     assert checked_number("level", np.float64(0.5), above=0.0, below=1.0) == 0.5
 
 
@@ -28,6 +31,7 @@ def test_what_can_be_used_is_returned_as_python_has_it():
         (checked_count, ("seeds", True), "seeds=True must be"),
         (checked_count, ("seeds", 1.5), "^seeds=1.5 must be a whole number, at least 1[.]$"),
         (checked_count, ("seeds", "3"), "seeds='3' must be a whole number"),
+        (checked_path, ("out", 3), "^out=3 must be a path: a text or a pathlib.Path, not int[.]$"),
         (checked_number, ("level", 1.0, 0.0, 1.0), "^level=1.0 must be a number between 0 and 1[.]$"),
         (checked_number, ("variance", float("nan"), 0.0), "variance=nan must be a number above 0"),
         (checked_number, ("variance", "1", 0.0), "variance='1' must be a number above 0"),

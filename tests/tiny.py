@@ -73,11 +73,12 @@ def tiny_model(
     model = tf.AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
     generator = torch.Generator().manual_seed(seed)
+    gain = 0 if family.startswith("gemma") else 1  # Gemma stores the gains of its norms less 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm_gain = parameter.ndim == 1 and name.endswith("weight")
-            parameter.copy_(1 + 0.2 * noise if is_norm_gain else 0.2 * noise)
+            parameter.copy_(gain + 0.2 * noise if is_norm_gain else 0.2 * noise)
     return model.to(dtype).eval()
 
 

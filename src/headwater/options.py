@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from headwater.errors import InputError, did_you_mean
@@ -33,6 +34,17 @@ def checked_count(option: str, value: Any, least: int = 1) -> int:
     if number < least:
         raise InputError(f"{option}={value!r} must be at least {least}.")
     return number
+
+
+def checked_path(option: str, value: Any) -> Path:
+    """Return a path, its `~` read as the user's home.
+
+    Raises:
+        InputError: it is neither a text nor a path.
+    """
+    if not isinstance(value, str | Path):
+        raise InputError(f"{option}={value!r} must be a path: a text or a pathlib.Path, not {type(value).__name__}.")
+    return Path(value).expanduser()
 
 
 def checked_number(option: str, value: Any, above: float, below: float = float("inf")) -> float:

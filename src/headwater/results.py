@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwater.errors import RunFolderError
+from headwater.options import checked_path
 from headwater.records import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.storage import make_folder, read_json, write_atomically, write_json
 
@@ -47,7 +48,7 @@ class Result:
         Raises:
             RunFolderError: the folder holds another run.
         """
-        path = Path(folder)
+        path = checked_path("folder", folder)
         refuse_other_run(path, self.run)
         make_folder(path)
         write_result(path, self)
@@ -60,7 +61,7 @@ class Result:
         Raises:
             RunFolderError: the folder holds no finished run, or a run of another kind.
         """
-        return read_result(cls, Path(folder))
+        return read_result(cls, checked_path("folder", folder))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.run.model}: {len(self.table):,} rows)"

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwater.errors import HeadwaterError, RunFolderError
+from headwater.options import checked_path
 from headwater.records import FORMAT, RUN_FILE, RunRecord, refuse_other_run
 from headwater.results import Result, write_result
 from headwater.shards import processes
@@ -49,7 +50,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, run: RunRecord):
-        self.path = Path(path)
+        self.path = checked_path("out", path)
         self._pieces = self.path / "pieces"
         self._processes = processes()
         self._count = 0

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headwater.figures.fonts import label, others
+from headwater.options import checked_path
 
 if TYPE_CHECKING:
     from headwater.records import RunRecord
@@ -119,8 +120,9 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: Iterable[str] = 
     figure = plot if isinstance(plot, Figure) else plot.figure
     while not isinstance(figure, Figure):
         figure = figure.figure
-    Path(stem).parent.mkdir(parents=True, exist_ok=True)
-    files = [Path(f"{stem}.{name}") for name in formats]
+    path = checked_path("stem", stem)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [Path(f"{path}.{name}") for name in formats]
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with style():
         for file in files:

@@ -33,6 +33,7 @@ from headwater.heads.classify import HeadMap
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
 from headwater.models.hooked import Hook, HookedModel
+from headwater.options import checked_count, checked_name
 from headwater.records import RunRecord
 from headwater.results import Result
 
@@ -119,11 +120,12 @@ def ablate_heads(
     Warns:
         UserWarning: with no head removed, no item is answered rightly.
     """
-    if method not in METHODS:
-        raise InputError(f"method={method!r} does not exist.{did_you_mean(method, METHODS)}")
-    for name, value, least in (("top", top, 1), ("shots", shots, 0), ("draws", draws, 1)):
-        if value is not None and value < least:
-            raise InputError(f"{name}={value}: at least {least}.")
+    checked_name("method", method, METHODS)
+    checked_count("shots", shots, least=0)
+    checked_count("draws", draws)
+    checked_count("batch_size", batch_size)
+    if top is not None:
+        checked_count("top", top)
     controls = [controls] if isinstance(controls, str) else controls
     known = relations_of(model, head_map, relations)
     for name in (relation, *(controls or ())):

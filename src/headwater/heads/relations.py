@@ -135,9 +135,11 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     if isinstance(relations, Relation):
         return (relations,)
     if relations is None or isinstance(relations, str | Path):
-        found, where = _read_relations(Path(relations) if relations is not None else _suite()), relations
-    else:
+        found, where = _read_relations(_suite() if relations is None else Path(relations).expanduser()), relations
+    elif isinstance(relations, Iterable):
         found, where = tuple(one for part in relations for one in load_relations(part)), None
+    else:
+        raise InputError(f"relations={relations!r} is no folder, file or name of a relation, nor several of these.")
     for name, times in Counter(relation.name for relation in found).items():
         if times > 1:
             held = f"{where} holds {times} relations" if where else f"{times} relations are"

@@ -20,6 +20,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.tokens import token_strings
 from headwater.models.weights import WeightSource
+from headwater.options import checked_count
 
 SIGNS = ("writes", "suppresses")
 
@@ -46,8 +47,8 @@ def salient_operations(
         InputError: the head does not exist, or less than one token is asked for.
     """
     shape = weights.shape
-    if sources < 1 or targets < 1:
-        raise InputError(f"sources={sources}, targets={targets}: how many tokens to list, each at least 1.")
+    checked_count("sources", sources)
+    checked_count("targets", targets)
     if not (0 <= layer < shape.n_layers and 0 <= head < shape.n_heads):
         raise InputError(
             f"Head {head} of layer {layer} was asked for; {weights.name} has {shape.n_layers} layers of "

@@ -20,6 +20,7 @@ import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
 from headwater.likelihood import depthqa
+from headwater.options import checked_path
 from headwater.results import table_html
 from headwater.texts import parse_json
 
@@ -74,13 +75,17 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
         InputError: a file is missing or not of this format, or this is not a graph whose edges join neighbouring
             depths; the message names the node, the file and the line.
     """
-    if not isinstance(source, str | Path | None):
-        raise InputError(f"A depth graph comes from a file or a folder, not from a {type(source).__name__}.")
-    path = Path(source) if source is not None else Path(str(files("headwater") / "world" / "depth_graph.json"))
+    path = (
+        checked_path("source", source)
+        if source is not None
+        else Path(str(files("headwater") / "world" / "depth_graph.json"))
+    )
     if not path.exists():
         raise InputError(f"The depth graph {path} does not exist.")
     if path.is_dir():
-        read, notes = depthqa.read_folder(path, Path(predictions) if predictions is not None else None)
+        read, notes = depthqa.read_folder(
+            path, checked_path("predictions", predictions) if predictions is not None else None
+        )
         return _graph([Node(*node) for node in read], path.resolve().name, notes)
     if predictions is not None:
         raise InputError(f"predictions={str(predictions)!r} belongs to a folder; {path} is one file.")

@@ -28,6 +28,7 @@ from headwater.errors import InputError
 from headwater.likelihood.scores import SHARES, memorization_scores
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
+from headwater.options import checked_path
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.rows import check_readable
@@ -106,8 +107,8 @@ def score_file(
         InputError: the file does not exist, is empty or has no such column, or an option cannot be used.
         RunFolderError: `out` holds another run.
     """
-    path = Path(file)
     check_model(model)
+    path = checked_path("file", file)
     check_readable(path, "texts")
     options: dict[str, Any] = {"file": _digest(path), "field": field, "k": [float(share) for share in k]}
     options |= {"reference": reference.fingerprint if reference is not None else None, "lowercase": lowercase}

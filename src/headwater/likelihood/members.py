@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from headwater.errors import InputError
+from headwater.options import checked_path
 from headwater.rows import check_readable, read_parquet
 from headwater.texts import parse_json
 
@@ -33,9 +34,11 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
     Raises:
         InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
     """
-    if not isinstance(source, str | Path | None):
-        raise InputError(f"Texts come from a file, not from a {type(source).__name__}.")
-    path = Path(source) if source is not None else Path(str(files("headwater") / "world" / "texts.jsonl"))
+    path = (
+        checked_path("source", source)
+        if source is not None
+        else Path(str(files("headwater") / "world" / "texts.jsonl"))
+    )
     check_readable(path, "texts")
     table = _read(path)
     table = table.rename(columns={old: new for old, new in NAMES.items() if new not in table})

@@ -21,6 +21,7 @@ from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import in_halves, refuse_too_large
 from headwater.models.tokens import Batch, Inputs, whole_numbers
+from headwater.options import checked_count
 
 if TYPE_CHECKING:
     from headwater.models.hooked import Hook, HookedModel
@@ -110,8 +111,7 @@ def fill_cache(
     site = _site(residual, shape.parallel_blocks)
     if site is None and not attention:
         raise InputError("There is nothing to keep: residual and attention are both False.")
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise InputError(f"batch_size={batch_size} must be at least 1.")
+    checked_count("batch_size", batch_size)
     chosen_layers = _choose("layer", layers, shape.n_layers)
     chosen_heads = _choose("head", heads, shape.n_heads)
     columns = _columns(positions, batch)

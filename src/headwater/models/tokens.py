@@ -208,7 +208,8 @@ def load_tokenizer(
     Raises:
         ModelError: there are no tokenizer files, or they cannot be read.
     """
-    folder = Path(source)
+    folder = Path(source).expanduser()
+    where = str(folder) if folder.is_dir() else str(source)
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
@@ -216,16 +217,14 @@ def load_tokenizer(
         )
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        file = cached_file(
-            str(source), "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
-        )
+        file = cached_file(where, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is None:
-            return AutoTokenizer.from_pretrained(str(source), **options)
-        faithful = PreTrainedTokenizerFast.from_pretrained(str(source), **options)
+            return AutoTokenizer.from_pretrained(where, **options)
+        faithful = PreTrainedTokenizerFast.from_pretrained(where, **options)
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
         raise ModelError(f"The tokenizer of {source} cannot be read: {first_line(error)}") from None
     try:
-        named = AutoTokenizer.from_pretrained(str(source), **options)
+        named = AutoTokenizer.from_pretrained(where, **options)
     except Exception:  # each class reads the files in its own way, and needs others than the one that counts
         return faithful
     vocabulary = faithful.get_vocab()

@@ -28,6 +28,7 @@ import torch
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
+from headwater.options import checked_count
 from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.grid import (
@@ -233,8 +234,8 @@ def check_call(model: Any, batch_size: Any) -> None:
         InputError: one of these.
     """
     check_model(model)
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise InputError(f"batch_size={batch_size!r} must be at least 1, or None.")
+    if batch_size is not None:
+        checked_count("batch_size", batch_size)
 
 
 @dataclass(frozen=True)

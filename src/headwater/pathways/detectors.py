@@ -36,6 +36,7 @@ from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.models.generation import chat_text
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode
+from headwater.options import checked_path
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.probes import Probe, linear_logits, probe_states
 from headwater.pathways.reweighting import Reweighted, Strength
@@ -150,7 +151,7 @@ class Detector:
 
     def save(self, folder: str | Path) -> Path:
         """Write the detector: numbers as safetensors, the rest as JSON."""
-        path = Path(folder)
+        path = checked_path("folder", folder)
         make_folder(path)
         plain = {k: v for k, v in vars(self).items() if not isinstance(v, Tensor)}
         tensors = {k: v.contiguous() for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -165,7 +166,7 @@ class Detector:
         Raises:
             RunFolderError: the folder holds none, or a damaged one.
         """
-        path = Path(folder)
+        path = checked_path("folder", folder)
         if not (path / DESCRIPTION).exists():
             raise RunFolderError(f"{path} holds no {DESCRIPTION}: it is not a folder that Detector.save wrote.")
         plain = read_json(path / DESCRIPTION)

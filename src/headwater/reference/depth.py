@@ -18,6 +18,7 @@ from headwater.likelihood.depth import DepthGraph
 from headwater.likelihood.profile import memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.load import load
+from headwater.options import checked_path
 from headwater.records import RunRecord
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
 from headwater.runs import RunFolder
@@ -64,7 +65,7 @@ def reproduce_depth(
         controls=False,
         batch_size=batch_size,
         progress=progress,
-        out=Path(out) / "profile" if out else None,
+        out=checked_path("out", out) / "profile" if out else None,
     )
     run = RunRecord(
         analysis="reproduce_depth",

@@ -24,6 +24,7 @@ from headwater.heads.validation import TEMPLATES, dynamic_scores
 from headwater.models.hooked import HookedModel
 from headwater.models.load import load
 from headwater.models.weights import open_weights
+from headwater.options import checked_path
 from headwater.records import RunRecord
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
 from headwater.runs import RunFolder
@@ -66,7 +67,11 @@ def reproduce_maps(
     name = reference.name_of(weights.name, weights.shape, published)
     options = {"published": name, "correlations": correlations, "templates": list(templates) if correlations else []}
     head_map = classify_heads(
-        weights, relations=relations, rule="published", progress=progress, out=Path(out) / "heads" if out else None
+        weights,
+        relations=relations,
+        rule="published",
+        progress=progress,
+        out=checked_path("out", out) / "heads" if out else None,
     )
     run = RunRecord(
         analysis="reproduce_maps",
