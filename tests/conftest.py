@@ -13,6 +13,7 @@ mpl.use("Agg")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels then run on the CPU
@@ -21,6 +22,8 @@ from headwater import cli
 from tests.tiny import FAMILIES, tiny_folder
 
 torch.set_num_threads(1)
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")  # how long an input takes says more of the machine than of the code
 
 
 def pytest_runtest_setup(item):

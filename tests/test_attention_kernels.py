@@ -20,7 +20,7 @@ def attention(batch, kv_heads, group, length, d_head):
     return pattern, values, z, total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

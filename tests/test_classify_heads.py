@@ -157,7 +157,7 @@ def test_a_llama_is_scored_as_its_transformers_module_says(tmp_path, suite):
                 assert heads.loc[(layer, head, "facts"), "score"] == score
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     family=st.sampled_from(FAMILIES),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),

@@ -27,7 +27,7 @@ def assert_equal(found, expected, atol=1e-5):
     assert (found.rank - expected.rank).abs().max() <= 1  # a near tie may fall either way in float32
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 9),
     d_vocab=st.integers(2, 700),

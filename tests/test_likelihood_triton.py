@@ -39,7 +39,7 @@ def on_cpu(statistics):
     return type(statistics)(*(part.cpu() for part in statistics))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tokens=st.integers(0, 40),
     d_model=st.integers(1, 50),
@@ -124,7 +124,7 @@ def test_three_bfloat16_parts_hold_every_bit_of_a_float32_number():
 
 
 @given(st.integers(1, 300), st.integers(1, 600), st.integers(1, 200))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_no_other_number_of_shares_would_finish_sooner(blocks, tiles, processors):
     def tiles_in_sequence(count):
         return -(-blocks * count // processors) * -(-tiles // count)

@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import headwater as hw
@@ -104,7 +104,6 @@ def test_the_order_of_the_rows_does_not_matter(rng):
     pd.testing.assert_frame_equal(memorization_scores(shuffled).table, memorization_scores(stats).table)
 
 
-@settings(deadline=None)
 @given(
     values=st.lists(st.floats(-1e4, 0), min_size=1, max_size=60),
     shares=st.lists(st.floats(0.001, 1), min_size=2, max_size=6).map(sorted),

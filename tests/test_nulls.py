@@ -70,7 +70,7 @@ def p_values(counts: int | np.ndarray, hits: np.ndarray) -> np.ndarray:
     return permutation_p_values(np.asarray(counts, float), np.broadcast_to(moments_of(hits), (*np.shape(counts), 3)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(3, 6), st.sampled_from(KINDS))
 def test_the_moments_are_those_of_all_permutations(seed, n, kind):
     hits = random_hits(seed, n, kind)

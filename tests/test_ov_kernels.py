@@ -63,7 +63,7 @@ def naive_ranks(maps, source, target):
 
 @pytest.mark.oracle
 @given(layers())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_ranks_counted_over_whole_maps_are_those_of_the_published_computation(layer):
     maps, source, target, _ = layer
     for counted, expected in zip(ov.ranks(maps, source, target), naive_ranks(maps, source, target), strict=True):
@@ -71,7 +71,7 @@ def test_ranks_counted_over_whole_maps_are_those_of_the_published_computation(la
 
 
 @given(layers())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_blocked_membership_is_membership_in_the_whole_map(layer):
     maps, source, target, k = layer
     found = ov_blocked.topk_membership(maps, source, target, k)
@@ -96,7 +96,7 @@ def test_long_sums_that_do_not_cancel_round_within_the_margin():
 
 
 @given(layers())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_ranks_counted_by_tiles_are_ranks_in_the_whole_map(layer):
     maps, source, target, _ = layer
     found = ov_sweep.count_ranks(maps, source, target)
@@ -105,7 +105,7 @@ def test_ranks_counted_by_tiles_are_ranks_in_the_whole_map(layer):
 
 
 @given(layers(), layers(), st.integers(1, 12))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_hits_of_every_source_with_every_target_are_those_of_the_whole_map(layer, other, k):
     maps, source, target, _ = layer
     sizes = len(maps.x), maps.d_vocab

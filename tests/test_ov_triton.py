@@ -33,7 +33,7 @@ def on_device(maps, *pairs):
     return moved, *(tensor.to(DEVICE) for tensor in pairs)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 3),
@@ -71,7 +71,7 @@ def test_a_pairs_own_column_counts_on_neither_side_whatever_the_margin():
 
 
 @given(layers())
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_membership_by_the_kernel_is_membership_in_the_whole_map(layer):
     maps, source, target, k = layer
     found = ov_blocked.topk_membership(*on_device(maps, source, target, k))
@@ -80,7 +80,7 @@ def test_membership_by_the_kernel_is_membership_in_the_whole_map(layer):
 
 
 @given(layers())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_ranks_by_the_kernel_are_ranks_in_the_whole_map(layer):
     maps, source, target, _ = layer
     found = ov_sweep.count_ranks(*on_device(maps, source, target))
@@ -89,7 +89,7 @@ def test_ranks_by_the_kernel_are_ranks_in_the_whole_map(layer):
 
 
 @given(layers(), st.integers(1, 12), st.sampled_from([2**9, 2**11, 2**14]))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_hits_do_not_depend_on_how_many_heads_go_together(layer, k, numbers):
     maps, source, target, _ = layer
     if not len(source):

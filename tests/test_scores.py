@@ -52,7 +52,7 @@ any_suite = given(
 
 @pytest.mark.oracle
 @any_suite
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_scores_are_the_shares_of_items_whose_target_is_in_the_top_or_bottom_k(seed, d_vocab, sizes):
     relations, suite, maps = made_up_suite(seed, d_vocab, sizes)
     scores, logits = score_layer(maps, suite, null=False), full_maps(maps)
@@ -72,7 +72,7 @@ def test_scores_are_the_shares_of_items_whose_target_is_in_the_top_or_bottom_k(s
 
 @pytest.mark.oracle
 @any_suite
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_null_moments_are_those_of_every_shuffle_of_the_targets(seed, d_vocab, sizes):
     relations, suite, maps = made_up_suite(seed, d_vocab, sizes)
     scores, logits = score_layer(maps, suite, null=True), full_maps(maps)

@@ -56,7 +56,7 @@ TEXTS = st.one_of(
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(before=TEXTS, after=TEXTS, data=st.data())
 @example(before="Q: the?\nA:", after=" the 🙂 the", data=None)
 def test_generated_tokens_have_the_characters_the_tokenizer_would_give_them(name, before, after, data):
@@ -82,7 +82,7 @@ def test_generated_tokens_have_the_characters_the_tokenizer_would_give_them(name
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS, data=st.data())
 def test_the_tokens_of_a_span_hold_its_characters_and_none_can_be_spared(name, text, data):
     tokenizer = TOKENIZERS[name]
