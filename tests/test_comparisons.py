@@ -37,7 +37,7 @@ def test_a_difference_between_depths_is_the_mean_over_graphs_of_their_averages(r
 
 
 def test_a_planted_difference_is_found_and_none_is_not(rng):
-    values, depth, tokens, graphs = planted(rng, effect=1.0)
+    values, depth, tokens, graphs = planted(rng, effect=1.0, graphs=320)
     assert between_depths(values, depth, 1, 2, graphs).high < -0.5
     assert between_equal_lengths(values, depth, tokens, 1, 2, graphs).high < -0.4
     wrong = 0
@@ -49,7 +49,7 @@ def test_a_planted_difference_is_found_and_none_is_not(rng):
 
 
 def test_what_only_length_does_is_gone_among_equal_lengths(rng):
-    values, depth, tokens, graphs = planted(rng, of_length=1.0, spread=0.2)
+    values, depth, tokens, graphs = planted(rng, of_length=1.0, spread=0.2, graphs=320)
     assert between_depths(values, depth, 1, 3, graphs).high < -3
     same = between_equal_lengths(values, depth, tokens, 1, 3, graphs)
     assert abs(same.value) < 1

@@ -66,7 +66,7 @@ def test_a_model_in_memory_gives_its_own_logits_and_stays_as_it_was(family):
     assert (tokenizer.backend_tokenizer.to_str(), dict(tokenizer.special_tokens_map)) == tokenizer_before
     plain = reference_logits(before, batch.tokens[:1])
     assert torch.equal(reference_logits(hf, batch.tokens[:1]), plain)
-    torch.testing.assert_close(model.run(batch.rows(0, 1)), plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.run(batch.rows(0, 1)), plain, rtol=0, atol=1e-4)
 
 
 def test_a_model_in_memory_shares_its_numbers_with_the_copy():

@@ -404,7 +404,7 @@ def test_a_model_in_low_precision_gives_the_same_saliency_to_its_precision():
         hw.load(tiny_model("llama", seed=seed, dtype=torch.float32).to(dtype), tokenizer=TOKENIZER)
         for dtype in (torch.float32, torch.bfloat16)
     )
-    answered, probe = answered_by(wide, 8, prefix=18), random_probe(wide)
+    answered, probe = answered_by(wide, 40, prefix=18), random_probe(wide)
     same = AnsweredQuestions(
         answered.table, answered.dropped, RunRecord("answer", "tiny", narrow.fingerprint, "", "", {})
     )
