@@ -105,8 +105,8 @@ def planted(model, answered, n_modes):
     anchored = rng.random(len(z)) < 0.5 if n_modes == 2 else np.zeros(len(z), dtype=bool)
     sign = 2.0 * z - 1
     states = np.zeros((model.shape.n_layers, len(z), 128))
-    states[..., 0] = np.where(anchored, sign, rng.normal(0, 1, len(z)))
-    states[..., 1] = np.where(anchored, rng.normal(0, 1, len(z)), sign)
+    states[..., 0] = np.where(anchored, sign, rng.normal(0, 2, len(z)))
+    states[..., 1] = np.where(anchored, rng.normal(0, 2, len(z)), sign)
     states[..., 2] = 4.0 * anchored - 2
     severed = states.copy()
     severed[..., :2] *= np.where(anchored[:, None], -3, 1)
