@@ -127,3 +127,15 @@ def test_metrics_without_a_gradient_are_refused(models):
         hw.patch(
             models("gpt2"), [clean], [corrupted], sites="z", method="attribution", metric=hw.rank(5), progress=False
         )
+
+
+def test_a_caller_in_inference_mode_gets_the_same_and_a_model_loaded_there_is_refused(models):
+    model, (clean, corrupted) = models("llama"), random_pair(6)
+    options = {"sites": "z", "metric": METRIC, "method": "attribution", "progress": False}
+    outside = hw.patch(model, [clean], [corrupted], **options)
+    with torch.inference_mode():
+        inside = hw.patch(model, [clean], [corrupted], **options)
+        frozen = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    assert inside.table.equals(outside.table)
+    with pytest.raises(InputError, match=r"was loaded under torch.inference_mode\(\)"):
+        hw.patch(frozen, [clean], [corrupted], **options)

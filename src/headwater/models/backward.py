@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from headwater.errors import InterventionError
+from headwater.errors import InputError, InterventionError
 from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
@@ -48,6 +48,18 @@ class HeadSlopes:
     pattern: Float[Tensor, "batch head query key"]
     gradient: Float[Tensor, "batch query head d_head"]
     values: Float[Tensor, "batch kv_head key d_head"]
+
+
+def refuse_without_gradients(model: HookedModel) -> None:
+    """Refuse a model whose weights take part in no gradient.
+
+    Raises:
+        InputError: it was loaded under `torch.inference_mode()`.
+    """
+    if next(model.raw.parameters()).is_inference():
+        raise InputError(
+            f"{model.name} was loaded under torch.inference_mode(), which forbids gradients: load it outside."
+        )
 
 
 class _Prefix(DynamicCache):  # type: ignore[misc]

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import InputError, NumericsError
+from headwater.models.backward import refuse_without_gradients
 from headwater.models.memory import in_halves
 from headwater.patching.engine import Measured
 from headwater.patching.footprint import examples_at_once
@@ -28,12 +29,15 @@ from headwater.patching.sites import SITES
 from headwater.patching.variants import LOGITS, Replace
 
 
+@torch.inference_mode(False)
 def attribute(job: Job, progress: bool = True) -> Measured:
     """Approximate a patching sweep.
 
     Raises:
-        InputError: a metric reads the last edited layer (a gradient needs one layer for all cells), or has no gradient.
+        InputError: a metric reads the last edited layer (a gradient needs one layer for all cells), or has no gradient,
+            or the model was loaded under `torch.inference_mode()`.
     """
+    refuse_without_gradients(job.model)
     own_layer = [metric.name for metric in job.metrics if metric.site != LOGITS and metric.layer is None]
     if own_layer:
         raise InputError(f"The metric {own_layer[0]!r} reads each cell's own layer; attribution needs layer= a number.")
@@ -41,7 +45,8 @@ def attribute(job: Job, progress: bool = True) -> Measured:
     values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
     most = examples_at_once(job, gradients=True)
     groups = dict.fromkeys(examples for examples, _ in waves(job))
-    with tqdm(total=n_cells, desc="cells", unit="cell", disable=not progress) as bar, job.model.lock:
+    bar = tqdm(total=n_cells, desc="cells", unit="cell", disable=not progress)
+    with bar, job.model.lock:
 
         def attribute_group(examples: range) -> None:
             group = Group(job, examples, GRADIENTS)

@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import InputError
-from headwater.models.backward import KeysValues, keys_values
+from headwater.models.backward import KeysValues, keys_values, refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name
 from headwater.patching.grid import chosen
@@ -249,10 +249,7 @@ def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted
     """Refuse what does not fit together."""
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
-    if next(model.raw.parameters()).is_inference():
-        raise InputError(
-            f"{model.name} was loaded under torch.inference_mode(), which forbids gradients: load it outside."
-        )
+    refuse_without_gradients(model)
     check_answered(model, answered)
     checked_name("the probe's site", probe.site, PROBE_SITES)
     if len(probe.weight) != model.shape.d_model:
