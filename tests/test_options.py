@@ -1,5 +1,7 @@
 """Options: what is no choice, no count or no number in range is one line; what numpy calls a number is one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,3 +42,19 @@ def test_what_can_be_used_is_returned_as_python_has_it():
 def test_what_cannot_be_used_is_one_line(check, arguments, message):
     with pytest.raises(InputError, match=message):
         check(*arguments)
+
+
+def test_a_caller_without_a_type_checker_is_told_too():
+    code = """
+import headwater as hw
+from headwater.heads.relations import load_relations
+for use, given in ((load_relations, 3), (load_relations, [None, 3.5]), (hw.Sweep.load, 3), (hw.load_depth_graph, 3)):
+    try:
+        use(given)
+    except hw.HeadwaterError as error:
+        print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    starts = ("relations=3 is no", "relations=3.5 is no", "folder=3 must be", "source=3 must be")
+    lines = ended.stdout.splitlines()
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == list(starts)

@@ -162,12 +162,6 @@ def test_names_relations_and_folders_may_be_given_together(tmp_path):
     assert "2 relations are named 'mine'" in refusal([own, own])
 
 
-@pytest.mark.parametrize("given", [3, [3], [None, 3.5]])
-def test_what_stands_for_no_relation_is_refused(given):
-    with pytest.raises(InputError, match=r"relations=3(\.5)? is no folder, file or name of a relation"):
-        load_relations(given)
-
-
 def test_a_target_may_be_one_word_or_several():
     assert checked_pairs("mine", [["France", "Paris"], ("Italy", ["Rome", "Roma"])]) == (
         ("France", ("Paris",)),
