@@ -5,6 +5,7 @@ import multiprocessing
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,8 @@ def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int | None:
 
 def in_fresh_process(work: Callable[..., Any], *given: Any) -> Any:
     """Return what `work` returns in a process that has done nothing else yet: where peak memory is to be measured."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_with_threads, (torch.get_num_threads(), work, given))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_with_threads, torch.get_num_threads(), work, given).result()
 
 
 def _with_threads(threads: int, work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
