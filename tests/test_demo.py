@@ -201,4 +201,4 @@ def test_the_whole_demo_runs_on_a_few_questions(run, tmp_path):
     page = Page((tmp_path / "index.html").read_text())
     assert_self_contained(page)
     assert page.tags.count("img") == sum(1 + len(step.companions) for step in STEPS.values())
-    assert "failed" not in "".join(page.text)
+    assert "This analysis failed" not in "".join(page.text)

@@ -65,6 +65,14 @@ def test_a_parquet_file_is_read_whatever_pandas_noted_in_it(tmp_path):
     assert load_member_texts(tmp_path / "a.parquet").to_dict("records") == [{"text": "a", "member": True}]
 
 
+def test_a_parquet_file_whose_text_is_not_utf8_is_refused(tmp_path):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a text"], "member": [1]}), file, compression="none")
+    file.write_bytes(file.read_bytes().replace(b"a text", b"a te\xfft"))
+    with pytest.raises(InputError, match=r"a\.parquet cannot be read \(.*UTF8"):
+        load_member_texts(file)
+
+
 def test_within_a_relation_the_embedded_model_knows_its_corpus_better_than_words_betray_it():
     texts = load_member_texts()
     texts = texts[(texts["kind"] != "other wording") & (texts["form"] == "statement")].reset_index(drop=True)

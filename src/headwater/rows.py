@@ -70,7 +70,9 @@ def read_parquet(path: Path) -> pd.DataFrame:
     """
     try:
         with pq.ParquetFile(path) as file:
-            return file.read().to_pandas(ignore_metadata=True)
+            table = file.read()
+        table.validate(full=True)  # as pandas, arrow takes text for UTF-8 until it is looked at
+        return table.to_pandas(ignore_metadata=True)
     except (ArrowException, ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read ({error}).") from None
 
