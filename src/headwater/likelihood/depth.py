@@ -75,17 +75,13 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
         InputError: a file is missing or not of this format, or this is not a graph whose edges join neighbouring
             depths; the message names the node, the file and the line.
     """
-    path = (
-        checked_path("source", source)
-        if source is not None
-        else Path(str(files("headwater") / "world" / "depth_graph.json"))
-    )
+    own = str(files("headwater") / "world" / "depth_graph.json")
+    path = checked_path("source", own if source is None else source)
     if not path.exists():
         raise InputError(f"The depth graph {path} does not exist.")
     if path.is_dir():
-        read, notes = depthqa.read_folder(
-            path, checked_path("predictions", predictions) if predictions is not None else None
-        )
+        chosen = None if predictions is None else checked_path("predictions", predictions)
+        read, notes = depthqa.read_folder(path, chosen)
         return _graph([Node(*node) for node in read], path.resolve().name, notes)
     if predictions is not None:
         raise InputError(f"predictions={str(predictions)!r} belongs to a folder; {path} is one file.")

@@ -34,11 +34,8 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
     Raises:
         InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
     """
-    path = (
-        checked_path("source", source)
-        if source is not None
-        else Path(str(files("headwater") / "world" / "texts.jsonl"))
-    )
+    own = str(files("headwater") / "world" / "texts.jsonl")
+    path = checked_path("source", own if source is None else source)
     check_readable(path, "texts")
     table = _read(path)
     table = table.rename(columns={old: new for old, new in NAMES.items() if new not in table})

@@ -45,8 +45,7 @@ def attribute(job: Job, progress: bool = True) -> Measured:
     values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
     most = examples_at_once(job, gradients=True)
     groups = dict.fromkeys(examples for examples, _ in waves(job))
-    bar = tqdm(total=n_cells, desc="cells", unit="cell", disable=not progress)
-    with bar, job.model.lock:
+    with tqdm(total=n_cells, desc="cells", unit="cell", disable=not progress) as bar, job.model.lock:
 
         def attribute_group(examples: range) -> None:
             group = Group(job, examples, GRADIENTS)
