@@ -1,5 +1,6 @@
 """Answers: generation as Hugging Face does it, cut, labelled, located, counted, resumed."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -9,9 +10,11 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.figures.report import sentences
 from headwater.models.generation import Generated, chat_text, end_tokens, generate
 from headwater.pathways import answers as room
 from headwater.pathways.extractors import check_extractor, exact_words
+from tests.ending import every_answer_ends
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 PROMPTS = [" Paris of France is the capital", " cat", " the dog", " small one two three four five six Rome Italy chat"]
@@ -42,19 +45,21 @@ def random_questions(how_many):
 
 
 def scripted(monkeypatch, said):
-    """Let the model say these texts, in the order of the questions' ids."""
+    """Let the model say these texts to the questions that they are named by; what ends in "…" is cut off there."""
 
     def say(model, prompts, *, max_new_tokens, stop):
         read = [model.tokenizer.decode(row[real]) for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
         texts = [next(text for question, text in said.items() if question in prompt) for prompt in read]
-        rows = [_ids(model.tokenizer, text) for text in texts]
+        cut = [text[-1] == "…" for text in texts]
+        rows = [_ids(model.tokenizer, text[:-1] if is_cut else text) for text, is_cut in zip(texts, cut, strict=True)]
         ends = [next((i for i, token in enumerate(row) if stop(token)), None) for row in rows]
         rows = [row if end is None else row[: end + 1] for row, end in zip(rows, ends, strict=True)]
         lengths = torch.tensor([len(row) for row in rows])
         tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = torch.tensor(row)
-        return Generated(tokens, -tokens.float(), lengths, torch.tensor([end is not None for end in ends]))
+        stopped = [end is not None or not is_cut for end, is_cut in zip(ends, cut, strict=True)]
+        return Generated(tokens, -tokens.float(), lengths, torch.tensor(stopped))
 
     monkeypatch.setattr(room, "generate", say)
 
@@ -131,7 +136,8 @@ def test_end_tokens_come_from_every_place_that_names_them():
 @pytest.mark.parametrize("family", ["gpt2", "neox", "mistral", "gemma3"])
 def test_answers_are_the_same_whatever_the_batch_size(family):
     model, questions = tiny(family), random_questions(12)
-    tables = [hw.answer(model, questions, batch_size=n, max_new_tokens=5, progress=False).table for n in (1, 5, 64)]
+    with every_answer_ends():
+        tables = [hw.answer(model, questions, batch_size=n, max_new_tokens=5, progress=False).table for n in (1, 5, 64)]
     for table in tables[1:]:
         for a, b in zip(tables[0]["log_probs"], table["log_probs"], strict=True):
             np.testing.assert_allclose(a, b, atol=3e-5)
@@ -146,9 +152,9 @@ def test_a_row_holds_text_tokens_spans_and_label(monkeypatch):
     answered = hw.answer(model, asked(*rows, subject=spans, property=[((0, 7),), ((0, 7),), ()]), progress=False)
     right, wrong, tab = (row for _, row in answered.table.iterrows())
     assert right["text"] == "Q: capital of France?\nA: is Paris A"
-    assert [right[name] for name in ("answer", "z", "matched", "finished")] == ["is Paris A", 0, "paris", True]
-    assert [wrong[name] for name in ("answer", "z", "matched", "finished")] == ["Rome", 1, "", False]
-    assert words(right, "exact_answer") == ["Paris"]
+    assert [right[name] for name in ("answer", "z", "matched")] == ["is Paris A", 0, "paris"]
+    assert [wrong[name] for name in ("answer", "z", "matched")] == ["Rome", 1, ""]
+    assert words(right, "exact_answer") == ["is Paris A"]
     assert words(wrong, "exact_answer") == ["Rome"]
     assert words(right, "subject") == ["of"]
     assert words(right, "property") == ["capital"]
@@ -182,7 +188,6 @@ def test_a_line_break_inside_a_token_ends_the_answer_and_the_token_stays_whole(m
     assert answered["text"].str.split("A:").str[1].tolist() == [" is Paris.\n", " dog\n\nRome", " A"]
     assert [len(row) for row in answered["log_probs"]] == [2, 1, 1]
     assert [words(row, "exact_answer") for _, row in answered.iterrows()] == [["is Paris."], ["dog"], ["A"]]
-    assert answered["finished"].all()
 
 
 def test_what_cannot_be_used_is_counted_by_cause(monkeypatch):
@@ -206,6 +211,62 @@ def test_what_cannot_be_used_is_counted_by_cause(monkeypatch):
     assert axes.get_legend_handles_labels()[1] == ["right", "dropped"]
 
 
+def test_answers_that_had_not_ended_at_the_token_limit_are_an_outcome_of_their_own_and_left_out(monkeypatch):
+    model = tiny()
+    said = {
+        "cat A": " Paris",
+        "cat B": " is Paris of…",
+        "cat C": " Rome…",
+        "cat one": " I don't know who…",
+        "cat two": " \t…",
+    }
+    scripted(monkeypatch, said)
+    rows = [("cat A", "Paris"), ("cat B", "Paris"), ("cat C", "x"), ("cat one", "x"), ("cat two", "x")]
+    answered = hw.answer(model, asked(*rows), progress=False)
+    assert answered.table["id"].tolist() == ["0"]
+    (summary,) = answered.summary()["datasets"]
+    assert summary["dropped"] == {"cut at max_new_tokens": 2, "refusal": 1, "empty answer": 1}
+    assert (summary["used"], summary["wrong"], summary["cut"]) == (1, 0.0, 2)
+    assert "2 cut at max_new_tokens" in sentences(answered)[0]
+    axes = answered.plot()
+    assert axes.get_legend_handles_labels()[1] == ["right", "cut off", "dropped"]
+    assert [round(bar.get_width(), 6) for bar in axes.patches] == [0.2, 0.4, 0.4]
+
+
+def test_a_model_that_never_ends_its_answers_is_told_to_get_more_tokens():
+    with pytest.raises(InputError, match=r"No question is left of 3: 3 cut at max_new_tokens\. Give a higher max_new"):
+        hw.answer(tiny(), asked(("cat A", "x"), ("cat B", "x"), ("cat C", "x")), max_new_tokens=3, progress=False)
+
+
+def test_the_label_rule_is_chosen_recorded_and_may_be_a_judge_whose_word_is_kept(monkeypatch, tmp_path):
+    model = tiny()
+    scripted(monkeypatch, {"cat A": " Paris of France", "cat B": " is Paris", "cat C": " Paris", "cat one": " Rome"})
+    questions = asked(*((f"cat {name}", "Paris") for name in ("A", "B", "C", "one")))
+    found = {rule: hw.answer(model, questions, label=rule, progress=False) for rule in ("contains", "starts", "exact")}
+    assert {rule: one.z.tolist() for rule, one in found.items()} == {
+        "contains": [0, 0, 0, 1],
+        "starts": [0, 1, 0, 1],
+        "exact": [1, 1, 0, 1],
+    }
+    assert [one.run.options["label"] for one in found.values()] == ["contains", "starts", "exact"]
+    asked_about = []
+
+    def judge(question, accepted, answer):
+        asked_about.append((question, accepted, answer))
+        return None if answer == "Rome" else answer.startswith("is")
+
+    judged = hw.answer(model, questions, label=judge, out=tmp_path / "out", progress=False)
+    assert asked_about[1] == ("cat B", ("Paris",), "is Paris")
+    assert judged.z.tolist() == [1, 0, 1]
+    assert judged.table["matched"].tolist() == [""] * 3
+    assert judged.summary()["datasets"][0]["dropped"] == {"not judged": 1}
+    assert "judge" in judged.run.options["label"]
+    assert hw.answer(model, questions, label=judge, out=tmp_path / "out", progress=False).z.tolist() == [1, 0, 1]
+    assert len(asked_about) == 4
+    with pytest.raises(InputError, match=r"judge returned 'yes' for the answer 'Paris of France'; it must return True"):
+        hw.answer(model, questions, label=lambda question, accepted, answer: "yes", progress=False)
+
+
 def test_when_nothing_is_left_the_causes_are_named(monkeypatch):
     model = tiny()
     scripted(monkeypatch, {"cat": "\n"})
@@ -213,13 +274,22 @@ def test_when_nothing_is_left_the_causes_are_named(monkeypatch):
         hw.answer(model, asked(("cat A", "x"), ("cat B", "x")), progress=False)
     with pytest.raises(InputError, match=r"None of the 2 questions says where its subject and property stand"):
         hw.answer(model, asked(("cat A", "x"), ("cat B", "x"), subject=[[], []]), progress=False)
+    renamed = asked(("cat A", "x"), subject=[[]], subjekt=["cat"])
+    with pytest.raises(InputError, match=r"Columns found: dataset, .* Is 'subjekt' meant to be 'subject'\?"):
+        hw.answer(model, renamed, progress=False)
 
 
-def test_an_extractor_is_asked_only_where_its_words_are_needed(monkeypatch):
+def test_an_extractor_names_the_exact_answer_of_right_and_wrong_answers_alike(monkeypatch):
     model = tiny()
-    said = {"cat A": " Paris", "cat B": " big Rome", "cat C": " big dog", "cat one": " dog", "cat two": " I don't know"}
+    said = {
+        "cat A": " big Paris",
+        "cat B": " big Rome",
+        "cat C": " big dog",
+        "cat one": " chat",
+        "cat two": " I don't know",
+    }
     scripted(monkeypatch, said)
-    rows = [("cat A", "Paris"), ("cat B", "x"), ("cat C", "x"), ("cat one", "dog"), ("cat two", "x")]
+    rows = [("cat A", "Paris"), ("cat B", "x"), ("cat C", "x"), ("cat one", "chat"), ("cat two", "x")]
     calls = []
 
     def extractor(question, answer):
@@ -228,9 +298,10 @@ def test_an_extractor_is_asked_only_where_its_words_are_needed(monkeypatch):
 
     questions = asked(*rows, subject=[["A"], ["B"], ["C"], [], ["two"]])
     answered = hw.answer(model, questions, extractor=extractor, progress=False)
-    assert sorted(calls) == [("cat B", "big Rome"), ("cat C", "big dog"), ("cat one", "dog")]
+    assert sorted(calls) == [("cat A", "big Paris"), ("cat B", "big Rome"), ("cat C", "big dog"), ("cat one", "chat")]
     table = answered.table.set_index("id")
-    assert [words(table.loc[name], "exact_answer") for name in "013"] == [["Paris"], ["Rome"], ["dog"]]
+    assert [words(table.loc[name], "exact_answer") for name in "013"] == [["Paris"], ["Rome"], ["chat"]]
+    assert table["z"].tolist() == [0, 1, 0]
     assert [words(table.loc[name], "subject") for name in "013"] == [["A"], ["B"], ["cat"]]
     assert words(table.loc["3"], "property") == ["one"]
     assert sorted(answered.dropped["cause"]) == ["no exact words of the answer", "refusal"]
@@ -241,7 +312,7 @@ def test_a_chat_template_gives_one_beginning_and_the_question_stands_where_it_sa
     model = tiny(chat=CHAT)
     scripted(monkeypatch, {"small cat": " Paris\n", "cat cat": "🙂 Rome"})
     questions = asked(("small cat", "Paris"), ("cat cat", "Rome"))
-    answered = hw.answer(model, questions, progress=False)
+    answered = hw.answer(model, questions, extractor=lambda q, text: {"answer": text.split()[-1]}, progress=False)
     first, second = (row for _, row in answered.table.iterrows())
     assert first["text"] == "<s>[user] small cat [bot] Paris"
     assert second["text"] == "<s>[user] cat cat [bot]🙂 Rome"
@@ -267,7 +338,8 @@ def test_a_chat_template_says_the_same_every_day_and_does_not_think_aloud():
 
 
 def test_a_model_that_wants_no_beginning_gets_none():
-    answered = hw.answer(tiny("neox"), random_questions(3), max_new_tokens=3, progress=False)
+    with every_answer_ends():
+        answered = hw.answer(tiny("neox"), random_questions(3), max_new_tokens=3, progress=False)
     assert all(0 not in row["tokens"][: row["answer_start"]] for _, row in answered.table.iterrows())
 
 
@@ -283,6 +355,7 @@ def test_a_template_that_does_not_write_the_message_once_is_refused():
         ({"prompt": "Q: A:"}, r"prompt must be a text with \{question\} in it exactly once"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"label": "exactly"}, "label='exactly' is neither one of contains, exact, starts .* Did you mean 'exact'"),
     ],
 )
 def test_options_that_cannot_be_used_are_named(options, message):
@@ -308,7 +381,8 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
         return {"answer": answer.split()[0]} if answer.split() else {}
 
     options = {"batch_size": 3, "max_new_tokens": 4, "extractor": extractor, "progress": False}
-    whole = hw.answer(model, questions, out=tmp_path / "whole", **options)
+    with every_answer_ends():
+        whole = hw.answer(model, questions, out=tmp_path / "whole", **options)
     calls_whole = len(asked_about)
     calls = []
 
@@ -316,7 +390,8 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return generate(*args, **kwargs)
+        made = generate(*args, **kwargs)
+        return dataclasses.replace(made, stopped=torch.ones_like(made.stopped))
 
     monkeypatch.setattr(room, "generate", generate_until_interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -341,7 +416,8 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
-    answered = hw.answer(tiny(), random_questions(6), max_new_tokens=4, progress=False)
+    with every_answer_ends():
+        answered = hw.answer(tiny(), random_questions(6), max_new_tokens=4, progress=False)
     loaded = hw.AnsweredQuestions.load(answered.save(tmp_path / "run"))
     pd.testing.assert_frame_equal(loaded.table, answered.table)
     assert loaded.table["subject"].tolist() == answered.table["subject"].tolist()
@@ -353,7 +429,8 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
 def test_the_caller_s_model_is_left_as_it_was():
     model = tiny()
     before, fingerprint = model.run(PROMPTS), model.fingerprint
-    hw.answer(model, random_questions(3), max_new_tokens=3, progress=False)
+    with every_answer_ends():
+        hw.answer(model, random_questions(3), max_new_tokens=3, progress=False)
     assert torch.equal(model.run(PROMPTS), before)
     assert hw.load(model.raw).fingerprint == fingerprint
     assert not any(parameter.requires_grad for parameter in model.raw.parameters())

@@ -16,6 +16,8 @@ RANK = {
     "shards": 1,
     "texts": 1,
     "options": 1,
+    "words": 1,
+    "labels": 2,
     "rows": 2,
     "models": 2,
     "records": 2,

@@ -9,6 +9,7 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError
 from headwater.pathways.extractors import EndpointExtractor, call_extractor, exact_words, extractor_name, json_object
+from tests.ending import every_answer_ends
 from tests.tiny import tiny_model, tiny_tokenizer
 
 QUESTION, ANSWER = "What is the capital of South Carolina?", "It is Columbia, a hub of trade."
@@ -155,7 +156,8 @@ def test_an_endpoint_gives_the_exact_words_of_questions_that_have_none(tmp_path)
     file.write_text("".join(json.dumps({"question": f"big cat {i}", "answers": ["no such"]}) + "\n" for i in range(5)))
     with Endpoint(json.dumps({"subject": "cat", "property": "big", "answer": None})) as endpoint:
         extractor = endpoint.extractor(api_key="secret")
-        with pytest.raises(InputError, match=r"No question is left of 5: 5 no exact words of the answer"):
+        left = pytest.raises(InputError, match=r"No question is left of 5: 5 no exact words of the answer")
+        with every_answer_ends(), left:
             hw.answer(model, hw.load_questions(file), extractor=extractor, out=tmp_path / "run", progress=False)
     assert len(endpoint.requests) == 5
     assert "judge-1" in (tmp_path / "run" / "run.json").read_text()
@@ -164,7 +166,8 @@ def test_an_endpoint_gives_the_exact_words_of_questions_that_have_none(tmp_path)
     def first_word(question, answer):
         return {"subject": "cat", "property": "big", "answer": answer.split()[0]}
 
-    answered = hw.answer(model, hw.load_questions(file), extractor=first_word, progress=False)
+    with every_answer_ends():
+        answered = hw.answer(model, hw.load_questions(file), extractor=first_word, progress=False)
     for _, row in answered.table.iterrows():
         spans = (*row["property"], *row["subject"], *row["exact_answer"])
         assert [row["text"][a:b] for a, b in spans] == ["big", "cat", row["answer"].split()[0]]

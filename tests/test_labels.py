@@ -7,8 +7,11 @@ import unicodedata
 import numpy as np
 import pytest
 
-from headwater.pathways.labels import is_refusal, match_alias
-from headwater.pathways.words import find_words, normalised_words
+from headwater.errors import InputError
+from headwater.labels import check_label, is_refusal, match, verdict
+from headwater.likelihood.answering import label_score
+from headwater.words import find_words, normalised_words
+from headwater.world.measure import is_right as world_label
 
 
 @pytest.mark.parametrize(
@@ -35,9 +38,9 @@ from headwater.pathways.words import find_words, normalised_words
     ],
 )
 def test_what_matches_and_which_characters_of_the_answer(answer, alias, found):
-    match = match_alias(answer, ["something else", alias])
-    assert match.alias == alias
-    assert answer[slice(*match.span)] == found
+    matched = match(answer, ["something else", alias])
+    assert matched.alias == alias
+    assert answer[slice(*matched.span)] == found
 
 
 @pytest.mark.parametrize(
@@ -55,12 +58,62 @@ def test_what_matches_and_which_characters_of_the_answer(answer, alias, found):
     ],
 )
 def test_what_does_not_match(answer, alias):
-    assert match_alias(answer, [alias]) is None
+    assert match(answer, [alias]) is None
 
 
 def test_the_first_match_is_taken_and_of_these_the_longest():
-    match = match_alias("Samuel Clemens, called Mark Twain", ["Mark Twain", "Samuel", "Samuel Clemens", "Clemens"])
-    assert match == ("Samuel Clemens", (0, 14))
+    matched = match("Samuel Clemens, called Mark Twain", ["Mark Twain", "Samuel", "Samuel Clemens", "Clemens"])
+    assert matched == ("Samuel Clemens", (0, 14))
+
+
+@pytest.mark.parametrize(
+    ("answer", "alias", "rules"),
+    [
+        ("Beatles", "The Beatles", "contains exact starts"),
+        ("The Beatles", "Beatles", "contains exact starts"),
+        ("Sao Paulo", "São Paulo", "contains exact starts"),
+        ("the US", "U.S.", "contains exact starts"),
+        ("the U.S. of old", "US", "contains starts"),
+        ("It is Paris.", "Paris", "contains"),
+        ("Paris, France", "Paris", "contains starts"),
+        ("Parisian", "Paris", ""),
+        ("not Paris but Lyon", "Paris", "contains"),  # what the rules do not read: negation,
+        ("one of the largest", "one", "contains starts"),  # a part of something else,
+        ("14 December 1972", "December 14, 1972", ""),  # another order,
+        ("3.5", "35", "contains exact starts"),  # and marks
+    ],
+)
+def test_three_rules_say_when_an_answer_is_right_and_none_of_them_reads(answer, alias, rules):
+    found = [rule for rule in ("contains", "exact", "starts") if match(answer, ["no such", alias], rule)]
+    assert found == rules.split()
+    for rule in ("contains", "exact", "starts"):
+        assert verdict(rule, "?", ["no such", alias], answer) == ((True, alias) if rule in found else (False, ""))
+
+
+@pytest.mark.parametrize("answer", ["the Beatles", "Sao Paulo", "U.S.", "Lyon", "!!!", "", "THE BEATLES, of Liverpool"])
+def test_answers_memorization_and_the_world_have_one_label(answer):
+    for alias in ("Beatles", "São Paulo", "the US", "Lyon", "!!!"):
+        is_right = match(answer, [alias]) is not None
+        assert verdict("contains", "?", [alias], answer).is_right == is_right
+        assert label_score("?", [alias], answer) == (5 if is_right else 1)
+        assert world_label(answer, [alias]) == is_right
+
+
+def test_a_rule_that_there_is_not_and_a_judge_that_fails_are_one_readable_line():
+    with pytest.raises(InputError, match=r"label=3 is neither one of contains, exact, starts nor a function"):
+        check_label(3)
+    with pytest.raises(
+        InputError, match=r"rule='contain' is not one of contains, exact, starts. Did you mean 'contains'"
+    ):
+        match("x", ["x"], "contain")
+
+    def failing(question, accepted, answer):
+        raise ValueError("boom")
+
+    with pytest.raises(InputError, match=r"judge failed on the question 'Q\?' and the answer 'A': ValueError: boom"):
+        verdict(failing, "Q?", ["x"], "A")
+    assert verdict(lambda *_: np.bool_(True), "Q?", ["x"], "A") == (True, "")
+    assert verdict(lambda *_: None, "Q?", ["x"], "A") == (None, "")
 
 
 def squad(text):

@@ -74,6 +74,40 @@ def test_a_wrong_row_is_named_with_its_column(tmp_path, row, message):
         load_questions(write(tmp_path, ROW, row))
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"quesion": "Q?", "answers": ["x"]},
+            "the column question is missing or empty. Columns found: quesion, answers. "
+            "Is 'quesion' meant to be 'question'?",
+        ),
+        (
+            {"question": "Q?", "anwsers": ["x"], "metadata": {"depth": 1}},
+            "the column answers is missing or empty, or holds an empty answer. Columns found: question, anwsers, "
+            "depth. Is 'anwsers' meant to be 'answers'?",
+        ),
+        (
+            {"question": "", "answers": ["x"]},
+            "the column question is missing or empty. Columns found: question, answers.",
+        ),
+        ({}, "the column question is missing or empty. Columns found: none."),
+    ],
+)
+def test_a_wrong_column_is_answered_with_the_columns_found_and_the_one_that_may_be_meant(tmp_path, row, message):
+    with pytest.raises(InputError) as found:
+        load_questions(write(tmp_path, row))
+    assert str(found.value) == f"{tmp_path / 'mine.jsonl'}, row 1: {message}"
+
+
+def test_a_field_that_a_format_wants_is_answered_with_the_columns_found(tmp_path):
+    with pytest.raises(InputError, match=r"the field Question is missing.* Columns found: Qestion, Answer\. Is 'Qesti"):
+        load_questions(write(tmp_path, {"Qestion": "Q?", "Answer": {"Value": "x"}}), format="triviaqa")
+    many = {f"column {i}": 1 for i in range(30)}
+    with pytest.raises(InputError, match=r"column 19, \.\.\.\.$"):
+        load_questions(write(tmp_path, many))
+
+
 def test_exact_words_may_be_given_as_words(tmp_path):
     row = {"question": "Is the seat of Se the seat?", "answers": ["x"], "subject": "Se", "property": ["the seat", "Is"]}
     table = load_questions(write(tmp_path, row)).table

@@ -9,6 +9,7 @@ from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.interventions import Setup, block_random_tokens, other_question_tokens
 from headwater.pathways.probes import probe_positions
 from headwater.pathways.swap import answer_only, replace_spans, swap_random_tokens, swap_subjects
+from tests.ending import every_answer_ends
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 SETUP = Setup("mlp_out", "exact_answer_last", "mask", "after", 8)
@@ -38,7 +39,8 @@ def answered(model):
                 "id": str(i),
             }
         )
-    made = hw.answer(model, hw.load_questions(pd.DataFrame(rows)), max_new_tokens=4, progress=False)
+    with every_answer_ends():
+        made = hw.answer(model, hw.load_questions(pd.DataFrame(rows)), max_new_tokens=4, progress=False)
     table = made.table.assign(z=np.arange(len(made.table)) % 2)
     return AnsweredQuestions(table, made.dropped, made.run)
 

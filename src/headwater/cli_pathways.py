@@ -56,12 +56,17 @@ Prompt = Annotated[
         help="Text with one {question}. Default: the chat template, or Q: and A: on two lines.", show_default=False
     ),
 ]
-NewTokens = Annotated[int, typer.Option(help="An answer is cut off after so many tokens.")]
+Label = Annotated[
+    Literal["contains", "exact", "starts"],
+    typer.Option(help="An answer is right when an accepted one stands in it, is all of it, or begins it."),
+]
+NewTokens = Annotated[int, typer.Option(help="An answer that has not ended after so many tokens is left out.")]
 Extract = Annotated[
     tuple[str, str] | None,
     typer.Option(
         "--extract",
-        help="URL and MODEL of an OpenAI-compatible endpoint that names the exact words.",
+        help="URL and MODEL of an OpenAI-compatible endpoint that names the exact words. Without it the exact answer "
+        "is all of the answer.",
         show_default=False,
     ),
 ]
@@ -80,6 +85,7 @@ def pathways(
     sample: Sample = None,
     seed: Seed = 0,
     prompt: Prompt = None,
+    label: Label = "contains",
     max_new_tokens: NewTokens = 32,
     extract: Extract = None,
     token: Token = "exact_answer_last",
@@ -115,7 +121,7 @@ def pathways(
         from headwater.pathways.saliency import saliency as run_saliency
         from headwater.pathways.trace import trace_pathways
 
-        asked = _Asked(questions, sample, seed, prompt, max_new_tokens, extract, batch_size)
+        asked = _Asked(questions, sample, seed, prompt, label, max_new_tokens, extract, batch_size)
         read, loaded = asked.questions(model), load_model(model, device, dtype)
         answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
         shared: dict[str, Any] = {"batch_size": batch_size, "progress": not quiet}
@@ -139,6 +145,7 @@ def saliency(
     sample: Sample = None,
     seed: Seed = 0,
     prompt: Prompt = None,
+    label: Label = "contains",
     max_new_tokens: NewTokens = 32,
     extract: Extract = None,
     token: Token = "exact_answer_last",
@@ -166,7 +173,7 @@ def saliency(
     with continues(out):
         from headwater.pathways.saliency import saliency as run
 
-        asked = _Asked(questions, sample, seed, prompt, max_new_tokens, extract, batch_size)
+        asked = _Asked(questions, sample, seed, prompt, label, max_new_tokens, extract, batch_size)
         read, loaded = asked.questions(model), load_model(model, device, dtype)
         answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
         probe = _probe(loaded, answered, site, token, layer, batch_size, quiet)
@@ -180,6 +187,7 @@ def detect(
     sample: Sample = None,
     seed: Seed = 0,
     prompt: Prompt = None,
+    label: Label = "contains",
     max_new_tokens: NewTokens = 32,
     extract: Extract = None,
     method: Annotated[
@@ -214,7 +222,7 @@ def detect(
         from headwater.pathways.detectors import METHODS, check_methods
 
         methods = check_methods(method or METHODS)
-        asked = _Asked(questions, sample, seed, prompt, max_new_tokens, extract, batch_size)
+        asked = _Asked(questions, sample, seed, prompt, label, max_new_tokens, extract, batch_size)
         read, loaded = asked.questions(model), load_model(model, device, dtype)
         answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
         measured = run(
@@ -240,6 +248,7 @@ class _Asked:
     sample: int | None
     seed: int
     prompt: str | None
+    label: str
     max_new_tokens: int
     extract: tuple[str, str] | None
     batch_size: int
@@ -275,6 +284,7 @@ class _Asked:
             model,
             questions,
             prompt=self.prompt,
+            label=self.label,
             max_new_tokens=self.max_new_tokens,
             batch_size=self.batch_size,
             extractor=EndpointExtractor(*self.extract) if self.extract else None,

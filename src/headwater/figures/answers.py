@@ -1,4 +1,4 @@
-"""The figure of answered questions: how many were answered rightly, wrongly, or could not be used."""
+"""The figure of answered questions: how many were answered rightly, wrongly, not to the end, or cannot be used."""
 
 from typing import TYPE_CHECKING
 
@@ -6,19 +6,19 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.figures.fonts import label
-from headwater.figures.style import BLUE, INK, ORANGE, legend_above, model_title, style
+from headwater.figures.style import BLUE, FAINT, INK, ORANGE, legend_above, model_title, style
 
 if TYPE_CHECKING:
     from headwater.pathways.answers import AnsweredQuestions
 
-INKS = {"right": "white", "wrong": INK, "dropped": INK}
+INKS = {"right": "white", "wrong": INK, "cut off": "white", "dropped": INK}
 ROOM = 0.06
 """The least share that a number fits into."""
-COLORS = {"right": BLUE, "wrong": ORANGE, "dropped": "#d0d0d0"}
+COLORS = {"right": BLUE, "wrong": ORANGE, "cut off": FAINT, "dropped": "#d0d0d0"}
 
 
 def plot_answers(answered: "AnsweredQuestions", ax: Axes | None = None) -> Axes:
-    """Draw a bar per question set: the share answered rightly, wrongly, and dropped.
+    """Draw a bar per question set: the share answered rightly, wrongly, cut at the token limit, and dropped otherwise.
 
     Args:
         answered: a result of `answer`.
@@ -29,12 +29,13 @@ def plot_answers(answered: "AnsweredQuestions", ax: Axes | None = None) -> Axes:
     used = [row["used"] / row["questions"] for row in sets]
     wrong = [share * (row["wrong"] or 0.0) for share, row in zip(used, sets, strict=True)]
     right = [share - part for share, part in zip(used, wrong, strict=True)]
-    dropped = [1 - share for share in used]
+    cut = [row["cut"] / row["questions"] for row in sets]
+    dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
     with style():
         if ax is None:
             ax = plt.figure(figsize=(4.5, 1.0 + 0.3 * len(names)), layout="constrained").add_subplot()
         left = [0.0] * len(names)
-        for name, shares in zip(COLORS, (right, wrong, dropped), strict=True):
+        for name, shares in zip(COLORS, (right, wrong, cut, dropped), strict=True):
             if not any(shares):
                 continue
             bars = ax.barh(range(len(names)), shares, left=left, height=0.6, color=COLORS[name], label=name)
@@ -44,5 +45,5 @@ def plot_answers(answered: "AnsweredQuestions", ax: Axes | None = None) -> Axes:
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(len(names) - 0.5, -0.5)
         ax.set(xlim=(0, 1), xlabel="Share of the questions")
-        legend_above(ax, 3, model_title(answered.run, "answers"))
+        legend_above(ax, 4, model_title(answered.run, "answers"))
     return ax

@@ -3,13 +3,13 @@
 1. Answers are those in the data, or the model's own: greedy, to the end of the first line in a raw context, to the end
    of the message in a chat.
 2. Scores are those in the data, a judge's (any function), or by label match: 5 where an accepted answer stands in the
-   answer as whole words, letter case and punctuation aside, else 1. Label match needs short accepted answers.
+   answer (`headwater.labels`), else 1. Label match needs short accepted answers.
+3. An answer of the model's own that had not ended at the token limit is not judged: it has no score, and is counted.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import HeadwaterError, InputError
+from headwater.labels import match
 from headwater.likelihood.depth import HIGHEST_SCORE, LOWEST_SCORE, DepthGraph, checked_score
 from headwater.likelihood.framing import Frame
 from headwater.models.generation import end_tokens, generate
@@ -100,15 +101,8 @@ def answered_and_scored(
 
 
 def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
-    """Return 5 where an accepted answer stands in the answer as whole words, else 1."""
-    words = _words(answer)
-    runs = [_words(one) for one in accepted]
-    is_right = any(run and any(words[i : i + len(run)] == run for i in range(len(words))) for run in runs)
-    return float(HIGHEST_SCORE if is_right else LOWEST_SCORE)
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.casefold())
+    """Return 5 where an accepted answer stands in the answer, else 1."""
+    return float(HIGHEST_SCORE if match(answer, accepted) else LOWEST_SCORE)
 
 
 def _scores(

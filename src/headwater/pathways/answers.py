@@ -6,9 +6,10 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathw
    of the user. Exactly one beginning-of-sequence token where the model wants one.
 2. Greedy generation (`models.generation`), up to the first line break, which may be part of a token, or the end token.
    The log-probability of every token of the answer is kept.
-3. z = 1 (hallucination) when no accepted answer stands in the answer (`labels`). Refusals and empty answers drop out.
-4. E_Q: the tokens of the question's subject and property, from the question table or an extractor. E_A: the tokens of
-   the accepted answer that was found; in a wrong answer, of what an extractor names, or without one of all of it.
+3. z = 1 (hallucination) when no accepted answer stands in the answer (`headwater.labels`). Refusals, empty answers, and
+   answers that had not ended at the token limit drop out: nobody knows what these would have said.
+4. E_Q: the tokens of the question's subject and property, from the question table or an extractor. E_A: the tokens that
+   an extractor names in the answer, or without one all of it; in right and wrong answers alike.
 5. What cannot be used is dropped and counted by its cause.
 """
 
@@ -18,7 +19,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, tee
 from pathlib import Path
@@ -32,11 +33,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import InputError
+from headwater.labels import CONTAINS, Label, Verdict, check_label, label_name
 from headwater.models.generation import end_tokens, generate
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
 from headwater.options import checked_count
+from headwater.pathways.datasets import columns_found
 from headwater.pathways.examples import (
+    CUT,
     NO_WORDS,
     SLOT,
     TOO_LONG,
@@ -44,16 +48,16 @@ from headwater.pathways.examples import (
     Prompt,
     ask_extractor,
     first_line,
+    labelled,
     outcome_of,
     prompt_parts,
 )
 from headwater.pathways.extractors import Extractor, check_extractor, extractor_name
-from headwater.pathways.labels import RULE
-from headwater.pathways.questions import Questions
-from headwater.pathways.words import Span
+from headwater.pathways.questions import SPAN_COLUMNS, Questions
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder, run_pieces
+from headwater.words import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,11 +71,12 @@ class AnsweredQuestions(Result):
     """A row per question that can be used, with the question table's columns and these:
 
     - `text`: the prompt and the answer; `answer`: the answer's first line;
-    - `z`: 1 for a wrong answer (hallucination), 0 for a right one; `matched`: the accepted answer found in it, or "";
+    - `z`: 1 for a wrong answer (hallucination), 0 for a right one; `matched`: the accepted answer found in it, "" where
+      none was or a judge decided;
     - `subject`, `property`, `exact_answer`: tuples of spans, in characters of `text`;
     - `tokens`: the ids of the text; `answer_start`: the position of the first token of the answer;
     - `subject_tokens`, `property_tokens` (together E_Q) and `exact_answer_tokens` (E_A): positions in `tokens`;
-    - `log_probs`: of each token of the answer; `finished`: whether the answer ended by itself.
+    - `log_probs`: of each token of the answer.
     """
     dropped: pd.DataFrame
     """`dataset, cause, questions`: how many questions could not be used, and why."""
@@ -106,7 +111,11 @@ class AnsweredQuestions(Result):
         return hashlib.sha256(str(content).encode()).hexdigest()[:16]
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values: per set, questions used, share wrong, dropped by cause."""
+        """Return the numbers worth a glance, as JSON values.
+
+        Per set: questions, how many are used, the share of wrong answers among these, how many answers were cut at the
+        token limit, and all that were dropped by cause.
+        """
         sets = []
         for name in dict.fromkeys((*self.datasets, *self.dropped["dataset"])):
             here = self.table.loc[self.table["dataset"] == name, "z"]
@@ -117,13 +126,14 @@ class AnsweredQuestions(Result):
                     "questions": len(here) + int(lost["questions"].sum()),
                     "used": len(here),
                     "wrong": round(float(here.mean()), 4) if len(here) else None,
+                    "cut": int(lost.loc[lost["cause"] == CUT, "questions"].sum()),
                     "dropped": {row["cause"]: int(row["questions"]) for row in lost.to_dict("records")},
                 }
             )
         return {"model": self.run.model, "datasets": sets}
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw a bar per question set: right, wrong, dropped."""
+        """Draw a bar per question set: right, wrong, cut at the token limit, dropped for other reasons."""
         from headwater.figures.answers import plot_answers
 
         return plot_answers(self, ax)
@@ -134,6 +144,7 @@ def answer(
     questions: Questions,
     *,
     prompt: str | None = None,
+    label: Label = CONTAINS,
     max_new_tokens: int = 32,
     batch_size: int = 64,
     extractor: Extractor | None = None,
@@ -147,19 +158,24 @@ def answer(
         questions: what `load_questions` returned.
         prompt: a text with one `{question}`, used as it is; may hold examples. Default: the chat template where the
             tokenizer has one, else "Q: {question}" and "A:" on two lines.
-        max_new_tokens: an answer is cut off after this many tokens.
+        label: when an answer is right: an accepted answer stands in it ("contains"), begins it ("starts") or is all of
+            it ("exact"), after normalisation; or a function of question, accepted answers and answer that returns True,
+            False, or None where it cannot say. `headwater.labels` has the sources and limits.
+        max_new_tokens: an answer that has not ended after this many tokens, the line break or end token counted, is cut
+            off, and drops out.
         batch_size: prompts in one run.
-        extractor: called with (question, answer) where the question table says nothing of subject and property, and
-            for wrong answers; see `headwater.pathways.extractors`. Without one, questions without these are dropped,
-            and the exact words of a wrong answer are all of it.
+        extractor: called with (question, answer) for every answer that can be used; see
+            `headwater.pathways.extractors`. It names E_A, and E_Q where the question table says nothing of subject and
+            property. Without one, questions without these are dropped, and E_A is the whole answer.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
 
     Raises:
-        InputError: an option or the extractor cannot be used, or no question is left.
+        InputError: an option, the extractor or the judge cannot be used, or no question is left.
         RunFolderError: `out` holds another run.
     """
     _check_options(model, questions, max_new_tokens, batch_size)
+    check_label(label)
     check_extractor(extractor)
     before, after = prompt_parts(model.tokenizer, prompt)
     run = RunRecord.of(
@@ -171,7 +187,7 @@ def answer(
             "max_new_tokens": max_new_tokens,
             "batch_size": batch_size,
             "extractor": extractor_name(extractor),
-            "label": RULE,
+            "label": label_name(label),
         },
     )
     folder = RunFolder(out, run) if out is not None else None
@@ -181,7 +197,8 @@ def answer(
     prompts = _prompts(model, questions, (before, after), max_new_tokens, extractor is None, outcomes)
     order = sorted(prompts, key=lambda place: len(prompts[place].tokens))
     batches = [[prompts[place] for place in order[i : i + batch_size]] for i in range(0, len(order), batch_size)]
-    answers, to_extract = tee(_answers(model, batches, max_new_tokens, folder, progress))
+    written = _answers(model, batches, max_new_tokens, folder, progress)
+    answers, to_extract = tee(_labelled(written, label, folder))
     found = chain.from_iterable(_extracted(to_extract, extractor, folder))
     answered = zip(order, chain.from_iterable(answers), found, strict=True)
     outcomes |= {place: outcome_of(a, words, extractor is None) for place, a, words in answered}
@@ -246,7 +263,8 @@ def _prompts(
     if not prompts and all(cause == NO_WORDS for cause in outcomes.values()):
         raise InputError(
             f"None of the {len(questions):,} questions says where its subject and property stand. Give the columns "
-            "subject and property, or an extractor: extractor= (headwater.pathways.extractors), --extract URL MODEL."
+            "subject and property, or an extractor: extractor= (headwater.pathways.extractors), --extract URL MODEL. "
+            f"{columns_found({str(name): None for name in questions.table}, *SPAN_COLUMNS)}"
         )
     return prompts
 
@@ -280,10 +298,28 @@ def _answers(
         yield answers
 
 
+def _labelled(batches: Iterable[Sequence[Answer]], label: Label, folder: RunFolder | None) -> Iterator[list[Answer]]:
+    """Say of the answers of each batch whether they are right; what a judge said is kept, because it may cost money."""
+    if isinstance(label, str):
+        for answers in batches:
+            yield [labelled(one, label) for one in answers]
+        return
+
+    def compute(answers: Sequence[Answer]) -> dict[str, Tensor]:
+        said = [labelled(one, label).verdict.is_right for one in answers]
+        return {"right": torch.tensor([-1 if one is None else int(one) for one in said], dtype=torch.int8)}
+
+    asked, answered = tee(batches)
+    work = ((f"judged-{number:05d}", partial(compute, answers)) for number, answers in enumerate(asked))
+    for made, answers in zip(run_pieces(folder, work), answered, strict=True):
+        said = [None if one < 0 else bool(one) for one in made["right"].tolist()]
+        yield [replace(one, verdict=Verdict(is_right)) for one, is_right in zip(answers, said, strict=True)]
+
+
 def _extracted(
     batches: Iterable[Sequence[Answer]], extractor: Extractor | None, folder: RunFolder | None
 ) -> Iterator[list[dict[str, tuple[Span, ...]]]]:
-    """Ask the extractor about the answers of each batch that need it; empty for the others."""
+    """Ask the extractor about the answers of each batch that can be used; empty for the others."""
     if extractor is None:
         for answers in batches:
             yield [{} for _ in answers]
@@ -314,5 +350,6 @@ def _result(questions: Questions, outcomes: dict[int, dict[str, Any] | str], run
     dropped = causes.dropna().value_counts(sort=False).rename("questions").reset_index()
     if not used:
         listed = ", ".join(f"{row['questions']:,} {row['cause']}" for row in dropped.to_dict("records"))
-        raise InputError(f"No question is left of {len(questions):,}: {listed}.")
+        hint = " Give a higher max_new_tokens." if CUT in dropped["cause"].tolist() else ""
+        raise InputError(f"No question is left of {len(questions):,}: {listed}.{hint}")
     return AnsweredQuestions(pd.DataFrame(used), dropped, run)

@@ -13,13 +13,14 @@ PopQA: Mallen et al., ACL 2023. TriviaQA: Joshi et al., ACL 2017. HotpotQA: Yang
 al., ACL 2019.
 """  # noqa: E501
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from headwater.errors import InputError, did_you_mean
 from headwater.pathways.templates import match_wording
-from headwater.pathways.words import find_words
 from headwater.texts import parse_json
+from headwater.words import find_words
 
 ANSWER_COLUMNS = ("answers", "answer", "golden_answers", "possible_answers")
 POPULARITY = ("s_pop", "o_pop")
@@ -65,6 +66,20 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(metadata, Mapping):
         return dict(row)
     return {key: value for key, value in row.items() if key != "metadata"} | dict(metadata)
+
+
+def columns_found(row: Mapping[str, Any], *missing: str) -> str:
+    """Say which columns a row has, and which of them may be meant by one that is missing."""
+    names = [str(name) for name in flat(row)]
+    others = [name for name in names if name not in missing]
+    near = [(found, name) for name in missing for found in difflib.get_close_matches(name, others, n=1)]
+    meant = "".join(f" Is {found!r} meant to be {name!r}?" for found, name in near)
+    return f"Columns found: {_listed(names)}.{meant}"
+
+
+def _listed(names: Iterable[str], shown: int = 20) -> str:
+    listed = [name if len(name) <= 40 else f"{name[:40]}..." for name in names]
+    return ", ".join(listed[:shown]) + (", ..." if len(listed) > shown else "") or "none"
 
 
 def _table(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -166,4 +181,7 @@ def _number(value: Any, where: str, name: str) -> float:
 def _require(row: Mapping[str, Any], where: str, format_name: str, *names: str) -> None:
     for name in names:
         if name not in row:
-            raise InputError(f"{where}: the field {name} is missing, which every row of format {format_name!r} has.")
+            raise InputError(
+                f"{where}: the field {name} is missing, which every row of format {format_name!r} has. "
+                f"{columns_found(row, name)}"
+            )

@@ -2,29 +2,34 @@
 
 The steps of `answers` that need no model: prompts, the cut to the first line, labels, and the spans of exact words as
 characters and tokens. What cannot be used becomes the cause why.
+
+E_A is found in one way, whatever the label: it is what the extractor names, or without one the whole answer. Were it
+the accepted answer where that is found, and the whole answer where not, its length and place would tell the label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.errors import InputError
+from headwater.labels import NO_VERDICT, Label, Verdict, is_refusal, verdict
 from headwater.models.generation import chat_text, continuation_offsets
 from headwater.models.tokens import Offsets
 from headwater.pathways.extractors import Extractor, call_extractor
-from headwater.pathways.labels import is_refusal, match_alias
 from headwater.pathways.spans import shifted, tokens_of
-from headwater.pathways.words import Span
+from headwater.words import Span
 
 PROMPT = "Q: {question}\nA:"
 SLOT = "{question}"
-NO_WORDS, TOO_LONG, EMPTY, REFUSAL, NO_ANSWER, NO_TOKENS = (
+NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS = (
     "no exact words of the question",
     "prompt too long",
     "empty answer",
     "refusal",
+    "cut at max_new_tokens",
+    "not judged",
     "no exact words of the answer",
     "exact words without tokens",
 )
@@ -53,6 +58,8 @@ class Answer:
     offsets: Offsets
     log_probs: tuple[float, ...]
     finished: bool
+    """Whether the answer ended by itself: its line break or end token was among the tokens it could have."""
+    verdict: Verdict = NO_VERDICT
 
     @property
     def text(self) -> str:
@@ -87,30 +94,41 @@ def first_line(
     return Answer(prompt, line, written, tuple(tokens[:kept]), offsets[:kept], tuple(log_probs[:kept]), finished)
 
 
-def ask_extractor(extractor: Extractor, answered: Answer) -> dict[str, tuple[Span, ...]]:
-    """Ask an extractor where its words are needed: the answer is wrong, or E_Q is not given; else return nothing."""
+def labelled(answered: Answer, label: Label) -> Answer:
+    """Say whether an answer is right; one that is empty or was cut is not asked about."""
+    if not answered.text or not answered.finished:
+        return answered
     row = answered.prompt.row
-    is_right = match_alias(answered.text, row["answers"]) is not None
-    is_given = bool(row["subject"] or row["property"])
-    if not answered.text or (is_right and is_given) or (not is_right and is_refusal(answered.text)):
-        return {}
-    return call_extractor(extractor, row["question"], answered.text)
+    return replace(answered, verdict=verdict(label, row["question"], row["answers"], answered.text))
+
+
+def cause_of(answered: Answer) -> str | None:
+    """Say why an answer cannot be used, whatever its exact words are; None where it can."""
+    if not answered.text:
+        return EMPTY
+    if not answered.verdict.is_right and is_refusal(answered.text):
+        return REFUSAL
+    if not answered.finished:
+        return CUT
+    return UNJUDGED if answered.verdict.is_right is None else None
+
+
+def ask_extractor(extractor: Extractor, answered: Answer) -> dict[str, tuple[Span, ...]]:
+    """Ask an extractor for the exact words of an answer that can be used, be it right or wrong, and of its question."""
+    return {} if cause_of(answered) else call_extractor(extractor, answered.prompt.row["question"], answered.text)
 
 
 def outcome_of(answered: Answer, found: dict[str, tuple[Span, ...]], whole_answer: bool) -> dict[str, Any] | str:
     """Return the row of an answered question, or the cause why it cannot be used."""
     prompt, row = answered.prompt, answered.prompt.row
-    if not answered.text:
-        return EMPTY
-    match = match_alias(answered.text, row["answers"])
-    if match is None and is_refusal(answered.text):
-        return REFUSAL
+    cause = cause_of(answered)
+    if cause is not None:
+        return cause
     is_given = bool(row["subject"] or row["property"])
     words = {part: row[part] if is_given else found.get(part, ()) for part in ("subject", "property")}
     if not any(words.values()):
         return NO_WORDS
     exact: tuple[Span, ...] = ((0, len(answered.text)),) if whole_answer else found.get("answer", ())
-    exact = exact if match is None else (match.span,)
     if not exact:
         return NO_ANSWER
     answer_begins = len(prompt.text) + len(answered.line) - len(answered.line.lstrip())
@@ -124,13 +142,12 @@ def outcome_of(answered: Answer, found: dict[str, tuple[Span, ...]], whole_answe
     return {
         **row,
         "answer": answered.text,
-        "z": int(match is None),
-        "matched": match.alias if match else "",
+        "z": int(not answered.verdict.is_right),
+        "matched": answered.verdict.alias,
         "text": prompt.text + answered.written,
         **spans,
         **positions,
         "answer_start": len(prompt.tokens),
         "tokens": (*prompt.tokens, *answered.tokens),
         "log_probs": answered.log_probs,
-        "finished": answered.finished,
     }

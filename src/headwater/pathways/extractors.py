@@ -2,8 +2,9 @@
 
 An extractor is called with a question and the answer a model gave, and returns a mapping with any of `subject`,
 `property` (words of the question) and `answer` (words of the answer): a text, a list of texts, or None where there is
-nothing. It is asked only for what is not known otherwise. What it returns counts only where it is a substring,
-character for character; `exact_words` checks that.
+nothing. It is asked about every answer that can be used, right or wrong: E_A must be found in one way. What it says of
+a question whose subject or property is given does not count, nor what is no substring, character for character;
+`exact_words` checks that.
 """
 
 import json
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from headwater.errors import HeadwaterError, InputError
-from headwater.pathways.words import Span, find_words
+from headwater.words import Span, find_words
 
 Extractor: TypeAlias = Callable[[str, str], Mapping[str, Any]]
 PARTS = ("subject", "property", "answer")

@@ -27,11 +27,11 @@ import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
 from headwater.options import checked_count
-from headwater.pathways.datasets import adapt, check_format, detect_format
-from headwater.pathways.words import Span, find_words
+from headwater.pathways.datasets import adapt, check_format, columns_found, detect_format
 from headwater.results import table_html
 from headwater.rows import Row, read_rows
 from headwater.texts import HALF_A_CHARACTER, is_unicode, parse_json
+from headwater.words import Span, find_words
 
 SPAN_COLUMNS = ("subject", "property")
 FIRST_COLUMNS = ("dataset", "id", "question", "answers", *SPAN_COLUMNS)
@@ -153,7 +153,7 @@ def _checked_rows(name: str, rows: Iterator[tuple[int, Row]], format: str | None
     seen: dict[tuple[str, str], int] = {}
     for number, row in chain([first], rows):
         where = f"{name}, row {number}"
-        checked = _checked(where, adapt(format, row, where), dataset, number)
+        checked = _checked(where, adapt(format, row, where), row, dataset, number)
         key = checked["dataset"], checked["id"]
         if key in seen:
             raise InputError(f"{where}: the id {key[1]!r} is that of row {seen[key]} too; ids must differ.")
@@ -161,13 +161,17 @@ def _checked_rows(name: str, rows: Iterator[tuple[int, Row]], format: str | None
         yield checked
 
 
-def _checked(where: str, row: Mapping[str, Any], dataset: str, number: int) -> dict[str, Any]:
+def _checked(where: str, row: Mapping[str, Any], written: Row, dataset: str, number: int) -> dict[str, Any]:
+    """Check a row of a plain table, which the row as it is `written` in the file was brought to."""
     question, answers, popularity = row.get("question"), row.get("answers"), row.get("popularity")
     if not isinstance(question, str) or not question.strip():
-        raise InputError(f"{where}: the column question is missing or empty.")
+        raise InputError(f"{where}: the column question is missing or empty. {columns_found(written, 'question')}")
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise InputError(f"{where}: the column answers is missing or empty, or holds an empty answer.")
+        raise InputError(
+            f"{where}: the column answers is missing or empty, or holds an empty answer. "
+            f"{columns_found(written, 'answers')}"
+        )
     spans = {name: _spans(where, name, row.get(name) or [], question) for name in SPAN_COLUMNS}
     given = row.get("id")
     names = {

@@ -9,7 +9,7 @@
 from collections.abc import Iterable
 
 from headwater.models.tokens import Offsets, token_span
-from headwater.pathways.words import Span
+from headwater.words import Span
 
 
 def shifted(spans: Iterable[Span], by: int) -> tuple[Span, ...]:

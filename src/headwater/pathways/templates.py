@@ -7,7 +7,7 @@ and square brackets mark the words that name the property.
 import re
 from typing import NamedTuple
 
-from headwater.pathways.words import Span
+from headwater.words import Span
 
 WORDINGS = {
     "author": "Who is the [author] of {s}?",

@@ -1,7 +1,7 @@
 """What the embedded model knows, measured on its weights.
 
-1. Answers: greedy, after the prompt `Q: {question}` and, on its own line, `A:`, up to the line break. Right when equal
-   to an accepted answer, letter case aside.
+1. Answers: greedy, after the prompt `Q: {question}` and, on its own line, `A:`, up to the line break. Right when an
+   accepted answer stands in it, by the one label rule (`headwater.labels`).
 2. Probe: logistic regression on the MLP output of a layer at one token (the last of the answer, or the one before the
    answer), fitted on half of the questions, AUC for right against wrong on the other half, over all questions and
    within relations (mean over relations, by size). Beside it the frequency-free baseline: the same on question set and
@@ -26,6 +26,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
+from headwater.labels import match
 from headwater.world.corpus import prompt_of
 
 MAX_NEW_TOKENS = 6
@@ -53,8 +54,8 @@ def answer(model: Any, tokenizer: Any, questions: Sequence[str], batch: int = 51
 
 
 def is_right(given: str, accepted: Sequence[str]) -> bool:
-    """Say whether an answer is one of the accepted ones."""
-    return given.casefold() in {answer.casefold() for answer in accepted}
+    """Say whether an accepted answer stands in a given one."""
+    return match(given, accepted) is not None
 
 
 def answered(model: Any, tokenizer: Any, questions: pd.DataFrame) -> pd.DataFrame:

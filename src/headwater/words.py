@@ -1,8 +1,9 @@
 """Words in a text and where they stand: found as they are written, or normalised as answers are compared.
 
-Normalisation follows SQuAD (Rajpurkar et al., EMNLP 2016): letter case, punctuation and the articles a, an, the do not
-count; neither do accents and compatibility forms of Unicode. Marks inside a word are read both ways, as nothing
-("U.S." is "us") and as a space ("New-York" is "new york"): `MARKS` holds the two readings.
+Normalisation follows the evaluation scripts of SQuAD (Rajpurkar et al., EMNLP 2016) and TriviaQA (Joshi et al., ACL
+2017): letter case, punctuation and the articles a, an, the do not count. Nor do accents and compatibility forms of
+Unicode, which these scripts keep ("São Paulo" is "Sao Paulo"). Marks inside a word are read both ways, as nothing, as
+these scripts do ("U.S." is "us"), and as a space ("New-York" is "new york"): `MARKS` holds the two readings.
 """
 
 import re
