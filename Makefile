@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-tl39 check notebooks notebooks-write figures docs build bench clean
+.PHONY: demo test test-fresh test-slow test-gpu test-tl39 check notebooks notebooks-write figures docs build bench clean
 
 demo: $(VENV)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
 	$(BIN)/headwater demo --out runs/demo
 
 test: $(VENV)/ready            ## the whole suite
 	$(BIN)/python -m pytest -q -n 2
+
+test-fresh: $(VENV)/ready      ## the whole suite on random inputs drawn anew; prints the seed that repeats them
+	@seed=$$($(BIN)/python -c "import random; print(random.randrange(1, 10**6))"); \
+	echo "random inputs of this run: pytest --seed $$seed"; $(BIN)/python -m pytest -q -n 2 --seed $$seed
 
 test-slow: $(VENV)/ready       ## the checks that take minutes
 	$(BIN)/python -m pytest -q -m slow

@@ -19,15 +19,50 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels then run on the CPU
 
 from headwater import cli
+from tests import chance
 from tests.tiny import FAMILIES, tiny_folder
 
 torch.set_num_threads(1)
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")  # how long an input takes says more of the machine than of the code
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+"""How long an input takes says more of the machine than of the code."""
+settings.register_profile("repeated", **PATIENT, derandomize=True)
+settings.register_profile("fresh", **PATIENT)
 
 
+def pytest_addoption(parser):
+    """`--seed N`: what the tests draw at random (see `tests.chance`)."""
+    parser.addoption("--seed", type=int, default=0, help="seed of the tests' random inputs; 0 in `make test`")
+
+
+def pytest_configure(config):
+    """Fix the run's chance: hypothesis repeats its examples too, unless a fresh seed was asked for."""
+    chance.seed = config.getoption("seed")
+    settings.load_profile("fresh" if chance.seed else "repeated")
+    if chance.seed and config.getoption("hypothesis_seed") is None:
+        config.option.hypothesis_seed = chance.seed
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say how to repeat a run that drew afresh."""
+    if chance.seed:
+        terminalreporter.write_line(f"Random inputs were drawn from --seed {chance.seed}.")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """Give a fixture that tests share chance of its own: which test asks for it first must not matter."""
+    if fixturedef.scope == "function":
+        yield
+        return
+    where = getattr(request.node, "nodeid", "")
+    with chance.apart(fixturedef.scope, where, fixturedef.argname, repr(getattr(request, "param", None))):
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Tests that need a CUDA device are skipped where there is none."""
+    """Begin each test with chance of its own; skip what needs a CUDA device where there is none."""
+    chance.begin(item.nodeid)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 

@@ -14,6 +14,7 @@ from headwater.figures.report import sentences
 from headwater.models.generation import Generated, chat_text, end_tokens, generate
 from headwater.pathways import answers as room
 from headwater.pathways.extractors import check_extractor, exact_words
+from tests import chance
 from tests.ending import every_answer_ends
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
@@ -40,7 +41,7 @@ def asked(*rows, **columns):
 
 
 def random_questions(how_many):
-    rng = np.random.default_rng()
+    rng = chance.rng()
     return asked(*((" ".join(rng.choice(WORDS, rng.integers(2, 9))), rng.choice(WORDS)) for _ in range(how_many)))
 
 
@@ -437,7 +438,7 @@ def test_the_caller_s_model_is_left_as_it_was():
 
 
 def test_the_embedded_model_answers_its_world():
-    model, questions = hw.load(), hw.load_questions(sample=40, seed=int(np.random.default_rng().integers(10**6)))
+    model, questions = hw.load(), hw.load_questions(sample=40, seed=int(chance.rng().integers(10**6)))
     answered = hw.answer(model, questions, progress=False)
     assert set(answered.datasets) == set(questions.datasets)
     assert len(answered.table) + answered.dropped["questions"].sum() == len(questions)

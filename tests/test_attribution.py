@@ -6,6 +6,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.patching.sites import SITES
+from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -18,7 +19,7 @@ def models():
 
     def model(family):
         if family not in made:
-            made[family] = hw.load(tiny_model(family, seed=int(torch.randint(1 << 30, ()))), tokenizer=TOKENIZER)
+            made[family] = hw.load(tiny_model(family, seed=chance.seed_of(family)), tokenizer=TOKENIZER)
         return made[family]
 
     return model

@@ -20,6 +20,7 @@ from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import CATEGORIES, Relation, tokenize_relations
 from headwater.models.shape import ModelShape
 from headwater.models.weights import open_weights
+from tests import chance
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.oracle
@@ -195,7 +196,7 @@ def test_the_null_columns_are_what_shuffled_targets_give(checkpoint):
     weights = open_weights(checkpoint("neox"))
     table = classify_heads(checkpoint("neox"), relations=[relation], k=20, progress=False).table.set_index(KEYS)
     (facts,) = tokenize_relations([relation], tiny_tokenizer())
-    rng = np.random.default_rng()
+    rng = chance.rng()
     orders = rng.permuted(np.broadcast_to(np.arange(40), (20_000, 40)), axis=1)
     for layer in range(3):
         factors = weights.layer(layer)

@@ -9,11 +9,12 @@ from scipy.stats import spearmanr
 
 from headwater.likelihood.comparisons import between_depths, between_equal_lengths, comparisons
 from headwater.likelihood.resampling import Graphs
+from tests import chance
 
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng()
+    return chance.rng()
 
 
 def planted(rng, effect=0.0, of_length=0.0, graphs=80, spread=1.0):

@@ -17,11 +17,12 @@ from headwater.figures.likelihood import NAMES
 from headwater.figures.tokens import FRAME, WIDTH, token_heat_map, token_html
 from headwater.likelihood.profile import DepthProfile
 from headwater.records import RunRecord
+from tests import chance
 
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng()
+    return chance.rng()
 
 
 def made_up(rng, name="tiny", graphs=12, layers=(0, 1), token=" x"):

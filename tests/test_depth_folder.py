@@ -2,18 +2,18 @@
 
 import json
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from headwater.errors import InputError
 from headwater.likelihood.depth import load_depth_graph
+from tests import chance
 from tests.depth_folders import as_file, as_rows, random_nodes, write_folder
 
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng()
+    return chance.rng()
 
 
 @pytest.fixture

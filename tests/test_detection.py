@@ -21,6 +21,7 @@ from headwater.pathways.evaluation import NAMES, evaluate
 from headwater.pathways.fitting import AnswerSet, Recipe
 from headwater.pathways.probes import Probe, probe_states
 from headwater.pathways.reweighting import Reweighted, Reweighting, train_reweighting
+from tests import chance
 
 QUICK = Reweighting(epochs=2)
 
@@ -32,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def answered(model):
-    questions = hw.load_questions(sample=70, seed=int(np.random.default_rng().integers(1000)))
+    questions = hw.load_questions(sample=70, seed=int(chance.rng().integers(1000)))
     found = hw.answer(model, questions, progress=False)
     kept = found.table["dataset"].isin(["natural", "multi_hop"])
     return dataclasses.replace(found, table=found.table[kept].reset_index(drop=True))
@@ -78,7 +79,7 @@ def test_states_of_the_test_half_do_not_reach_what_is_fitted(model, answered):
 
 def test_the_mixture_is_the_gates_mean_of_two_experts(detection, answered):
     detector = detection.detector("natural")
-    rng = np.random.default_rng()
+    rng = chance.rng()
     states = torch.from_numpy(rng.normal(size=(20, 128)).astype(np.float32))
     table = answered.table.iloc[:20]
     scores = detector.from_states(states, table)
@@ -96,7 +97,7 @@ def test_the_mixture_is_the_gates_mean_of_two_experts(detection, answered):
 
 def planted(model, answered, n_modes):
     """States in which wrong answers of one mode lie along one axis, of the other along another; a third says which."""
-    rng = np.random.default_rng()
+    rng = chance.rng()
     many = pd.concat([answered.table] * 10, ignore_index=True)
     many = many.assign(question=[f"{i}?" for i in range(len(many))], z=rng.permutation(np.arange(len(many)) % 2))
     population = dataclasses.replace(answered, table=many)
@@ -140,7 +141,7 @@ def test_with_one_planted_mode_the_mixture_is_the_single_probe_in_all_but_the_co
 @pytest.mark.parametrize("layer", [0, 2])
 def test_reweighted_states_are_those_of_patterns_multiplied_edge_by_edge(checkpoint, family, site, layer):
     model = hw.load(checkpoint(family))
-    rng = np.random.default_rng()
+    rng = chance.rng()
     lengths = (9, 6, 11)
     tokens = tuple(tuple(rng.integers(2, 60, length).tolist()) for length in lengths)
     queries, keys = ((7, 8), (5,), (8, 10)), ((1, 2), (3,), (1, 4))
@@ -181,7 +182,7 @@ def test_without_strength_the_reweighted_states_are_the_ordinary_ones_wherever_t
 
 def test_training_moves_strength_and_probe_down_the_slope_of_their_loss(model, answered):
     """One full-batch step of Adam moves every parameter by its learning rate against the sign of its slope."""
-    rng = np.random.default_rng()
+    rng = chance.rng()
     part = dataclasses.replace(answered, table=answered.table.iloc[:30])
     z, gate = torch.tensor(rng.integers(2, size=30)).double(), torch.from_numpy(rng.random(30))
     probe = Probe("mlp_out", "exact_answer_last", 1, torch.from_numpy(rng.normal(size=128)), 0.3)
@@ -374,7 +375,7 @@ def test_questions_without_relation_or_popularity_leave_the_baseline_out_with_a_
 
 
 def test_gains_are_differences_on_the_same_resamples(detection):
-    rng = np.random.default_rng()
+    rng = chance.rng()
     z, score = rng.integers(2, size=60), rng.random(60)
     scores = pd.DataFrame({"dataset": "a", "seed": 0, "example": range(60), "z": z, "probe": score, "mop": score})
     found = evaluate(scores, pd.Series([f"{i}?" for i in range(60)]), ["probe", "mop"], {}).set_index("method")

@@ -5,12 +5,12 @@ import re
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from headwater import runs
 from headwater.runs import RunFolder
+from tests import chance
 from tests.meeting import meet
 from tests.test_shards import Numbers, count_up, files, record
 
@@ -18,7 +18,7 @@ ENDED = r"HeadwaterError: Another process of this run has ended, while process \
 
 
 def test_processes_that_share_a_run_return_the_same_and_leave_the_bytes_of_one(tmp_path):
-    seed, pieces = int(np.random.default_rng().integers(2**31)), int(np.random.default_rng().integers(1, 6))
+    seed, pieces = int(chance.rng().integers(2**31)), int(chance.rng().integers(1, 6))
     alone = count_up(tmp_path / "one", tmp_path / "log", pieces, first=seed)
     for count in (2, 4):
         out = tmp_path / f"many-{count}"

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from headwater.likelihood.discrepancy import discrepancies, judged
 from headwater.likelihood.resampling import Graphs
+from tests import chance
 from tests.depth_folders import as_file, random_nodes
 
 
@@ -79,7 +79,7 @@ def published(table):
 
 def test_random_graphs_give_what_the_published_formulas_give(tmp_path):
     for _ in range(5):
-        table = as_file(tmp_path, random_nodes(np.random.default_rng(), groups=6)).table
+        table = as_file(tmp_path, random_nodes(chance.rng(), groups=6)).table
         found, expected = summed(table), published(table)
         for key, row in found.iterrows():
             assert row["value"] == pytest.approx(expected.get(key, math.nan), nan_ok=True), key
@@ -123,7 +123,7 @@ def test_equal_scores_have_no_discrepancy_and_no_gap(value):
 
 
 def test_graphs_without_scores_give_nan_and_count_nothing(tmp_path):
-    table = as_file(tmp_path, random_nodes(np.random.default_rng(), scored=False)).table
+    table = as_file(tmp_path, random_nodes(chance.rng(), scored=False)).table
     found = summed(table)
     assert found["value"].isna().all()
     assert (found["nodes"] == 0).all()

@@ -18,6 +18,7 @@ from headwater.world.card import missed_targets, write_card
 from headwater.world.measure import answer, answered, silent_heads
 from headwater.world.questions import question_rows
 from headwater.world.train import prepare, recipe_of
+from tests import chance
 
 WORLD = Path(str(files("headwater") / "world"))
 
@@ -40,7 +41,7 @@ def card():
 @pytest.fixture(scope="module")
 def sample(model, tokenizer):
     """Some hundred questions of each set, drawn afresh, with the model's answers."""
-    questions = load_questions().sample(300, seed=int(np.random.default_rng().integers(10**6)))
+    questions = load_questions().sample(300, seed=int(chance.rng().integers(10**6)))
     return answered(model, tokenizer, questions.table)
 
 

@@ -14,6 +14,7 @@ from headwater.errors import InputError
 from headwater.figures.head_map import MARKS, plot_head_map
 from headwater.heads.categories import LABELS, label_counts, label_of
 from headwater.heads.relations import CATEGORIES
+from tests import chance
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Map:
 
 
 def random_map(n_layers: int, n_heads: int, title: str = "model", share: float = 0.3) -> Map:
-    rng = np.random.default_rng()
+    rng = chance.rng()
     rows = []
     for layer in range(n_layers):
         for head in range(n_heads):

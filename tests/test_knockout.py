@@ -9,6 +9,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.patching import engine
+from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -23,7 +24,7 @@ def twins():
 
     def pair(family):
         if family not in made:
-            hf = tiny_model(family, seed=int(torch.randint(1 << 30, ())))
+            hf = tiny_model(family, seed=chance.seed_of(family))
             made[family] = hw.load(hf, tokenizer=TOKENIZER), hf
         return made[family]
 

@@ -12,6 +12,7 @@ from headwater.labels import check_label, is_refusal, match, verdict
 from headwater.likelihood.answering import label_score
 from headwater.words import find_words, normalised_words
 from headwater.world.measure import is_right as world_label
+from tests import chance
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def squad(text):
 
 
 def test_words_agree_with_the_published_normalisation_on_plain_text():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     letters = list("abcXYZ'.-!  1\t")
     for _ in range(2000):
         pieces = rng.choice(["the ", "a ", "An ", *letters], size=rng.integers(1, 12))
@@ -134,7 +135,7 @@ def test_words_agree_with_the_published_normalisation_on_plain_text():
 
 
 def test_a_word_stands_where_it_says():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     for _ in range(500):
         text = "".join(rng.choice(list("ab éŁ\u0301ﬁß’'-.東 "), size=rng.integers(1, 15)))
         for marks in ("joined", "apart"):

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,11 +11,12 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.likelihood.members import load_member_texts
 from headwater.likelihood.membership import BASELINE
+from tests import chance
 
 
 @pytest.mark.parametrize("names", [("text", "member"), ("input", "label")])
 def test_every_format_and_both_pairs_of_names_give_the_same_table(names, tmp_path):
-    rng = np.random.default_rng()
+    rng = chance.rng()
     rows = [{names[0]: f'one, "{i}"\n', names[1]: int(rng.integers(2)), "more": i} for i in range(5)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "a.json").write_text(json.dumps(rows))

@@ -10,6 +10,7 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from headwater.errors import InputError
 from headwater.likelihood.membership import BASELINE, Membership, auc_within, bag_of_words, membership, roc_numbers
 from headwater.likelihood.scores import MemorizationScores, memorization_scores
+from tests import chance
 from tests.test_memorization_scores import made_up, run_record
 from tests.tiny import WORDS
 
@@ -18,7 +19,7 @@ QUICK = {"resamples": 60}
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng()
+    return chance.rng()
 
 
 def scores_of(values, contents=None):

@@ -15,6 +15,7 @@ from headwater.errors import InputError, RunFolderError
 from headwater.likelihood import answering, statistics
 from headwater.likelihood.answering import label_score
 from headwater.likelihood.profile import DepthProfile, memorization
+from tests import chance
 from tests.depth_folders import as_file, as_rows, random_nodes, sentence, write_folder
 
 CHAT = "{% for m in messages %}<s> user{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %} bot\n{% endif %}"
@@ -22,7 +23,7 @@ CHAT = "{% for m in messages %}<s> user{{ m['content'] }}\n{% endfor %}{% if add
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng()
+    return chance.rng()
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from headwater.errors import InputError
 from headwater.likelihood.scores import SHARES, MemorizationScores, lowest_means, memorization_scores
 from headwater.likelihood.statistics import EMPTY, TextStatistics, token_statistics
 from headwater.records import RunRecord
+from tests import chance
 from tests.tiny import WORDS
 
 ALL_K = (0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)
@@ -58,7 +59,7 @@ def value(scores, text, score, k=None):
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng()
+    return chance.rng()
 
 
 @pytest.mark.parametrize("length", range(1, 13))

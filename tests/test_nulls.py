@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from headwater.heads.nulls import permutation_moments, permutation_p_values, q_values, wilson_interval
+from tests import chance
 
 
 def random_hits(seed: int, n: int, kind: str) -> np.ndarray:
@@ -93,7 +94,7 @@ def test_p_values_are_not_too_small_and_not_much_too_large(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_without_the_relation_are_called_at_most_as_often_as_the_level_says(kind):
-    rng = np.random.default_rng()
+    rng = chance.rng()
     n, draws = 40, 4000
     hits = random_hits(int(rng.integers(10**6)), n, kind)
     targets = rng.permuted(np.broadcast_to(np.arange(n), (draws, n)), axis=1)
@@ -105,7 +106,7 @@ def test_heads_without_the_relation_are_called_at_most_as_often_as_the_level_say
 
 
 def test_a_head_that_writes_the_same_targets_for_every_source_has_p_of_one():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     for n in (30, 77, 400):
         hits = np.broadcast_to(rng.random(n) < 0.4, (n, n)).copy()
         assert moments_of(hits)[1] == 0

@@ -13,6 +13,7 @@ import headwater as hw
 from headwater.errors import HeadwaterError, InputError
 from headwater.figures.sweep import shown
 from headwater.patching import engine
+from tests import chance
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -42,7 +43,7 @@ def models():
 
     def model(family):
         if family not in made:
-            seed = int(torch.randint(1 << 30, ()))
+            seed = chance.seed_of(family)
             made[family] = hw.load(tiny_model(family, seed=seed), tokenizer=TOKENIZER)
         return made[family]
 

@@ -11,6 +11,7 @@ from headwater.figures.pathway_controls import LOOKS, main_layer
 from headwater.figures.pathway_curves import COLORS
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.records import RunRecord
+from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SETS = ("first", "second", "third", "fourth")
@@ -19,7 +20,7 @@ SETS = ("first", "second", "third", "fourth")
 @pytest.fixture(scope="module")
 def pathways():
     """Four sets of random rows, traced on a random model."""
-    rng = np.random.default_rng()
+    rng = chance.rng()
     model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
     rows = []
     for name in SETS:

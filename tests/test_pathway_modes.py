@@ -11,10 +11,11 @@ from headwater.pathways.bootstrap import FEWEST, member_means, resampled_questio
 from headwater.pathways.controls import aware_logits, compare, logit_baseline, relation_logits
 from headwater.pathways.dip import critical_dip, dip
 from headwater.pathways.modes import CROSSED, PER_LAYER, components, curves, effects, splits_of
+from tests import chance
 
 
 def random_logits(n_seeds=2, n_layers=3, n=80):
-    rng = np.random.default_rng()
+    rng = chance.rng()
     before = rng.normal(size=(n_seeds, n_layers, n))
     return before, before + rng.normal(-0.2, 1.0, before.shape)
 
@@ -65,7 +66,7 @@ def test_a_mode_with_few_examples_has_a_mean_and_no_band():
 
 @pytest.mark.oracle
 def test_aucs_of_resamples_are_those_of_scikit_learn_with_weights():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     z, scores, counts = rng.integers(0, 2, 60), rng.normal(size=60).round(1), resamples(60, draws=20)
     found = weighted_auc(counts, z, scores)
     expected = [roc_auc_score(z, scores, sample_weight=row) for row in counts]
@@ -73,7 +74,7 @@ def test_aucs_of_resamples_are_those_of_scikit_learn_with_weights():
 
 
 def test_answers_to_one_question_are_drawn_together():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     questions = rng.integers(0, 12, 40).astype(str)
     counts = resampled_questions(questions, draws=30)
     for name in np.unique(questions):
@@ -86,7 +87,7 @@ def test_answers_to_one_question_are_drawn_together():
 
 
 def test_an_interval_of_a_mean_covers_it_about_as_often_as_it_says():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     hits = 0
     for _ in range(200):
         values = rng.normal(1.0, 2.0, (1, 60, 1))
@@ -96,7 +97,7 @@ def test_an_interval_of_a_mean_covers_it_about_as_often_as_it_says():
 
 
 def test_a_population_with_one_mode_is_reported_as_one_though_the_published_split_shows_two():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     before = rng.normal(0, 1.5, (1, 1, 1500))
     found = effects(before, before * 0.8 + rng.normal(0, 1.0, before.shape))
     table = curves(found, splits_of(found, np.zeros((1, 1500), dtype=np.int64), False), resamples(1500, 200))
@@ -109,7 +110,7 @@ def test_a_population_with_one_mode_is_reported_as_one_though_the_published_spli
 @pytest.mark.parametrize("population", ["normal", "laplace", "exponential", "lognormal", "standard_t"])
 @pytest.mark.parametrize("n", [60, 600])
 def test_skewed_and_heavy_tailed_populations_are_one_mode(population, n):
-    rng = np.random.default_rng()
+    rng = chance.rng()
     draw = getattr(rng, population)
     arguments = {"df": 3} if population == "standard_t" else {}
     verdicts = [components(draw(size=n, **arguments))["verdict"] for _ in range(3)]
@@ -117,7 +118,7 @@ def test_skewed_and_heavy_tailed_populations_are_one_mode(population, n):
 
 
 def test_two_populations_apart_are_two_modes_with_their_means():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     both = np.concatenate([rng.normal(-3, 0.6, 150), rng.normal(0, 0.2, 250)])
     found = components(both)
     assert found["verdict"] == "two modes"
@@ -175,7 +176,7 @@ def _distance(x, above, below, peak):
 
 @pytest.mark.oracle
 def test_the_dip_is_the_distance_to_the_nearest_distribution_with_one_peak():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     for _ in range(12):
         n = int(rng.integers(3, 11))
         for sample in (
@@ -189,7 +190,7 @@ def test_the_dip_is_the_distance_to_the_nearest_distribution_with_one_peak():
 
 
 def test_one_in_twenty_uniform_samples_exceeds_the_critical_dip():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     exceeded = np.mean([dip(rng.uniform(size=200)) > critical_dip(200) for _ in range(300)])
     assert exceeded < 0.12
 
@@ -208,7 +209,7 @@ def test_the_relation_baseline_knows_how_often_each_relation_was_wrong_in_the_ot
 def test_a_probe_of_the_mode_is_fitted_on_the_other_half_and_left_out_with_few_of_a_mode():
     import torch
 
-    rng = np.random.default_rng()
+    rng = chance.rng()
     half, best = np.arange(200)[None] % 2, np.ones((1, 200), dtype=np.int64)
     states = torch.from_numpy(rng.normal(size=(2, 200, 5))).float()
     flips = rng.random((1, 200)) < 0.4
@@ -225,7 +226,7 @@ def test_a_probe_of_the_mode_is_fitted_on_the_other_half_and_left_out_with_few_o
 
 
 def test_a_mode_that_is_the_prediction_is_known_from_the_logit_and_not_from_its_size():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     logits, half = rng.normal(size=(1, 300)), np.arange(300)[None] % 2
     flips = logits > 0
     scores = {"both": logit_baseline(logits, flips, half), "margin": -np.abs(logits)}

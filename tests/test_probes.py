@@ -24,6 +24,7 @@ from headwater.pathways.probes import (
     probe_states,
 )
 from headwater.records import RunRecord
+from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -31,7 +32,7 @@ TOKENIZER = tiny_tokenizer()
 
 def random_answered(how_many=9):
     """Rows of random tokens, of different lengths, whose exact answers stand at random places."""
-    rng = np.random.default_rng()
+    rng = chance.rng()
     rows = []
     for _ in range(how_many):
         length = int(rng.integers(6, 15))
@@ -82,7 +83,7 @@ def test_states_do_not_depend_on_the_batch_and_the_model_is_left_unhooked(family
 
 def random_problem(n=160, d=12, layers=3):
     """States of which the last layer alone knows z; two rows per question."""
-    rng = np.random.default_rng()
+    rng = chance.rng()
     z = np.repeat(rng.permutation(np.arange(n // 2) % 2), 2)
     states = torch.from_numpy(rng.normal(2.0, 3.0, (layers, n, d))).float()
     states[-1, :, 0] += 6 * torch.from_numpy(z).float()
@@ -115,7 +116,7 @@ def test_probes_are_the_logistic_regressions_of_scikit_learn_and_their_aucs_are_
 
 
 def test_a_linear_reading_is_scikit_learns_pipeline_and_a_constant_where_there_is_one_kind():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     features, labels = rng.normal(3, [0.1, 5, 1, 0.0], (80, 4)), rng.integers(2, size=80)
     weight, bias = fit_linear(features, labels, 0.3)
     fitted = make_pipeline(StandardScaler(), LogisticRegression(C=0.3, max_iter=2000, tol=1e-10)).fit(features, labels)
@@ -188,7 +189,7 @@ def test_names_that_do_not_exist_are_refused_with_the_nearest():
 
 
 def test_auc_is_that_of_scikit_learn_and_undefined_with_one_class():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     z, logits = rng.integers(0, 2, 50), rng.normal(size=50).round(1)
     z[:2] = 0, 1
     assert auc(z, logits) == pytest.approx(roc_auc_score(z, logits))

@@ -19,6 +19,7 @@ from headwater.models.weights import open_weights
 from headwater.reference import depth, maps, pathways
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
+from tests import chance
 from tests.test_classify_heads import default_k, naive_scores
 from tests.tiny import WORDS
 
@@ -120,7 +121,7 @@ def test_a_difference_is_measured_minus_published(checkpoint, datasets, pretend)
 
 
 def test_among_equal_scores_the_later_head_comes_first_and_zeros_are_left_out():
-    scores = np.random.default_rng().integers(0, 4, size=30) / 4
+    scores = chance.rng().integers(0, 4, size=30) / 4
     places = pd.DataFrame({"layer": np.repeat(range(5), 6), "head": list(range(6)) * 5, "score": scores})
     naive = sorted(((s, l, h) for l, h, s in places.itertuples(index=False) if s > 0), reverse=True)  # noqa: E741
     shuffled = places.sample(frac=1)

@@ -19,6 +19,7 @@ from headwater.records import FORMAT, RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder
 from headwater.storage import write_atomically
+from tests import chance
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -50,7 +51,7 @@ def record(**changes) -> RunRecord:
 
 
 def sample(run: RunRecord | None = None) -> Sample:
-    rng = np.random.default_rng()
+    rng = chance.rng()
     table = pd.DataFrame(
         {
             "layer": np.arange(6) // 2,

@@ -14,6 +14,7 @@ from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import Probe, probe_positions
 from headwater.pathways.saliency import COLUMNS, Saliency
 from headwater.records import RunRecord
+from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -26,7 +27,7 @@ def models():
 
     def model(family):
         if family not in made:
-            hf = tiny_model(family, seed=int(torch.randint(1 << 30, ())))
+            hf = tiny_model(family, seed=chance.seed_of(family))
             made[family] = hw.load(hf, tokenizer=TOKENIZER), hf
         return made[family]
 

@@ -12,15 +12,14 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.pathways.saliency import COLUMNS, TARGETS, Saliency
 from headwater.records import RunRecord
-
-RNG = np.random.default_rng()
+from tests import chance
 
 
 def made(datasets=("TriviaQA", "NQ"), n=60, model="org/tiny", scale=1e-3):
     """Random saliencies; E_Q→* four times as large as E_Q→E_A, cross-entropy half of the logit."""
-    parts = []
+    parts, rng = [], chance.rng()
     for name in datasets:
-        flow = scale * RNG.gamma(3, size=n)
+        flow = scale * rng.gamma(3, size=n)
         for target in TARGETS:
             values = flow * (0.5 if target == "cross_entropy" else 1)
             parts.append(

@@ -157,6 +157,7 @@ import dataclasses
 import headwater as hw
 import headwater.patching.job
 from headwater import runs
+from tests import chance
 headwater.patching.job.WAVE_TOKENS = 64  # several waves
 def run(out, texts, die_at=None):
     if die_at is not None and processes().index == 1:
@@ -232,7 +233,7 @@ def test_analyses_killed_again_and_again_in_several_processes_end_with_the_files
     texts, expected = alone
     call = f"run(Path({str(tmp_path / 'many')!r}), {str(texts)!r}"
     for attempt in range(4):
-        die_at = int(np.random.default_rng().integers(1, 6))
+        die_at = int(chance.rng().integers(1, 6))
         killed = launch(3 - attempt % 2, f"{ANALYSES}\n{call}, die_at={die_at})", timeout=500)
         assert killed.returncode != 0 or attempt > 0  # a later one may have too little left to do to die of it
     resumed = launch(3, f"{ANALYSES}\n{call})", timeout=500)

@@ -9,6 +9,7 @@ from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.interventions import Setup, block_random_tokens, other_question_tokens
 from headwater.pathways.probes import probe_positions
 from headwater.pathways.swap import answer_only, replace_spans, swap_random_tokens, swap_subjects
+from tests import chance
 from tests.ending import every_answer_ends
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
@@ -24,7 +25,7 @@ def model():
 @pytest.fixture(scope="module")
 def answered(model):
     """Random questions about subjects of two lengths; every other answer counts as right."""
-    rng = np.random.default_rng()
+    rng = chance.rng()
     rows = []
     for i in range(40):
         subject = " ".join(rng.choice(WORDS[:8], 1 + i % 2, replace=False)) + (" unseen" if i % 3 == 0 else "")

@@ -13,6 +13,7 @@ from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, 
 from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import encode
 from headwater.models.unembedding import unembedding_head
+from tests import chance
 from tests.tiny import WORDS
 
 COLUMNS = list(statistics.STATISTICS)
@@ -35,7 +36,7 @@ def load(checkpoint):
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng()
+    return chance.rng()
 
 
 def texts_of(rng, count=7, longest=12):

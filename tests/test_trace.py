@@ -14,6 +14,7 @@ from headwater.pathways.interventions import Setup, after_windows, block_exact_t
 from headwater.pathways.report import survives
 from headwater.records import RunRecord
 from headwater.world.planted import answer_lookup, question_lookup
+from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -125,7 +126,7 @@ def test_windows_of_one_layer_find_the_layer_that_reads_the_question():
 
 def random_answered(model, n=60, datasets=("a", "b")):
     """Rows of random tokens with random labels: E_Q is two of positions 1 to 4, the answer starts at 6."""
-    rng = np.random.default_rng()
+    rng = chance.rng()
     rows = []
     for name in datasets:
         z = np.repeat(rng.permutation(np.arange(n // 2) % 2), 2)
@@ -173,7 +174,7 @@ def test_one_pass_equals_a_loop_of_runs_with_ever_more_layers_blocked(family):
     answered = random_answered(model, n=40, datasets=("a",))
     pathways = hw.trace_pathways(model, answered, site="attn_out", seeds=1, controls=False, progress=False)
     keys = answered.exact_question_tokens()
-    for example in np.random.default_rng().integers(0, 40, 6).tolist():
+    for example in chance.rng().integers(0, 40, 6).tolist():
         rows = pathways.table[pathways.table["example"] == example].set_index("layer")
         probes = pathways.probes_of("a", seed=0, split=int(rows["split"].iloc[0]))
         for layer in range(3):
@@ -192,7 +193,7 @@ def test_one_pass_equals_a_loop_of_runs_with_ever_more_layers_blocked(family):
 @pytest.mark.parametrize("edges", ["after", "answer"])
 def test_windows_from_one_walk_equal_a_run_per_window(family, edges):
     model = hw.load(tiny_model(family, seed=int(torch.randint(1 << 30, ()))), tokenizer=TOKENIZER)
-    rng = np.random.default_rng()
+    rng = chance.rng()
     answered = random_answered(model, n=10, datasets=("a",))
     site, token = str(rng.choice(["mlp_out", "attn_out", "resid_post"])), "exact_answer_last"
     setup = Setup(site, token, str(rng.choice(["mask", "zero"])), edges, 4)

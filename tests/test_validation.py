@@ -11,6 +11,7 @@ from headwater.heads.ablation import HeadAblation, ablate_heads, layer_matched, 
 from headwater.heads.prompts import relations_of, source_prompts, task_prompts
 from headwater.heads.validation import DynamicScores, correlate, dynamic_scores, last_values
 from headwater.world.planted import implements, plant_relations, suppresses
+from tests import chance
 from tests.planted_relations import relation
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -136,7 +137,7 @@ def test_forcing_the_last_row_of_attention_onto_the_source_gives_its_value_vecto
 def test_correlations_are_scipys_and_the_interval_holds_the_estimate(random_model):
     model, head_map, shuffled = random_model
     scores = dynamic_scores(model, head_map, relations=[shuffled], templates=TEMPLATES, progress=False)
-    generator = np.random.default_rng()
+    generator = chance.rng()
     table = scores.table.assign(
         static=generator.random(len(scores.table)), with_context=generator.random(len(scores.table))
     )
@@ -231,7 +232,7 @@ def test_removing_all_heads_by_their_mean_keeps_the_mean_of_what_they_write(rand
 
 
 def test_random_heads_come_from_the_same_layers_and_are_never_the_relations_own():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     for _ in range(50):
         heads = [(int(layer), int(head)) for layer, head in {tuple(rng.integers(0, (6, 8))) for _ in range(12)}]
         drawn = layer_matched(heads, 6, 8, rng)

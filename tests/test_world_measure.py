@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headwater.world.measure import _auc, answer, is_right, mlp_outputs, silent_heads
+from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 
@@ -18,12 +19,12 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("llama", seed=int(np.random.default_rng().integers(10**6)))
+    return tiny_model("llama", seed=int(chance.rng().integers(10**6)))
 
 
 @pytest.fixture
 def questions():
-    return [" ".join(np.random.default_rng().choice(WORDS, size=length)) for length in (3, 5, 3, 8, 5, 4)]
+    return [" ".join(chance.rng().choice(WORDS, size=length)) for length in (3, 5, 3, 8, 5, 4)]
 
 
 def test_silent_heads_write_what_heads_with_zero_output_weights_write(model, tokenizer, questions):
@@ -73,7 +74,7 @@ def test_mlp_outputs_are_those_of_the_token_asked_for(model, tokenizer, question
 
 
 def test_a_probe_on_the_label_is_perfect_and_one_on_the_relation_cannot_tell_within_relations():
-    rng = np.random.default_rng()
+    rng = chance.rng()
     relation = rng.integers(4, size=800)
     right = rng.random(800) < np.array([0.1, 0.4, 0.6, 0.9])[relation]
     table = pd.DataFrame({"relation": relation, "right": right})
