@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import headwater
+
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
 RANK = {
     "axes": 0,
     "errors": 0,
+    "rooms": 0,
     "kernels": 1,
     "storage": 1,
     "shards": 1,
@@ -95,3 +98,17 @@ def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_
     ).stdout.split()
     assert not loaded
     assert float(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    "name", ["patching.sites", "pathways.probes", "heads.ablation", "models.tokens", "world.facts"]
+)
+def test_a_module_is_reached_through_its_room_in_a_fresh_interpreter(name):
+    code = f"import headwater as hw; print(hw.{name}.__name__); print('{name.split('.')[1]}' in dir(hw.{name.split('.')[0]}))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == [f"headwater.{name}", "True"]
+
+
+def test_a_mistyped_module_of_a_room_is_told_the_near_one():
+    with pytest.raises(AttributeError, match="Did you mean 'sites'"):
+        _ = headwater.patching.site

@@ -4,8 +4,9 @@ Classify attention heads from their parameters, write patching experiments, meas
 The names below load what they need on first use, so `import headwater` itself is quick.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headwater.rooms import opened
 
 __version__ = "0.1.0"
 
@@ -95,16 +96,4 @@ if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways as Pathways
     from headwater.pathways.trace import trace_pathways as trace_pathways
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _ROOMS:
-        return importlib.import_module(f"headwater.{name}")
-    from headwater.errors import did_you_mean
-
-    raise AttributeError(f"module 'headwater' has no attribute {name!r}.{did_you_mean(name, __all__)}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = opened(__name__, _HOMES, _ROOMS)

@@ -1,7 +1,8 @@
 """Figures: one file per figure; pure functions of results. The names below load matplotlib on first use."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headwater.rooms import opened
 
 _HOMES = {
     "delta_p": "headwater.figures.pathway_curves",
@@ -34,8 +35,4 @@ if TYPE_CHECKING:
     from headwater.figures.tokens import token_heat_map as token_heat_map
     from headwater.figures.tokens import token_html as token_html
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'headwater.figures' has no attribute {name!r}")
+__getattr__, __dir__ = opened(__name__, _HOMES)
