@@ -1,7 +1,11 @@
 """The exceptions of headwater. Every message says what was asked, what was found, and what to do."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+LONGEST_WORD = 200
+"""Of a longer stretch without a space (a name of 5,000 characters, the dump of an array) the beginning is shown."""
 
 
 class HeadwaterError(Exception):
@@ -10,7 +14,7 @@ class HeadwaterError(Exception):
     exit_code = 1
 
     def __init__(self, message: str = ""):
-        super().__init__(message.encode("utf-8", "backslashreplace").decode())  # names in data may be half characters
+        super().__init__(readable(message))
 
 
 class InputError(HeadwaterError):
@@ -35,16 +39,24 @@ class InterventionError(HeadwaterError):
     """An edit did not take effect, or would have had an effect that was not asked for."""
 
 
-def did_you_mean(asked: str, valid: Iterable[str], shown: int = 3) -> str:
+def readable(message: str) -> str:
+    """Return a message as it can be printed and read: no half characters, no addresses of objects, no endless words."""
+    text = message.encode("utf-8", "backslashreplace").decode()  # names in data may be half characters
+    text = re.sub(r"<(?:[\w.]+\.)?(?:<locals>\.)?(\w+) object at 0x[0-9a-f]+>", r"<\1>", text)
+    text = re.sub(r" at 0x[0-9a-f]+>", ">", text)
+    return re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:80]}... ({len(word[0]):,} characters)", text)
+
+
+def did_you_mean(asked: object, valid: Iterable[str], shown: int = 3) -> str:
     """Return " Did you mean ...?" with the nearest valid names, or the list of valid names when nothing is near.
 
     Args:
-        asked: the name that was not found.
+        asked: the name that was not found, or what was given in place of one.
         valid: the names that would have been.
         shown: how many near names to offer.
     """
     names = sorted(valid)
-    near = difflib.get_close_matches(asked, names, n=shown, cutoff=0.6)
+    near = difflib.get_close_matches(asked[:LONGEST_WORD], names, n=shown, cutoff=0.6) if isinstance(asked, str) else []
     if near:
         return f" Did you mean {' or '.join(repr(name) for name in near)}?"
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
