@@ -1,14 +1,16 @@
 """Options: what is no choice, no count or no number in range is one line; what numpy calls a number is one."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from headwater.errors import InputError
-from headwater.options import checked_count, checked_name, checked_number, checked_path
+from headwater.options import checked_count, checked_name, checked_number, checked_path, plain_numbers
 
 
 def test_what_can_be_used_is_returned_as_python_has_it():
@@ -58,3 +60,29 @@ for use, given in ((load_relations, 3), (load_relations, [None, 3.5]), (hw.Sweep
     starts = ("relations=3 is no", "relations=3.5 is no", "folder=3 must be", "source=3 must be")
     lines = ended.stdout.splitlines()
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == list(starts)
+
+
+@pytest.mark.parametrize("given", [True, np.bool_(True), 1.5, "3", None, torch.tensor([1, 2])])
+def test_what_is_no_count_is_refused_as_such(given):
+    with pytest.raises(InputError, match="k=.* must be a whole number, at least 1"):
+        checked_count("k", given)
+
+
+@pytest.mark.parametrize("given", [np.int64(10), np.uint8(10), torch.tensor(10), np.array(10)])
+def test_numbers_of_any_library_are_counts(given):
+    number = checked_count("k", given, most=10)
+    assert (number, type(number)) == (10, int)
+    with pytest.raises(InputError, match="k=10 must be from 1 to 9"):
+        checked_count("k", given, most=9)
+
+
+def test_a_share_may_reach_its_upper_end_where_that_is_allowed():
+    assert checked_number("threshold", 1, above=0.0, below=1.0, up_to=True) == 1.0
+    for given in (0, 1.1, True, float("nan"), "0.5"):
+        with pytest.raises(InputError, match="threshold=.* must be a number above 0 and at most 1"):
+            checked_number("threshold", given, above=0.0, below=1.0, up_to=True)
+
+
+def test_numbers_of_numpy_are_recorded_as_pythons_own():
+    given = {"k": np.int64(3), "levels": (np.float32(0.5), [np.int8(1)]), "name": "x", "none": None}
+    assert json.dumps(plain_numbers(given)) == '{"k": 3, "levels": [0.5, [1]], "name": "x", "none": null}'

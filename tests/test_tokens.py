@@ -1,5 +1,8 @@
 """Tokens: exactly one BOS where the model wants one, batches without silent padding, spans by offsets."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -12,7 +15,6 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.models.tokens import (
     Batch,
-    _id_rows,
     encode,
     load_tokenizer,
     make_batch,
@@ -120,10 +122,60 @@ def test_inputs_that_cannot_be_run_are_refused_with_the_reason(inputs, complaint
         make_batch(inputs, TOKENIZER, d_vocab=292, n_ctx=64)
 
 
-@pytest.mark.parametrize("inputs", [[1.5], ["a", 3], [["a"]], {"tokens": [1]}, 7, None])
+@pytest.mark.parametrize("inputs", [[1.5], ["a", 3], [["a"]], 7, None, [True, 5], np.array([[True, False]])])
 def test_anything_but_texts_and_ids_is_refused(inputs):
     with pytest.raises(InputError, match="whole numbers"):
-        _id_rows(inputs)
+        make_batch(inputs, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "complaint"),
+    [
+        ({"tokens": [1]}, "A dict was given: give texts"),
+        (TOKENIZER([" cat"]), "A BatchEncoding was given: give texts"),
+        (pd.DataFrame({"clean": [" cat"]}), "A DataFrame was given: .*one column"),
+        ({" cat", " dog"}, "A set was given: give a text, a list of texts"),
+        (b" cat", "A bytes was given"),
+    ],
+)
+def test_what_would_be_read_by_its_keys_or_columns_is_refused(inputs, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make_batch(inputs, TOKENIZER)
+
+
+@pytest.mark.parametrize("inputs", [np.array([5, 6]), [np.int64(5), np.int32(6)], [torch.tensor(5), torch.tensor(6)]])
+def test_numbers_of_any_library_are_token_ids(inputs):
+    assert make_batch(inputs, TOKENIZER).tokens.tolist() == [[5, 6]]
+
+
+@pytest.mark.parametrize("rows", [[[1, 5, 6], [7, 8, 9]], [[5, 6, 7], [5, 6, 1]], [[1, 1, 5], [5, 6, 7], [6]]])
+def test_padded_lists_of_ids_are_refused(rows):
+    with pytest.raises(InputError, match="padding id 1, and there is no mask"):
+        make_batch(rows, TOKENIZER)
+
+
+def test_a_list_may_begin_and_end_with_one_token_that_also_pads():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<s>"  # which also begins and ends texts
+    assert make_batch([[0, 5, 6, 0], [0]], tokenizer).lengths.tolist() == [4, 1]
+    for padded in ([0, 0, 5, 6], [5, 6, 0, 0]):
+        with pytest.raises(InputError, match="padding id 0"):
+            make_batch([padded], tokenizer)
+
+
+@pytest.mark.parametrize("given", [list, torch.tensor])
+def test_without_a_tokenizer_the_models_config_says_what_pads(given):
+    config = SimpleNamespace(pad_token_id=9, bos_token_id=0, eos_token_id=[2, 3])
+    with pytest.raises(InputError, match="padding id 9"):
+        make_batch(given([[9, 9, 5], [4, 5, 6]]), None, config=config)
+    assert make_batch(given([[0, 4, 5]]), None, config=config).tokens.tolist() == [[0, 4, 5]]
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    assert make_batch(torch.tensor([[9, 9, 5], [4, 5, 6]]), None, mask=mask, config=config).lengths.tolist() == [1, 3]
+
+
+def test_a_text_with_half_a_character_is_refused_before_the_tokenizer_sees_it():
+    with pytest.raises(InputError, match="lone surrogate"):
+        make_batch(" cat \ud83d", TOKENIZER)
 
 
 def test_texts_may_stand_in_a_column_of_a_table():

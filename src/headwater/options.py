@@ -8,7 +8,18 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headwater.errors import InputError, did_you_mean
+
+
+def plain_numbers(value: Any) -> Any:
+    """Turn the numbers of other libraries, however deep in lists and mappings, into Python's own, for JSON."""
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain_numbers(item) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def checked_name(option: str, value: Any, valid: Sequence[str]) -> str:
@@ -22,17 +33,42 @@ def checked_name(option: str, value: Any, valid: Sequence[str]) -> str:
     return value
 
 
-def checked_count(option: str, value: Any, least: int = 1) -> int:
-    """Return a whole number, of whatever library, that is not too small.
+def whole_number(value: Any) -> int:
+    """Return a whole number of whatever library as Python's own.
 
     Raises:
-        InputError: it is something else, or smaller.
+        TypeError: it is something else; True and False are no numbers.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputError(f"{option}={value!r} must be a whole number, at least {least}.")
-    number = operator.index(value)
-    if number < least:
-        raise InputError(f"{option}={value!r} must be at least {least}.")
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        raise TypeError(f"{value!r} is no number")
+    return operator.index(value)
+
+
+def whole_numbers(value: Any) -> list[int]:
+    """Return one whole number, or several, of whatever library.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    try:
+        return [whole_number(value)]
+    except TypeError:
+        return [whole_number(i) for i in value]
+
+
+def checked_count(option: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Return a whole number, of whatever library, that is neither too small nor too large.
+
+    Raises:
+        InputError: it is something else, or out of range.
+    """
+    limit = f"at least {least}" if most is None else f"from {least} to {most}"
+    try:
+        number = whole_number(value)
+    except TypeError:
+        raise InputError(f"{option}={value!r} must be a whole number, {limit}.") from None
+    if number < least or (most is not None and number > most):
+        raise InputError(f"{option}={number} must be {limit}.")
     return number
 
 
@@ -47,14 +83,15 @@ def checked_path(option: str, value: Any) -> Path:
     return Path(value).expanduser()
 
 
-def checked_number(option: str, value: Any, above: float, below: float = float("inf")) -> float:
-    """Return a number between two others.
+def checked_number(option: str, value: Any, above: float, below: float = float("inf"), up_to: bool = False) -> float:
+    """Return a number, of whatever library, between two others; with `up_to` it may be the second itself.
 
     Raises:
         InputError: it is something else, or not between them.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not above < value < below:
+    if not is_number or not (above < value < below or (up_to and value == below)):
         limit = f"above {above:g}" if below == float("inf") else f"between {above:g} and {below:g}"
+        limit = f"above {above:g} and at most {below:g}" if up_to else limit
         raise InputError(f"{option}={value!r} must be a number {limit}.")
     return float(value)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from headwater.errors import RunFolderError
+from headwater.options import plain_numbers
 from headwater.storage import read_json
 
 RUN_FILE = "run.json"
@@ -75,9 +76,9 @@ class RunRecord:
             fingerprint=model.fingerprint,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
-            options=options,
+            options=plain_numbers(options),
             revision=model.revision,
-            seed=seed,
+            seed=plain_numbers(seed),
         )
 
     def differences(self, other: RunRecord) -> list[str]:

@@ -1,7 +1,9 @@
-"""JSON from data files, where anything may stand: every way in which it can be wrong is one ValueError."""
+"""JSON from data files, where anything may stand, and texts that are no Unicode: each an error of one line."""
 
 import json
 from typing import Any
+
+from headwater.errors import InputError
 
 HALF_A_CHARACTER = "half of a surrogate pair stands for a character"
 
@@ -33,3 +35,19 @@ def is_unicode(value: Any) -> bool:
     except (UnicodeEncodeError, RecursionError):
         return False
     return True
+
+
+def refuse_half_characters(text: str) -> None:
+    """Refuse a text that cannot be written as UTF-8, which tokenizers answer with an error of their own.
+
+    Raises:
+        InputError: it holds a lone surrogate, half of a pair that stands for one character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text if len(text) <= 40 else text[:40] + "…"
+        raise InputError(
+            f"The text {shown!r} holds half a character, {text[error.start]!r} at {error.start} (a lone surrogate): it "
+            "cannot be tokenized. Mend it where it was read, for example with errors='replace'."
+        ) from None

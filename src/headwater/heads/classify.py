@@ -48,6 +48,7 @@ from headwater.models.layers_ahead import LayersAhead
 from headwater.models.load import load
 from headwater.models.shape import ModelShape
 from headwater.models.weights import WeightSource, open_weights
+from headwater.options import checked_count, checked_number
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder, run_pieces
@@ -319,10 +320,9 @@ def _hooked(model: Any) -> HookedModel:
 
 def _check_options(rule: str, k: int | None, threshold: float, embedding: str | None) -> None:
     check_rule(rule)
-    if k is not None and not (isinstance(k, int) and k >= 1):
-        raise InputError(f"k={k}: it is the number of largest logits that count as a hit, at least 1.")
-    if not (isinstance(threshold, float | int) and 0 < threshold <= 1):
-        raise InputError(f"threshold={threshold}: it is a share of pairs, above 0 and at most 1 (published: 0.15).")
+    if k is not None:
+        checked_count("k", k)
+    checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     if embedding is not None and embedding not in EMBEDDINGS:
         raise InputError(f"The embedding {embedding!r} does not exist.{did_you_mean(embedding, EMBEDDINGS)}")
 

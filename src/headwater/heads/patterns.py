@@ -25,6 +25,7 @@ from headwater.axes import Pattern
 from headwater.errors import InputError
 from headwater.models.detector import ATTENTION_CLASSES, keys_of
 from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_number
 
 
 def attention_classes(
@@ -46,7 +47,10 @@ def attention_classes(
     Raises:
         InputError: the vocabulary or the context is too small for a repeated sequence.
     """
-    tokens = repeated_tokens(model, sequences, length, seed)
+    checked_count("sequences", sequences)
+    checked_count("length", length)
+    checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
+    tokens = repeated_tokens(model, sequences, length, checked_count("seed", seed, least=0))
     wanted = {name: torch.stack([keys_of(name, row) for row in tokens]) for name in ATTENTION_CLASSES}
     scores = torch.zeros(len(wanted), model.shape.n_layers, model.shape.n_heads)
 

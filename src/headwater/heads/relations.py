@@ -28,7 +28,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.texts import HALF_A_CHARACTER, is_unicode
+from headwater.texts import HALF_A_CHARACTER, is_unicode, refuse_half_characters
 
 CATEGORIES = ("algorithmic", "knowledge", "linguistic", "translation")
 MIN_PAIRS = 30
@@ -97,6 +97,8 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
                 f"Relation {name!r}: {pair!r} is no pair (source, target) or (source, targets) of words without spaces "
                 "around them."
             )
+        for word in (source, *accepted):
+            refuse_half_characters(word)
         checked.append((source, accepted))
     return tuple(checked)
 

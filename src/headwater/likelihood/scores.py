@@ -146,10 +146,12 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
     Raises:
         InputError: there are none, one is out of range, or one comes twice.
     """
-    given = [k] if isinstance(k, int | float) else list(k) if isinstance(k, Iterable) else [k]
-    shares = [float(share) for share in given if isinstance(share, int | float)]
-    is_listed = len(set(shares)) == len(given) > 0 and not isinstance(k, str)
-    if not is_listed or not all(0 < share <= 1 for share in shares):
+    given = list(k) if isinstance(k, Iterable) and not isinstance(k, str) else [k]
+    try:
+        shares = [checked_number("k", share, above=0.0, below=1.0, up_to=True) for share in given]
+    except InputError:
+        shares = []
+    if not shares or len(set(shares)) < len(given):
         raise InputError(f"k={k!r} must hold shares of the tokens, above 0 and at most 1, each once.")
     return shares
 

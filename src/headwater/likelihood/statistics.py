@@ -329,9 +329,7 @@ def _table(
 
 
 def _stride(stride: int | None, n_ctx: int) -> int:
-    if stride is not None and not 1 <= stride < n_ctx:
-        raise InputError(f"stride={stride} must lie between 1 and {n_ctx - 1}: the model reads {n_ctx} tokens at once.")
-    return stride or max(1, n_ctx // 2)
+    return max(1, n_ctx // 2) if stride is None else checked_count("stride", stride, most=n_ctx - 1)
 
 
 def _checked_span(span: Span, text: str, index: int) -> Span:

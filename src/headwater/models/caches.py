@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import in_halves, refuse_too_large
-from headwater.models.tokens import Batch, Inputs, whole_numbers
-from headwater.options import checked_count
+from headwater.models.tokens import Batch, Inputs
+from headwater.options import checked_count, whole_numbers
 
 if TYPE_CHECKING:
     from headwater.models.hooked import Hook, HookedModel

@@ -25,6 +25,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import is_bridge
 from headwater.models.memory import in_halves
 from headwater.models.tokens import Batch, Offsets, pad_id
+from headwater.options import checked_count
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -61,11 +62,12 @@ def generate(
     Raises:
         InputError: a prompt and its new tokens do not fit into what the model reads.
     """
+    max_new_tokens = checked_count("max_new_tokens", max_new_tokens)
     longest = int(prompts.lengths.max()) + max_new_tokens
-    if max_new_tokens < 1 or longest > model.shape.n_ctx:
+    if longest > model.shape.n_ctx:
         raise InputError(
             f"Prompts and max_new_tokens={max_new_tokens} new tokens come to {longest} tokens; the model reads at most "
-            f"{model.shape.n_ctx}, and at least one token must be asked for."
+            f"{model.shape.n_ctx}."
         )
     parts: list[Generated] = []
 

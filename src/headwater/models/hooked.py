@@ -129,7 +129,8 @@ class HookedModel:
             InputError: see `headwater.models.tokens.make_batch`.
         """
         shape = self.shape
-        return make_batch(inputs, self.tokenizer, bos=self.bos, mask=mask, d_vocab=shape.d_vocab, n_ctx=shape.n_ctx)
+        limits = {"d_vocab": shape.d_vocab, "n_ctx": shape.n_ctx}
+        return make_batch(inputs, self.tokenizer, bos=self.bos, mask=mask, config=self.config, **limits)
 
     def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each token."""

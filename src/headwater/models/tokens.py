@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +25,8 @@ from transformers.utils import cached_file
 
 from headwater.errors import InputError, ModelError
 from headwater.models.checkpoint import first_line
+from headwater.options import whole_number
+from headwater.texts import refuse_half_characters
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
@@ -43,12 +45,31 @@ class Batch:
         mask: True at real tokens.
         offsets: for sequences made from text, the characters of each real token.
         names: what errors call the rows, where the batch is a part of something larger.
+        texts: the texts the sequences were made from, where they were.
     """
 
     tokens: Int[Tensor, "batch position"]
     mask: Bool[Tensor, "batch position"]
     offsets: tuple[Offsets, ...] | None = None
     names: tuple[int | str, ...] | None = None
+    texts: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], pad: int) -> Batch:
+        """Make a batch of lists of token ids as they are, every one of them real.
+
+        Raises:
+            InputError: one of them is empty.
+        """
+        if not rows or not all(rows):
+            raise InputError("There is nothing to run: an input has no tokens.")
+        width = max(map(len, rows))
+        tokens = torch.full((len(rows), width), pad, dtype=torch.long)
+        mask = torch.zeros((len(rows), width), dtype=torch.bool)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+            mask[i, : len(row)] = True
+        return cls(tokens, mask)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -72,7 +93,8 @@ class Batch:
         width = int(mask.sum(1).max())
         offsets = self.offsets[start:stop] if self.offsets is not None else None
         names = tuple(self.name(row) for row in range(len(self))[start:stop])
-        return Batch(self.tokens[start:stop, :width], mask[:, :width], offsets, names)
+        texts = self.texts[start:stop] if self.texts is not None else None
+        return Batch(self.tokens[start:stop, :width], mask[:, :width], offsets, names, texts)
 
     def name(self, row: int) -> int | str:
         """What errors call a row: its number, unless it has another name."""
@@ -95,13 +117,14 @@ token ids, or a batch."""
 
 
 def make_batch(
-    inputs: Inputs,
+    inputs: Inputs | Any,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     bos: int | None = None,
     mask: Tensor | None = None,
     d_vocab: int | None = None,
     n_ctx: int | None = None,
+    config: Any = None,
 ) -> Batch:
     """Make a right-padded batch.
 
@@ -112,40 +135,36 @@ def make_batch(
         mask: for a tensor of token ids, True (or 1) at its real tokens. It must be given when the tensor is padded.
         d_vocab: ids must be smaller than this.
         n_ctx: sequences must not be longer than this.
+        config: the model's; it names the padding id where the tokenizer names none, or there is no tokenizer.
 
     Raises:
-        InputError: there is nothing in it, an id is outside the vocabulary, a sequence is too long, or a tensor looks
-            padded and no mask says where.
+        InputError: there is nothing in it, it is a mapping or a table, an id is outside the vocabulary, a sequence is
+            too long, or token ids look padded and no mask says where.
     """
+    _refuse_what_has_no_order(inputs)
     if mask is not None and not isinstance(inputs, Tensor):
         raise InputError("mask= says where a tensor of token ids is real; texts, lists and batches need none.")
-    if isinstance(inputs, Mapping | bytes):
-        raise InputError(
-            f"A {type(inputs).__name__} was given: give texts, or of what a tokenizer returned its input_ids, as a "
-            "tensor, with mask=attention_mask."
-        )
     if isinstance(inputs, Batch):
         batch = inputs
     elif isinstance(inputs, Tensor):
-        batch = _from_tensor(inputs, mask, tokenizer)
-    elif texts := _texts(inputs):
-        if tokenizer is None:
-            raise InputError(
-                "Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids."
-            )
-        encoded = [encode(tokenizer, text, bos) for text in texts]
-        offsets = tuple(spans for _, spans in encoded if spans is not None)
-        batch = _from_lists(
-            [ids for ids, _ in encoded], pad_id(tokenizer), offsets if len(offsets) == len(texts) else None
-        )
+        batch = _from_tensor(inputs, mask, tokenizer, config)
     else:
-        batch = _from_lists(_id_rows(inputs), pad_id(tokenizer))
+        parts = [inputs] if isinstance(inputs, str) else list(inputs) if isinstance(inputs, Iterable) else []
+        if parts and all(isinstance(part, str) for part in parts):
+            batch = _from_texts(parts, tokenizer, bos)
+        else:
+            batch = _from_ids(parts, tokenizer, config)
     _check_ids(batch, d_vocab, n_ctx)
     return batch
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None = None) -> tuple[list[int], Offsets | None]:
-    """Return a text's token ids, with exactly one `bos` in front when given, and the characters of each token."""
+    """Return a text's token ids, with exactly one `bos` in front when given, and the characters of each token.
+
+    Raises:
+        InputError: the text holds half a character.
+    """
+    refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(found["input_ids"])
@@ -236,54 +255,45 @@ def load_tokenizer(
     return faithful
 
 
-def whole_numbers(value: Any) -> list[int]:
-    """Return one whole number, or several, of whatever library.
+def _refuse_what_has_no_order(inputs: Any) -> None:
+    """Refuse what would be gone through by its keys or columns, or in no fixed order."""
+    kind = type(inputs).__name__
+    if isinstance(inputs, Mapping):
+        raise InputError(
+            f"A {kind} was given: give texts; or, of what a tokenizer returned as tensors, "
+            "model.tokenize(found['input_ids'], mask=found['attention_mask'])."
+        )
+    if hasattr(inputs, "columns") or isinstance(inputs, bytes | AbstractSet):
+        raise InputError(f"A {kind} was given: give a text, a list of texts, or one column of a table.")
 
-    Raises:
-        TypeError: it is something else.
-    """
+
+def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos: int | None) -> Batch:
+    if tokenizer is None:
+        raise InputError("Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids.")
+    encoded = [encode(tokenizer, text, bos) for text in texts]
+    offsets = tuple(spans for _, spans in encoded if spans is not None)
+    batch = Batch.of([ids for ids, _ in encoded], pad_id(tokenizer))
+    return dataclasses.replace(batch, offsets=offsets if len(offsets) == len(texts) else None, texts=tuple(texts))
+
+
+def _from_ids(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None, config: Any) -> Batch:
+    """Read lists of token ids; one list of ids is one row."""
+    is_row = bool(parts) and all(not isinstance(part, Iterable) or getattr(part, "ndim", 1) == 0 for part in parts)
     try:
-        return [operator.index(value)]
+        rows = [[whole_number(token) for token in row] for row in ([parts] if is_row else parts)]
     except TypeError:
-        return [operator.index(i) for i in value]
-
-
-def _texts(inputs: Any) -> list[str]:
-    """The texts in a list where every part is one, else none."""
-    if isinstance(inputs, str):
-        return [inputs]
-    parts = list(inputs) if isinstance(inputs, Iterable) else []
-    return parts if all(isinstance(part, str) for part in parts) else []
-
-
-def _id_rows(inputs: Any) -> list[list[int]]:
-    """Check lists of token ids; one list of ids is one row."""
-    try:
-        rows = [list(row) for row in ([inputs] if isinstance(inputs[0], int) else inputs)]
-        ids = [operator.index(token) for row in rows for token in row if not isinstance(token, bool)]
-    except (TypeError, IndexError, KeyError):
-        ids = []
-    if not ids:
+        rows = []
+    if not any(rows):
         raise InputError(
             "Give a text, texts, lists of token ids (whole numbers), or a tensor of token ids; none empty."
         )
-    return rows
+    batch = Batch.of(rows, pad_id(tokenizer))
+    _refuse_unmarked_padding(batch, tokenizer, config, a_last_one_is_text=True)
+    return batch
 
 
-def _from_lists(rows: list[list[int]], pad: int, offsets: tuple[Offsets, ...] | None = None) -> Batch:
-    if not rows or not all(rows):
-        raise InputError("There is nothing to run: an input has no tokens.")
-    width = max(map(len, rows))
-    tokens = torch.full((len(rows), width), pad, dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = True
-    return Batch(tokens, mask, offsets)
-
-
-def _from_tensor(tokens: Tensor, mask: Tensor | None, tokenizer: PreTrainedTokenizerBase | None) -> Batch:
-    if tokens.ndim not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+def _from_tensor(tokens: Tensor, mask: Tensor | None, tokenizer: PreTrainedTokenizerBase | None, config: Any) -> Batch:
+    if tokens.ndim not in (1, 2) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise InputError(
             f"A tensor of token ids has whole numbers and one or two axes; this one is {tokens.dtype} with shape "
             f"{tuple(tokens.shape)}."
@@ -292,32 +302,48 @@ def _from_tensor(tokens: Tensor, mask: Tensor | None, tokenizer: PreTrainedToken
         raise InputError("There is nothing to run: the tensor of token ids is empty.")
     tokens = tokens.detach().cpu().long().reshape(-1, tokens.shape[-1])
     if mask is None:
-        _refuse_unmarked_padding(tokens, tokenizer)
-        return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        _refuse_unmarked_padding(batch, tokenizer, config)
+        return batch
     real = mask.detach().cpu().bool().reshape(-1, mask.shape[-1])
     if real.shape != tokens.shape:
         raise InputError(f"The mask has shape {tuple(real.shape)}, the tokens {tuple(tokens.shape)}.")
     begins = real.int().diff(dim=1, prepend=torch.zeros(len(real), 1, dtype=torch.int)) == 1
     if not bool((begins.sum(1) == 1).all()):
         raise InputError("Each row of the mask must mark one unbroken run of real tokens.")
-    return _from_lists([row[keep].tolist() for row, keep in zip(tokens, real, strict=True)], pad_id(tokenizer))
+    return Batch.of([row[keep].tolist() for row, keep in zip(tokens, real, strict=True)], pad_id(tokenizer))
 
 
-def _refuse_unmarked_padding(tokens: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuse a tensor that begins or ends with padding and has no mask: its values would be wrong silently."""
-    if tokenizer is None:
+def _refuse_unmarked_padding(
+    batch: Batch, tokenizer: PreTrainedTokenizerBase | None, config: Any, a_last_one_is_text: bool = False
+) -> None:
+    """Refuse ids that begin or end with padding and have no mask: their values would be wrong silently.
+
+    One padding id in front is the beginning of a text where the model begins texts with it; one at the end of a list
+    (`a_last_one_is_text`) is the end of a text where the model ends texts with it.
+    """
+    pad = _special_id("pad_token_id", tokenizer, config)
+    pad = _special_id("eos_token_id", tokenizer) if pad is None else pad
+    if pad is None:
         return
-    pad = pad_id(tokenizer)
-    begins = tokens[:, 0] == pad
-    if pad == tokenizer.bos_token_id:
-        begins = begins & (tokens[:, min(1, tokens.shape[1] - 1)] == pad) & (tokens.shape[1] > 1)
-    ends = (tokens[:, -1] == pad) & (tokens.shape[1] > 1)
-    if bool((begins | ends).any()):
-        row = int((begins | ends).nonzero()[0])
-        raise InputError(
-            f"Row {row} of the token ids begins or ends with the padding id {pad}, and there is no mask. Pass mask= "
-            "(True at real tokens), or give texts or lists of different lengths."
-        )
+    begins_texts = pad == _special_id("bos_token_id", tokenizer, config)
+    ends_texts = a_last_one_is_text and pad == _special_id("eos_token_id", tokenizer, config)
+    for row, length in enumerate(batch.lengths.tolist()):
+        padding = (batch.tokens[row, :length] == pad).tolist()
+        in_front = next((i for i, is_pad in enumerate(padding) if not is_pad), length)
+        behind = next((i for i, is_pad in enumerate(reversed(padding)) if not is_pad), length)
+        if in_front > begins_texts or (length > 1 and behind > ends_texts):
+            raise InputError(
+                f"Row {batch.name(row)} of the token ids begins or ends with the padding id {pad}, and there is no "
+                "mask. Pass a tensor with mask= (True at real tokens) to model.tokenize, or give texts or lists "
+                "without padding."
+            )
+
+
+def _special_id(name: str, *holders: Any) -> int | None:
+    """Return a special token's id as the first holder names it that names one; None where none does."""
+    found = (getattr(holder, name, None) for holder in holders)
+    return next((value for value in found if isinstance(value, int)), None)
 
 
 def _check_ids(batch: Batch, d_vocab: int | None, n_ctx: int | None) -> None:

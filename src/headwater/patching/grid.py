@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, TypeAlias, TypeVar, cast
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.tokens import whole_numbers
+from headwater.options import checked_count, whole_numbers
 
 T = TypeVar("T")
 AXES = ("layer", "position", "head", "key")
@@ -57,8 +57,10 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
     for axis, size in by_axis.items():
         if axis not in over:
             raise InputError(f"window={window!r} is for the {axis} axis, which this sweep does not run over.")
-        if size != "cumulative" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise InputError(f"window={size!r} is neither a number of {axis}s nor 'cumulative'.")
+        try:
+            by_axis[axis] = "cumulative" if str(size) == "cumulative" else checked_count("window", size)
+        except InputError:
+            raise InputError(f"window={size!r} is neither a number of {axis}s nor 'cumulative'.") from None
     return by_axis
 
 

@@ -14,7 +14,7 @@ from headwater.errors import NumericsError
 from headwater.models.finite import not_finite
 from headwater.models.hooked import Hook
 from headwater.models.memory import is_out_of_memory
-from headwater.models.tokens import Batch
+from headwater.models.tokens import Batch, pad_id
 from headwater.models.wavefront import Blocks, Recording
 from headwater.patching.job import Cell, Job
 from headwater.patching.prompts import Prompt
@@ -238,11 +238,11 @@ class Group:
     def _batch(self, *sides: Sequence[Prompt]) -> Batch:
         """The prompts of one side after those of another, each called by its example and, of a pair, its side."""
         job = self.job
-        ids = [list(side[i].ids) for side in sides for i in self.examples]
+        ids, pad = [side[i].ids for side in sides for i in self.examples], pad_id(job.model.tokenizer)
         if job.other is None:
-            return job.model.tokenize(ids).named(self.examples)
+            return Batch.of(ids, pad).named(self.examples)
         kinds = ["clean" if (side is job.base) == job.base_is_clean else "corrupted" for side in sides]
-        return job.model.tokenize(ids).named(f"{i} ({kind} prompt)" for kind in kinds for i in self.examples)
+        return Batch.of(ids, pad).named(f"{i} ({kind} prompt)" for kind in kinds for i in self.examples)
 
     def _joined_names(self) -> list[str]:
         """Name the activations of the base run with which rows start."""

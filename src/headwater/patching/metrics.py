@@ -7,7 +7,6 @@ saturates. Measure a probability beside one of the others, not instead of it.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.tokens import Tokenizer
+from headwater.models.tokens import Tokenizer, encode
+from headwater.options import whole_number
 from headwater.patching.prompts import Where
 from headwater.patching.sites import STATES
 from headwater.patching.variants import LOGITS
@@ -167,16 +167,14 @@ def _each(answer: Any, n_examples: int) -> list[Any]:
 def _token_id(answer: Any, tokenizer: Tokenizer | None) -> int:
     if not isinstance(answer, str):
         try:
-            if not isinstance(answer, bool):
-                return operator.index(answer)
+            return whole_number(answer)
         except TypeError:
-            pass
-        raise InputError(f"The answer {answer!r} is neither a text nor a token id.")
+            raise InputError(f"The answer {answer!r} is neither a text nor a token id.") from None
     if tokenizer is None:
         raise InputError(f"The answer {answer!r} is text, and this model has no tokenizer: give token ids.")
-    ids = tokenizer.encode(answer, add_special_tokens=False)
+    ids, _ = encode(tokenizer, answer)
     if len(ids) != 1:
-        spaced = tokenizer.encode(" " + answer, add_special_tokens=False)
+        spaced, _ = encode(tokenizer, " " + answer)
         hint = f" With a leading space, {' ' + answer!r} is one." if len(spaced) == 1 else ""
         pieces = [tokenizer.decode([i]) for i in ids]
         raise InputError(f"The answer {answer!r} is {len(ids)} tokens, {pieces}; a metric needs one token.{hint}")

@@ -18,7 +18,8 @@ import pandas as pd
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.tokens import Batch, Offsets, token_span, token_strings, whole_numbers
+from headwater.models.tokens import Batch, Offsets, token_span, token_strings
+from headwater.options import whole_numbers
 from headwater.rows import read_rows
 
 if TYPE_CHECKING:
@@ -45,17 +46,13 @@ class Prompt:
 
 def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
     """Tokenize prompts by the model's own rule (token ids are taken as they are)."""
-    if isinstance(inputs, Iterable) and not isinstance(inputs, str | Tensor | Batch):
-        inputs = list(inputs)
     batch = model.tokenize(inputs)
-    texts = [inputs] if isinstance(inputs, str) else inputs
     prompts = []
     for i, length in enumerate(batch.lengths.tolist()):
         ids = tuple(batch.tokens[i, :length].tolist())
-        text = texts[i] if batch.offsets is not None and isinstance(texts, Sequence) else None
         offsets = batch.offsets[i] if batch.offsets is not None else None
-        strings = token_strings(model.tokenizer, ids)
-        prompts.append(Prompt(ids, strings, offsets, text if isinstance(text, str) else None))
+        text = batch.texts[i] if batch.texts is not None else None
+        prompts.append(Prompt(ids, token_strings(model.tokenizer, ids), offsets, text))
     return tuple(prompts)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import Batch
+from headwater.models.tokens import Batch, pad_id
 from headwater.patching.prompts import Prompt
 from headwater.patching.sites import SITES
 from headwater.patching.variants import Values
@@ -53,8 +53,8 @@ class Source:
 
     def _batch(self, model: HookedModel, numbers: Sequence[int]) -> Batch:
         """Some prompts of the data set, by number."""
-        ids = [list(self.dataset[i].ids) for i in numbers]
-        return model.tokenize(ids).named(f"{i} of the data set" for i in numbers)
+        batch = Batch.of([self.dataset[i].ids for i in numbers], pad_id(model.tokenizer))
+        return batch.named(f"{i} of the data set" for i in numbers)
 
     def _take_means(self, model: HookedModel, names: dict[tuple[str, int], str]) -> None:
         """Run the data set once and add up each activation."""

@@ -9,6 +9,7 @@ import pandas as pd
 from scipy import stats
 
 from headwater.errors import InputError
+from headwater.options import checked_number
 
 RESAMPLES = 2000
 FLIPS = 10_000
@@ -20,8 +21,7 @@ def summarize(table: pd.DataFrame, coordinates: list[str], value: str, level: fl
         raise InputError(
             f"value={value!r} is not a column that can be summarized; use 'effect' or 'normalized_effect'."
         )
-    if not 0 < level < 1:
-        raise InputError(f"level={level!r} is not between 0 and 1; 0.95 is a 95 % interval.")
+    checked_number("level", level, above=0.0, below=1.0)
     rows = []
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         effects = part[value].dropna().to_numpy()

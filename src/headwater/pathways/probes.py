@@ -227,8 +227,7 @@ def grouped_folds(
     Raises:
         InputError: some fold, or what it leaves, would hold right or wrong answers only.
     """
-    if folds < 2:
-        raise InputError(f"folds={folds} must be at least 2: one is left out.")
+    checked_count("folds", folds, least=2)
     codes = pd.factorize(pd.Series(list(groups), dtype=object))[0]
     per_class = [len(np.unique(codes[z == value])) for value in (0, 1)]
     short = InputError(

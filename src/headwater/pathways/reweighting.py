@@ -25,9 +25,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwater.errors import InputError
 from headwater.kernels.attention import reweighted
 from headwater.models.hooked import Hook, HookedModel
+from headwater.options import checked_count, checked_number
 from headwater.patching.sites import SITES
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import Probe, probe_positions
@@ -51,11 +51,11 @@ class Reweighting:
 
     def check(self) -> None:
         """Refuse values that cannot be trained with."""
-        if self.learning_rate <= 0 or self.examples_per_step < 1 or self.epochs < 0 or not 0 <= self.start <= 1:
-            raise InputError(
-                f"{self} cannot be trained: learning_rate must be above 0, examples_per_step at least 1, epochs not "
-                "negative, start between 0 and 1."
-            )
+        checked_number("learning_rate", self.learning_rate, above=0.0)
+        checked_count("examples_per_step", self.examples_per_step)
+        checked_count("epochs", self.epochs, least=0)
+        if self.start != 0:
+            checked_number("start", self.start, above=0.0, below=1.0, up_to=True)
 
 
 @dataclass(frozen=True, eq=False)
