@@ -64,7 +64,7 @@ for use, given in ((load_relations, 3), (load_relations, [None, 3.5]), (hw.Sweep
 
 @pytest.mark.parametrize("given", [True, np.bool_(True), 1.5, "3", None, torch.tensor([1, 2])])
 def test_what_is_no_count_is_refused_as_such(given):
-    with pytest.raises(InputError, match="k=.* must be a whole number, at least 1"):
+    with pytest.raises(InputError, match=r"k=.* must be a whole number, at least 1"):
         checked_count("k", given)
 
 
@@ -79,7 +79,7 @@ def test_numbers_of_any_library_are_counts(given):
 def test_a_share_may_reach_its_upper_end_where_that_is_allowed():
     assert checked_number("threshold", 1, above=0.0, below=1.0, up_to=True) == 1.0
     for given in (0, 1.1, True, float("nan"), "0.5"):
-        with pytest.raises(InputError, match="threshold=.* must be a number above 0 and at most 1"):
+        with pytest.raises(InputError, match=r"threshold=.* must be a number above 0 and at most 1"):
             checked_number("threshold", given, above=0.0, below=1.0, up_to=True)
 
 

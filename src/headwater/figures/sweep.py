@@ -18,6 +18,7 @@ from headwater.errors import InputError
 from headwater.figures.fonts import drawable
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import FAINT, SETS, style, whole_numbers
+from headwater.patching.statistics import cell_means, measure_of, summarize
 
 if TYPE_CHECKING:
     from headwater.patching.sweep import Sweep
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 DIVERGING = "RdBu_r"
 UNSEEN, HATCH = "#f4f4f4", "#cfcfcf"
 TITLES = {"edges": "attention severed"}
-LABELS = {"layer": "Layer", "position": "Position", "head": "Head", "key": "Key"}
+LABELS = {"layer": "Layer", "position": "Position", "head": "Head", "kv_head": "Key-value head", "key": "Key"}
 CURVE = SETS[0][0]
 NARROWEST, WIDEST = 2.8, 9.0
 TOKEN = 0.13
@@ -39,6 +40,7 @@ def plot_sweep(
     site: str | None = None,
     metric: str | None = None,
     value: str = "effect",
+    normalize: str | None = None,
     **fixed: int,
 ) -> Axes | Figure:
     """Draw a sweep.
@@ -49,10 +51,15 @@ def plot_sweep(
         site: draw this site alone; default: a panel for each.
         metric: draw this metric alone; default: a panel for each.
         value: `effect` or `normalized_effect`.
-        **fixed: `layer=`, `position=`, `head=` or `key=`: draw this one alone (needed where there are three axes).
+        normalize: see `Sweep.summary`.
+        **fixed: `layer=`, `position=`, `head=`, `kv_head=` or `key=`: draw this one alone (needed where there are three
+            axes).
 
     Raises:
         InputError: there is nothing of that name, or more than a figure can show.
+
+    Warns:
+        UserWarning: see `Sweep.summary`.
     """
     table = sweep.table
     for column, wanted in {"site": site, "metric": metric, **fixed}.items():
@@ -60,19 +67,19 @@ def plot_sweep(
             if column not in table.columns or not (table[column] == wanted).any():
                 raise InputError(f"This sweep has no {column} {wanted!r}.")
             table = table[table[column] == wanted]
-    if value not in table.columns:
-        raise InputError(f"This sweep has no column {value!r}; use 'effect'.")
+    measure = measure_of(table, value, normalize)
+    sweep.warn_of_averages(table, measure)
     panels = list(table.groupby(["site", "metric"], sort=False))
     if ax is not None and len(panels) > 1:
         raise InputError(f"This sweep has {len(panels)} panels; choose one with site= and metric=, or pass no ax.")
     with style():
         if ax is not None:
             (name, part), axes = panels[0], [ax]
-            _panel(ax, part, name, value, sweep, fixed)
+            _panel(ax, part, name, measure, sweep, fixed)
             return ax
         figure, axes = _figure(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):
-            _panel(one, part, name, value, sweep, fixed)
+            _panel(one, part, name, measure, sweep, fixed)
     return axes[0] if len(panels) == 1 else figure
 
 
@@ -107,26 +114,33 @@ def _axes(part: pd.DataFrame, fixed: dict[str, int]) -> list[str]:
     return [name for name in held if part[name].notna().any()]
 
 
-def _panel(ax: Axes, part: pd.DataFrame, name: Any, value: str, sweep: Sweep, fixed: dict[str, int]) -> None:
+def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, int]) -> None:
     axes = _axes(part, fixed)
-    label = _value_label(str(name[1]), value)
+    label = _value_label(str(name[1]), measure)
     if len(axes) == 2:
-        _heat_map(ax, part, axes, value, label, sweep)
+        _heat_map(ax, part, axes, measure, label, sweep)
     elif len(axes) == 1:
-        _curve(ax, part, axes[0], value, label, sweep)
+        _curve(ax, part, axes[0], measure, label, sweep)
     else:
         raise InputError(
             f"This sweep runs over {len(axes)} axes; a figure shows one or two. Fix one, as in sweep.plot(head=0)."
         )
-    settings = "".join(f", {axis} {index}" for axis, index in fixed.items())
-    examples = part["example"].nunique() if "example" in part.columns else 1
+    settings = "".join(f", {LABELS[axis].lower()} {index}" for axis, index in fixed.items())
+    settings += "".join(f", {over}" for over in (part["values"].unique() if "values" in part.columns else ()))
     band = "; band: 95 %" if len(axes) == 1 else ""
-    counted = f" (n = {examples:,}{band})" if examples > 1 else ""
+    counted = f" (n = {_counts(part, axes)}{band})" if part["example"].nunique() > 1 else ""
     ax.set_title(drawn_label(f"{TITLES.get(name[0], name[0])}{settings}{counted}"))
 
 
-def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], value: str, label: str, sweep: Sweep) -> None:
-    means = part.pivot_table(index=axes[0], columns=axes[1], values=value, aggfunc="mean", dropna=False)
+def _counts(part: pd.DataFrame, axes: list[str]) -> str:
+    """How many examples the cells hold: a number, or the least and the most."""
+    found = part.dropna(subset=["effect"]).groupby(axes)["example"].nunique()
+    least, most = (int(found.min()), int(found.max())) if len(found) else (0, 0)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label: str, sweep: Sweep) -> None:
+    means = cell_means(part, axes, measure).unstack(axes[1]).sort_index(axis=1)
     held = means.to_numpy(dtype=float)
     limit = float(np.nanmax(np.abs(held))) if np.isfinite(held).any() else 1.0
     for spine in ax.spines.values():
@@ -156,11 +170,9 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], value: str, label: 
     bar.set_label(label)
 
 
-def _curve(ax: Axes, part: pd.DataFrame, axis: str, value: str, label: str, sweep: Sweep) -> None:
+def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sweep: Sweep) -> None:
     columns = [name for name in (axis, "window") if name in part.columns]
-    from headwater.patching.statistics import summarize
-
-    summary = summarize(part, columns, value, 0.95, 0).sort_values(axis)
+    summary = summarize(part, columns, measure, 0.95, 0).sort_values(axis)
     places = summary[axis].to_numpy(dtype=float)
     ax.axhline(0, color=FAINT, linewidth=0.6)
     if summary["low"].notna().any():
@@ -197,9 +209,10 @@ def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
     return tuple(column[0] if len(set(column)) == 1 else "…" for column in zip(*drawn, strict=True))
 
 
-def _value_label(metric: str, value: str) -> str:
+def _value_label(metric: str, measure: str) -> str:
     name = metric.replace("_", " ").replace("kl ", "KL ")
-    return f"Effect on {name}" if value == "effect" else f"Normalized effect on {name}"
+    kinds = {"effect": "Effect", "ratio of means": "Mean effect / mean gap,"}
+    return f"{kinds.get(measure, 'Normalized effect')} on {name}"
 
 
 def _inches(ax: Axes) -> tuple[float, float]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 from headwater.errors import InputError, did_you_mean
 from headwater.options import checked_count, whole_numbers
 
 T = TypeVar("T")
 AXES = ("layer", "position", "head", "key")
-Window: TypeAlias = int | str | Mapping[str, int | str] | None
+Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
 """A size, "cumulative", or these by axis; alone it means the layers."""
 
 

@@ -10,13 +10,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.errors import NumericsError
+from headwater.errors import InputError, NumericsError
 from headwater.models.finite import not_finite
 from headwater.models.hooked import Hook
 from headwater.models.memory import is_out_of_memory
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.wavefront import Blocks, Recording
 from headwater.patching.job import Cell, Job
+from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompt
 from headwater.patching.sites import SITES, Stage
 from headwater.patching.variants import LOGITS, Cut, Reading, Replace, Values, Variant
@@ -336,8 +337,33 @@ class Group:
             if metric.against_clean and self.clean_run is not None:
                 held = torch.stack([self.clean_run[reading][i].detach() for i in who])
                 clean = self._metric_positions(m, held, who)
+            self._check_metric(metric, values, answers, clean)
             measured[rows] = metric.measure(values, answers, clean).double().cpu()
+            self._refuse_no_number(metric, values, measured, rows, who)
         return measured
+
+    def _check_metric(self, metric: Metric, values: Tensor, answers: list[Tensor], clean: Tensor | None) -> None:
+        """Check once per sweep that a metric treats each row by itself."""
+        if metric.name not in self.job.checked:
+            with torch.no_grad():
+                metric.refuse_if_rows_mix(values.detach(), answers, clean)
+            self.job.checked.add(metric.name)
+
+    def _refuse_no_number(
+        self, metric: Metric, values: Tensor, measured: Tensor, rows: list[int], owners: list[int]
+    ) -> None:
+        """Refuse NaN and infinity that a metric makes of finite values.
+
+        Raises:
+            InputError: with the metric and the example.
+        """
+        for i in (~measured[rows].isfinite()).nonzero().flatten().tolist():
+            if bool(values[i].isfinite().all()):
+                raise InputError(
+                    f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
+                    f"{self.examples[owners[i]]}, of values that are all finite: mend it there (log_softmax in place "
+                    "of log(softmax), no division by 0)."
+                )
 
     def _answers(self, m: int, reading: Reading, owners: list[int], device: torch.device) -> list[Tensor]:
         """Where a metric's answers stand in what was read: token ids, or columns where only answers were read."""

@@ -7,7 +7,7 @@ go down the layers together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +58,8 @@ class Job:
     states: tuple[Reading, ...] = ()
     """Residual-stream states that are wanted themselves, beside what metrics read."""
     states_at: Where = "last"
+    checked: set[str] = field(default_factory=set)
+    """The metrics that were seen to treat each row by itself."""
 
     def __post_init__(self) -> None:
         n_layers = self.model.shape.n_layers

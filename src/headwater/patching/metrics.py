@@ -59,7 +59,7 @@ class Metric:
         """Apply the metric.
 
         Raises:
-            InputError: the function gave something other than one number per row.
+            InputError: the function gave something other than one real number per row.
         """
         inputs = [values.float(), *answers] + ([clean.float()] if self.against_clean and clean is not None else [])
         measured = self.function(*inputs)
@@ -69,7 +69,42 @@ class Metric:
                 f"The metric {self.name!r} was given values of shape {tuple(values.shape)} (row, kept position, width) "
                 f"and gave {found}; it must give one number per row, shape ({values.shape[0]},)."
             )
+        if measured.is_complex():
+            raise InputError(
+                f"The metric {self.name!r} gave complex numbers ({measured.dtype}); it must give real ones: take .real "
+                "or .abs() of them."
+            )
         return measured
+
+    def refuse_if_rows_mix(
+        self,
+        values: Float[Tensor, "row kept width"],
+        answers: Sequence[Int[Tensor, " row"]],
+        clean: Float[Tensor, "row kept width"] | None = None,
+    ) -> None:
+        """Refuse a metric in which one row's number depends on the rows beside it.
+
+        Its first row is measured beside another, the same values in the order reversed, and each of the two alone: the
+        rows of a sweep stand together as the memory allows, so such a metric would mean another thing in every batch.
+
+        Raises:
+            InputError: the numbers differ.
+        """
+        both = torch.cat([values[:1], values[:1].flip(-1)])
+        twice = [ids[:1].repeat(2) for ids in answers]
+        clean = clean[:1].repeat(2, 1, 1) if clean is not None else None
+        rows = [slice(0, 1), slice(1, 2)]
+        alone = [
+            self.measure(both[row], [ids[row] for ids in twice], clean[row] if clean is not None else None)
+            for row in rows
+        ]
+        together, alone_too = self.measure(both, twice, clean).double(), torch.cat(alone).double()
+        if not torch.allclose(together, alone_too, rtol=1e-3, atol=1e-4, equal_nan=True):
+            raise InputError(
+                f"The metric {self.name!r} gives a row {together[0]:.4g} beside another row and {alone_too[0]:.4g} "
+                "alone: its rows depend on one another. It must treat each row by itself: take means and the like over "
+                "the other axes (dim=1, dim=-1)."
+            )
 
 
 def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> Metric:

@@ -51,6 +51,11 @@ class Site:
         """Whether the activation is one per head."""
         return "head" in self.axes
 
+    @property
+    def head_column(self) -> str:
+        """The column of a table that numbers its heads: key-value heads have one of their own."""
+        return "kv_head" if self.name in ("k", "v") else "head"
+
     def hook_name(self, layer: int) -> str:
         """Return the hook name at one layer."""
         return self.hook.format(layer=layer)

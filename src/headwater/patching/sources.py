@@ -36,6 +36,11 @@ class Source:
     _means: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     @property
+    def label(self) -> dict[str, str]:
+        """What the table says of the values: over what a mean is."""
+        return {"values": f"mean over {self.mean_over}"} if self.kind == "mean" else {}
+
+    @property
     def is_other_run(self) -> bool:
         """Whether values are the other prompt's own activations."""
         return self.kind == "other run"
@@ -117,6 +122,11 @@ def source_of(
         if not one_length and all(len(prompt) < 2 for prompt in pool):
             raise InputError(
                 "A mean over tokens leaves out each prompt's first; dataset= has prompts of one token only."
+            )
+        if one_length and len({prompt.ids for prompt in pool}) == 1:
+            raise InputError(
+                f"values='mean' was asked for over {len(pool)} prompt{'s' * (len(pool) > 1)} with the same tokens: at "
+                "each position the mean is that prompt's own activation. Give several prompts, or dataset= with others."
             )
         return Source(values, pool, mean_over="examples" if one_length else "tokens")
     generator = torch.Generator().manual_seed(seed)

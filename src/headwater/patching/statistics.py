@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -9,36 +10,120 @@ import pandas as pd
 from scipy import stats
 
 from headwater.errors import InputError
-from headwater.options import checked_number
+from headwater.options import checked_count, checked_number
 
+NORMALIZE = ("mean of ratios", "ratio of means")
+NO_GAP = 1e-9
+"""Where two runs differ by less, nothing can be a share of it."""
+SMALL_GAP = 0.1
+"""Of the median gap: below this share a pair is named."""
 RESAMPLES = 2000
 FLIPS = 10_000
 
 
-def summarize(table: pd.DataFrame, coordinates: list[str], value: str, level: float, seed: int) -> pd.DataFrame:
-    """Summarize each cell over examples; see `Sweep.summary`."""
-    if value not in ("effect", "normalized_effect") or value not in table.columns:
+def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
+    """Return what of a sweep is summarized: `effect`, `normalized_effect` (a mean of ratios) or `ratio of means`.
+
+    Raises:
+        InputError: there is no such column or way to normalize.
+    """
+    if normalize is not None and normalize not in NORMALIZE:
+        raise InputError(f"normalize={normalize!r} is none of {', '.join(map(repr, NORMALIZE))}.")
+    column = value if normalize is None else "normalized_effect"
+    if column not in ("effect", "normalized_effect") or column not in table.columns:
         raise InputError(
             f"value={value!r} is not a column that can be summarized; use 'effect' or 'normalized_effect'."
+            if normalize is None
+            else f"normalize={normalize!r} needs pairs of prompts: this sweep has one run only to go by."
         )
+    return normalize if normalize == "ratio of means" else column
+
+
+def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: float, seed: int) -> pd.DataFrame:
+    """Summarize each cell over examples; see `Sweep.summary`."""
     checked_number("level", level, above=0.0, below=1.0)
+    checked_count("seed", seed, least=0)
     rows = []
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
-        effects = part[value].dropna().to_numpy()
-        low, high = bootstrap_interval(effects, level, seed)
-        mean = effects.mean() if len(effects) else np.nan
-        rows.append([*cell, len(effects), mean, low, high, sign_flip_p(effects, seed)])
+        effects, gaps = summands(part, measure)
+        low, high = bootstrap_interval(effects, level, seed, gaps)
+        rows.append([*cell, len(effects), mean_effect(effects, gaps), low, high, sign_flip_p(effects, seed)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
     return summary.astype({name: table[name].dtype for name in coordinates})
 
 
-def bootstrap_interval(effects: np.ndarray, level: float, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean; NaN for fewer than two examples."""
+def summands(part: pd.DataFrame, measure: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the effects of one cell by example and, for a ratio of means, the gaps that their mean is divided by."""
+    if measure != "ratio of means":
+        return part[measure].dropna().to_numpy(), None
+    part = part.dropna(subset=["effect"])
+    return part["effect"].to_numpy(), gaps_of(part).to_numpy()
+
+
+def gaps_of(table: pd.DataFrame) -> pd.Series:
+    """Return how far the other run's metric is from the edited run's, which normalized effects are shares of."""
+    gap = table["clean"] - table["corrupted"]
+    shares = table["effect"] * table["normalized_effect"] * gap  # its sign says which of the two runs was edited
+    return -gap if bool((shares < 0).any()) else gap
+
+
+def cell_means(table: pd.DataFrame, columns: list[str], measure: str) -> pd.Series:
+    """Return the mean of each cell over examples; see `Sweep.summary`."""
+    if measure != "ratio of means":
+        return table.groupby(columns, dropna=False)[measure].mean()
+    felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
+    sums = felt.groupby(columns, dropna=False)[["effect", "gap"]].sum()
+    return (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NO_GAP)
+
+
+def mean_effect(effects: np.ndarray, gaps: np.ndarray | None = None) -> float:
+    """Return the mean effect, or with gaps its share of the mean gap; NaN where there is nothing, or no gap."""
+    if not len(effects) or (gaps is not None and abs(gaps.sum()) <= NO_GAP):
+        return np.nan
+    return float(effects.mean() if gaps is None else effects.sum() / gaps.sum() + 0.0)
+
+
+def bootstrap_interval(
+    effects: np.ndarray, level: float, seed: int, gaps: np.ndarray | None = None
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean (with gaps: of its share); NaN for fewer than two examples."""
     if len(effects) < 2:
         return np.nan, np.nan
     draws = np.random.default_rng(seed).integers(len(effects), size=(RESAMPLES, len(effects)))
-    low, high = np.quantile(effects[draws].mean(1), [(1 - level) / 2, (1 + level) / 2])
+    means = effects[draws].mean(1)
+    if gaps is not None:
+        divisors = gaps[draws].mean(1)
+        means = means[np.abs(divisors) > NO_GAP] / divisors[np.abs(divisors) > NO_GAP]
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2]) if len(means) else (np.nan, np.nan)
     return float(low), float(high)
+
+
+def note_of_lengths(lengths: Sequence[int], columns: Sequence[str]) -> str | None:
+    """Say it where a mean over examples is taken at places counted from the beginning of prompts unlike in length."""
+    counted = [name for name in ("position", "key") if name in columns]
+    if not counted or len(set(lengths)) < 2:
+        return None
+    return (
+        f"Prompts of {min(lengths)} to {max(lengths)} tokens are averaged by {counted[0]}, counted from the beginning: "
+        "a cell may hold other words of one prompt than of another, and fewer prompts than there are (`examples` "
+        "counts them). Sweep prompts of one length, or a token of each with positions= and over='layer'."
+    )
+
+
+def note_of_gaps(table: pd.DataFrame, columns: Sequence[str], measure: str) -> str | None:
+    """Say it where pairs of hardly any gap stand in a mean of ratios."""
+    if measure != "normalized_effect" or table["example"].nunique() < 2:
+        return None
+    gaps = gaps_of(table).abs()
+    typical = gaps.groupby([table[name] for name in columns], dropna=False).transform("median")
+    small = sorted(table["example"][(gaps < SMALL_GAP * typical).to_numpy()].unique().tolist())
+    if not small:
+        return None
+    return (
+        f"The two runs of pair{'s' * (len(small) > 1)} {', '.join(map(str, small[:8]))} differ by less than a tenth of "
+        "what the others' do: such a pair's normalized effect weighs more than theirs. "
+        "Use normalize='ratio of means', or leave it out."
+    )
 
 
 def sign_flip_p(effects: np.ndarray, seed: int) -> float:
@@ -60,9 +145,8 @@ def sign_flip_p(effects: np.ndarray, seed: int) -> float:
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
-    keys = [
-        n for n in ("example", "site", "layer", "position", "head", "key", "window", "metric") if n in exact.columns
-    ]
+    named = ("example", "site", "layer", "position", "head", "kv_head", "key", "window", "metric")
+    keys = [name for name in named if name in exact.columns]
     if any(name not in approximate.columns for name in keys):
         raise InputError("The two sweeps do not run over the same axes.")
     both = approximate[[*keys, "effect"]].merge(exact[[*keys, "effect"]], on=keys, suffixes=("", "_exact"))

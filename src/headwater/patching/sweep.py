@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ from headwater.patching.prompts import (
 )
 from headwater.patching.sites import Site, sites_named
 from headwater.patching.sources import source_of
-from headwater.patching.statistics import summarize
+from headwater.patching.statistics import measure_of, note_of_gaps, note_of_lengths, summarize
 from headwater.patching.variants import Replace
 from headwater.records import RunRecord
 from headwater.results import Result
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIRECTIONS = ("denoise", "noise")
-COORDINATES = ("site", "layer", "position", "token", "head", "key", "window", "metric")
+COORDINATES = ("site", "layer", "position", "token", "head", "kv_head", "key", "window", "values", "metric")
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,8 +77,9 @@ class Sweep(Result):
     """What a patching or knockout sweep found."""
 
     table: pd.DataFrame
-    """A row per example, cell and metric: `example, site, layer, position, token, head, key, window, metric,
-    effect, normalized_effect, clean, corrupted, edges`, those that apply."""
+    """A row per example, cell and metric: `example, site, layer, position, token, head, kv_head, key, window, values,
+    metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `head` counts query heads, `kv_head`
+    the key-value heads of the sites `k` and `v`; `values` says over what a mean was taken."""
     run: RunRecord
     tokens: Sequence[Sequence[str]] = ()
     """The tokens of each example's edited prompt."""
@@ -87,19 +89,44 @@ class Sweep(Result):
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(tuple(strings) for strings in self.tokens))
 
-    def summary(self, *, level: float = 0.95, value: str = "effect", seed: int = 0) -> pd.DataFrame:
+    def summary(
+        self, *, level: float = 0.95, value: str = "effect", normalize: str | None = None, seed: int = 0
+    ) -> pd.DataFrame:
         """Summarize each cell over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
 
         Args:
             level: of the interval.
             value: the column summarized, `effect` or `normalized_effect`.
+            normalize: how effects become shares of the gap between the two runs: `mean of ratios` is the mean of
+                `normalized_effect`, in which a pair of hardly any gap counts beyond measure; `ratio of means` divides
+                the mean effect by the mean gap. Its p is that of the mean effect.
             seed: of the bootstrap and the permutations.
 
         Returns:
-            A row per cell and metric: its coordinates, `examples, mean, low, high, p_value`. Interval and p are NaN for
-            one example.
+            A row per cell and metric: its coordinates, `examples` (how many have this cell), `mean, low, high,
+            p_value`. Interval and p are NaN for one example. `attrs["notes"]` keeps what was warned of.
+
+        Raises:
+            InputError: there is no such column or way to normalize.
+
+        Warns:
+            UserWarning: prompts of different length share the cells of a position; or pairs whose gap is a tenth of
+                the others' stand in a mean of ratios.
         """
-        return summarize(self.table, self.coordinates, value, level, seed)
+        measure = measure_of(self.table, value, normalize)
+        notes = self.warn_of_averages(self.table, measure)
+        summary = summarize(self.table, self.coordinates, measure, level, seed)
+        summary.attrs["notes"] = notes
+        return summary
+
+    def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
+        """Say what makes the means over examples of some of the table's rows another thing than they seem."""
+        lengths = [len(self.tokens[i]) for i in table["example"].unique()] if len(self.tokens) else []
+        columns = [name for name in self.coordinates if name in table.columns and table[name].notna().any()]
+        notes = [note for note in (note_of_lengths(lengths, columns), note_of_gaps(table, columns, measure)) if note]
+        for note in notes:
+            warnings.warn(note, stacklevel=3)
+        return notes
 
     @property
     def coordinates(self) -> list[str]:
@@ -161,7 +188,8 @@ def patch(
         over: the axes to run over, of `layer`, `position`, `head` and, for `pattern`, `key`. Default: layer and head
             where a site has heads, layer and position otherwise. What is not run over is patched all at once.
         direction: `denoise` edits the corrupted run, `noise` the clean one.
-        values: `other run`, `zero`, `mean` (over `dataset`) or `resample` (another prompt of `dataset`).
+        values: `other run`, `zero`, `mean` (over `dataset`: at each position where all prompts are of one length, else
+            over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`).
         layers: which take part.
         positions: which take part; query positions for `pattern`.
         heads: which take part; key-value heads for `k` and `v`.
@@ -182,7 +210,7 @@ def patch(
         raise InputError(f"direction={direction!r} is neither 'denoise' nor 'noise'.")
     if method not in ("exact", "attribution"):
         raise InputError(f"method={method!r} is neither 'exact' nor 'attribution'.")
-    check_call(model, batch_size)
+    batch_size, seed = check_call(model, batch_size), checked_count("seed", seed, least=0)
     over, layers, heads = lasting(over), lasting(layers), lasting(heads)
     first, second = read_pairs(model, clean, corrupted)
     base_is_clean = direction == "noise" or second is None
@@ -201,7 +229,7 @@ def patch(
     cells: list[Cell] = []
     for i, site, listed in planned:
         since = first_difference(base[i], other[i]) if other and source.is_other_run else 0
-        cells += _cells(base[i], i, site, listed, ask.sizes(site), since)
+        cells += _cells(base[i], i, site, listed, ask.sizes(site), since, source.label)
     job = Job(model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size)
     options = {
         "sites": [site.name for site in named],
@@ -227,15 +255,14 @@ def patch(
     return finish(job, measured, folder.run if folder else record, folder)
 
 
-def check_call(model: Any, batch_size: Any) -> None:
-    """Refuse what is no model of `hw.load`, and a batch size that is no number of rows.
+def check_call(model: Any, batch_size: Any) -> int | None:
+    """Return the batch size; refuse one that is no number of rows, and what is no model of `hw.load`.
 
     Raises:
         InputError: one of these.
     """
     check_model(model)
-    if batch_size is not None:
-        checked_count("batch_size", batch_size)
+    return None if batch_size is None else checked_count("batch_size", batch_size)
 
 
 @dataclass(frozen=True)
@@ -285,14 +312,17 @@ def _cells(
     listed: Mapping[str, list[Step]],
     sizes: Mapping[str, int | str],
     since: int,
+    values: Mapping[str, str],
 ) -> Iterator[Cell]:
     """Yield one example's cells of one site."""
     for step in grid(listed):
         at, of, to = (step[axis].covers if axis in step else None for axis in ("position", "head", "key"))
         edits = tuple(Replace(site, run, at, of, to, since) for run in layer_runs(step["layer"].covers or ()))
-        labels = {"site": site.name} | labels_of(step, sizes)
+        labels = {"site": site.name} | labels_of(step, sizes) | values
         if "position" in labels:
             labels["token"] = prompt.strings[labels["position"]]
+        if "head" in labels:
+            labels[site.head_column] = labels.pop("head")
         nested = "layer" in sizes and len(edits) == 1
         others = tuple(step[axis].label for axis in listed if axis != "layer")
         family = (site.name, *others, edits[0].layers.start) if nested else None
@@ -312,10 +342,10 @@ def tabulate(job: Job, measured: Measured) -> pd.DataFrame:
     """Lay cells and metrics out as rows."""
     n_cells, n_metrics = measured.values.shape
     columns: dict[str, Any] = {"example": np.repeat([cell.example for cell in job.cells], n_metrics)}
-    for name in ("site", "layer", "position", "token", "head", "key", "window"):
+    for name in COORDINATES[:-1]:
         if any(name in cell.labels for cell in job.cells):
             listed = [cell.labels.get(name) for cell in job.cells for _ in range(n_metrics)]
-            is_index = name in AXES
+            is_index = name in (*AXES, "kv_head")
             columns[name] = pd.array(listed, dtype="Int64" if None in listed else "int64") if is_index else listed
     columns["metric"] = [metric.name for metric in job.metrics] * n_cells
     effect = measured.values - measured.unedited
