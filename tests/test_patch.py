@@ -13,6 +13,7 @@ import headwater as hw
 from headwater.errors import HeadwaterError, InputError
 from headwater.figures.sweep import shown
 from headwater.patching import engine
+from headwater.patching.sites import SITES
 from tests import chance
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -110,7 +111,7 @@ def test_sweeps_equal_transformer_lens_on_every_architecture(models, family):
         expected = sweep_of(model.raw, torch.tensor([corrupted]), cache, lens_metric).detach() - base
         found = hw.patch(model, [clean], [corrupted], sites=site, metric=metric, progress=False)
         assert found.engine == "wavefront"
-        columns = "position" if site in RESIDUAL else "head"
+        columns = "position" if site in RESIDUAL else SITES[site].head_column
         assert torch.allclose(grid(found, columns=columns).float(), expected, atol=1e-4), site
 
 
@@ -132,7 +133,8 @@ def test_sweeps_by_layer_position_and_head_equal_transformer_lens(models, family
             metric=lambda x: x[:, 0, 7],
             progress=False,
         )
-        axes = ["layer", "head", "position"] if site == "pattern" else ["layer", "position", "head"]
+        head = SITES[site].head_column
+        axes = ["layer", head, "position"] if site == "pattern" else ["layer", "position", head]
         table = found.table.sort_values(axes)
         assert torch.allclose(torch.tensor(table["effect"].to_numpy()).float(), expected.flatten(), atol=1e-4), site
 

@@ -53,8 +53,9 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
     Raises:
         InputError: a window is neither a size nor "cumulative", or its axis is not swept over.
     """
-    by_axis = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
-    for axis, size in by_axis.items():
+    asked = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
+    by_axis: dict[str, int | str] = {}
+    for axis, size in asked.items():
         if axis not in over:
             raise InputError(f"window={window!r} is for the {axis} axis, which this sweep does not run over.")
         try:

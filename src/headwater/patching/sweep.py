@@ -312,7 +312,7 @@ def _cells(
     listed: Mapping[str, list[Step]],
     sizes: Mapping[str, int | str],
     since: int,
-    values: Mapping[str, str],
+    values: dict[str, str],
 ) -> Iterator[Cell]:
     """Yield one example's cells of one site."""
     for step in grid(listed):
