@@ -1,11 +1,13 @@
 """Products in full float32 whatever the caller's settings, and a CPU that is left alone."""
 
 import importlib.util
+import operator
 import shutil
 
 import pytest
 import torch
 
+from headwater.errors import InputError
 from headwater.kernels import devices, likelihood
 from headwater.kernels.likelihood import UnembeddingHead
 from tests.second_device import card, second_device
@@ -40,6 +42,71 @@ def test_likelihoods_are_full_float32_for_a_caller_who_chose_fewer_bits(fast_pro
     )
     likelihood.token_statistics(torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3]))
     assert set(seen) == {"highest"}
+
+
+SWITCHES = ("cuda.matmul", "mkldnn.matmul")
+"""The switches of float32 products below `torch.backends`, one per backend."""
+
+
+def precision(switch):
+    return operator.attrgetter(f"{switch}.fp32_precision")(torch.backends)
+
+
+@pytest.fixture
+def unset_switches():
+    """As in a fresh process: none of the newer switches says anything."""
+    before = [precision(switch) for switch in SWITCHES]
+    for switch in SWITCHES:
+        operator.attrgetter(switch)(torch.backends).fp32_precision = "none"
+    yield
+    for switch, value in zip(SWITCHES, before, strict=True):
+        operator.attrgetter(switch)(torch.backends).fp32_precision = value
+
+
+@pytest.fixture(params=[("cuda.matmul", "tf32"), ("mkldnn.matmul", "bf16"), ("mkldnn", "tf32"), ("", "tf32")])
+def newer_switch(request, unset_switches):
+    """A caller who used torch's newer precision switches, for which the older question has no answer."""
+    name, value = request.param
+    holder = operator.attrgetter(name)(torch.backends) if name else torch.backends
+    before = holder.fp32_precision
+    holder.fp32_precision = value
+    yield
+    holder.fp32_precision = before
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_products_are_full_float32_after_torchs_newer_switches_and_these_are_as_before(newer_switch, monkeypatch):
+    before, seen = [precision(switch) for switch in SWITCHES], []
+    with devices.full_float32():
+        seen += [precision(switch) for switch in SWITCHES]
+    assert seen == ["ieee", "ieee"]
+    found = likelihood.token_statistics(
+        torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3])
+    )
+    assert len(found.rank) == 3
+    assert [precision(switch) for switch in SWITCHES] == before
+
+
+def test_a_switch_that_followed_the_general_one_follows_it_again(unset_switches):
+    torch.backends.fp32_precision = "tf32"
+    try:
+        with devices.full_float32():
+            pass
+        torch.backends.fp32_precision = "none"
+        assert [precision(switch) for switch in SWITCHES] == ["none", "none"]
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("device", ["mps", "vulkan"])
+def test_a_device_this_torch_does_not_compute_on_is_one_readable_line(device):
+    if device == "mps" and torch.backends.mps.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(InputError) as caught:
+        devices.usable_device(device)
+    assert str(caught.value) == (
+        f"device={device!r} cannot be used: this torch computes nothing on {device}. Give cpu, cuda, or cuda:1."
+    )
 
 
 def test_a_tensor_on_the_cpu_has_no_triton_twin():

@@ -1,10 +1,11 @@
 """What is asked of a device: whether it is there, whether Triton runs on it, and float32 products in float32."""
 
+import contextlib
 import importlib.util
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ def usable_device(device: str | torch.device) -> torch.device:
         raise InputError(f"device={str(device)!r} cannot be used: torch knows none of this name. {GIVE}") from None
     try:
         torch.empty(0, device=meant)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except NotImplementedError:  # its message lists every kernel of torch
+        reason = f"this torch computes nothing on {meant.type}"
+        raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).split("\n", 1)[0].rstrip(".")
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     return meant
@@ -50,10 +54,17 @@ def _triton_works() -> bool:
     return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
-@contextmanager
+@contextlib.contextmanager
 def full_float32() -> Iterator[None]:
     """Multiply float32 matrices in float32 inside, even where the caller lets torch use fewer bits (TF32, bfloat16)."""
-    before = torch.get_float32_matmul_precision()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch answers so once its newer switch, one per backend, has been used
+        with contextlib.ExitStack() as stack:
+            for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+                stack.enter_context(_ieee_products(backend))
+            yield
+        return
     if before == "highest":
         yield
         return
@@ -62,6 +73,22 @@ def full_float32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def _ieee_products(backend: Any) -> Iterator[None]:
+    """Hold one backend's own switch, `torch.backends.{backend}.matmul.fp32_precision`, at float32 inside.
+
+    A switch at "none" reads as whatever `torch.backends.fp32_precision` says, and must follow that again afterwards.
+    """
+    before = backend.fp32_precision
+    backend.fp32_precision = "none"
+    follows = backend.fp32_precision == before
+    backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = "none" if follows else before
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:
