@@ -13,7 +13,7 @@ that Qwen3 and Gemma 3 put on them. Gemma 2 and 3 apply one more norm to the sum
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -26,11 +26,13 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import usable_device
-from headwater.models.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint
+from headwater.models.checkpoint import Checkpoint, checkpoint_folder, first_line, open_checkpoint
 from headwater.models.checks import tokenizer_fits
 from headwater.models.effective import bos_token, check_request, chunks, layer0, mlp0
 from headwater.models.fingerprint import fingerprint
+from headwater.models.hooked import is_bridge
 from headwater.models.layouts import UNEMBEDDING, expected_tensors, head_factors, layout_of, ov_factors
+from headwater.models.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import Batch, load_tokenizer
 
@@ -312,16 +314,13 @@ class LoadedWeights(WeightSource):
 
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads."""
-        self._check_layer(layer)
         names = [field.name for field in fields(HeadWeights) if field.name.startswith(("W_", "b_"))]
-        factors: dict[str, Any] = {name: self._factor(layer, name) for name in names}
-        return HeadWeights(layer, **factors, norm_gain=self._attention_gain(layer))
+        return HeadWeights(layer, **self._factors(layer, names), norm_gain=self._attention_gain(layer))
 
     def ov(self, layer: int) -> OVWeights:
         """W_V and W_O of one layer's heads."""
-        self._check_layer(layer)
-        factors: dict[str, Any] = {name: self._factor(layer, name) for name in ("W_V", "W_O")}
-        return OVWeights(layer, **factors, norm_gain=self._attention_gain(layer))
+        factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
+        return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=self._attention_gain(layer))
 
     @torch.inference_mode()
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -334,7 +333,10 @@ class LoadedWeights(WeightSource):
 
     def final_norm_gain(self) -> Float[Tensor, "d_model"]:
         """The gain of the norm in front of the unembedding."""
-        return self._gain(self.model.raw.ln_final, "ln_final")
+        norm = getattr(self.model.raw, "ln_final", None)
+        if norm is None:
+            raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
+        return self._gain(norm, "ln_final")
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, "source"], kind: str) -> Float[Tensor, "source d_model"]:
@@ -342,32 +344,56 @@ class LoadedWeights(WeightSource):
         check_request(tokens, kind, self.shape.d_vocab)
         compute: Callable[[Tensor], Tensor] = {
             "raw": self._embed,
-            "mlp0": lambda chunk: self._mlp0(self._embed(chunk)),
-            "embed+mlp0": lambda chunk: (embedded := self._embed(chunk)) + self._mlp0(embedded),
+            "mlp0": lambda chunk: first_mlp(self.model, chunk, self._embed(chunk)),
+            "embed+mlp0": lambda chunk: (embedded := self._embed(chunk)) + first_mlp(self.model, chunk, embedded),
             "layer0": self._layer0,
         }[kind]
         with self.model.lock:
             rows = [compute(chunk) for chunk in chunks(tokens, self.shape.d_mlp)]
         return self._checked(torch.cat(rows), f"effective embedding {kind}")
 
+    def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
+        """Factors of one layer's heads by name, after those of values and outputs were held against a run."""
+        self._check_layer(layer)
+        refuse_clipped(self.model)
+        factors = {name: self._factor(layer, name) for name in names}
+        if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
+            raise self._no_factors(layer, f"TransformerLens shows no {missing}")
+        if is_bridge(self.model.raw):
+            self._heads_seen.check(layer, factors)
+        return factors
+
+    @cached_property
+    def _heads_seen(self) -> HeadsOfLoneTokens:
+        return HeadsOfLoneTokens(self.model)
+
     def _factor(self, layer: int, name: str) -> Tensor | None:
         """One factor; HookedTransformer repeats grouped keys and values in W_K, the parameter itself is _W_K."""
-        attention = self.model.raw.blocks[layer].attn
-        own = getattr(attention, f"_{name}", None)
-        value = own if isinstance(own, Tensor) else getattr(attention, name, None)
+        attention = getattr(self.model.raw.blocks[layer], "attn", None)
+        if attention is None:
+            raise self._no_factors(layer, "there is no attention")
+        try:
+            own = getattr(attention, f"_{name}", None)
+            value = own if isinstance(own, Tensor) else getattr(attention, name, None)
+        except NotImplementedError as error:  # multi-head latent attention
+            raise self._no_factors(layer, first_line(error).split(". ")[0]) from None
         return None if value is None else self._checked(value, f"blocks.{layer}.attn.{name}")
 
+    def _no_factors(self, layer: int, reason: str) -> ModelError:
+        return ModelError(f"{self.shape.architecture} has no factors of single heads in layer {layer}: {reason}.")
+
     def _attention_gain(self, layer: int) -> Tensor:
-        return self._gain(self.model.raw.blocks[layer].ln1, f"blocks.{layer}.ln1")
+        """The gain of the norm in front of attention; ones where there is none (OLMo 2, EXAONE 4)."""
+        return self._gain(getattr(self.model.raw.blocks[layer], "ln1", None), f"blocks.{layer}.ln1")
+
+    @cached_property
+    def _adds_positions(self) -> bool:
+        return adds_positions(self.model)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self.model.raw.embed(tokens.to(self.model.device)[None])[0]
-
-    def _mlp0(self, embeddings: Tensor) -> Tensor:
-        block = self.model.raw.blocks[0]
-        before = block.ln2 if hasattr(block, "ln2") else block.ln1
-        output = block.mlp(before(embeddings[None]))
-        return (block.ln2_post(output) if hasattr(block, "ln2_post") else output)[0]
+        if self._adds_positions:
+            return self.model.raw.embed(tokens.to(self.model.device)[None])[0]
+        return entering(self.model, tokens)
 
     def _layer0(self, tokens: Tensor) -> Tensor:
         pairs = torch.stack([torch.full_like(tokens, bos_token(self.tokenizer)), tokens], dim=1)
@@ -375,7 +401,7 @@ class LoadedWeights(WeightSource):
 
     def _gain(self, norm: Any, name: str) -> Tensor:
         """A norm's gain. A HookedTransformer calls it w (Gemma's 1 is in it), or has folded it into what follows."""
-        if hasattr(norm, "weight"):
+        if getattr(norm, "weight", None) is not None:
             offset = 1.0 if getattr(self.model.raw.cfg, "rmsnorm_uses_offset", False) else 0.0
             return self._checked(norm.weight, f"{name}.weight") + offset
         if hasattr(norm, "w"):

@@ -1,0 +1,192 @@
+"""Small random models of forty configurations, most of which headwater has no table for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+
+from tests.tiny import tiny_tokenizer
+
+VOCABULARY = len(tiny_tokenizer())
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GATED = SIZES | {"intermediate_size": 48}
+GROUPED = GATED | {"num_key_value_heads": 2}
+HEADS = GROUPED | {"head_dim": 8}
+EXPERTS = HEADS | {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+OPT = {
+    **{k: v for k, v in SIZES.items() if k != "intermediate_size"},
+    "ffn_dim": 48,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+LATENT = GATED | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+
+
+def gemma3_vision() -> tf.PretrainedConfig:
+    text = tf.Gemma3TextConfig(
+        **HEADS, query_pre_attn_scalar=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    )
+    return tf.Gemma3Config(
+        text_config=text, vision_config=tf.SiglipVisionConfig(**VISION), mm_tokens_per_image=4, image_token_index=3
+    )
+
+
+def llava() -> tf.PretrainedConfig:
+    return tf.LlavaConfig(
+        text_config=tf.LlamaConfig(**HEADS), vision_config=tf.CLIPVisionConfig(**VISION), image_token_index=3
+    )
+
+
+CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
+    "bitnet": lambda: tf.BitNetConfig(**GROUPED),
+    "bloom": lambda: tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+    "codegen": lambda: tf.CodeGenConfig(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, n_ctx=64, rotary_dim=4
+    ),
+    "cohere": lambda: tf.CohereConfig(**GROUPED, logit_scale=0.25),
+    "cohere2": lambda: tf.Cohere2Config(**HEADS, logit_scale=0.25, sliding_window=8),
+    "deepseek-v2": lambda: tf.DeepseekV2Config(**LATENT),
+    "deepseek-v3": lambda: tf.DeepseekV3Config(**LATENT),
+    "exaone4": lambda: tf.Exaone4Config(**HEADS, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    "falcon": lambda: tf.FalconConfig(**SIZES, multi_query=True, parallel_attn=True, new_decoder_architecture=False),
+    "falcon-new-decoder": lambda: tf.FalconConfig(**SIZES, num_kv_heads=2, new_decoder_architecture=True),
+    "gemma1": lambda: tf.GemmaConfig(**HEADS),
+    "gemma3-with-vision": gemma3_vision,
+    "gemma4": lambda: tf.Gemma4TextConfig(
+        **HEADS,
+        global_head_dim=8,
+        num_global_key_value_heads=2,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gpt-neo": lambda: tf.GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        max_position_embeddings=64,
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,
+    ),
+    "gpt-oss": lambda: tf.GptOssConfig(**HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "gpt2-unscaled": lambda: tf.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_weights=False
+    ),
+    "gptj": lambda: tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
+    "granite": lambda: tf.GraniteConfig(
+        **GROUPED, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=8.0
+    ),
+    "jamba": lambda: tf.JambaConfig(
+        **GROUPED,
+        num_experts=2,
+        num_experts_per_tok=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_d_state=4,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        use_mamba_kernels=False,
+        mamba_dt_rank=4,
+    ),
+    "llava": llava,
+    "mamba": lambda: tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "mixtral": lambda: tf.MixtralConfig(**HEADS, num_local_experts=4, num_experts_per_tok=2),
+    "mpt": lambda: tf.MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    "olmo": lambda: tf.OlmoConfig(**GROUPED),
+    "olmo-clipped": lambda: tf.OlmoConfig(**GROUPED, clip_qkv=0.3),
+    "olmo2": lambda: tf.Olmo2Config(**GROUPED),
+    "olmo3": lambda: tf.Olmo3Config(**GROUPED, sliding_window=8),
+    "olmoe": lambda: tf.OlmoeConfig(**GROUPED, num_experts=4, num_experts_per_tok=2),
+    "opt": lambda: tf.OPTConfig(**OPT),
+    "opt-350m": lambda: tf.OPTConfig(**OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
+    "phi-qk-norm": lambda: tf.PhiConfig(**GATED, qk_layernorm=True),
+    "phi3": lambda: tf.Phi3Config(**GROUPED),
+    "qwen2-moe": lambda: tf.Qwen2MoeConfig(
+        **GROUPED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "qwen3-moe": lambda: tf.Qwen3MoeConfig(**EXPERTS, num_experts=4),
+    "qwen3-next": lambda: tf.Qwen3NextConfig(
+        **EXPERTS,
+        num_experts=4,
+        shared_expert_intermediate_size=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "smollm3": lambda: tf.SmolLM3Config(**GROUPED, no_rope_layers=[1, 0]),
+    "stablelm": lambda: tf.StableLmConfig(**GROUPED),
+    "stablelm-parallel": lambda: tf.StableLmConfig(**GROUPED, use_parallel_residual=True, qk_layernorm=True),
+    "starcoder2": lambda: tf.Starcoder2Config(**GROUPED, sliding_window=8),
+    "xglm": lambda: tf.XGLMConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        num_layers=2,
+        attention_heads=4,
+        ffn_dim=48,
+        max_position_embeddings=64,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+    ),
+}
+
+
+def random_model(name: str, seed: int = 0) -> tf.PreTrainedModel:
+    """Return a model whose every parameter, norms and biases too, is drawn afresh."""
+    config = CONFIGS[name]()
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.bos_token_id = part.eos_token_id = 0
+        part.pad_token_id = 1
+        part._attn_implementation = "eager"
+    multimodal = hasattr(config, "vision_config")
+    torch.manual_seed(seed)
+    model = (tf.AutoModelForImageTextToText if multimodal else tf.AutoModelForCausalLM).from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    gemma = name.startswith(("gemma1", "gemma3", "qwen3-next"))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if key.endswith(("A_log", ".D", "dt_bias", "dt_proj.bias")):
+                continue  # a state space is stable for some values only
+            is_norm_gain = parameter.ndim == 1 and key.endswith("weight")
+            parameter.copy_((0 if gemma else 1) + 0.2 * noise if is_norm_gain else 0.2 * noise)
+    return model.eval()
