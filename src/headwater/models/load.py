@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from headwater.errors import InputError, ModelError, did_you_mean
@@ -38,6 +37,7 @@ from headwater.models.embedded import embedded_folder
 from headwater.models.hooked import HookedModel
 from headwater.models.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
 from headwater.models.memory import refuse_too_large
+from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
 from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
 from headwater.models.tokens import load_tokenizer
 
@@ -85,6 +85,9 @@ def load(
             return _from_lens(raw, tokenizer, None, None, name=str(what))
         return _from_checkpoint(str(what), tokenizer, device, kind, revision, trust_remote_code)
     _refuse_spread(device, f"a {type(what).__name__} in memory")
+    if isinstance(what, torch.nn.Module):
+        refuse_adapters(what)
+        refuse_quantized(what)
     if isinstance(what, PreTrainedModel):
         return _from_transformers(what, tokenizer, device, kind)
     if isinstance(what, torch.nn.Module) and hasattr(what, "hook_dict") and hasattr(what, "cfg"):
@@ -121,7 +124,7 @@ def _from_checkpoint(
     tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if not spread:
         _refuse_unless_it_fits(folder, config, dtype, torch.device(device or _default_device()))
-    hf = _read_weights(folder, config, dtype, trust_remote_code, spread)
+    hf = language_model(_read_weights(folder, config, dtype, trust_remote_code, spread))
     if not spread:
         hf.to(device or _default_device())
     return _boot(hf, tokenizer, source, None if path.is_dir() else folder.name)
@@ -134,9 +137,10 @@ def _from_transformers(
     dtype: torch.dtype | None,
 ) -> HookedModel:
     twin = _twin(hf).eval()
+    twin.set_attn_implementation("eager")
+    twin = language_model(twin)
     if device is not None or dtype is not None:
         twin.to(device=device, dtype=dtype)
-    twin.set_attn_implementation("eager")
     name = hf.name_or_path or type(hf).__name__
     return _boot(twin, tokenizer, name, getattr(hf.config, "_commit_hash", None))
 
@@ -187,8 +191,8 @@ def _boot(
         raw = build_bridge_from_module(
             hf, architecture, hf_config=hf.config, tokenizer=_for_bridge(tokenizer), model_name=name
         )
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {error}") from None
+    except Exception as error:  # an adapter fails in its own way on what it was not written for
+        raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {first_line(error)}") from error
     model = HookedModel(
         raw,
         name=name,
@@ -254,9 +258,11 @@ def _refuse_unless_it_fits(folder: Path, config: Any, dtype: torch.dtype | None,
 def _read_weights(
     folder: Path, config: Any, dtype: torch.dtype | None, trust_remote_code: bool, spread: bool
 ) -> PreTrainedModel:
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     try:
         with _quiet_transformers():
-            hf, report = AutoModelForCausalLM.from_pretrained(
+            hf, report = kind.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype or "auto",
@@ -266,7 +272,7 @@ def _read_weights(
                 output_loading_info=True,
                 device_map="auto" if spread else None,
             )
-    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+    except Exception as error:  # each model class believes its config, and fails on what it says in its own way
         raise ModelError(f"The weights in {folder} cannot be loaded: {first_line(error)}") from error
     _check_report(folder, report, text_config(config).num_hidden_layers)
     if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):

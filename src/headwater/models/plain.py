@@ -1,0 +1,100 @@
+"""What a transformers model must be before it is wrapped: a language model of plain float weights.
+
+    adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused
+    quantized    weights that are no float numbers, or are unpacked on the way; refused
+    multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava)
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headwater.errors import InputError, ModelError
+from headwater.models.shape import text_config
+
+MERGE = (
+    "peft.PeftModel.from_pretrained(model, adapter).merge_and_unload() gives a model whose weights hold the adapter"
+)
+
+
+def refuse_adapters(model: Any) -> None:
+    """Refuse a PeftModel, and a model some of whose layers carry adapters (`add_adapter`).
+
+    Raises:
+        InputError: naming the first such layer, and how to merge.
+    """
+    if _is_a(model, "PeftModel"):
+        raise InputError(
+            f"A {type(model).__name__} of peft was given, whose adapters act beside the weights: give what its "
+            "merge_and_unload() returns."
+        )
+    if carrier := next((name for name, module in model.named_modules() if _is_a(module, "BaseTunerLayer")), None):
+        raise InputError(
+            f"Adapters act beside the weights of this {type(model).__name__}, first at {carrier}: {MERGE}; load that."
+        )
+
+
+def refuse_quantized(model: Any) -> None:
+    """Refuse weights that are not held as float numbers.
+
+    Raises:
+        ModelError: naming the first module that holds others.
+    """
+    advice = "headwater reads float weights: load the model without quantization, or save a dequantized copy."
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes.")):
+            raise ModelError(f"{name} of this {type(model).__name__} is a quantized {type(module).__name__}; {advice}")
+    for name, parameter in model.named_parameters():
+        if type(parameter.data) is not torch.Tensor or not parameter.is_floating_point():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{name} of this {type(model).__name__} is held as {kind} {type(parameter.data).__name__}; {advice}"
+            )
+    if getattr(model, "is_quantized", False):
+        raise ModelError(f"This {type(model).__name__} is quantized; {advice}")
+
+
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, or the text model inside a multimodal one: the same modules under their own head.
+
+    Raises:
+        ModelError: there is no unembedding, no such text model, or it gives other logits.
+    """
+    name = type(model).__name__
+    if model.get_output_embeddings() is None:
+        raise ModelError(f"A {name} has no unembedding; load the checkpoint as AutoModelForCausalLM does.")
+    if not hasattr(model.config, "text_config"):
+        return model
+    config = text_config(model.config)
+    try:
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except ValueError:
+        raise ModelError(
+            f"{name} is multimodal, and transformers has no text model of its type {config.model_type!r} by itself."
+        ) from None
+    setattr(text, text.base_model_prefix, model.get_decoder())
+    text.set_output_embeddings(model.get_output_embeddings())
+    text.name_or_path = model.name_or_path
+    text.eval()
+    _same_logits(model, text)
+    return text
+
+
+@torch.inference_mode()
+def _same_logits(whole: PreTrainedModel, text: PreTrainedModel) -> None:
+    device = whole.get_input_embeddings().weight.device
+    tokens = torch.arange(4, device=device)[None]
+    found, expected = (model(tokens, use_cache=False).logits.float() for model in (text, whole))
+    error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not error <= 1e-4:
+        raise ModelError(
+            f"The text model of this {type(whole).__name__}, {type(text).__name__}, gives other logits than the whole: "
+            f"{error:.1%} apart."
+        )
+
+
+def _is_a(module: Any, kind: str) -> bool:
+    """Whether one of an object's classes has this name; its library need not be there."""
+    return any(base.__name__ == kind for base in type(module).__mro__)
