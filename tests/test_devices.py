@@ -80,9 +80,7 @@ def test_products_are_full_float32_after_torchs_newer_switches_and_these_are_as_
     with devices.full_float32():
         seen += [precision(switch) for switch in SWITCHES]
     assert seen == ["ieee", "ieee"]
-    found = likelihood.token_statistics(
-        torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3])
-    )
+    found = likelihood.token_statistics(torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3]))
     assert len(found.rank) == 3
     assert [precision(switch) for switch in SWITCHES] == before
 

@@ -4,16 +4,17 @@ The other side of each comparison is the transformers model alone, with plain ho
 """
 
 import contextlib
+import copy
 import warnings
 
 import pytest
 import torch
 
 import headwater as hw
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, RunFolderError
 from headwater.models.weights import open_weights
 from tests.random_models import CONFIGS, random_model
-from tests.tiny import WORDS, tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 TEXT = "the capital of France is Paris"
@@ -25,7 +26,40 @@ OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
 MULTIPLIED = {"granite": 12.0}
 """What transformers multiplies the embedding with outside of its embedding module."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*swept with one whole run per cell")
+
+READ_ONLY = "An edit of hook_attn_scores did not take effect: .* can only be read"
+NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer 1"
+NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
+REFUSED = {
+    ("load", "falcon-new-decoder"): "TransformerLens cannot wrap FalconForCausalLM",
+    ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
+    ("statistics", "cohere"): "are not its final norm, unembedding and soft cap alone",
+    ("statistics", "cohere2"): "are not its final norm, unembedding and soft cap alone",
+    ("statistics", "granite"): "are not its final norm, unembedding and soft cap alone",
+    ("statistics", "opt-350m"): "OPTForCausalLM has no norm in front of its unembedding",
+    ("ov", "bitnet"): NOT_ONE_HEAD,  # a norm between the heads and W_O
+    ("ov", "gemma4"): NOT_ONE_HEAD,  # a norm behind W_V
+    ("ov", "mamba"): "MambaForCausalLM has no factors of single heads in layer 1: there is no attention",
+    ("ov", "olmo-clipped"): r"OlmoForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
+    ("ov", "qwen3-next"): NOT_ONE_HEAD,  # gates behind the heads
+    ("mlp0", "gemma4"): "The first block of Gemma4ForCausalLM is not the residual stream plus what attention and MLP",
+    ("mlp0", "jamba"): NO_MLP,
+    ("mlp0", "mamba"): NO_MLP,
+    ("mlp0", "qwen3-next"): NO_MLP,
+    ("raw", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
+    ("mlp0", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
+    ("z", "mamba"): "MambaForCausalLM has no activation named 'blocks.1.attn.hook_z'",
+    ("knockout", "gemma4"): READ_ONLY,
+    ("knockout", "gpt-neo"): READ_ONLY,
+    ("knockout", "gptj"): READ_ONLY,
+    ("knockout", "jamba"): "JambaForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
+    ("knockout", "mamba"): "MambaForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
+    ("knockout", "opt"): READ_ONLY,
+    ("knockout", "opt-350m"): READ_ONLY,
+    ("knockout", "qwen3-next"): "Qwen3NextForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
+    ("knockout", "xglm"): READ_ONLY,
+}
+"""What is refused of which model, and what the refusal says; everything else must be right."""
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +77,22 @@ def twins():
     def pair(name):
         if name not in made:
             hf = random_model(name)
-            made[name] = hf, right_or_refused(lambda: hw.load(hf, tokenizer=TOKENIZER))
+            made[name] = hf, unless_refused("load", name, lambda: hw.load(hf, tokenizer=TOKENIZER))
         return made[name]
 
     return pair
 
 
-def right_or_refused(compute):
-    """What is computed, or None where headwater refuses it in one line; any other exception is a failure."""
+def unless_refused(what, name, compute):
+    """What is computed; None where it is to be refused, after seeing that it is, in one line."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*swept with one whole run per cell")
-        try:
+        if (what, name) not in REFUSED:
             return compute()
-        except HeadwaterError as error:
-            assert str(error)
-            assert "\n" not in str(error), error
-            return None
+        with pytest.raises(HeadwaterError, match=REFUSED[what, name]) as caught:
+            compute()
+    assert "\n" not in str(caught.value)
+    return None
 
 
 def assert_equal(found, expected):
@@ -202,7 +236,7 @@ def embeddings_of(hf, name, tokens):
 def test_logits_equal_hugging_faces_or_the_model_is_refused(twins, prompts, name):
     hf, model = twins(name)
     if model is not None:
-        found = right_or_refused(lambda: model.run(prompts))
+        found = unless_refused("run", name, lambda: model.run(prompts))
         if found is not None:
             assert_equal(found, logits_of(hf, prompts))
 
@@ -213,7 +247,7 @@ def test_token_statistics_equal_hugging_faces_or_are_refused(twins, name):
     hf, model = twins(name)
     if model is None:
         return
-    found = right_or_refused(lambda: hw.token_statistics(model, TEXT, progress=False).table)
+    found = unless_refused("statistics", name, lambda: hw.token_statistics(model, TEXT, progress=False).table)
     if found is not None:
         tokens = model.tokenize(TEXT).tokens
         expected = logits_of(hf, tokens.tolist()).log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
@@ -227,8 +261,7 @@ def test_what_a_head_writes_equals_the_models_own_attention_or_is_refused(twins,
     if model is None:
         return
     x = torch.randn(5, model.shape.d_model, generator=torch.Generator().manual_seed(5))
-    source = right_or_refused(lambda: open_weights(model))
-    factors = source and right_or_refused(lambda: source.ov(1))
+    factors = unless_refused("ov", name, lambda: open_weights(model).ov(1))
     if factors is None:
         return
     for head in range(model.shape.n_heads):
@@ -246,11 +279,12 @@ def test_effective_embeddings_equal_the_models_own_first_block_or_are_refused(tw
     raw, mlp0 = embeddings_of(hf, name, tokens)
     source = open_weights(model)
     for kind, expected in (("raw", raw), ("mlp0", mlp0), ("embed+mlp0", None if mlp0 is None else raw + mlp0)):
-        found = right_or_refused(lambda kind=kind: source.effective_embedding(tokens, kind))
+        what = kind.removeprefix("embed+")
+        found = unless_refused(what, name, lambda kind=kind: source.effective_embedding(tokens, kind))
         if found is not None:
             assert expected is not None, kind
             assert_equal(found, expected)
-    found = right_or_refused(lambda: source.effective_embedding(tokens, "layer0"))
+    found = unless_refused("layer0", name, lambda: source.effective_embedding(tokens, "layer0"))
     if found is not None:
         pairs = torch.stack([torch.zeros_like(tokens), tokens], 1).tolist()
         assert_equal(found, seen_at(hf, pairs, layers_of(hf)[1])[:, 1])
@@ -264,7 +298,7 @@ def test_patching_the_residual_stream_equals_plain_hooks_or_is_refused(twins, pr
         return
     clean, corrupted = prompts
     metric = {"metric": lambda logits: logits[:, -1, READ], "progress": False}
-    sweep = right_or_refused(lambda: hw.patch(model, [clean], [corrupted], sites="resid_pre", **metric))
+    sweep = unless_refused("patch", name, lambda: hw.patch(model, [clean], [corrupted], sites="resid_pre", **metric))
     if sweep is None:
         return
     for layer, position in ((0, 2), (1, 3), (1, 6)):
@@ -283,7 +317,7 @@ def test_patching_a_heads_output_equals_plain_hooks_or_is_refused(twins, prompts
         return
     clean, corrupted = prompts
     metric = {"metric": lambda logits: logits[:, -1, READ], "progress": False}
-    sweep = right_or_refused(lambda: hw.patch(model, [clean], [corrupted], sites="z", layers=1, **metric))
+    sweep = unless_refused("z", name, lambda: hw.patch(model, [clean], [corrupted], sites="z", layers=1, **metric))
     if sweep is None:
         return
     output = output_of(attention_of(layers_of(hf)[1]))
@@ -294,6 +328,63 @@ def test_patching_a_heads_output_equals_plain_hooks_or_is_refused(twins, prompts
         mixed[..., head * width : (head + 1) * width] = there[..., head * width : (head + 1) * width]
         expected = logits_of(hf, [corrupted], (output, "before", written(mixed)))[0, -1, READ]
         assert_cell(sweep, expected - logits_of(hf, [corrupted])[0, -1, READ], layer=1, head=head)
+
+
+@contextlib.contextmanager
+def severed(monkeypatch, hf, layer, query, key):
+    """One edge masked before the softmax of one layer's attention."""
+    plain, at = torch.nn.functional.softmax, []
+
+    def softmax(scores, *args, **options):
+        if at and at[-1] == layer and scores.ndim == 4:
+            scores = scores.clone()
+            scores[..., query, key] = torch.finfo(scores.dtype).min
+        return plain(scores, *args, **options)
+
+    entered = [(block, "before", lambda m, args, options, i=i: at.append(i)) for i, block in enumerate(layers_of(hf))]
+    with monkeypatch.context() as patched, hooked(*entered):
+        patched.setattr(torch.nn.functional, "softmax", softmax)
+        yield
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", CONFIGS)
+def test_knockouts_equal_masked_softmaxes_or_are_refused(twins, prompts, monkeypatch, name):
+    hf, model = twins(name)
+    if model is None:
+        return
+    tokens, query, key = prompts[0], len(prompts[0]) - 1, 4
+    options = {"block": (query, key), "metric": lambda logits: logits[:, -1, READ], "progress": False}
+    sweep = unless_refused("knockout", name, lambda: hw.knockout(model, [tokens], **options))
+    if sweep is None:
+        return
+    plain = logits_of(hf, [tokens])[0, -1, READ]
+    for layer in range(model.shape.n_layers):
+        with severed(monkeypatch, hf, layer, query, key):
+            expected = logits_of(hf, [tokens])[0, -1, READ]
+        assert expected != plain
+        assert_cell(sweep, expected - plain, layer=layer)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_folder_knows_its_model_again_and_no_other(twins, prompts, tmp_path, name):
+    hf, model = twins(name)
+    if model is None:
+        return
+    options = {"sites": "resid_pre", "metric": hw.logit_difference(READ, 5), "progress": False, "out": tmp_path / "run"}
+
+    def sweep(model):
+        return unless_refused("patch", name, lambda: hw.patch(model, [prompts[0]], [prompts[1]], **options))
+
+    first = sweep(model)
+    if first is None:
+        return
+    assert sweep(model).table.equals(first.table)
+    other = copy.deepcopy(hf)
+    with torch.no_grad():
+        other.get_input_embeddings().weight[3] += 1.0
+    with pytest.raises(RunFolderError):
+        sweep(hw.load(other, tokenizer=TOKENIZER))
 
 
 def assert_cell(sweep, expected, **where):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import operator
 import shutil
 from collections.abc import Iterator
 from functools import lru_cache
@@ -61,7 +62,7 @@ def full_float32() -> Iterator[None]:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch answers so once its newer switch, one per backend, has been used
         with contextlib.ExitStack() as stack:
-            for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            for backend in operator.attrgetter("cuda.matmul", "mkldnn.matmul")(torch.backends):
                 stack.enter_context(_ieee_products(backend))
             yield
         return

@@ -4,9 +4,9 @@ Tensors are memory-mapped: `read` maps the one file that holds the tensor and ha
 memory is what is being used, and it is let go with the last reference to the tensor.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from transformers import AutoConfig
 
 from headwater.errors import ModelError
 from headwater.models.layouts import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors, layout_of
-from headwater.models.shape import shape_of, text_config
+from headwater.models.shape import refuse_impossible_sizes, shape_of, text_config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
 
 
@@ -84,10 +85,16 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
         raise ModelError(
             f"{folder} has no config.json, so it is not a checkpoint; give the folder that save_pretrained wrote."
         )
+    refuse_pointer(folder / "config.json")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config may hold anything, and each config class checks it in its own way
-        raise ModelError(f"The config in {folder} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"The config in {folder} cannot be read: {one_line(error)}") from error
+    try:
+        refuse_impossible_sizes(config)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+    return config
 
 
 @dataclass(frozen=True)
@@ -129,9 +136,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         n_layers = shape_of(whole_config).n_layers
     if getattr(whole_config, "quantization_config", None):
         raise ModelError(f"{folder} holds quantized weights; headwater reads float weights: save a dequantized copy.")
-    stored = {name: (file, shape) for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
-    if n_layers > len(stored):
-        raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
+    stored = stored_tensors(folder, n_layers)
     with _believed(folder):
         config = text_config(whole_config)
         expected = expected_tensors(config)
@@ -155,7 +160,19 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     return Checkpoint(folder, config, names, {name: stored[own][0] for name, own in names.items()})
 
 
-@contextmanager
+def stored_tensors(folder: Path, n_layers: int) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """The file and the shape of every tensor of a checkpoint, by its name there.
+
+    Raises:
+        ModelError: a file is damaged or missing, or there are fewer tensors than layers.
+    """
+    stored = {name: (file, shape) for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
+    if n_layers > len(stored):
+        raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
+    return stored
+
+
+@contextlib.contextmanager
 def _believed(folder: Path) -> Iterator[None]:
     """Make one error of whatever a config leads to whose sizes are no numbers, no sizes, or do not go together."""
     try:
@@ -205,23 +222,54 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[str, str]:
-    """Map names relative to the base model to the names in the files, whatever prefix these carry."""
-    embedding = f"{layout_of(config).embedding}.weight"
-    matches = [name for name in stored if name == embedding or name.endswith(f".{embedding}")]
+    """Map names relative to the base model to the names in the files, whatever prefix these carry.
+
+    A matrix that embedding and unembedding share may be stored under either name.
+    """
+    layout = layout_of(config)
+    embedding, final_norm = f"{layout.embedding}.weight", f"{layout.final_norm}.weight"
+    heads = [name for name in stored if name.endswith(UNEMBEDDING_NAMES)]
+    matches = _named(stored, embedding)
+    tied = not matches and config.tie_word_embeddings and len(heads) == 1
+    if tied:
+        matches = [name.removesuffix(final_norm) + embedding for name in _named(stored, final_norm)]
     if len(matches) != 1:
         raise ModelError(f"{folder} has {len(matches)} tensors named {embedding!r}, not one; is it a language model?")
     prefix = matches[0].removesuffix(embedding)
-    return {UNEMBEDDING if name.endswith(UNEMBEDDING_NAMES) else name.removeprefix(prefix): name for name in stored}
+    names = {UNEMBEDDING if name in heads else name.removeprefix(prefix): name for name in stored}
+    return names | ({embedding: heads[0]} if tied else {})
 
 
-@contextmanager
+def _named(stored: dict[str, Any], name: str) -> list[str]:
+    return [own for own in stored if own == name or own.endswith(f".{name}")]
+
+
+@contextlib.contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file, naming it in the error when it is damaged."""
+    refuse_pointer(file)
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or save it again.") from error
+
+
+def refuse_pointer(file: Path) -> None:
+    """Refuse what Git leaves in place of a large file until Git LFS has fetched it.
+
+    Raises:
+        ModelError: the file is such a pointer.
+    """
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}.")
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An exception's message in one line, cut where it goes on for long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[:most] + " ..."
 
 
 def first_line(error: BaseException) -> str:

@@ -27,9 +27,10 @@ from headwater.kernels.devices import usable_device
 from headwater.models import checks
 from headwater.models.checkpoint import (
     checkpoint_folder,
-    first_line,
+    one_line,
     open_checkpoint,
     read_config,
+    stored_tensors,
     tensor_shapes,
     weight_files,
 )
@@ -120,7 +121,7 @@ def _from_checkpoint(
     if text_config(config).model_type in ARCHITECTURES:
         open_checkpoint(folder, trust_remote_code)
     else:
-        weight_files(folder)
+        stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
     tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if not spread:
         _refuse_unless_it_fits(folder, config, dtype, torch.device(device or _default_device()))
@@ -192,7 +193,7 @@ def _boot(
             hf, architecture, hf_config=hf.config, tokenizer=_for_bridge(tokenizer), model_name=name
         )
     except Exception as error:  # an adapter fails in its own way on what it was not written for
-        raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {first_line(error)}") from error
+        raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {one_line(error)}") from error
     model = HookedModel(
         raw,
         name=name,
@@ -273,7 +274,7 @@ def _read_weights(
                 device_map="auto" if spread else None,
             )
     except Exception as error:  # each model class believes its config, and fails on what it says in its own way
-        raise ModelError(f"The weights in {folder} cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"The weights in {folder} cannot be loaded: {one_line(error)}") from error
     _check_report(folder, report, text_config(config).num_hidden_layers)
     if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
         raise InputError(

@@ -36,7 +36,7 @@ Factors: TypeAlias = Mapping[str, Tensor | None]
 """W_V, W_O, b_V, b_O of one layer."""
 
 
-def entering(model: HookedModel, tokens: Int[Tensor, "token"], before: int = 0) -> Float[Tensor, "token d_model"]:
+def entering(model: HookedModel, tokens: Int[Tensor, token], before: int = 0) -> Float[Tensor, "token d_model"]:
     """What enters the first block for each token, behind so many copies of it."""
     rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
     return model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), stop_at=0)[:, -1]
@@ -64,7 +64,7 @@ def adds_positions(model: HookedModel) -> bool:
 
 
 def first_mlp(
-    model: HookedModel, tokens: Int[Tensor, "token"], embeddings: Float[Tensor, "token d_model"]
+    model: HookedModel, tokens: Int[Tensor, token], embeddings: Float[Tensor, "token d_model"]
 ) -> Float[Tensor, "token d_model"]:
     """MLP₀(LN(E)): what the first block writes beside E when it reads E and its attention is silent.
 
@@ -139,7 +139,9 @@ class HeadsOfLoneTokens:
         values = _plus(einsum(own["x"], W_V, "token m, head m d -> token head d"), factors.get("b_V"))
         expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * own["weight"]
         z = own["z"].reshape(len(x), len(W_O), -1)
-        where = f"heads of {{}} do not hand on their weight times x W_V in layer {layer}: {{}} apart. No OV map is read."
+        where = (
+            f"heads of {{}} do not hand on their weight times x W_V in layer {layer}: {{}} apart. No OV map is read."
+        )
         _same(self.model, expected, z, f"The {where}")
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
         where = f"attention of {{}} does not write the sum of its heads' z W_O in layer {layer}: {{}} apart."
@@ -161,7 +163,7 @@ def refuse_clipped(model: HookedModel) -> None:
             )
 
 
-def _some_tokens(model: HookedModel) -> Int[Tensor, "token"]:
+def _some_tokens(model: HookedModel) -> Int[Tensor, token]:
     return torch.arange(min(SEVERAL, model.shape.d_vocab))
 
 

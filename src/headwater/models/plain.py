@@ -1,8 +1,8 @@
 """What a transformers model must be before it is wrapped: a language model of plain float weights.
 
-    adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused
-    quantized    weights that are no float numbers, or are unpacked on the way; refused
-    multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava)
+adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused
+quantized    weights that are no float numbers, or are unpacked on the way; refused
+multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava)
 """
 
 from typing import Any
@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headwater.errors import InputError, ModelError
 from headwater.models.shape import text_config
 
-MERGE = (
-    "peft.PeftModel.from_pretrained(model, adapter).merge_and_unload() gives a model whose weights hold the adapter"
-)
+MERGE = "peft.PeftModel.from_pretrained(model, adapter).merge_and_unload() gives a model whose weights hold the adapter"
 
 
 def refuse_adapters(model: Any) -> None:

@@ -17,6 +17,11 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
 }
 """The supported architectures: the config's `model_type` and the class in transformers it names."""
+SIZES = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings", "head_dim",
+)  # fmt: skip
+"""The entries of a config that are sizes of every model which has them."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,19 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def refuse_impossible_sizes(config: Any) -> None:
+    """Refuse a config some of whose sizes no model has.
+
+    Raises:
+        ModelError: naming the first number below 1.
+    """
+    config = text_config(config)
+    for name in SIZES:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ModelError(f"the config says {name}={value}, which no model has; it must be at least 1.")
+
+
 def shape_of(config: Any) -> ModelShape:
     """Read a model's shape from its transformers config.
 
@@ -65,13 +83,14 @@ def shape_of(config: Any) -> ModelShape:
         config: the config of any supported architecture.
 
     Raises:
-        ModelError: the architecture is not one of `ARCHITECTURES`.
+        ModelError: the architecture is not one of `ARCHITECTURES`, or a size is below 1.
     """
     config = text_config(config)
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
             f"The model type {config.model_type!r} is not supported; headwater reads {', '.join(ARCHITECTURES)}."
         )
+    refuse_impossible_sizes(config)
     d_model, n_heads = config.hidden_size, config.num_attention_heads
     mlp_width = config.n_inner if config.model_type == "gpt2" else config.intermediate_size
     return ModelShape(

@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import cached_file
 
 from headwater.errors import InputError, ModelError
-from headwater.models.checkpoint import first_line
+from headwater.models.checkpoint import first_line, refuse_pointer
 from headwater.options import whole_number
 from headwater.texts import refuse_half_characters
 
@@ -166,7 +168,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None = None
     """
     refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    with _panics_are_errors(
+        InputError, f"The tokenizer fails on the text {shorten(repr(text), 60, placeholder='...')}"
+    ):
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(found["input_ids"])
     offsets = tuple((int(start), int(end)) for start, end in found["offset_mapping"]) if fast else None
     if bos is None or ids[:1] == [bos]:
@@ -234,14 +239,22 @@ def load_tokenizer(
             f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
             "or copy the tokenizer files into the folder."
         )
+    for name in TOKENIZER_FILES:
+        refuse_pointer(folder / name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    with _panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
+        return _faithful(where, revision, options)
+
+
+def _faithful(where: str, revision: str | None, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer that the file describes, completed by the class that its name stands for."""
     try:
         file = cached_file(where, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is None:
             return AutoTokenizer.from_pretrained(where, **options)
         faithful = PreTrainedTokenizerFast.from_pretrained(where, **options)
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
-        raise ModelError(f"The tokenizer of {source} cannot be read: {first_line(error)}") from None
+        raise ModelError(f"The tokenizer of {where} cannot be read: {first_line(error)}") from None
     try:
         named = AutoTokenizer.from_pretrained(where, **options)
     except Exception:  # each class reads the files in its own way, and needs others than the one that counts
@@ -253,6 +266,17 @@ def load_tokenizer(
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template
     return faithful
+
+
+@contextlib.contextmanager
+def _panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
+    """Make an error of a panic of the tokenizers library (a rule's regex may lead to one), which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{failed}: its rules made the tokenizers library stop ({first_line(error)}).") from None
 
 
 def _refuse_what_has_no_order(inputs: Any) -> None:

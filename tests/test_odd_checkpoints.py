@@ -1,0 +1,168 @@
+"""Checkpoints that are not what they seem: refused with what to do about it, or read as transformers reads them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+import headwater as hw
+from headwater.errors import InputError, ModelError
+from headwater.models.weights import open_weights
+from tests.random_models import random_model
+from tests.tiny import tiny_model, tiny_tokenizer
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 4096\n"
+)
+OPENERS = [hw.load, open_weights]
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    """A copy of a tiny Llama checkpoint that a test may damage."""
+    return shutil.copytree(checkpoint("llama"), tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A checkpoint of an architecture that headwater has no table for."""
+    path = tmp_path_factory.mktemp("mixtral")
+    random_model("mixtral").save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def rewrite(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_git_lfs_pointer_says_how_to_fetch_the_file(folder, file, opened):
+    (folder / file).write_text(POINTER)
+    with pytest.raises(ModelError, match="is a Git LFS pointer, not the file itself; run `git lfs pull`") as caught:
+        opened(folder)
+    assert str(folder / file) in str(caught.value)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", 0),
+        ("hidden_size", -32),
+        ("num_attention_heads", -4),
+        ("num_key_value_heads", 0),
+        ("vocab_size", 0),
+        ("head_dim", -8),
+        ("max_position_embeddings", 0),
+        ("max_position_embeddings", -5),
+    ],
+)
+def test_a_config_with_an_impossible_size_is_refused_by_that_size(folder, name, value, opened):
+    rewrite(folder / "config.json", **{name: value})
+    with pytest.raises(ModelError, match=f"the config says {name}={value}, which no model has; it must be at least 1"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": -1}, {"num_hidden_layers": 10**9}, {"hidden_size": 0}])
+def test_impossible_sizes_of_other_architectures_are_refused_before_anything_is_built(mixture, tmp_path, changes):
+    path = shutil.copytree(mixture, tmp_path / "model")
+    rewrite(path / "config.json", **changes)
+    with pytest.raises(ModelError, match="says") as caught:
+        hw.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_does_not_validate_says_why(folder):
+    rewrite(folder / "config.json", num_hidden_layers="3")
+    with pytest.raises(ModelError, match=r"num_hidden_layers.*int.*str"):
+        hw.load(folder)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "gemma3"])
+def test_a_tied_matrix_may_be_stored_under_the_name_of_the_unembedding(family, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint(family), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight")))
+    weights["lm_head.weight"] = weights.pop(name)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    hf = tf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model, source, original = hw.load(folder), open_weights(folder), open_weights(checkpoint(family))
+    tokens = model.tokenize("the capital of France is Paris").tokens
+    with torch.inference_mode():
+        torch.testing.assert_close(model.run(tokens), hf(tokens).logits, rtol=0, atol=1e-5)
+    assert torch.equal(source.embedding(), original.embedding())
+    assert torch.equal(source.unembedding(), original.unembedding())
+    assert source.fingerprint == original.fingerprint == model.fingerprint
+
+
+def test_an_unembedding_alone_does_not_stand_for_an_embedding_that_is_not_tied_to_it(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.embed_tokens.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"0 tensors named 'embed_tokens\.weight'"):
+        hw.load(folder)
+
+
+@pytest.mark.parametrize("name", ["gemma3-with-vision", "llava"])
+@pytest.mark.oracle
+def test_a_multimodal_checkpoint_is_read_as_the_text_model_it_holds(name, tmp_path):
+    hf = random_model(name)
+    hf.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    folder, memory = hw.load(tmp_path), hw.load(hf, tokenizer=tiny_tokenizer())
+    tokens = folder.tokenize("the capital of France is Paris").tokens
+    with torch.inference_mode():
+        expected = hf(tokens).logits
+    for model in (folder, memory):
+        torch.testing.assert_close(model.run(tokens), expected, rtol=0, atol=1e-5)
+    streamed = open_weights(tmp_path)
+    assert streamed.fingerprint == folder.fingerprint == memory.fingerprint
+    assert folder.shape == memory.shape == streamed.shape
+    for source in (open_weights(folder), open_weights(memory)):
+        assert torch.equal(source.ov(1).W_V, streamed.ov(1).W_V)
+    assert {type(m).__name__ for m in hf.modules()} & {"SiglipVisionModel", "CLIPVisionModel"}
+
+
+def test_a_model_without_unembedding_is_refused():
+    with pytest.raises(ModelError, match="LlamaModel has no unembedding; load the checkpoint as AutoModelForCausalLM"):
+        hw.load(tiny_model("llama").model)
+
+
+def panicking(folder):
+    """A tokenizer with a regular expression that tokenizers gives up on for some texts."""
+    file = folder / "tokenizer.json"
+    rules = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rules["pre_tokenizer"]]}
+    file.write_text(json.dumps(rules))
+    return folder
+
+
+def test_a_tokenizer_whose_rules_panic_on_a_text_is_one_readable_error(folder, capfd):
+    model = hw.load(panicking(folder))
+    assert len(model.tokenize("the capital"))
+    with pytest.raises(
+        InputError, match=r"fails on the text 'x+.*its rules made the tokenizers library stop \(Onig"
+    ) as caught:
+        model.tokenize("x" * 40)
+    assert "\n" not in str(caught.value)
+    capfd.readouterr()
+
+
+def test_a_tokenizer_that_panics_while_it_is_read_is_one_readable_error(folder, monkeypatch):
+    class PanicException(BaseException):  # the name pyo3 gives it
+        pass
+
+    def panic(*args, **options):
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(tf.PreTrainedTokenizerFast, "from_pretrained", panic)
+    with pytest.raises(ModelError, match=r"cannot be read: its rules made .* stop \(index out of bounds\)"):
+        hw.load(folder)
