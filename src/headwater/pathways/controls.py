@@ -2,6 +2,8 @@
 
 - `relation_logits`: how often answers of this relation are wrong, in the examples the probe was fitted on. A probe that
   is no better has learnt which questions are hard, not whether this answer is true.
+- `span_logits`: the length and place of the exact answer alone. Where right and wrong answers differ in these, a probe
+  reads another kind of token by label, and need know nothing else.
 - `aware_logits`: a probe on untouched states that predicts the mode ("self-awareness"), fitted on one half of the
   examples and read on the other. Its baselines: −|logit| of the truth probe, since what is undecided flips easily, and
   both logit and |logit| (`logit_baseline`), since often one prediction flips and the other does not.
@@ -26,6 +28,9 @@ from headwater.pathways.modes import MODES, Effects
 from headwater.pathways.probes import States, fit_linear, linear_logits
 
 FEWEST_OF_A_MODE = 10
+SHAPES = ("exact_length", "exact_before", "exact_after")
+LONG = 8
+"""Counts of tokens from this one up are one."""
 ALL = "all"
 PerExample = Float[np.ndarray, "seed example"]
 
@@ -60,6 +65,19 @@ def logit_baseline(
 ) -> PerExample:
     """Predict the same from the truth probe's logit at l* and its size alone."""
     return _from_other_half(lambda seed, here: np.stack([logits[seed], np.abs(logits[seed])], 1), flips, half)
+
+
+def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]) -> PerExample:
+    """Predict a wrong answer from the length and place of its exact tokens, each count with a weight of its own.
+
+    Args:
+        shapes: what `spans.span_shapes` returned.
+        z: 1 where the answer is wrong.
+        half: the half that each example is measured in; fitted on the other.
+    """
+    counts = [shapes[name].clip(0, LONG).to_numpy()[:, None] == np.arange(LONG + 1) for name in SHAPES]
+    features = np.concatenate([*counts, shapes[["exact_share"]].to_numpy()], axis=1).astype(float)
+    return _from_other_half(lambda seed, here: features, np.broadcast_to(z == 1, half.shape), half)
 
 
 def _from_other_half(

@@ -26,6 +26,7 @@ from headwater.pathways.tables import (
     MARGIN,
     PROBE,
     RELATION,
+    SPANS,
     WRONG_ANSWER,
 )
 
@@ -43,7 +44,7 @@ def report_of(pathways: Pathways) -> list[str]:
         )
     for dataset in pathways.datasets:
         view = _View(pathways, dataset)
-        for part in (_probe, _knockout, _modes, _shape, _direction, _awareness, _swaps, _properties):
+        for part in (_probe, _spans, _knockout, _modes, _shape, _direction, _awareness, _swaps, _properties):
             sentences += [f"{dataset}: {sentence}" for sentence in part(view)]
     surviving = [name for name in pathways.datasets if survives(pathways, name)]
     where = ", ".join(surviving) if surviving else "none of the question sets"
@@ -64,6 +65,7 @@ def summary_of(pathways: Pathways) -> dict[str, Any]:
                 "best_layer": view.layer,
                 "auc": _round(view.baseline(WRONG_ANSWER, PROBE)[0]),
                 "auc_relation": _round(view.baseline(WRONG_ANSWER, RELATION)[0]),
+                "auc_spans": _round(view.baseline(WRONG_ANSWER, SPANS)[0]),
                 "auc_after_knockout": _round(view.baseline(WRONG_ANSWER, AFTER)[0]),
                 "flip_rate": _round(flips),
                 "flip_rate_random": _round(random),
@@ -82,8 +84,11 @@ def survives(pathways: Pathways, dataset: str) -> bool:
        a shift of every example to one point has two peaks only because two predictions start from two sides.
     2. Predictions flip more often than when random question tokens are knocked out.
     3. With modes taken from another seed's probe, ΔP of Q-anchored examples lies below that of A-anchored ones.
+    4. The probe tells more than the length and place of the exact answer, where these tell the label at all.
     """
     view = _View(pathways, dataset)
+    if view.told_by_spans:
+        return False
     within = [view.verdict(EXACT, f"predicted {side}") for side in ("right", "wrong")]
     exact, random = view.control(EXACT, ALL, "flip_rate"), view.control(RANDOM, ALL, "flip_rate")
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
@@ -132,6 +137,12 @@ class _View:
         table = self._own(self.pathways.baselines)
         return _triple(table[(table["question"] == question) & (table["score"] == score)], "value", "low", "high")
 
+    @property
+    def told_by_spans(self) -> bool:
+        """Whether the exact answer's length and place tell the label, and the probe no better than these."""
+        difference = self.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
+        return self.baseline(WRONG_ANSWER, SPANS)[1] > 0.5 and not difference[1] > 0
+
     def verdict(self, intervention: str, population: str) -> str:
         """One mode or two."""
         table = self._own(self.pathways.components)
@@ -142,6 +153,11 @@ class _View:
 def _probe(view: _View) -> Iterator[str]:
     found = view.baseline(WRONG_ANSWER, PROBE)
     at_chance = "" if found[1] > 0.5 else " It is not told from chance, and nothing below says much."
+    if view.told_by_spans:
+        at_chance = (
+            " Length and place of the exact answer alone tell them as well: this is no sign that the states know which "
+            "answer is wrong, and nothing below says much."
+        )
     yield (
         f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) tells the wrong ones with AUC "
         f"{_interval(found)}.{at_chance}"
@@ -152,6 +168,24 @@ def _probe(view: _View) -> Iterator[str]:
         yield (
             f"knowing only the question's relation gives AUC {_interval(relation)}; the probe "
             f"{_against_zero(difference, 'beats it', 'is worse', 'is not told apart from it')} "
+            f"(difference {_interval(difference)})."
+        )
+
+
+def _spans(view: _View) -> Iterator[str]:
+    """Compare the exact answer's length and place in right and wrong answers, and what these alone tell."""
+    found = view.baseline(WRONG_ANSWER, SPANS)
+    if np.isfinite(found[0]):
+        means = view.modes.groupby("correct")[["exact_length", "exact_share"]].mean()
+        right, wrong = (
+            f"{means.at[side, 'exact_length']:.1f} tokens, {means.at[side, 'exact_share']:.0%} of the answer,"
+            for side in (True, False)
+        )
+        difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
+        yield (
+            f"the exact answer has {right} where it is right, and {wrong} where it is wrong. Its length and place "
+            f"alone give AUC {_interval(found)}; the probe "
+            f"{_against_zero(difference, 'beats this', 'is worse', 'is not told apart from this')} "
             f"(difference {_interval(difference)})."
         )
 

@@ -11,7 +11,14 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 
 from headwater.pathways.bootstrap import Counts, resampled_questions
-from headwater.pathways.controls import aware_logits, by_intervention, compare, logit_baseline, relation_logits
+from headwater.pathways.controls import (
+    aware_logits,
+    by_intervention,
+    compare,
+    logit_baseline,
+    relation_logits,
+    span_logits,
+)
 from headwater.pathways.interventions import EXACT, RANDOM
 from headwater.pathways.measuring import Measured
 from headwater.pathways.modes import (
@@ -26,9 +33,11 @@ from headwater.pathways.modes import (
     splits_of,
 )
 from headwater.pathways.probes import auc
+from headwater.pathways.spans import span_shapes
 
 WRONG_ANSWER, ANY_MODE = "which answers are wrong", "which examples are Q-anchored"
 PROBE, RELATION, AFTER, AFTER_RANDOM = "probe", "relation", "probe after knockout", "probe after random knockout"
+SPANS = "exact answer's length and place"
 AWARE, MARGIN, BY_LOGIT = "probe of the mode", "−|logit|", "logit and |logit|"
 KEPT = ("relation", "popularity", "depth")
 """Columns of the questions that go along into the table of modes."""
@@ -132,6 +141,7 @@ def _modes(measured: Measured, exact: Effects, aware: NDArray[np.float64]) -> pd
         "correct": (measured.answered.z == 0)[example],
     }
     columns |= {name: table[name].to_numpy()[example] for name in KEPT if name in table}
+    columns |= {name: values.to_numpy()[example] for name, values in span_shapes(table).items()}
     return pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
 
 
@@ -167,6 +177,7 @@ def _baselines(measured: Measured, counts: Counts, own: NDArray[np.bool_], aware
     if "relation" in table and table["relation"].notna().any():
         relations = table["relation"].fillna("").to_numpy(dtype=object)
         truth[RELATION] = relation_logits(relations, z, half)
+    truth[SPANS] = span_logits(span_shapes(table), z, half)
     truth[AFTER] = at_layer(measured.knockout, best)
     if RANDOM in measured.others:
         truth[AFTER_RANDOM] = at_layer(measured.others[RANDOM][0], best)

@@ -71,8 +71,8 @@ class Pathways(Result):
     """
     modes: pd.DataFrame
     """A row per dataset, example and seed, at l*: `layer, split, logit, margin, predicted_wrong, delta_p, delta_logit,
-    mode, crossed_mode` (by the next seed's probe), `aware_logit` (a probe of the mode), `correct`, and relation,
-    popularity and depth where the questions have them."""
+    mode, crossed_mode` (by the next seed's probe), `aware_logit` (a probe of the mode), `correct`, relation,
+    popularity and depth where the questions have them, and the length and place of E_A (`spans.span_shapes`)."""
     auc: pd.DataFrame
     """`dataset, seed, split, layer, best, validation_auc, auc, auc_after_knockout, auc_after_random`."""
     curves: pd.DataFrame

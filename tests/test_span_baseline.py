@@ -1,0 +1,118 @@
+"""Answers that carry no label give a probe that knows none, and spans that carry it are not taken for knowledge."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.models.generation import Generated
+from headwater.pathways import answers as room
+from headwater.pathways.report import survives
+from headwater.pathways.spans import span_shapes
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+
+SAID = WORDS[:16]
+"""What the answers name, and the accepted answers are; each is one token."""
+QUESTIONS = 400
+
+
+@pytest.fixture(scope="module")
+def model():
+    tokenizer = tiny_tokenizer((*WORDS, "It", "as", "far", "know", "What", "capital"))
+    return hw.load(tiny_model("llama", len(tokenizer)), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def coin_flips():
+    """Questions in PopQA's wording about invented places, and to each an answer that is right by the flip of a coin."""
+    rng = np.random.default_rng(3)
+    rows = []
+    for number in range(QUESTIONS):
+        first, second = rng.choice(SAID, 2, replace=False)
+        place = f"{rng.choice(WORDS[16:])} {number}"
+        said = f" It is {first}, as far as I know.\n"
+        accepted = first if rng.random() < 0.5 else second
+        rows.append((f"What is the capital of {place}?", str(accepted), place, said))
+    return pd.DataFrame(rows, columns=["question", "answers", "subject", "said"])
+
+
+def answered(model, coin_flips, extractor=None):
+    """Let the model say what was made up, and label and locate it as any answer."""
+    said = dict(zip(coin_flips["question"], coin_flips["said"], strict=True))
+
+    def say(model, prompts, *, max_new_tokens, stop):
+        read = [model.tokenizer.decode(row[real]) for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
+        texts = [said[prompt.split("Q: ")[1].split("\n")[0]] for prompt in read]
+        rows = [torch.tensor(model.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        lengths = torch.tensor([len(row) for row in rows])
+        return Generated(tokens, -tokens.float(), lengths, torch.ones(len(rows), dtype=torch.bool))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "generate", say)
+        table = coin_flips.drop(columns="said").assign(dataset="popqa", property="capital", relation="capital")
+        return hw.answer(model, hw.load_questions(table), extractor=extractor, progress=False)
+
+
+def traced(model, given, token="exact_answer_last"):
+    return hw.trace_pathways(model, given, token=token, seeds=1, controls=False, progress=False)
+
+
+def auc_of(pathways, score="probe"):
+    rows = pathways.baselines[pathways.baselines["question"] == "which answers are wrong"]
+    return rows.set_index("score").loc[score, ["low", "high"]].tolist()
+
+
+def name_of(text):
+    """The word between "It is" and the comma."""
+    return {"answer": text.split(" is ")[1].split(",")[0]}
+
+
+@pytest.mark.parametrize("extractor", [None, lambda question, text: name_of(text)], ids=["whole answer", "extractor"])
+@pytest.mark.parametrize("token", ["exact_answer_last", "before_answer"])
+def test_a_probe_on_answers_right_by_coin_flip_is_at_chance(model, coin_flips, token, extractor):
+    given = answered(model, coin_flips, extractor)
+    assert len(given.table) == QUESTIONS
+    assert 0.4 < given.z.mean() < 0.6
+    read = {row["tokens"][max(row["exact_answer_tokens"])] for row in given.table.to_dict("records")}
+    by_label = [given.table[given.z == z] for z in (0, 1)]
+    for column in ("exact_length", "exact_before", "exact_after"):
+        assert len({tuple(sorted(set(span_shapes(part)[column]))) for part in by_label}) == 1
+    assert len(read) == (len(SAID) if extractor else 1)
+    pathways = traced(model, given, token)
+    low, high = auc_of(pathways)
+    assert low < 0.5 < high
+    low, high = auc_of(pathways, "exact answer's length and place")
+    assert low <= 0.5 <= high
+    assert "not told from chance" in " ".join(pathways.report())
+
+
+def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coin_flips):
+    accepted = dict(zip(coin_flips["question"], coin_flips["answers"], strict=True))
+
+    def leaking(question, text):
+        return name_of(text) if accepted[question] in text else {"answer": text}
+
+    pathways = traced(model, answered(model, coin_flips, leaking))
+    assert auc_of(pathways)[0] > 0.95
+    assert auc_of(pathways, "exact answer's length and place")[0] > 0.95
+    first, second = pathways.report()[:2]
+    assert "tells the wrong ones with AUC 0.99" in first
+    assert "no sign that the states know which answer is wrong" in first
+    assert "where it is right" in second
+    assert "100% of the answer, where it is wrong" in second
+    assert "is not told apart from this" in second
+    assert not survives(pathways, "popqa")
+    assert pathways.summary()["datasets"][0]["auc_spans"] > 0.95
+
+
+def test_shapes_count_tokens_of_the_exact_answer_and_of_the_answer_around_it():
+    rows = pd.DataFrame(
+        {
+            "tokens": [tuple(range(10)), tuple(range(6))],
+            "answer_start": [4, 5],
+            "exact_answer_tokens": [(5, 6, 8), (5,)],
+        }
+    )
+    assert span_shapes(rows).to_numpy().tolist() == [[3, 1, 1, 0.5], [1, 0, 0, 1]]
