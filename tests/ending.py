@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.likelihood import answering
 from headwater.models.generation import generate
 from headwater.pathways import answers
 
@@ -21,5 +22,6 @@ def every_answer_ends() -> Iterator[None]:
         return dataclasses.replace(made, stopped=torch.ones_like(made.stopped))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "generate", ended)
+        for room in (answers, answering):
+            patch.setattr(room, "generate", ended)
         yield

@@ -17,6 +17,7 @@ from headwater.likelihood.answering import label_score
 from headwater.likelihood.profile import DepthProfile, memorization
 from tests import chance
 from tests.depth_folders import as_file, as_rows, random_nodes, sentence, write_folder
+from tests.ending import every_answer_ends
 
 CHAT = "{% for m in messages %}<s> user{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %} bot\n{% endif %}"
 
@@ -174,7 +175,8 @@ def test_scores_come_from_the_data_a_judge_or_label_match(model, graph, rng):
     assert (judged.table["score"].isna() | (judged.table["score"] == expected)).all()
     assert set(judged.table["model_answer"]) == set(graph.table["model_answer"])
     assert len(asked) == len(set(asked))
-    own = profile_of(model, graph, answers="model", max_new_tokens=4)
+    with every_answer_ends():
+        own = profile_of(model, graph, answers="model", max_new_tokens=4)
     assert own.run.options["scores"] == "label"
     assert own.table["score"].isin([1, 5]).all()
     with pytest.raises(InputError, match=r"judge's answer to .* must lie between 1 and 5, found 9"):
@@ -230,6 +232,21 @@ def test_the_models_own_answers_are_its_greedy_first_lines(model, network, graph
         assert row["model_answer"] == text.split("\n")[0].strip()
 
 
+def test_answers_that_had_not_ended_at_the_token_limit_are_counted_and_not_judged(model, graph):
+    judge = pytest.fail  # is not asked
+    cut = profile_of(model, graph, answers="model", judge=judge, max_new_tokens=3)
+    assert cut.table["cut"].all()
+    assert cut.table["score"].isna().all()
+    assert cut.table["model_answer"].str.len().gt(0).any()
+    assert cut.summary()["cut"] == len(cut.table)
+    assert f"{len(cut.table)} answers had not ended after 3 tokens and are not judged" in " ".join(cut.report())
+    with every_answer_ends():
+        whole = profile_of(model, graph, answers="model", judge=lambda *_: 4, max_new_tokens=3)
+    assert not whole.table["cut"].any()
+    assert (whole.table["score"] == 4).all()
+    assert not any("had not ended" in said for said in whole.report())
+
+
 def test_label_match_wants_whole_words_and_any_accepted_answer():
     assert label_score("?", ("New York", "Rome"), "It is new-york, I think.") == 5
     assert label_score("?", ("Rome",), "Romeo") == 1
@@ -253,6 +270,13 @@ def test_a_chat_is_written_by_the_template_with_one_bos(checkpoint, network, gra
         profile_of(chatty, graph, context="chat")
     chatty.tokenizer.chat_template = CHAT
     table = profile_of(chatty, graph, context="chat").table
+    system = {"role": "system", "content": " Be brief ."}
+    messages = [system, {"role": "user", "content": "Q {question} ?"}]
+    frame = profile_of(chatty, graph, context="chat", prompt=messages).run.options["frame"]
+    assert frame == ["<s> user Be brief .\n<s> userQ ", " ?\n bot\n", ""]
+    chatty.tokenizer.chat_template = "{{ raise_exception('no system here') }}"
+    with pytest.raises(InputError, match=r"chat template cannot write the messages .*no system here"):
+        profile_of(chatty, graph, context="chat", prompt=messages)
     for row in table.sample(4).to_dict("records"):
         text = f" user{row['question']}\n bot\n{row['answer']}"  # <s> is the beginning of the sequence, once
         values = log_probs(chatty, network, text, len(text) - len(row["answer"]), len(text))

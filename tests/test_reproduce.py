@@ -14,6 +14,8 @@ from headwater.errors import InputError
 from headwater.heads.classify import classify_heads
 from headwater.heads.relations import PUBLISHED_CATEGORIES, load_relations, tokenize_relations
 from headwater.heads.validation import dynamic_scores
+from headwater.likelihood import answering
+from headwater.models.generation import Generated
 from headwater.models.load import load
 from headwater.models.weights import open_weights
 from headwater.reference import depth, maps, pathways
@@ -21,7 +23,7 @@ from headwater.reference.maps import compare_correlations, compare_scores, ranke
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
 from tests import chance
 from tests.test_classify_heads import default_k, naive_scores
-from tests.tiny import WORDS
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 NAMES = ("adj_antonym", "name_copying")
 SENTENCES = ("the capital of {source} is", "see {source} in")
@@ -280,6 +282,64 @@ def test_reproduced_discrepancies_are_those_worked_out_by_hand(embedded, tmp_pat
     assert numbers["backward discrepancy", "1-2"] == pytest.approx(((5 - 2) / 4 + 0) / 2)
     assert found.published_model is None
     assert not [note for note in found.notes if "another judge" in note]
+
+
+LLAMA_3 = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }} [end]{% endfor %}"
+    "{% if add_generation_prompt %}[bot] {% endif %}"
+)
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + LLAMA_3
+
+
+@pytest.mark.parametrize(
+    ("template", "asked"),
+    [
+        (
+            LLAMA_3,
+            "[system] You are a helpful, respectful and honest assistant. Answer the question. [end]"
+            "[user] ###Question: \nWhat is a ?\n\n###Answer: [end][bot] ",
+        ),
+        (
+            NO_SYSTEM,
+            "[user] You are a helpful, respectful and honest assistant. Answer the question.\n###Question: \n"
+            "What is a ?\n\n###Answer: [end][bot] ",
+        ),
+        (None, "Q: What is a ?\nA:"),
+    ],
+    ids=["system message", "no system message", "base model"],
+)
+def test_an_instruct_model_is_asked_for_whole_answers_in_its_chat_template_as_published(
+    template, asked, monkeypatch, tmp_path
+):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    network = tiny_model("llama", len(tokenizer))
+    network.config.max_position_embeddings = 4096
+    model = hw.load(network, tokenizer=tokenizer)
+    graph = hand_graph(tmp_path)
+    graph = dataclasses.replace(graph, table=graph.table.assign(score=np.nan, model_answer=None))
+    prompts, limits, judged = [], set(), set()
+
+    def say(model, batch, *, max_new_tokens, stop):
+        prompts.extend(tokenizer.decode(row[real][1:]) for row, real in zip(batch.tokens, batch.mask, strict=True))
+        limits.add(max_new_tokens)
+        words = tokenizer(" Rome\n\n Paris", add_special_tokens=False)["input_ids"]
+        kept = next((i + 1 for i, token in enumerate(words) if stop(token)), len(words))
+        rows = torch.tensor([words[:kept]] * len(batch))
+        return Generated(rows, -rows.float(), torch.full((len(batch),), kept), torch.arange(len(batch)) > 0)
+
+    def judge(question, accepted, answer):
+        judged.add(answer)
+        return 4
+
+    monkeypatch.setattr(answering, "generate", say)
+    found = depth.reproduce_depth(model, graph, judge=judge, progress=False)
+    assert asked in prompts
+    assert all(prompt.count("<s>") == 0 for prompt in prompts)
+    assert (limits, judged) == (({1024}, {"Rome\n\n Paris"}) if template else ({32}, {"Rome"}))
+    how = "as a chat, for whole answers of up to 1,024" if template else "in a raw prompt, for one line of up to 32"
+    assert any(how in note for note in found.notes)
+    assert any("1 answers had not ended" in note for note in found.notes)
 
 
 def test_scores_of_another_judge_are_said_to_be(embedded, monkeypatch, tmp_path):

@@ -42,6 +42,14 @@ JUDGED_AT_ONCE = 64
 """How many answers are judged, and their scores kept, at a time."""
 
 
+class Written(NamedTuple):
+    """An answer of the model's own."""
+
+    text: str
+    ended: bool
+    """By itself, not at the token limit."""
+
+
 class Plan(NamedTuple):
     """Where answers and scores come from."""
 
@@ -83,21 +91,27 @@ def answered_and_scored(
     options: dict[str, Any],
     folder: RunFolder | None,
 ) -> pd.DataFrame:
-    """Return `model_answer` and `score` of every node; the options are those of `_answers`."""
+    """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node.
+
+    The options are those of `_answers`.
+    """
     table = graph.table
-    given = table["model_answer"].tolist()
+    given, cut = table["model_answer"].tolist(), [False] * len(table)
     if plan.answers == MODEL:
-        written = _answers(model, list(dict.fromkeys(table["question"])), frame, options, folder)
-        given = [written[question] for question in table["question"]]
+        by_question = _answers(model, list(dict.fromkeys(table["question"])), frame, options, folder)
+        written = [by_question[question] for question in table["question"]]
+        given = [one.text if one else None for one in written]
+        cut = [one is not None and not one.ended for one in written]
     scores = table["score"].to_numpy(float)
     if plan.scores != DATA:
         asked = label_score if plan.scores == LABEL else judge if callable(judge) else None
-        keys = list(zip(table["question"], table["answers"], given, strict=True))
+        whole = [None if is_cut else answer for answer, is_cut in zip(given, cut, strict=True)]
+        keys = list(zip(table["question"], table["answers"], whole, strict=True))
         known = _scores(asked, list(dict.fromkeys(keys)), options["progress"], folder)
         scores = np.array([known[key] for key in keys])
     if not plan.answers:
         given = [None] * len(table)
-    return pd.DataFrame({"model_answer": given, "score": scores}, index=table.index)
+    return pd.DataFrame({"model_answer": given, "cut": cut, "score": scores}, index=table.index)
 
 
 def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
@@ -139,7 +153,7 @@ def _judged(judge: Any, question: str, accepted: Sequence[str], answer: str | No
 
 def _answers(
     model: HookedModel, questions: Sequence[str], frame: Frame, options: dict[str, Any], folder: RunFolder | None
-) -> dict[str, str | None]:
+) -> dict[str, Written | None]:
     """Let the model answer; None where a question leaves no room for an answer.
 
     The options are `max_new_tokens`, `first_line`, `batch_size` and `progress`.
@@ -149,7 +163,7 @@ def _answers(
     order = sorted((question for question in questions if len(ids[question]) <= room), key=lambda q: len(ids[q]))
     size = options["batch_size"]
     parts = [order[start : start + size] for start in range(0, len(order), size)]
-    written: dict[str, str | None] = dict.fromkeys(questions)
+    written: dict[str, Written | None] = dict.fromkeys(questions)
     with tqdm(total=len(order), desc="Answering", unit="question", disable=not options["progress"]) as bar:
 
         def compute(part: list[str]) -> dict[str, Tensor]:
@@ -161,7 +175,8 @@ def _answers(
         for part, piece in zip(parts, run_pieces(folder, work), strict=True):
             for row, question in enumerate(part):
                 tokens = piece["tokens"][row, : piece["lengths"][row]].tolist()
-                written[question] = _text(model, ids[question], tokens, options["first_line"])
+                text = _text(model, ids[question], tokens, options["first_line"])
+                written[question] = Written(text, bool(piece["stopped"][row]))
     return written
 
 
@@ -174,7 +189,7 @@ def _generated(model: HookedModel, prompts: Sequence[list[int]], options: dict[s
 
     batch = model.tokenize(list(prompts))
     made = generate(model, batch, max_new_tokens=options["max_new_tokens"], stop=stops)
-    return {"tokens": made.tokens, "lengths": made.lengths}
+    return {"tokens": made.tokens, "lengths": made.lengths, "stopped": made.stopped}
 
 
 def _text(model: HookedModel, prompt: Sequence[int], tokens: Sequence[int], first_line: bool) -> str:

@@ -2,7 +2,7 @@
 
 1. `context="raw"`: the question stands in a prompt, by default `Q: {question}` and `A:` on the next line, and an answer
    follows after a space. `context="chat"`: the question is a message of the user in the tokenizer's chat template, and
-   an answer follows at once.
+   an answer follows at once. Other messages may be given, one of which holds the question.
 2. `span` names what is scored: "question", "answer" (the first accepted one, the question in front of it),
    "model_answer" (likewise), or "both", question and accepted answer without what stands between them.
 """
@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,8 @@ SPANS = ("question", "answer", "model_answer", "both")
 CONTEXTS = ("raw", "chat")
 PROMPT = "Q: {question}\nA:"
 SLOT = "{question}"
+Messages: TypeAlias = Sequence[Mapping[str, str]]
+"""Of a chat: `role` and `content` of each."""
 
 
 class Frame(NamedTuple):
@@ -54,7 +56,7 @@ class Framed(NamedTuple):
         return (self.spans[0][0], self.spans[-1][1]) if self.spans else None
 
 
-def frame_of(model: HookedModel, context: str, prompt: str | None) -> Frame:
+def frame_of(model: HookedModel, context: str, prompt: str | Messages | None) -> Frame:
     """Return the frame of a context.
 
     Raises:
@@ -63,9 +65,13 @@ def frame_of(model: HookedModel, context: str, prompt: str | None) -> Frame:
     if context not in CONTEXTS:
         raise InputError(f"There is no context {context!r}.{did_you_mean(context, CONTEXTS)}")
     if context == "chat":
-        if prompt is not None:
-            raise InputError("prompt= belongs to context='raw'; with context='chat' the tokenizer writes the prompt.")
-        written = chat_text(model.tokenizer, SLOT) if model.tokenizer is not None else None
+        if isinstance(prompt, str):
+            raise InputError(
+                "A text as prompt= belongs to context='raw'; with context='chat' the tokenizer writes the prompt: give "
+                "messages, a list of {'role': ..., 'content': ...}."
+            )
+        messages = SLOT if prompt is None else prompt
+        written = chat_text(model.tokenizer, messages) if model.tokenizer is not None else None
         if written is None or written.count(SLOT) != 1:
             raise InputError(f"The tokenizer of {model.name} has no chat template that writes a message out once.")
         before, after = written.split(SLOT)

@@ -29,7 +29,7 @@ from headwater.likelihood.answering import Judge, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
 from headwater.likelihood.depth import DepthGraph
 from headwater.likelihood.discrepancy import discrepancies, judged
-from headwater.likelihood.framing import SPANS, frame_of
+from headwater.likelihood.framing import SPANS, Messages, frame_of
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name
 from headwater.likelihood.report import report
 from headwater.likelihood.resampling import Graphs
@@ -54,8 +54,8 @@ FIRST_COLUMNS = (
     "windows", "note",
 )  # fmt: skip
 JUDGED_COLUMNS = (
-    "model_answer", "score", "predecessor_score", "successor_score", "forward", "backward", "backward_first", "gap",
-    "quartile",
+    "model_answer", "cut", "score", "predecessor_score", "successor_score", "forward", "backward", "backward_first",
+    "gap", "quartile",
 )  # fmt: skip
 
 
@@ -69,8 +69,9 @@ class DepthProfile(Result):
     table: pd.DataFrame
     """A row per node: `group, id, depth, question, answer` (the accepted one that is scored), `tokens, scored` (of the
     span), `note` (why nothing was scored); a column per score: `loss, zlib, min_k_0.2, min_k++_0.2, gap_k_0.2` and so
-    on, `min_k_0.2_shuffled`; `model_answer, score` (1 to 5); `predecessor_score, successor_score, forward, backward,
-    backward_first, gap`; `quartile` (25, 75, or 0 between them and above no other depth)."""
+    on, `min_k_0.2_shuffled`; `model_answer`, `cut` (it had not ended at the token limit, and is not judged), `score`
+    (1 to 5); `predecessor_score, successor_score, forward, backward, backward_first, gap`; `quartile` (25, 75, or 0
+    between them and above no other depth)."""
     depthwise: pd.DataFrame
     """What the boxes are drawn of: a row per graph and depth, or per node: `group, depth`, the scores, `nodes`."""
     by_layer: pd.DataFrame
@@ -94,6 +95,11 @@ class DepthProfile(Result):
         """The depths of the questions, shallowest first."""
         return tuple(sorted(self.table["depth"].unique().tolist()))
 
+    @property
+    def cut(self) -> int:
+        """How many answers of the model had not ended at the token limit; they have no score."""
+        return int(self.table["cut"].sum()) if "cut" in self.table else 0
+
     def summary(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values; Min-K% with the figure's sign."""
         drawn = -self.depthwise.groupby("depth")[self.main].median()
@@ -106,6 +112,7 @@ class DepthProfile(Result):
             "not_scored": {str(n): int(c) for n, c in self.table["note"].value_counts().items() if n},
             "windowed": int((self.table["windows"] > 1).sum()),
             "without_judge_score": int(self.table["score"].isna().sum()),
+            "cut": self.cut,
             "median_min_k": {str(depth): _rounded(value) for depth, value in drawn.items()},
             "judged": {
                 f"{row['measure']} {row['depths']}": _rounded(row["value"]) for row in overall.to_dict("records")
@@ -139,7 +146,7 @@ def memorization(
     lens: Lens = "logit",
     answers: str | None = None,
     judge: Judge = None,
-    prompt: str | None = None,
+    prompt: str | Messages | None = None,
     max_new_tokens: int = 32,
     quartiles: str = "node",
     controls: bool = True,
@@ -164,8 +171,11 @@ def memorization(
             where there are any.
         judge: a function of question, accepted answers and answer that gives 1 to 5 or None; "label" for label match
             (5 or 1). Default: the scores in the data, else label match where accepted answers are short.
-        prompt: of a raw context, a text with one `{question}`. Default: "Q: {question}" and "A:" on two lines.
-        max_new_tokens: the model's own answers are cut off after so many tokens.
+        prompt: of a raw context, a text with one `{question}`; default "Q: {question}" and "A:" on two lines. Of a
+            chat, messages as transformers has them (`role`, `content`) with one `{question}` in them all; default the
+            question as a message of the user.
+        max_new_tokens: the model's own answers are cut off after so many tokens; one that had not ended, the line break
+            or end token counted, is not judged.
         quartiles: Min-K% that makes the quartile groups: of the deepest question itself ("node"), or the average over
             all questions of its graph ("group").
         controls: score shuffled texts too; doubles the work.

@@ -94,15 +94,16 @@ def _controls(profile: DepthProfile) -> str:
 
 
 def _answers(profile: DepthProfile) -> str:
-    scores = profile.run.options["scores"]
+    scores, limit = profile.run.options["scores"], profile.run.options["max_new_tokens"]
+    cut = f"{profile.cut:,} answers had not ended after {limit:,} tokens and are not judged. " if profile.cut else ""
     if not scores or profile.table["score"].isna().all():
-        return (
+        return cut + (
             "There are no judge scores: accuracy, discrepancies and the score gap are not measured. Give judge=, or "
             "data that hold scores."
         )
     rows = _records(profile.judged)
     accuracy = ", ".join(f"{row['value']:.2f} at depth {row['depths']}" for row in rows if row["measure"] == "accuracy")
-    lines = [f"Scores (1 to 5) are {SCORES[scores]}. Accuracy: {accuracy}."]
+    lines = [f"{cut}Scores (1 to 5) are {SCORES[scores]}. Accuracy: {accuracy}."]
     if scores == "data":
         lines.append("They judge the answers in the data, whichever model wrote them.")
     for name, words in (("forward", "Forward discrepancy"), ("backward", "backward"), ("backward_first", None)):

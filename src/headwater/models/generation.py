@@ -11,7 +11,7 @@ A row's result is that of the row alone, to the rounding of sums whose order dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -170,22 +170,34 @@ def end_tokens(model: HookedModel) -> frozenset[int]:
     return frozenset(int(token) for token in named if token is not None)
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, message: str) -> str | None:
-    """Write a message as the tokenizer's chat template does, up to where the answer begins; None without a template.
+def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Sequence[Mapping[str, str]]) -> str | None:
+    """Write a chat as the tokenizer's template does, up to where the answer begins; None without a template.
 
     Templates that write the date get a fixed one, and those that can think aloud are told not to.
+
+    Args:
+        tokenizer: the model's.
+        message: what the user says; or messages, `role` and `content` of each.
+
+    Raises:
+        InputError: the template refuses the messages, as some do one of the system.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    return str(
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}],
+    messages = [{"role": "user", "content": message}] if isinstance(message, str) else [dict(one) for one in message]
+    try:
+        written = tokenizer.apply_chat_template(
+            messages,
             tokenize=False,
             add_generation_prompt=True,
             date_string="26 Jul 2024",
             enable_thinking=False,
         )
-    )
+    except Exception as error:  # a template is a program of its author's
+        raise InputError(
+            f"The tokenizer's chat template cannot write the messages {messages!r}: {type(error).__name__}: {error}"
+        ) from error
+    return str(written)
 
 
 def continuation_offsets(

@@ -176,10 +176,10 @@ def _spans(view: _View) -> Iterator[str]:
     """Compare the exact answer's length and place in right and wrong answers, and what these alone tell."""
     found = view.baseline(WRONG_ANSWER, SPANS)
     if np.isfinite(found[0]):
-        means = view.modes.groupby("correct")[["exact_length", "exact_share"]].mean()
+        sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
         right, wrong = (
-            f"{means.at[side, 'exact_length']:.1f} tokens, {means.at[side, 'exact_share']:.0%} of the answer,"
-            for side in (True, False)
+            f"{side['exact_length'].mean():.1f} tokens, {side['exact_share'].mean():.0%} of the answer,"
+            for side in sides
         )
         difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         yield (

@@ -141,7 +141,7 @@ def _modes(measured: Measured, exact: Effects, aware: NDArray[np.float64]) -> pd
         "correct": (measured.answered.z == 0)[example],
     }
     columns |= {name: table[name].to_numpy()[example] for name in KEPT if name in table}
-    columns |= {name: values.to_numpy()[example] for name, values in span_shapes(table).items()}
+    columns |= {str(name): values.to_numpy()[example] for name, values in span_shapes(table).items()}
     return pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
 
 

@@ -3,6 +3,11 @@
 Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, zero-shot. The published numbers follow from the
 published answers with GPT-4's scores, when the data hold them; otherwise the model answers anew, and another judge
 scores. Backward discrepancies are compared as the released code takes them, over the first successor.
+
+A model with a chat template is asked as published: the published messages of system and user in its template, up to
+1,024 tokens, the whole answer; greedily, where the publication sampled at temperature 1. A template without messages of
+the system has that message at the head of the user's. A base model, of which none was published, gets the raw prompt
+and answers in a line.
 """
 
 from __future__ import annotations
@@ -13,9 +18,11 @@ from typing import Any
 
 import pandas as pd
 
-from headwater.likelihood.answering import Judge
+from headwater.errors import InputError
+from headwater.likelihood.answering import MODEL, Judge
 from headwater.likelihood.depth import DepthGraph
-from headwater.likelihood.profile import memorization
+from headwater.likelihood.framing import frame_of
+from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.load import load
 from headwater.options import checked_path
@@ -25,6 +32,9 @@ from headwater.runs import RunFolder
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
 PUBLISHED = {"accuracy": "accuracy", "forward": "forward", "backward_first": "backward"}
+SYSTEM = "You are a helpful, respectful and honest assistant. Answer the question."
+USER = "\n###Question: \n{question}\n\n###Answer: "
+NEW_TOKENS = 1024
 OWN_SCORES = (
     "The data hold no scores of a judge for these answers, so they are not GPT-4's: accuracy and discrepancies are on "
     "another judge's scale."
@@ -63,6 +73,7 @@ def reproduce_depth(
         graph,
         judge=judge,
         controls=False,
+        **_asking(model),
         batch_size=batch_size,
         progress=progress,
         out=checked_path("out", out) / "profile" if out else None,
@@ -82,11 +93,36 @@ def reproduce_depth(
     notes = [] if name else [no_numbers(model.name, reference)]
     if graph.table["score"].isna().all():
         notes.append(OWN_SCORES)
+    notes += _asked(profile)
     rows = compare_depth(profile.judged, reference.models[name] if name else {})
     result = Reproduction(compared(rows), name, reference.source, [*notes, *graph.notes], run)
     if folder:
         folder.finish(result)
     return result
+
+
+def _asking(model: HookedModel) -> dict[str, Any]:
+    """Return the options of `memorization` that ask a model as was published; none where it has no chat template."""
+    if not getattr(model.tokenizer, "chat_template", None):
+        return {}
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
+    try:
+        frame_of(model, "chat", messages)
+    except InputError:
+        messages = [{"role": "user", "content": SYSTEM + USER}]
+    return {"context": "chat", "prompt": messages, "max_new_tokens": min(NEW_TOKENS, model.shape.n_ctx // 2)}
+
+
+def _asked(profile: DepthProfile) -> list[str]:
+    """Say how the model was asked, where it answered by itself, and how many of its answers did not end."""
+    options = profile.run.options
+    if options["answers"] != MODEL:
+        return []
+    how = "as a chat, for whole answers" if options["context"] == "chat" else "in a raw prompt, for one line"
+    limit = f"up to {options['max_new_tokens']:,} tokens"
+    said = f"The model was asked {how} of {limit}, greedily (published: a chat, up to 1,024 tokens, sampled)."
+    cut = f"{profile.cut:,} answers had not ended there and are not judged."
+    return [said, cut] if profile.cut else [said]
 
 
 def compare_depth(judged: pd.DataFrame, numbers: Mapping[str, Any]) -> pd.DataFrame:
