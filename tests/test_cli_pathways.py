@@ -74,6 +74,7 @@ def test_saliency_fits_the_probe_of_the_layer_asked_for(run, tmp_path):
     measured = Saliency.load(tmp_path / "saliency")
     assert measured.target == "logit"
     assert set(measured.by_layer["layer"]) == {0, 1}
+    assert set(measured.table["fold"]) == {0, 1}
     assert measured.report()[0] in (tmp_path / "report.md").read_text().replace("\\", "")
 
 

@@ -19,7 +19,7 @@ from headwater.pathways.detection import Detection, detect
 from headwater.pathways.detectors import CLASSIFIERS, METHODS, Detector, p_true
 from headwater.pathways.evaluation import NAMES, evaluate
 from headwater.pathways.fitting import AnswerSet, Recipe
-from headwater.pathways.probes import Probe, probe_states
+from headwater.pathways.probes import Probe, fit_linear, grouped_folds, probe_states
 from headwater.pathways.reweighting import Reweighted, Reweighting, train_reweighting
 from tests import chance
 
@@ -208,6 +208,30 @@ def test_training_moves_strength_and_probe_down_the_slope_of_their_loss(model, a
     moved = (trained.weight - probe.weight) * spread
     torch.testing.assert_close(moved, -1e-2 * slopes.sign(), atol=1e-4, rtol=0)
     assert all(not parameter.requires_grad for parameter in model.raw.parameters())
+
+
+def test_the_gate_that_training_weighs_by_has_not_seen_the_answer_it_weighs(model, answered, monkeypatch):
+    recipe = Recipe(("pr",), "mlp_out", "exact_answer_last", 2, "mask", True, QUICK, 64)
+    one, gates = AnswerSet.of(model, answered, "natural", recipe), []
+
+    def noted(inputs, *rest, **options):
+        gates.append(inputs.gate.numpy())
+        return train_reweighting(inputs, *rest, **options)
+
+    monkeypatch.setattr(fitting, "train_reweighting", noted)
+    one.fit(0)
+    train, _ = one.halves(0)
+    z, groups = one.answered.z[train], [one.groups[i] for i in train]
+    states, severed = (kept[2].double().numpy()[train] for kept in (one.states, one.severed))
+    anchored, expected = np.empty(len(train), dtype=bool), np.empty(len(train))
+    halves = grouped_folds(z, groups, 2, 0)
+    for fitted, told in halves:
+        weight, bias = fit_linear(states[fitted], z[fitted])
+        anchored[told] = (states[told] @ weight + bias > 0) != (severed[told] @ weight + bias > 0)
+    for fitted, told in halves:
+        weight, bias = fit_linear(states[fitted], anchored[fitted])
+        expected[told] = expit(states[told] @ weight + bias)
+    np.testing.assert_allclose(gates[0], expected, atol=1e-6)
 
 
 def test_strengths_stay_where_no_attention_weight_can_turn_negative(model, answered):

@@ -3,14 +3,39 @@
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy.optimize import linprog
 from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
+import headwater as hw
+from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.bootstrap import FEWEST, member_means, resampled_questions, resamples, weighted_auc
-from headwater.pathways.controls import aware_logits, compare, logit_baseline, relation_logits
-from headwater.pathways.dip import critical_dip, dip
-from headwater.pathways.modes import CROSSED, PER_LAYER, components, curves, effects, splits_of
+from headwater.pathways.controls import (
+    aware_logits,
+    compare,
+    logit_baseline,
+    relation_answer_logits,
+    relation_logits,
+)
+from headwater.pathways.dip import critical_dip, dip, dip_p
+from headwater.pathways.interventions import RANDOM
+from headwater.pathways.measuring import Fits, Measured
+from headwater.pathways.modes import (
+    CROSSED,
+    PER_LAYER,
+    WITHIN,
+    components,
+    curves,
+    decided,
+    effects,
+    splits_of,
+    within_relations,
+)
+from headwater.pathways.probes import Probes
+from headwater.pathways.report import survives
+from headwater.pathways.tables import stacked, tables_of
+from headwater.records import RunRecord
 from tests import chance
 
 
@@ -104,24 +129,24 @@ def test_a_population_with_one_mode_is_reported_as_one_though_the_published_spli
     published = table[table["split_by"] == PER_LAYER].set_index("mode")
     assert published.loc["Q-anchored", "delta_p_high"] < -25
     assert published.loc["A-anchored", "delta_p_low"] > -8
-    assert components(found.delta_logit.ravel())["verdict"].startswith("one mode")
+    assert components(found.delta_logit.ravel())["verdict"].startswith("one peak")
 
 
 @pytest.mark.parametrize("population", ["normal", "laplace", "exponential", "lognormal", "standard_t"])
 @pytest.mark.parametrize("n", [60, 600])
-def test_skewed_and_heavy_tailed_populations_are_one_mode(population, n):
+def test_skewed_and_heavy_tailed_populations_have_one_peak(population, n):
     rng = chance.rng()
     draw = getattr(rng, population)
     arguments = {"df": 3} if population == "standard_t" else {}
     verdicts = [components(draw(size=n, **arguments))["verdict"] for _ in range(3)]
-    assert sum(verdict == "two modes" for verdict in verdicts) <= 1
+    assert sum(verdict == "two peaks" for verdict in verdicts) <= 1
 
 
-def test_two_populations_apart_are_two_modes_with_their_means():
+def test_two_populations_apart_have_two_peaks_at_their_means():
     rng = chance.rng()
     both = np.concatenate([rng.normal(-3, 0.6, 150), rng.normal(0, 0.2, 250)])
     found = components(both)
-    assert found["verdict"] == "two modes"
+    assert found["verdict"] == "two peaks"
     assert found["low_mean"] == pytest.approx(-3, abs=0.3)
     assert found["high_mean"] == pytest.approx(0, abs=0.1)
     assert found["low_weight"] == pytest.approx(0.375, abs=0.05)
@@ -129,9 +154,151 @@ def test_two_populations_apart_are_two_modes_with_their_means():
 
 
 def test_equal_and_few_numbers_have_a_verdict():
-    assert components(np.full(80, -2.0))["verdict"] == "one mode"
+    assert components(np.full(80, -2.0))["verdict"] == "one peak"
     assert components(np.arange(12.0))["verdict"] == "too few examples"
-    assert components(np.r_[np.full(40, 1.0), np.full(40, 1.02)])["verdict"] == "one mode"
+    assert components(np.r_[np.full(40, 1.0), np.full(40, 1.02)])["verdict"] == "one peak"
+
+
+UNIMODAL = {
+    "normal": lambda rng, n: rng.normal(size=n),
+    "gamma": lambda rng, n: -rng.gamma(1.5, size=n),
+    "lognormal": lambda rng, n: -rng.lognormal(size=n),
+    "heavy tails": lambda rng, n: rng.standard_t(2, size=n),
+}
+
+
+def three_relations(draw, rng, n=180):
+    """Changes of three relations of different difficulty: each its own place and scale; and what the probe said."""
+    relation = rng.integers(0, 3, n)
+    changes = np.array([-3.0, -1.0, 0.0])[relation] + rng.uniform(0.3, 1.2, 3)[relation] * draw(rng, n)
+    return changes, np.array(["hard", "middling", "easy"], dtype=object)[relation], rng.random(n) < 0.5
+
+
+def verdicts(*sets):
+    """What is decided of question sets, given changes, relations and predictions."""
+    named = {"intervention": "exact question tokens", "population": WITHIN, "verdict": None}
+    tests = [{"dataset": number, **named, **within_relations(*one)} for number, one in enumerate(sets)]
+    return decided(pd.DataFrame(tests))["verdict"].tolist()
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize("population", UNIMODAL)
+def test_relations_of_one_mode_each_are_in_at_most_one_of_twenty_draws_said_to_have_two(population):
+    rng = np.random.default_rng(list(UNIMODAL).index(population))
+    said = [verdicts(three_relations(UNIMODAL[population], rng))[0] for _ in range(75)]
+    assert set(said) <= {"two modes", "one mode not rejected"}
+    assert said.count("two modes") <= 0.05 * 75
+
+
+@pytest.mark.planted
+def test_two_modes_within_relations_are_found_in_four_of_five_draws():
+    rng = np.random.default_rng(1)
+
+    def two(rng, n):
+        return np.where(rng.random(n) < 0.35, rng.normal(-3, 0.6, n), rng.normal(0, 0.6, n))
+
+    said = [verdicts(three_relations(two, rng, 300))[0] for _ in range(10)]
+    assert said.count("two modes") >= 8
+
+
+def test_one_set_of_two_modes_is_named_beside_others_and_sets_that_cannot_be_tested_say_why():
+    rng = np.random.default_rng(2)
+
+    def far(rng, n):
+        return np.where(rng.random(n) < 0.5, -8.0, 0.0) + 0.1 * rng.normal(size=n)
+
+    planted, single = three_relations(far, rng), three_relations(UNIMODAL["normal"], rng)
+    few = tuple(values[:50] for values in single)
+    unknown = planted[0], None, planted[2]
+    assert verdicts(planted, single, few, unknown) == [
+        "two modes",
+        "one mode not rejected",
+        "too few examples",
+        "relations unknown",
+    ]
+    close = planted[0] / 100, *planted[1:]
+    assert verdicts(close) == ["one mode not rejected"]
+
+
+def traced(before, after, relation, control=0.05, copies=1):
+    """The result of tracing one question set whose probes gave these logits, with a random control that does little."""
+    n, rng = len(before), np.random.default_rng(0)
+    half = rng.permutation(np.arange(n) % 2)[None].repeat(2, 0)
+    table = pd.DataFrame({"dataset": "made", "question": [f"q{i // copies}" for i in range(n)], "relation": relation})
+    table["z"] = (before + rng.normal(0, 1, n) > 0).astype(int)
+    table = table.assign(tokens=[(1, 2, 3)] * n, answer_start=1, exact_answer_tokens=[(1, 2)] * n)
+    logits, severed, random = (
+        np.repeat(values[None, None], 2, 0) for values in (before, after, before + rng.normal(0, control, n))
+    )
+    probe = Probes("mlp_out", "answer_last", torch.zeros(1, 2), torch.zeros(1), 0, torch.zeros(1))
+    answers = AnsweredQuestions(table, pd.DataFrame(), RunRecord("answer", "made", "", "", "", {}))
+    fits = Fits([[probe, probe]] * 2, half)
+    measured = Measured(answers, fits, torch.zeros(1, n, 2), logits, severed, None, {RANDOM: [random]})
+    tables = stacked([tables_of(measured, range(n), True)])
+    run = RunRecord("trace_pathways", "made", "", "", "", {"token": "answer_last", "controls": True})
+    nothing = pd.DataFrame({"dataset": [], "cause": []})
+    return hw.Pathways(
+        **tables, fits=nothing, weight=torch.zeros(0, 1, 2), bias=torch.zeros(0, 1), dropped=nothing, run=run
+    )
+
+
+@pytest.mark.planted
+def test_the_report_says_no_two_modes_of_three_relations_of_different_difficulty_and_does_of_two_modes_in_each():
+    rng = np.random.default_rng(3)
+    relation = rng.integers(0, 3, 450)
+    names = np.array(["hard", "middling", "easy"], dtype=object)[relation]
+    before = rng.normal(0.8, 0.7, 450)
+    single = traced(before, before + np.array([-6.0, -3.0, 0.0])[relation] + rng.normal(0, 0.3, 450), names)
+    assert not survives(single, "made")
+    report = single.report()
+    assert any("all relations together, the changes of the probe's logit have two peaks over all" in s for s in report)
+    assert any("the dip test does not reject one mode" in sentence for sentence in report)
+    assert any("which one population does as well" in sentence for sentence in report)
+    assert "Two modes survive the controls on none of the question sets (tested within each rel" in report[-1]
+    anchored = rng.random(450) < 0.5
+    both = traced(before, np.where(anchored, before - 6, before) + rng.normal(0, 0.3, 450), names)
+    assert survives(both, "made")
+    assert both.report()[-1].startswith("Two modes survive the controls on made (tested within each relation on made)")
+    assert both.components.query("population == 'within relations'")["verdict"].iloc[0] == "two modes"
+
+
+def test_answers_to_one_question_are_one_example_of_the_test():
+    rng = np.random.default_rng(4)
+    before = np.repeat(rng.normal(2, 0.2, 60), 3)
+    once = traced(before, before + np.repeat(rng.normal(-1, 1, 60), 3), "r", copies=3).components
+    tested = once.set_index(["intervention", "population"])["examples"]
+    assert tested["exact question tokens", "all"] == tested["exact question tokens", "within relations"] == 60
+
+
+def test_the_p_value_of_the_dip_is_its_rank_among_uniform_samples():
+    rng = np.random.default_rng(5)
+    p = np.array([dip_p(rng.uniform(size=70)) for _ in range(400)])
+    for level in (0.05, 0.2, 0.5, 0.9):
+        assert abs((p <= level).mean() - level) < 3.5 * np.sqrt(level * (1 - level) / 400)
+    assert dip_p(np.r_[np.zeros(50), np.ones(50)]) == pytest.approx(0.001)
+    assert dip_p(np.arange(100.0)) == 1.0
+    assert dip_p(rng.uniform(size=8)) > 0.05
+
+
+def test_the_relation_and_answer_baseline_counts_this_very_answer_in_the_other_half_only():
+    relations, answers = np.array(["a", "a", "b", "b"] * 20, dtype=object), ["Paris", " paris", "Rome", "Oslo"] * 20
+    z, half = np.array([1, 1, 0, 1] * 20), np.arange(80)[None] // 4 % 2
+    found = relation_answer_logits(relations, answers, z, half)[0].reshape(20, 4)
+    share = np.array([21 / 22, 21 / 22, 11 / 22, 11 / 22])
+    expected = (np.array([20, 20, 0, 10]) + 2 * share) / np.array([22, 22, 12, 12])
+    np.testing.assert_allclose(found, np.log(expected / (1 - expected))[None].repeat(20, 0))
+    alone = relation_answer_logits(relations, [f"only {i}" for i in range(80)], z, half)
+    np.testing.assert_allclose(alone, relation_logits(relations, z, half))
+
+
+def test_a_difference_of_aucs_is_taken_on_the_examples_that_have_both_scores():
+    rng = np.random.default_rng(6)
+    z, half = rng.integers(0, 2, 200), np.zeros((1, 200), dtype=np.int64)
+    score = rng.normal(size=(1, 200)) + z
+    some = np.where(np.arange(200) < 60, score, np.nan)
+    table = compare(resamples(200, 50), z, half, {"all": score, "some": some}, "q").set_index("score")["value"]
+    assert table["all − some"] == 0
+    assert table["all"] != table["some"]
 
 
 def nearest_one_peak(sample):
@@ -207,8 +374,6 @@ def test_the_relation_baseline_knows_how_often_each_relation_was_wrong_in_the_ot
 
 
 def test_a_probe_of_the_mode_is_fitted_on_the_other_half_and_left_out_with_few_of_a_mode():
-    import torch
-
     rng = chance.rng()
     half, best = np.arange(200)[None] % 2, np.ones((1, 200), dtype=np.int64)
     states = torch.from_numpy(rng.normal(size=(2, 200, 5))).float()

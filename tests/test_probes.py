@@ -166,6 +166,45 @@ def test_a_constant_layer_gives_a_constant_logit():
     assert float(probes.validation_auc[0]) == pytest.approx(0.5)
 
 
+def test_of_noise_a_probe_is_sure_only_of_what_it_was_fitted_on_and_is_read_by_its_folds():
+    rng, n = np.random.default_rng(7), 1000
+    states, z = torch.from_numpy(rng.normal(size=(1, n, 4096))).float(), rng.permutation(np.arange(n) % 2)
+    questions = [f"question {i // 2}" for i in range(n)]
+    probe = fit_probes(states, z, site="mlp_out", token="answer_last", groups=questions)[0]
+    place = np.array([probe.reader(question) for question in questions])
+    held_out = np.empty(n)
+    for side, fold in enumerate(probe.folds):
+        rows = place == side
+        assert not fold.fitted_on & {questions[i] for i in np.flatnonzero(rows)}
+        held_out[rows] = fold.logits(states[0, torch.from_numpy(rows)]).numpy()
+    missed = {"fitted": np.abs(expit(probe.logits(states[0]).numpy()) - z), "held out": np.abs(expit(held_out) - z)}
+    near_zero = {name: (values < 0.1).mean() for name, values in missed.items()}
+    assert near_zero["fitted"] > 0.8
+    assert near_zero["held out"] < 0.2
+    assert missed["held out"].mean() == pytest.approx(0.5, abs=0.05)
+    assert probe.reader("unheard of") == -1
+
+
+@pytest.mark.oracle
+def test_a_fold_is_the_regression_on_the_other_half_and_carries_over_to_every_layer():
+    rng = np.random.default_rng(8)
+    states, z = torch.from_numpy(rng.normal(size=(3, 60, 5))).float(), rng.permutation(np.arange(60) % 2)
+    questions = [f"question {i}" for i in range(60)]
+    probes = fit_probes(states, z, site="mlp_out", token="answer_last", groups=questions)
+    for layer in range(3):
+        probe = probes[layer]
+        assert probe.fitted_on == set(questions)
+        assert sorted(len(fold.fitted_on) for fold in probe.folds) == [30, 30]
+        for fold in probe.folds:
+            rows = [i for i in range(60) if questions[i] in fold.fitted_on]
+            weight, bias = fit_linear(states[layer].double().numpy()[rows], z[rows])
+            np.testing.assert_allclose(fold.weight, weight)
+            assert fold.bias == pytest.approx(bias)
+    alone = fit_probes(states, z, site="mlp_out", token="answer_last", groups=questions, cross_fit=False)[0]
+    assert (alone.folds, alone.reader(questions[0])) == ((), None)
+    assert alone.weight.equal(probes[0].weight)
+
+
 def test_too_few_answers_of_a_kind_are_refused_in_one_line():
     states, z, groups = random_problem(n=20)
     with pytest.raises(InputError, match=r"^10 right and 0 wrong answers to different questions are too few for 5 f"):

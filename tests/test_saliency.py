@@ -1,6 +1,7 @@
 """Saliency equals finite differences and autograd through Hugging Face's own attention patterns, whatever the batch."""
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.models import backward
 from headwater.pathways.answers import AnsweredQuestions
-from headwater.pathways.probes import Probe, probe_positions
+from headwater.pathways.probes import Probe, fit_probes, probe_positions, probe_states
 from headwater.pathways.saliency import COLUMNS, Saliency
 from headwater.records import RunRecord
 from tests import chance
@@ -280,6 +281,54 @@ def test_a_probe_before_the_answer_has_no_flow_through_the_answers_tokens(models
     assert (found.table["saliency_all"] > 0).all()
     assert found.summary()["datasets"][0]["saliency_exact_answer"] is None
     assert any("S(E_Q→E_A) has no value" in sentence for sentence in found.report())
+
+
+def test_examples_that_the_probe_was_fitted_on_are_measured_by_the_fold_that_was_not():
+    torch.manual_seed(9)
+    model = hw.load(tiny_model("llama", seed=9), tokenizer=TOKENIZER)
+    answered = answered_by(model, 48)
+    rng = np.random.default_rng(9)
+    answered.table["question"] = [f"question {i // 2}" for i in range(48)]
+    answered.table["z"] = np.repeat(rng.permutation(np.arange(24) % 2), 2)
+    states = probe_states(model, answered, token="answer_last", progress=False)
+    known = {"site": "mlp_out", "token": "answer_last", "groups": answered.table["question"].tolist()}
+    probe = fit_probes(states, answered.z, **known, C=100.0)[1]
+    found = hw.saliency(model, answered, probe, batch_size=16, progress=False)
+    missed = (found.of()["probability"] - found.of()["z"]).abs()
+    assert missed.mean() > 0.35  # labels are noise: of what it was fitted on the probe is right
+    fitted = torch.sigmoid(probe.logits(states[1])).numpy()
+    assert np.abs(fitted - answered.z).mean() < 0.25
+    for place, fold in enumerate(probe.folds):
+        rows = found.of()[found.of()["fold"] == place]["example"].to_numpy()
+        assert len(rows)
+        assert not fold.fitted_on & set(answered.table["question"][rows])
+        part = replace(answered, table=answered.table.iloc[rows].reset_index(drop=True))
+        alone = hw.saliency(model, part, replace(fold, fitted_on=frozenset()), progress=False)
+        for column in ("logit", *COLUMNS):
+            expected = alone.of()[column].to_numpy()
+            assert np.allclose(found.of()[column].to_numpy()[rows], expected, rtol=1e-3, atol=1e-7, equal_nan=True)
+    assert (
+        found.report()[0] == "All 48 examples are measured by coefficients of the probe that were not fitted on them."
+    )
+
+
+def test_a_probe_that_has_seen_the_answers_is_refused_and_one_that_does_not_say_is_named(models):
+    model, _ = models("llama")
+    answered = answered_by(model, 20)
+    answered.table["question"] = [f"question {i}" for i in range(20)]
+    probe = replace(random_probe(model), fitted_on=frozenset({"question 3", "question 4", "another"}))
+    with pytest.raises(
+        InputError, match=r"fitted on 2 of these 20 answers, and has no folds.*cross_fit=True"
+    ) as caught:
+        hw.saliency(model, answered, probe, progress=False)
+    assert "\n" not in str(caught.value)
+    others = hw.saliency(model, answered, replace(probe, fitted_on=frozenset({"another"})), progress=False)
+    assert "not fitted on them" in others.report()[0]
+    assert (others.table["fold"] == -1).all()
+    unknown = hw.saliency(model, answered, random_probe(model), progress=False)
+    assert "does not say which answers it was fitted on" in unknown.report()[0]
+    older = replace(unknown, table=unknown.table.drop(columns="fold"))
+    assert "of headwater 0.1.0" in older.report()[0]
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -1,5 +1,7 @@
 """Anchored pathways: planted models come out as built, one pass equals a loop, and nothing depends on the batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,7 +12,14 @@ import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import measuring
 from headwater.pathways.answers import AnsweredQuestions
-from headwater.pathways.interventions import Setup, after_windows, block_exact_tokens
+from headwater.pathways.interventions import (
+    Setup,
+    after_windows,
+    block_exact_tokens,
+    block_random_tokens,
+    other_question_tokens,
+)
+from headwater.pathways.probes import fit_linear, probe_states
 from headwater.pathways.report import survives
 from headwater.records import RunRecord
 from headwater.world.planted import answer_lookup, question_lookup
@@ -63,14 +72,17 @@ def test_blocking_random_words_changes_no_bit_of_the_flag(by_question):
 @pytest.mark.planted
 def test_a_shift_of_every_example_to_one_side_is_not_reported_as_two_modes(by_question):
     verdicts = by_question.components.set_index(["intervention", "population"])["verdict"]
-    assert verdicts["exact question tokens", "all"] == "two modes"
-    assert verdicts["exact question tokens", "predicted right"] == "one mode"
-    assert verdicts["exact question tokens", "predicted wrong"] == "one mode"
+    assert verdicts["exact question tokens", "all"] == "two peaks"
+    assert verdicts["exact question tokens", "predicted right"] == "one peak"
+    assert verdicts["exact question tokens", "predicted wrong"] == "one peak"
+    assert verdicts["exact question tokens", "within relations"] == "too few examples"
     assert not survives(by_question, "lookup")
     report = " ".join(by_question.report())
     assert "Flips go one way" in report
     assert "the two peaks are those of the two predictions" in report
-    assert "Two modes survive the controls on none of the question sets (tested on lookup)." in report
+    assert report.endswith(
+        "Two modes survive the controls on none of the question sets (tested on none; lookup: too few examples)."
+    )
 
 
 @pytest.mark.planted
@@ -99,6 +111,7 @@ def test_nothing_done_to_the_question_moves_the_flag_of_the_answer_lookup(by_ans
     controls = by_answer.controls[(by_answer.controls["layer"] == 2) & (by_answer.controls["group"] == "all")]
     assert set(controls["intervention"]) == {
         "exact question tokens",
+        "exact question tokens, rows of the random ones",
         "random question tokens",
         "token swap",
         "random token swap",
@@ -124,9 +137,9 @@ def test_windows_of_one_layer_find_the_layer_that_reads_the_question():
     pd.testing.assert_frame_equal(answers[at_flag], every[at_flag], atol=1e-4)
 
 
-def random_answered(model, n=60, datasets=("a", "b")):
+def random_answered(model, n=60, datasets=("a", "b"), rng=None):
     """Rows of random tokens with random labels: E_Q is two of positions 1 to 4, the answer starts at 6."""
-    rng = chance.rng()
+    rng = rng or chance.rng()
     rows = []
     for name in datasets:
         z = np.repeat(rng.permutation(np.arange(n // 2) % 2), 2)
@@ -237,6 +250,97 @@ def test_aucs_are_those_of_scikit_learn_and_every_example_is_measured_by_probes_
     assert (answered.table["dataset"].to_numpy()[table["example"]] == table["dataset"]).all()
 
 
+@pytest.mark.oracle
+def test_the_pooled_probe_carries_a_fold_for_each_half_that_no_question_of_the_half_reached():
+    model = hw.load(tiny_model("llama", seed=3), tokenizer=TOKENIZER)
+    answered = random_answered(model, rng=np.random.default_rng(4))
+    questions = answered.table["question"].str.replace("b 7", "a 8")  # in both sets, and maybe in two halves of them
+    answered.table["question"] = questions
+    pathways = hw.trace_pathways(model, answered, seeds=2, controls=False, progress=False)
+    probe = pathways.probe
+    states = probe_states(model, answered, token="exact_answer_last", progress=False)[probe.layer].double().numpy()
+    assert probe.fitted_on == set(questions)
+    assert [probe.reader(question) for question in ("another", "a 8")] == [-1, probe.reader("a 8")]
+    place = questions.map(probe.reader).to_numpy()
+    assert set(place) == {0, 1}
+    split = pathways.modes.query("seed == 0").drop_duplicates("example").set_index("example")["split"]
+    assert (place == split[answered.table.index])[questions != "a 8"].all()
+    for side, fold in enumerate(probe.folds):
+        assert not fold.fitted_on & set(questions[place == side])
+        weight, bias = fit_linear(states[place != side], answered.z[place != side])
+        np.testing.assert_allclose(fold.weight, weight, atol=1e-6)
+        assert fold.bias == pytest.approx(bias, abs=1e-6)
+    half = pathways.probes_of("a", seed=1, split=0)
+    assert not half.fitted_on & half.folds[0].fitted_on
+    assert half[0].folds[0].weight.equal(pathways.probes_of("a", seed=1, split=1)[0].weight)
+
+
+def asked(model, rows=80):
+    """Questions of seven words, right and wrong at random; E_Q has two tokens, or five of the first quarter of them."""
+    rng, answers = np.random.default_rng(5), []
+    for i in range(rows):
+        question = " ".join(rng.choice(["cat", "dog", "see", "saw", "in"], 7))
+        tokens = model.tokenize("Q: " + question + "\nA:").tokens[0].tolist()
+        answers.append(
+            {
+                "dataset": "asked",
+                "relation": f"r{i % 2}",
+                "question": question,
+                "z": i // 2 % 2,
+                "tokens": (*tokens, *rng.integers(2, 40, 3).tolist()),
+                "answer_start": len(tokens),
+                "answer": " ".join(rng.choice(["cat", "dog"], 1)),
+                "subject": ((3, 6),),
+                "subject_tokens": (4, 5, 6, 7) if i < rows // 4 else (4,),
+                "property_tokens": (8,),
+                "exact_answer_tokens": (len(tokens) + 1,),
+            }
+        )
+    run = RunRecord("answer", model.name, model.fingerprint, "float32", "cpu", {"prompt": "Q: {question}\nA:"})
+    return AnsweredQuestions(pd.DataFrame(answers), pd.DataFrame(), run)
+
+
+def test_random_tokens_are_exactly_as_many_and_rows_with_too_few_leave_the_comparison_and_are_counted():
+    model = hw.load(tiny_model("llama", seed=2), tokenizer=TOKENIZER)
+    answered = asked(model)
+    others = other_question_tokens(model, answered)
+    setup = Setup("mlp_out", "exact_answer_last", "mask", "after", 16)
+    control = block_random_tokens(answered, setup, others, seed=0)
+    exact = answered.exact_question_tokens()
+    enough = [row for row in range(len(exact)) if len(others[row]) >= len(exact[row])]
+    assert 0 < len(enough) < len(exact)
+    assert control.examples.tolist() == enough
+    assert [len(keys) for keys in control.keys] == [len(exact[row]) for row in enough]
+    assert all(not set(keys) & set(exact[row]) for keys, row in zip(control.keys, enough, strict=True))
+    pathways = hw.trace_pathways(model, answered, seeds=1, progress=False)
+    best = pathways.controls_at_best.query("group == 'all'").set_index("intervention")
+    assert best.loc["random question tokens", "examples"] == len(enough)
+    assert best.loc["exact question tokens", "examples"] == len(exact)
+    beside, modes = best.loc["exact question tokens, rows of the random ones"], pathways.modes.set_index("example")
+    assert beside["examples"] == len(enough)
+    assert beside["flip_rate"] == pytest.approx((modes.loc[enough, "mode"] == "Q-anchored").mean())
+    assert beside["delta_p"] == pytest.approx(modes.loc[enough, "delta_p"].mean())
+    random = pathways.table.groupby("example")["random_flipped"]
+    assert random.count().gt(0).to_numpy().nonzero()[0].tolist() == enough
+    report = " ".join(pathways.report())
+    assert f"{len(enough)} of {len(exact)} examples have as many other question tokens" in report
+    assert "knowing only the relation and the answer's words gives AUC" in report
+    title = hw.figures.flip_rates(pathways).axes[0].get_title(loc="left")
+    assert title == f"asked (n = {len(exact)}; random {len(enough)})"
+
+
+def test_a_result_of_the_first_version_is_read_and_refused_where_it_cannot_answer(by_question, tmp_path):
+    older = by_question.components.drop(columns=["gain", "cells", "left_out", "p", "q"])
+    older = older[older["population"] != "within relations"]
+    replace(by_question, components=older, modes=by_question.modes.drop(columns="question")).save(tmp_path)
+    loaded = hw.Pathways.load(tmp_path)
+    assert len(loaded.table) == len(by_question.table)
+    for ask_of in (loaded.report, loaded.summary, lambda: loaded.probe):
+        with pytest.raises(InputError, match=r"of headwater 0\.1\.0.*trace again") as caught:
+            ask_of()
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("family", ["neox", "gemma3"])
 def test_results_do_not_depend_on_the_batch_and_the_model_is_left_unhooked(family):
     model = hw.load(tiny_model(family), tokenizer=TOKENIZER)
@@ -295,6 +399,11 @@ def test_a_result_is_saved_and_loaded_whole(by_question, tmp_path):
     for name in ("table", "modes", "auc", "curves", "curves_at_best", "controls", "controls_at_best", "baselines"):
         pd.testing.assert_frame_equal(getattr(loaded, name), getattr(by_question, name))
     assert torch.equal(loaded.probe.weight, by_question.probe.weight)
+    for mine, theirs in zip(
+        (loaded.probe, *loaded.probe.folds), (by_question.probe, *by_question.probe.folds), strict=True
+    ):
+        assert torch.equal(mine.weight, theirs.weight)
+        assert mine.fitted_on == theirs.fitted_on != frozenset()
     assert (loaded.probe.layer, loaded.probe.site, loaded.probe.token) == (2, "mlp_out", "exact_answer_last")
     assert loaded.report() == by_question.report()
     assert loaded.summary() == by_question.summary()

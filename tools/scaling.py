@@ -141,7 +141,7 @@ def time_a_probe(rows: int = 1000, d_model: int = 8192) -> None:
     states, direction = torch.randn(1, rows, d_model), torch.randn(d_model)
     z = states[0] @ direction / d_model**0.5 + torch.randn(rows) > 0
     start = time.process_time()
-    fit_probes(states, z.long().numpy(), site="mlp_out", token="answer_last", groups=range(rows))
+    fit_probes(states, z.long().numpy(), site="mlp_out", token="answer_last", groups=range(rows), cross_fit=False)
     seconds = time.process_time() - start
     read = KEPT * rows
     print(f"{seconds:.2f} s for {read:.0f} rows of {d_model:,}: {seconds / (read * d_model):.1e} s per number")

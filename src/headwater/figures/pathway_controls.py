@@ -1,7 +1,8 @@
 """The controls of anchored pathways: how often predictions flip, by layer and intervention, and ΔP at l* by mode.
 
-A knockout of E_Q says something only beside the same knockout of random question tokens; a mode, only where it was
-given by another probe than the one whose ΔP is shown.
+A knockout of E_Q says something only beside the same knockout of as many random question tokens, on the rows that have
+as many: these are counted in the titles. A mode says something only where another probe gave it than the one whose ΔP
+is shown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from headwater.figures.style import (
     whole_numbers,
 )
 from headwater.pathways.controls import ALL
-from headwater.pathways.interventions import EXACT, RANDOM
+from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.modes import MODES
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
+    BESIDE: {"color": BLUE, "linestyle": DASHED, "marker": "D"},
     RANDOM: {"color": FAINT, "linestyle": DASHED, "marker": "o"},
     SWAP: {"color": RED, "linestyle": "-", "marker": "s"},
     RANDOM_SWAP: {"color": ORANGE, "linestyle": DASHED, "marker": "s"},
@@ -129,9 +131,12 @@ def shared_label(axes: list[Axes], text: str) -> None:
 
 
 def _titled(pathways: Pathways, dataset: str) -> str:
-    """A question set and how many of its examples were intervened upon."""
+    """A question set, how many of its examples were intervened upon, and how many have as many random tokens as E_Q."""
     examples = pathways.modes.loc[pathways.modes["dataset"] == dataset, "example"].nunique()
-    return f"{label(dataset)} (n = {examples:,})"
+    at_best = pathways.controls_at_best[pathways.controls_at_best["dataset"] == dataset]
+    random = at_best.loc[(at_best["intervention"] == RANDOM) & (at_best["group"] == ALL), "examples"].sum()
+    beside = f"; random {random:,}" if random else ""
+    return f"{label(dataset)} (n = {examples:,}{beside})"
 
 
 def _legend_below(figure: Figure, axes: list[Axes], title: str) -> None:

@@ -1,7 +1,8 @@
 """What sets the modes apart, if anything: the density of logit changes, and accuracy and popularity by mode.
 
-Two mechanisms would show as two peaks of the logit change, also among the examples of one prediction alone; what the
-test says is written into each panel.
+Two mechanisms would show as two peaks of the logit change, also among the questions of one relation with one
+prediction: two peaks of all changes may be two relations, or two predictions. What the tests say is written into each
+panel.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from headwater.figures.style import (
 )
 from headwater.pathways.bootstrap import interval, resamples
 from headwater.pathways.interventions import EXACT
-from headwater.pathways.modes import MODES
+from headwater.pathways.modes import MODES, WITHIN
 
 if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways
@@ -45,7 +46,7 @@ GROUPS = 5
 
 
 def logit_changes(pathways: Pathways) -> Figure:
-    """Draw the density of the change of the probe's logit at l*, by prediction, with the verdict: one mode or two.
+    """Draw the density of the change of the probe's logit at l*, by prediction: its peaks, and the modes in relations.
 
     Args:
         pathways: a result of `hw.trace_pathways`. Changes are in standard deviations of the probe's logit, averaged
@@ -67,10 +68,12 @@ def logit_changes(pathways: Pathways) -> Figure:
                 named = f"{side} ({len(part):,}): {verdicts[side]}"
                 ax.plot(grid, curve, color=color, linestyle=dash, label=named)
             ax.plot([], [], linestyle="none", label=f"all ({len(own):,}): {verdicts['all']}")
+            if WITHIN in verdicts:
+                ax.plot([], [], linestyle="none", label=f"{WITHIN}: {verdicts[WITHIN]}")
             ax.set_title(label(name))
             ax.set_xlabel("Change of the probe's logit (SD)")
             ax.set_yticks([])
-            ax.set_ylim(0, ax.get_ylim()[1] * 1.75)
+            ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
             ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
         shared_label(axes, "Density")
     return figure

@@ -2,6 +2,8 @@
 
 - `relation_logits`: how often answers of this relation are wrong, in the examples the probe was fitted on. A probe that
   is no better has learnt which questions are hard, not whether this answer is true.
+- `relation_answer_logits`: how often this very answer to questions of this relation is wrong there. A probe that is no
+  better may know no more than that an answer given to many questions is often wrong.
 - `span_logits`: the length and place of the exact answer alone. Where right and wrong answers differ in these, a probe
   reads another kind of token by label, and need know nothing else.
 - `aware_logits`: a probe on untouched states that predicts the mode ("self-awareness"), fitted on one half of the
@@ -13,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
+from scipy.special import expit
 from scipy.special import logit as log_odds
 
 from headwater.pathways.bootstrap import Counts, interval, member_means, weighted_auc
@@ -28,6 +31,7 @@ from headwater.pathways.modes import MODES, Effects
 from headwater.pathways.probes import States, fit_linear, linear_logits
 
 FEWEST_OF_A_MODE = 10
+PRIOR = 2.0
 SHAPES = ("exact_length", "exact_before", "exact_after")
 LONG = 8
 """Counts of tokens from this one up are one."""
@@ -47,6 +51,25 @@ def relation_logits(
             overall = (z[halves != side].sum() + 1) / ((halves != side).sum() + 2)
             here = halves == side
             found[seed, here] = log_odds(pd.Series(relations[here]).map(shares).fillna(overall).to_numpy(dtype=float))
+    return found
+
+
+def relation_answer_logits(
+    relations: NDArray[np.object_], answers: Iterable[str], z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]
+) -> PerExample:
+    """Return the log-odds of a wrong answer by relation and answer, counted in the other half.
+
+    The share of the relation counts as `PRIOR` answers more; an answer that was not given there has just this share.
+    """
+    words = pd.Series(list(answers), dtype=str).str.strip().str.casefold().to_numpy(dtype=object)
+    keys = pd.MultiIndex.from_arrays([relations, words])
+    by_relation, found = relation_logits(relations, z, half), np.empty(half.shape)
+    for seed, halves in enumerate(half):
+        for side in (0, 1):
+            other, here = halves != side, halves == side
+            counted = pd.Series(z[other]).groupby(keys[other]).agg(["sum", "size"]).reindex(keys[here], fill_value=0)
+            prior = PRIOR * expit(by_relation[seed, here])
+            found[seed, here] = log_odds((counted["sum"].to_numpy() + prior) / (counted["size"].to_numpy() + PRIOR))
     return found
 
 
@@ -107,7 +130,8 @@ def compare(
 ) -> pd.DataFrame:
     """Return the AUC of each score, and how much higher the first is than each other, with 95 % intervals.
 
-    An AUC is taken within each half of each seed, whose scores come from one probe, and averaged.
+    An AUC is taken within each half of each seed, whose scores come from one probe, and averaged. A difference is taken
+    on the examples that have both scores.
 
     Args:
         counts: resamples of the examples.
@@ -116,15 +140,18 @@ def compare(
         scores: by name.
         question: what is asked; goes into the table.
     """
-    aucs = {name: _mean_auc(counts, np.asarray(truth, dtype=np.int64), half, values) for name, values in scores.items()}
+    truth = np.asarray(truth, dtype=np.int64)
     rows: list[dict[str, Any]] = []
-    first = next(iter(aucs))
-    for name, found in aucs.items():
+    first, reference = next(iter(scores.items()))
+    whole = _mean_auc(counts, truth, half, reference)
+    for name, values in scores.items():
+        found = whole if name == first else _mean_auc(counts, truth, half, values)
         rows.append({"question": question, "score": name, "difference": False} | _estimate(found))
         if name != first:
+            both = np.isfinite(values)
+            beside = whole if both.all() else _mean_auc(counts, truth, half, np.where(both, reference, np.nan))
             rows.append(
-                {"question": question, "score": f"{first} − {name}", "difference": True}
-                | _estimate(aucs[first] - found)
+                {"question": question, "score": f"{first} − {name}", "difference": True} | _estimate(beside - found)
             )
     return pd.DataFrame(rows)
 

@@ -22,6 +22,7 @@ from headwater.pathways.detectors import (
     p_true,
     question_columns,
     question_features,
+    sigmoid,
     truth_tokens,
 )
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens
@@ -168,7 +169,7 @@ class AnswerSet:
             relations=self.relations,
         )
         if "pr" in recipe.methods:
-            detector = self._with_reweighting(detector, train, states[train].std(0), seed)
+            detector = self._with_reweighting(detector, train, anchored, seed)
         flipped = _flipped(linear[0], states[test], severed[test]).astype(np.int64)
         gate = _logits(linear[1], states[test])
         right, wrong = z[train] == 0, z[train] == 1
@@ -197,6 +198,7 @@ class AnswerSet:
             groups=[self.groups[i] for i in train],
             seed=seed,
             folds=FOLDS,
+            cross_fit=False,
         )
         return fitted.best
 
@@ -204,23 +206,35 @@ class AnswerSet:
         self, states: NDArray[np.float64], severed: NDArray[np.float64], train: NDArray[np.int64], seed: int
     ) -> NDArray[np.bool_]:
         """Say which training answers are Q-anchored."""
-        z, groups = self.answered.z[train], [self.groups[i] for i in train]
-        everything = np.arange(len(train))
-        splits = grouped_folds(z, groups, 2, seed) if self.recipe.cross_fit else [(everything, everything)]
-        anchored = np.zeros(len(train), dtype=bool)
-        for fitted, told in splits:
+        z, anchored = self.answered.z[train], np.zeros(len(train), dtype=bool)
+        for fitted, told in self._folds(train, seed):
             reading = fit_linear(states[train[fitted]], z[fitted])
             anchored[told] = _flipped(reading, states[train[told]], severed[train[told]])
         return anchored
 
+    def _gate_logits(
+        self, states: NDArray[np.float64], anchored: NDArray[np.bool_], train: NDArray[np.int64], seed: int
+    ) -> NDArray[np.float64]:
+        """Return the gate's logit of each training answer, as sure of it as it is of answers that it has not seen."""
+        logits = np.empty(len(train))
+        for fitted, told in self._folds(train, seed):
+            logits[told] = _logits(fit_linear(states[fitted], anchored[fitted]), states[told])
+        return logits
+
+    def _folds(self, train: NDArray[np.int64], seed: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Return which training answers are fitted on, and which are told by that: the other half, or the same ones."""
+        if not self.recipe.cross_fit:
+            return [(np.arange(len(train)), np.arange(len(train)))]
+        return grouped_folds(self.answered.z[train], [self.groups[i] for i in train], 2, seed)
+
     def _with_reweighting(
-        self, detector: Detector, train: NDArray[np.int64], spread: NDArray[np.float64], seed: int
+        self, detector: Detector, train: NDArray[np.int64], anchored: NDArray[np.bool_], seed: int
     ) -> Detector:
         part = replace(self.answered, table=self.answered.table.iloc[train])
-        states = self.states[detector.layer][torch.from_numpy(train)]
-        gate = torch.sigmoid(detector.probe("gate").logits(states))
+        states = self.states[detector.layer].double().numpy()[train]
+        gate, spread = sigmoid(self._gate_logits(states, anchored, train, seed)), states.std(0)
         alpha, reads = train_reweighting(
-            Reweighted.of(self.model, part, detector.probe(), gate),
+            Reweighted.of(self.model, part, detector.probe(), torch.from_numpy(gate)),
             torch.tensor(part.z, dtype=torch.float64),
             detector.probe(),
             torch.from_numpy(np.where(spread > 0, spread, 1.0)),

@@ -1,7 +1,7 @@
 """What is done to an answered question before its states are read again: knocked-out edges, and the random control.
 
     exact question tokens    no later position may attend to E_Q (Luo et al., ACL 2026, §3.2)
-    random question tokens   the same for as many other tokens of the question, drawn at random
+    random question tokens   the same for as many others of the question, drawn at random, where it has as many
 `swap` makes those that change the tokens instead. An intervention is a list of rows to run; `after_states` runs them.
 """
 
@@ -26,6 +26,8 @@ from headwater.pathways.probes import States, probe_positions, states_at
 
 EXACT = "exact question tokens"
 RANDOM = "random question tokens"
+BESIDE = "exact question tokens, rows of the random ones"
+"""The first, on the rows that the second leaves: what it is compared with."""
 QUERIES = ("after", "answer")
 Places: TypeAlias = list[tuple[int, ...]]
 """Positions, by row."""
@@ -120,11 +122,12 @@ def block_exact_tokens(answered: AnsweredQuestions, setup: Setup) -> Interventio
 
 
 def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places, seed: int) -> Intervention:
-    """Sever what reads as many `others` as there are exact tokens; fewer where there are not so many, none if none."""
+    """Sever what reads as many `others` as there are exact tokens; a row with fewer others is left out."""
     drawn = []
     for row, (places, exact) in enumerate(zip(others, answered.exact_question_tokens(), strict=True)):
         shuffled = np.random.default_rng([seed, row]).permutation(np.array(places, dtype=np.int64))
-        drawn.append(tuple(sorted(shuffled[: len(exact)].tolist())))
+        enough = len(places) >= len(exact)
+        drawn.append(tuple(sorted(shuffled[: len(exact)].tolist())) if enough else ())
     return _blocked(RANDOM, answered, setup, drawn)
 
 

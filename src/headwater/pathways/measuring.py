@@ -198,6 +198,7 @@ def _fits(states: States, answered: AnsweredQuestions, half: Halves, setup: Setu
             groups=[groups[row] for row in rows],
             seed=seed,
             folds=FOLDS,
+            cross_fit=False,
         )
         return probes_as_tensors(fitted)
 

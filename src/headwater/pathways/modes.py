@@ -10,17 +10,21 @@ Q-anchored curve far below 0 and an A-anchored one near it. Hence four ways to s
 
     per layer        flips at the layer itself (published)
     best layer       flips at l* only
-    cross-fitted     flips at l* of another seed's probe, which was fitted on other examples
+    cross-fitted     flips at l* of another seed's probe, which was fitted on other examples but reads the same state
     random tokens    flips, and ΔP, when random question tokens are knocked out: what such a split gives by itself
 
-and the question whether the logit changes have one peak or two (`components`).
+None of them tests anything: one population stays apart under the second and the third too. Whether there are two modes
+is asked of the logit changes themselves. All together may have two peaks (`components`) because questions of two
+relations differ in difficulty, or because two predictions start from two sides. So one mode is tested within each
+relation and prediction, and the tests are put together (`within_relations`); over question sets the share of false
+discoveries is held at 5 % (`decided`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,17 +32,25 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from scipy.special import expit
+from scipy.stats import combine_pvalues, false_discovery_control
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from headwater.pathways.bootstrap import Counts, member_means
-from headwater.pathways.dip import critical_dip, dip
+from headwater.pathways.dip import critical_dip, dip, dip_p
 
 MODES = ("Q-anchored", "A-anchored")
 PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT = "per layer", "best layer", "cross-fitted", "random tokens"
-TWO, ONE, SKEWED, TOO_FEW = "two modes", "one mode", "one mode, not Gaussian", "too few examples"
+TWO_PEAKS, ONE_PEAK, SKEWED, TOO_FEW = "two peaks", "one peak", "one peak, not Gaussian", "too few examples"
+"""What `components` says of numbers."""
+TWO, ONE, NO_RELATIONS = "two modes", "one mode not rejected", "relations unknown"
+"""What `decided` says of a question set; `TOO_FEW` too."""
+WITHIN = "within relations"
 Logits = Float[np.ndarray, "seed layer example"]
-FEWEST_FOR_COMPONENTS = 30
+FEWEST_FOR_COMPONENTS = 20
+LEVEL = 0.05
+EVIDENCE = 10.0
+"""Two Gaussians beat one where their BIC is lower by this: very strong evidence (Kass & Raftery 1995)."""
 APART = 0.1
 """Two modes nearer than this, in standard deviations of the probe's logit, are one."""
 
@@ -60,6 +72,15 @@ class Effects:
     def applies(self) -> Bool[np.ndarray, "seed layer example"]:
         """Where there is an effect to report."""
         return np.isfinite(self.delta_logit)
+
+    def where(self, applies: Bool[np.ndarray, "seed layer example"]) -> Effects:
+        """Return the same effects where another intervention applies too, and none elsewhere."""
+        return replace(
+            self,
+            delta_p=np.where(applies, self.delta_p, np.nan),
+            delta_logit=np.where(applies, self.delta_logit, np.nan),
+            flipped=self.flipped & applies,
+        )
 
     def at(self, layers: Int[np.ndarray, "seed example"]) -> Effects:
         """Return the effects at each seed's and example's own layer, as the only one."""
@@ -126,10 +147,9 @@ def curves(measured: Effects, splits: Mapping[str, NDArray[np.bool_]], counts: C
 def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float | int | str]:
     """Say whether numbers have one peak or two.
 
-    Two Gaussians are fitted and one. Two modes are reported where the two have the lower BIC by more than 10 (very
-    strong evidence, Kass & Raftery 1995), neither holds less than 5 % of the examples, their means lie `APART` apart,
-    their sum has two peaks, and the dip test rejects a single peak at 5 %: skewed, heavy-tailed or flat populations
-    with one peak also prefer two Gaussians.
+    Two Gaussians are fitted and one. Two peaks are reported where the two have the lower BIC by more than `EVIDENCE`,
+    neither holds less than 5 % of the examples, their means lie `APART` apart, their sum has two peaks, and the dip
+    test rejects a single peak at 5 %: skewed, heavy-tailed or flat populations with one peak also prefer two Gaussians.
 
     Args:
         changes: logit changes, in standard deviations of the probe's logit.
@@ -155,9 +175,9 @@ def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float |
     peaks = _peaks(means, np.sqrt(two.covariances_[:, 0, 0]), weights)
     depth, critical = dip(x), critical_dip(len(x))
     apart = (means[high] - means[low]) * scale >= APART
-    verdict = ONE
-    if bic_one - bic_two > 10 and apart:
-        verdict = TWO if peaks == 2 and weights.min() >= 0.05 and depth > critical else SKEWED
+    verdict = ONE_PEAK
+    if bic_one - bic_two > EVIDENCE and apart:
+        verdict = TWO_PEAKS if peaks == 2 and weights.min() >= 0.05 and depth > critical else SKEWED
     return {
         "examples": len(x),
         "bic_one": bic_one,
@@ -170,6 +190,68 @@ def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float |
         "low_weight": float(weights[low]),
         "verdict": verdict,
     }
+
+
+def within_relations(
+    changes: NDArray[np.float64], relations: NDArray[np.object_] | None, predicted_wrong: NDArray[np.bool_]
+) -> dict[str, float | int]:
+    """Test one mode within each relation and prediction, and put the tests together.
+
+    1. A cell holds the questions of one relation with one prediction; smaller ones than `FEWEST_FOR_COMPONENTS` are
+       left out, and counted.
+    2. The dip test of each cell, against the uniform distribution, of those with one mode the one with the largest
+       dips: no population with one mode in every cell is rejected more often than its level says. Fisher's method
+       makes one p of all cells. A cell whose values all lie within `APART` has one mode, whatever rounding does to it.
+    3. Where that rejects at 5 %: by how much the BIC of two Gaussians is lower than that of one, summed over cells;
+       two whose means are nearer than `APART` never count for two.
+
+    Args:
+        changes: a logit change per question, in standard deviations of the probe's logit.
+        relations: of each question; None where they are unknown.
+        predicted_wrong: what the probe said of each before.
+
+    Returns:
+        `examples` tested and `left_out`, `cells`, `p`, and `gain` in BIC; NaN where it was not computed.
+    """
+    known = np.isfinite(changes) & ([True] * len(changes) if relations is None else pd.notna(relations))
+    frame = pd.DataFrame({"change": changes[known], "wrong": predicted_wrong[known]})
+    frame["relation"] = "" if relations is None else relations[known]
+    every = [group["change"].to_numpy() for _, group in frame.groupby(["relation", "wrong"])]
+    cells = [values for values in every if len(values) >= FEWEST_FOR_COMPONENTS]
+    tested = sum(map(len, cells))
+    found = {"examples": tested, "left_out": len(changes) - tested, "cells": len(cells), "p": np.nan, "gain": np.nan}
+    if cells and relations is not None:
+        p_values = [dip_p(values) if np.ptp(values) >= APART else 1.0 for values in cells]
+        found["p"] = float(combine_pvalues(p_values, method="fisher").pvalue)
+        if found["p"] <= LEVEL:
+            found["gain"] = sum(_gain(components(values)) for values in cells)
+    return found
+
+
+def _gain(found: Mapping[str, Any]) -> float:
+    """How much lower the BIC of two Gaussians is, that of two as good as one never."""
+    gain = float(found["bic_one"] - found["bic_two"])
+    return gain if found["high_mean"] - found["low_mean"] >= APART else min(gain, 0.0)
+
+
+def decided(tests: pd.DataFrame) -> pd.DataFrame:
+    """Say of which question sets two modes are found within relations.
+
+    Args:
+        tests: rows by `dataset, intervention, population`; those of `WITHIN` are what `within_relations` returned.
+
+    Returns:
+        The same with `q`, by Benjamini and Hochberg over the sets tested of each intervention, and the verdict of these
+        rows: `TWO` where q is at most 5 % and two Gaussians beat one.
+    """
+    found = tests.assign(q=np.nan)
+    within = found["population"] == WITHIN
+    for _, rows in found[within & found["p"].notna()].groupby("intervention"):
+        found.loc[rows.index, "q"] = false_discovery_control(rows["p"].to_numpy())
+    two = (found["q"] <= LEVEL) & (found["gain"] > EVIDENCE)
+    untested = np.where(found["cells"] == 0, TOO_FEW, NO_RELATIONS)
+    verdicts = np.where(found["p"].isna(), untested, np.where(two, TWO, ONE))
+    return found.assign(verdict=found["verdict"].where(~within, verdicts))
 
 
 def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: NDArray[np.float64]) -> int:

@@ -9,12 +9,15 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathw
    the weights: logit = state · weight + bias, P(z = 1) = sigmoid(logit), z = 1 for a wrong answer.
 3. l*, the best layer, has the highest AUC on the fold left out. Where a fold has fewer than `FEW` rows, its AUC says
    little: then each is left out in turn, AUCs are averaged, and the probes are fitted on all rows in the end.
+4. Of the rows that it was fitted on a probe says nothing: with more coordinates than rows it tells them apart even
+   where there is nothing to tell. So it carries `folds`, fitted on one half of the rows each, and what is said of a row
+   comes from the coefficients that were not fitted on its question (`Probe.reader`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +60,15 @@ class Probe:
     layer: int
     weight: Float[Tensor, " d_model"]
     bias: float
+    fitted_on: frozenset[str] = frozenset()
+    """The questions whose answers it was fitted on, where that is known."""
+    folds: tuple[Probe, ...] = ()
+    """The same probe fitted on parts of these answers: of every question, one at least has not seen the answers."""
+
+    def reader(self, question: str) -> int | None:
+        """Return whose coefficients were not fitted on a question: -1 for its own, the place of a fold, or None."""
+        readers = enumerate((self, *self.folds), start=-1)
+        return next((place for place, one in readers if question not in one.fitted_on), None)
 
     def logits(self, states: Float[Tensor, "example d_model"]) -> Float[Tensor, " example"]:
         """Return the logit of z = 1 of each state, in the type of the weights."""
@@ -75,12 +87,17 @@ class Probes:
     """l*: the layer with the highest AUC on rows left out."""
     validation_auc: Float[Tensor, " layer"] | None = None
     """The AUC of every layer on these rows."""
+    fitted_on: frozenset[str] = frozenset()
+    """The questions whose answers they were fitted on, where that is known."""
+    folds: tuple[Probes, ...] = ()
+    """The same probes fitted on parts of these answers; see `Probe.folds`."""
 
     def __getitem__(self, layer: int) -> Probe:
         if not -len(self.weight) <= layer < len(self.weight):
             raise InputError(f"There is no probe of layer {layer}; there are layers 0 to {len(self.weight) - 1}.")
         layer %= len(self.weight)
-        return Probe(self.site, self.token, layer, self.weight[layer], float(self.bias[layer]))
+        folds = tuple(fold[layer] for fold in self.folds)
+        return Probe(self.site, self.token, layer, self.weight[layer], float(self.bias[layer]), self.fitted_on, folds)
 
     def __len__(self) -> int:
         return len(self.weight)
@@ -188,6 +205,7 @@ def fit_probes(
     seed: int = 0,
     folds: int = 5,
     C: float = C,
+    cross_fit: bool = True,
 ) -> Probes:
     """Fit a probe per layer, and choose the best layer on rows left out.
 
@@ -196,10 +214,12 @@ def fit_probes(
         z: 1 where the answer is wrong.
         site: what the states are; carried along.
         token: where they were read; carried along.
-        groups: rows of one group (one question text) are never on both sides of the split.
+        groups: rows of one group are never on both sides of a split. Give the question texts: by them the probes know
+            later which answers they were fitted on.
         seed: for the split.
         folds: one of this many folds is left out to choose the layer, or each in turn where they are small.
         C: inverse strength of the L2 penalty on the standardized states.
+        cross_fit: also fit on each half of the rows alone (`Probes.folds`), so that these rows can be measured.
 
     Raises:
         InputError: there are too few rows of one kind to fit and to choose.
@@ -214,7 +234,40 @@ def fit_probes(
             [_aucs(states, wrong, rows, *_fit_layers(states, wrong, others, C)) for others, rows in splits]
         ).mean(0)
         weight, bias = _fit_layers(states, wrong, np.arange(len(wrong)), C)
-    return Probes(site, token, weight, bias, int(aucs.argmax()), aucs)
+    probes = Probes(site, token, weight, bias, int(aucs.argmax()), aucs, _questions(groups))
+    if not cross_fit:
+        return probes
+    half = np.zeros(len(wrong), dtype=np.int64)
+    half[grouped_folds(wrong, groups, 2, seed)[1][1]] = 1
+    return with_halves(probes, states, wrong, groups, half, C)
+
+
+def with_halves(
+    probes: Probes, states: States, z: ArrayLike, groups: Sequence[Hashable], half: NDArray[np.int64], C: float = C
+) -> Probes:
+    """Return the probes with two folds: of half 0 and of half 1, each fitted on the rows of the other half.
+
+    Args:
+        probes: fitted on all rows.
+        states: of the rows.
+        z: 1 where the answer is wrong.
+        groups: as in `fit_probes`.
+        half: 0 or 1 for each row, the same for all rows of a group.
+        C: as in `fit_probes`.
+    """
+    wrong = np.asarray(z, dtype=np.int64)
+    folds = []
+    for side in (0, 1):
+        rows = np.flatnonzero(half != side)
+        weight, bias = _fit_layers(states, wrong, rows, C)
+        seen = _questions([groups[row] for row in rows.tolist()])
+        folds.append(Probes(probes.site, probes.token, weight, bias, probes.best, fitted_on=seen))
+    return replace(probes, fitted_on=_questions(groups), folds=tuple(folds))
+
+
+def _questions(groups: Iterable[Hashable]) -> frozenset[str]:
+    """Return the groups that are question texts."""
+    return frozenset(group for group in groups if isinstance(group, str))
 
 
 def grouped_folds(

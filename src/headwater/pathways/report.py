@@ -12,13 +12,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from headwater.errors import InputError
 from headwater.pathways.bootstrap import FEWEST
 from headwater.pathways.controls import ALL
-from headwater.pathways.interventions import EXACT, RANDOM
-from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, RANDOM_SPLIT, TOO_FEW, TWO
+from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.modes import (
+    BEST_LAYER,
+    CROSSED,
+    FEWEST_FOR_COMPONENTS,
+    LEVEL,
+    MODES,
+    NO_RELATIONS,
+    RANDOM_SPLIT,
+    TOO_FEW,
+    TWO,
+    TWO_PEAKS,
+    WITHIN,
+)
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.tables import (
     AFTER,
+    AFTER_BESIDE,
     AFTER_RANDOM,
     ANY_MODE,
     AWARE,
@@ -26,6 +40,7 @@ from headwater.pathways.tables import (
     MARGIN,
     PROBE,
     RELATION,
+    RELATION_ANSWER,
     SPANS,
     WRONG_ANSWER,
 )
@@ -35,7 +50,12 @@ if TYPE_CHECKING:
 
 
 def report_of(pathways: Pathways) -> list[str]:
-    """Return the sentences, question set by question set, and what to conclude for the model."""
+    """Return the sentences, question set by question set, and what to conclude for the model.
+
+    Raises:
+        InputError: the result is of a version that did not test one mode within relations.
+    """
+    _refuse_untested(pathways)
     sentences = [f"{row['dataset']} was left out: {row['cause']}." for row in pathways.dropped.to_dict("records")]
     if pathways.run.options["token"] == "before_answer":
         sentences.append(
@@ -46,14 +66,27 @@ def report_of(pathways: Pathways) -> list[str]:
         view = _View(pathways, dataset)
         for part in (_probe, _spans, _knockout, _modes, _shape, _direction, _awareness, _swaps, _properties):
             sentences += [f"{dataset}: {sentence}" for sentence in part(view)]
-    surviving = [name for name in pathways.datasets if survives(pathways, name)]
+    return [*sentences, _conclusion(pathways)]
+
+
+def _conclusion(pathways: Pathways) -> str:
+    """Say where two modes are found, and where that could not be asked."""
+    verdicts = {name: _View(pathways, name).verdict(EXACT, WITHIN) for name in pathways.datasets}
+    tested = [name for name, verdict in verdicts.items() if verdict not in (TOO_FEW, NO_RELATIONS)]
+    surviving = [name for name in tested if survives(pathways, name)]
+    untested = [f"{name}: {verdict}" for name, verdict in verdicts.items() if name not in tested]
     where = ", ".join(surviving) if surviving else "none of the question sets"
-    tested = ", ".join(pathways.datasets)
-    return [*sentences, f"Two modes survive the controls on {where} (tested on {tested})."]
+    said = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
+    return f"Two modes survive the controls on {where} ({'; '.join([said, *untested])})."
 
 
 def summary_of(pathways: Pathways) -> dict[str, Any]:
-    """Return the numbers worth a glance, as JSON values."""
+    """Return the numbers worth a glance, as JSON values.
+
+    Raises:
+        InputError: the result is of a version that did not test one mode within relations.
+    """
+    _refuse_untested(pathways)
     sets = []
     for dataset in pathways.datasets:
         view = _View(pathways, dataset)
@@ -69,8 +102,9 @@ def summary_of(pathways: Pathways) -> dict[str, Any]:
                 "auc_after_knockout": _round(view.baseline(WRONG_ANSWER, AFTER)[0]),
                 "flip_rate": _round(flips),
                 "flip_rate_random": _round(random),
+                "random_control_examples": view.controlled,
                 "delta_p": {mode: _round(view.curve(BEST_LAYER, mode)[0]) for mode in MODES},
-                "components": view.verdict(EXACT, "all"),
+                "components": view.verdict(EXACT, WITHIN),
                 "two_modes_survive": survives(pathways, dataset),
             }
         )
@@ -80,19 +114,28 @@ def summary_of(pathways: Pathways) -> dict[str, Any]:
 def survives(pathways: Pathways, dataset: str) -> bool:
     """Say whether two modes survive the controls.
 
-    1. The logit changes of E_Q's knockout have two modes, and so have those of one prediction (right or wrong) alone:
-       a shift of every example to one point has two peaks only because two predictions start from two sides.
-    2. Predictions flip more often than when random question tokens are knocked out.
-    3. With modes taken from another seed's probe, ΔP of Q-anchored examples lies below that of A-anchored ones.
-    4. The probe tells more than the length and place of the exact answer, where these tell the label at all.
+    1. Within relations and predictions, the logit changes of E_Q's knockout have two modes (`modes.decided`): all
+       changes together have two peaks also because relations differ, or because two predictions start from two sides.
+    2. Predictions flip more often than when as many random question tokens are knocked out, on the rows that have as
+       many.
+    3. The probe tells more than the length and place of the exact answer, where these tell the label at all.
+
+    That the groups stay apart under another seed's probe is no criterion: it reads the same states, and one population
+    stays apart as well.
     """
     view = _View(pathways, dataset)
     if view.told_by_spans:
         return False
-    within = [view.verdict(EXACT, f"predicted {side}") for side in ("right", "wrong")]
-    exact, random = view.control(EXACT, ALL, "flip_rate"), view.control(RANDOM, ALL, "flip_rate")
-    q, a = (view.curve(CROSSED, mode) for mode in MODES)
-    return view.verdict(EXACT, "all") == TWO and TWO in within and exact[1] > random[2] and q[2] < a[1]
+    exact, random = view.control(BESIDE, ALL, "flip_rate"), view.control(RANDOM, ALL, "flip_rate")
+    return view.verdict(EXACT, WITHIN) == TWO and exact[1] > random[2]
+
+
+def _refuse_untested(pathways: Pathways) -> None:
+    if "gain" not in pathways.components:
+        raise InputError(
+            "This result is of headwater 0.1.0, which said two modes of what one population shows too, and compared "
+            "with fewer random tokens. Its tables can be read; trace again for a report."
+        )
 
 
 class _View:
@@ -143,11 +186,22 @@ class _View:
         difference = self.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         return self.baseline(WRONG_ANSWER, SPANS)[1] > 0.5 and not difference[1] > 0
 
-    def verdict(self, intervention: str, population: str) -> str:
-        """One mode or two."""
+    @property
+    def controlled(self) -> int:
+        """How many examples have as many random question tokens as exact ones."""
+        table = self._own(self.pathways.controls_at_best)
+        return int(table.loc[(table["intervention"] == RANDOM) & (table["group"] == ALL), "examples"].sum())
+
+    def component(self, intervention: str, population: str) -> pd.Series | None:
+        """The test of one population, if there is one."""
         table = self._own(self.pathways.components)
         chosen = (table["intervention"] == intervention) & (table["population"] == population)
-        return str(table.loc[chosen, "verdict"].iloc[0]) if chosen.any() else TOO_FEW
+        return table[chosen].iloc[0] if chosen.any() else None
+
+    def verdict(self, intervention: str, population: str) -> str:
+        """What the test says."""
+        found = self.component(intervention, population)
+        return TOO_FEW if found is None else str(found["verdict"])
 
 
 def _probe(view: _View) -> Iterator[str]:
@@ -162,14 +216,18 @@ def _probe(view: _View) -> Iterator[str]:
         f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) tells the wrong ones with AUC "
         f"{_interval(found)}.{at_chance}"
     )
-    relation = view.baseline(WRONG_ANSWER, RELATION)
-    if np.isfinite(relation[0]):
-        difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {RELATION}")
-        yield (
-            f"knowing only the question's relation gives AUC {_interval(relation)}; the probe "
-            f"{_against_zero(difference, 'beats it', 'is worse', 'is not told apart from it')} "
-            f"(difference {_interval(difference)})."
-        )
+    for name, known in (
+        (RELATION, "the question's relation"),
+        (RELATION_ANSWER, "the relation and the answer's words"),
+    ):
+        baseline = view.baseline(WRONG_ANSWER, name)
+        if np.isfinite(baseline[0]):
+            difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
+            yield (
+                f"knowing only {known} gives AUC {_interval(baseline)}; the probe "
+                f"{_against_zero(difference, 'beats it', 'is worse', 'is not told apart from it')} "
+                f"(difference {_interval(difference)})."
+            )
 
 
 def _spans(view: _View) -> Iterator[str]:
@@ -191,16 +249,23 @@ def _spans(view: _View) -> Iterator[str]:
 
 
 def _knockout(view: _View) -> Iterator[str]:
-    after, random = (view.baseline(WRONG_ANSWER, name) for name in (AFTER, AFTER_RANDOM))
-    beside = f"; of random question tokens, {_interval(random)}" if np.isfinite(random[0]) else ""
-    yield f"after the knockout of the exact question tokens the probe's AUC is {_interval(after)}{beside}."
-    exact, other = (view.control(name, ALL, "flip_rate") for name in (EXACT, RANDOM))
-    if np.isfinite(other[0]):
-        more = "more often than" if exact[1] > other[2] else "not clearly more often than"
-        yield (
-            f"the knockout flips {_percent(exact)} of the predictions at l*, {more} that of as many random question "
-            f"tokens ({_percent(other)})."
-        )
+    exact, beside, random = (view.baseline(WRONG_ANSWER, name) for name in (AFTER, AFTER_BESIDE, AFTER_RANDOM))
+    yield f"after the knockout of the exact question tokens the probe's AUC is {_interval(exact)}."
+    if not np.isfinite(random[0]):
+        if view.pathways.run.options["controls"]:
+            yield "no question has as many other tokens as exact ones: there is no random control."
+        return
+    yield (
+        f"{view.controlled:,} of {view.n_examples:,} examples have as many other question tokens as exact ones; on "
+        f"these it is {_interval(beside)} after the knockout of the exact ones, {_interval(random)} after that of the "
+        "others."
+    )
+    exact, other = (view.control(name, ALL, "flip_rate") for name in (BESIDE, RANDOM))
+    more = "more often than" if exact[1] > other[2] else "not clearly more often than"
+    yield (
+        f"on these the knockout flips {_percent(exact)} of the predictions at l*, {more} that of as many random "
+        f"question tokens ({_percent(other)})."
+    )
 
 
 def _modes(view: _View) -> Iterator[str]:
@@ -215,7 +280,10 @@ def _modes(view: _View) -> Iterator[str]:
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
     if np.isfinite(q[0]) and np.isfinite(a[0]):
         holds = "the two stay apart" if q[2] < a[1] else "the two are not told apart"
-        yield f"with modes taken from another seed's probe it is {_points(q)} and {_points(a)}: {holds}."
+        yield (
+            f"with modes taken from another seed's probe it is {_points(q)} and {_points(a)}: {holds}, which one "
+            "population does as well, since both probes read the same states."
+        )
     null = view.curve(RANDOM_SPLIT, MODES[0])
     if np.isfinite(null[0]):
         yield (
@@ -227,11 +295,36 @@ def _modes(view: _View) -> Iterator[str]:
 def _shape(view: _View) -> Iterator[str]:
     found = [view.verdict(EXACT, name) for name in ("all", "predicted right", "predicted wrong")]
     yield (
-        f"the changes of the probe's logit have {found[0]} over all examples, {found[1]} where it said right, "
-        f"{found[2]} where it said wrong."
+        f"all relations together, the changes of the probe's logit have {found[0]} over all examples, {found[1]} where "
+        f"it said right, {found[2]} where it said wrong."
     )
-    if found[0] == TWO and TWO not in found[1:]:
+    if found[0] == TWO_PEAKS and TWO_PEAKS not in found[1:]:
         yield "the two peaks are those of the two predictions, not of two mechanisms."
+    test = view.component(EXACT, WITHIN)
+    if test is not None:
+        yield _within(test)
+
+
+def _within(test: pd.Series) -> str:
+    """Say what was tested within relations, and what came out."""
+    if test["verdict"] == NO_RELATIONS:
+        return (
+            "the questions have no relations: two peaks may be two kinds of question, and two modes cannot be claimed."
+        )
+    if test["verdict"] == TOO_FEW:
+        return (
+            f"no relation has {FEWEST_FOR_COMPONENTS} questions with one prediction: two modes within relations cannot "
+            "be tested."
+        )
+    tested = (
+        f"within relations and predictions ({test['cells']:.0f} groups of {FEWEST_FOR_COMPONENTS} questions or more, "
+        f"{test['examples']:,.0f} in all, {test['left_out']:,.0f} left out)"
+    )
+    if test["verdict"] == TWO:
+        return f"{tested} the dip test rejects one mode (q = {test['q']:.2g}), and two Gaussians fit better than one."
+    beside = ", though two Gaussians fit no better than one" if test["q"] <= LEVEL else ""
+    rejects = "rejects" if test["q"] <= LEVEL else "does not reject"
+    return f"{tested} the dip test {rejects} one mode (q = {test['q']:.2g}){beside}."
 
 
 def _direction(view: _View) -> Iterator[str]:

@@ -12,6 +12,8 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.3 (Eq. 1); after Wang 
    first edge are run without gradients, those that all texts begin with once.
 3. S(E_Q→E_A): the mean over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token.
    Both are averaged over the layers up to l*.
+4. p and the gradient of an example come from coefficients of the probe that were not fitted on it (`Probe.folds`): of
+   examples that it has seen a probe of many coordinates is sure and right, whether or not there is anything to know.
 
 At l* itself only the probe's own token has a gradient; other queries count there as 0. Pairs that a sliding window
 hides are left out, and a layer that sees no pair is NaN and left out of the average. A probe that reads before the
@@ -31,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -42,7 +45,7 @@ from headwater.patching.grid import chosen
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.flows import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.probes import PROBE_SITES, Probe
-from headwater.pathways.saliency_report import COLUMNS, EDGES, TARGETS, sentences_of, summary_of
+from headwater.pathways.saliency_report import COLUMNS, EDGES, TARGETS, held_out_sentence, sentences_of, summary_of
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -57,9 +60,10 @@ class Saliency(Result):
     """How much the probe hangs on the attention paid to the exact question tokens, per example."""
 
     table: pd.DataFrame
-    """A row per example and target: `dataset, example, target, z, logit, probability, saliency_exact_answer`
-    (S(E_Q→E_A)), `saliency_all` (S(E_Q→*)); `example` is the row of the answered questions' table, `logit` and
-    `probability` are the probe's, of a wrong answer."""
+    """A row per example and target: `dataset, example, target, z, fold, logit, probability, saliency_exact_answer`
+    (S(E_Q→E_A)), `saliency_all` (S(E_Q→*)); `example` is the row of the answered questions' table, `fold` the fold of
+    the probe that measures it (-1: the probe itself, which knows no answer to this question), `logit` and
+    `probability` are that fold's, of a wrong answer."""
     by_layer: pd.DataFrame
     """The same at each layer: `dataset, example, target, layer, saliency_exact_answer, saliency_all`."""
     target: str
@@ -96,7 +100,8 @@ class Saliency(Result):
 
     def report(self) -> list[str]:
         """Return what was found, in plain sentences made of the numbers."""
-        return [sentence for entry in self.summary()["datasets"] for sentence in sentences_of(entry)]
+        found = [sentence for entry in self.summary()["datasets"] for sentence in sentences_of(entry)]
+        return [held_out_sentence(self.table, self.run.options["probe"]), *found]
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
         """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
@@ -124,7 +129,9 @@ def saliency(
     Args:
         model: the model that answered.
         answered: what `hw.answer` returned.
-        probe: of the layer l* to be explained, such as `fit_probes(...)[best]`.
+        probe: of the layer l* to be explained, such as `trace_pathways(...).probe` or `fit_probes(...)[best]`. Each
+            example is measured by coefficients that were not fitted on an answer to its question, which these carry.
+            A `Probe` made by hand says nothing of what it was fitted on, and is taken to be fitted on other answers.
         target: what figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are kept.
         edges: `exact_answer` (E_Q→E_A), `all` (E_Q→*), or both. E_Q→E_A alone needs gradients at the answer's
             positions only, and is faster; the other column is then NaN.
@@ -140,7 +147,8 @@ def saliency(
         each layer, and the graphs of a few layers at a time.
 
     Raises:
-        InputError: an option names nothing, the probe does not fit the model, or another model gave the answers.
+        InputError: an option names nothing, the probe does not fit the model or was fitted on these very answers, or
+            another model gave the answers.
         RunFolderError: `out` holds another run.
     """
     named = list(edges) if isinstance(edges, list | tuple) else [edges]
@@ -152,15 +160,16 @@ def saliency(
     )
     checked_name("target", target, TARGETS)
     _check(model, answered, probe, wanted, batch_size)
-    run = _record(model, answered, probe, wanted, target, batch_size)
+    fold = _folds(answered, probe)
+    run = _record(model, answered, probe, fold, wanted, target, batch_size)
     folder = RunFolder(out, run) if out is not None else None
     if folder is not None and folder.finished:
         return Saliency.load(folder.path)
     rows = rows_of(answered, probe, wanted.edges)
     _warn_if_blind(rows, probe, wanted)
     with torch.inference_mode(False):
-        measured = _measure(model, rows, probe, wanted, batch_size, folder, progress)
-    result = _result(answered, measured, wanted.layers, target, folder.run if folder else run)
+        measured = _measure(model, rows, probe, fold, wanted, batch_size, folder, progress)
+    result = _result(answered, measured, fold, wanted.layers, target, folder.run if folder else run)
     if folder is not None:
         folder.finish(result)
     return result
@@ -170,6 +179,7 @@ def _measure(
     model: HookedModel,
     rows: Sequence[Row],
     probe: Probe,
+    fold: NDArray[np.int64],
     wanted: Wanted,
     batch_size: int,
     folder: RunFolder | None,
@@ -177,19 +187,22 @@ def _measure(
 ) -> dict[str, Tensor]:
     """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
     order = sorted(range(len(rows)), key=lambda i: (rows[i].first, len(rows[i].tokens)))
+    readers = (*probe.folds, probe)  # the probe itself is the last, fold -1
     shared = common if (common := common_start(rows)) >= WORTH_A_RUN else 0
     start: KeysValues | None = None
     n_layers = probe.layer + 1
     shape = (len(rows), len(wanted.layers))
     found = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
     found["logit"] = torch.empty(len(rows), dtype=torch.float64)
-    batches = {f"rows-{at:07d}": order[at : at + batch_size] for at in range(0, len(rows), batch_size)}
+    by_fold = [[i for i in order if fold[i] == place] for place in np.unique(fold)]
+    cut = [part[at : at + batch_size] for part in by_fold for at in range(0, len(part), batch_size)]
+    batches = {f"rows-{number:07d}": places for number, places in enumerate(cut)}
 
     def compute(places: list[int]) -> dict[str, Tensor]:
         nonlocal start
         if start is None:
             start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
-        return measure_batch(model, [rows[i] for i in places], probe, wanted, start, shared)
+        return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], wanted, start, shared)
 
     def work(bar: tqdm[Any]) -> Iterator[tuple[str, Compute]]:
         for name, places in batches.items():
@@ -204,7 +217,12 @@ def _measure(
 
 
 def _result(
-    answered: AnsweredQuestions, measured: dict[str, Tensor], layers: Sequence[int], target: str, run: RunRecord
+    answered: AnsweredQuestions,
+    measured: dict[str, Tensor],
+    fold: NDArray[np.int64],
+    layers: Sequence[int],
+    target: str,
+    run: RunRecord,
 ) -> Saliency:
     """Put the numbers into tables: cross-entropy's gradient is the logit's times |p - z|."""
     z = torch.tensor(answered.z, dtype=torch.float64)
@@ -218,7 +236,7 @@ def _result(
         scaled = {
             column: flow * (distance[:, None] if name == "cross_entropy" else 1) for column, flow in flows.items()
         }
-        probe = {"z": answered.z, "logit": logit.numpy(), "probability": torch.sigmoid(logit).numpy()}
+        probe = {"z": answered.z, "fold": fold, "logit": logit.numpy(), "probability": torch.sigmoid(logit).numpy()}
         means = {column: flow.nanmean(1).numpy() for column, flow in scaled.items()}
         tables.append(pd.DataFrame({**names, "target": name, **probe, **means}))
         repeated = {key: np.repeat(values, len(layers)) for key, values in names.items()}
@@ -261,6 +279,25 @@ def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted
     checked_count("batch_size", batch_size)
 
 
+def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
+    """Return which coefficients measure each row: a fold of the probe, or -1 for its own.
+
+    Raises:
+        InputError: all of them were fitted on some of these answers.
+    """
+    if "question" not in answered.table:
+        return np.full(len(answered.table), -1)
+    places = [probe.reader(str(question)) for question in answered.table["question"]]
+    seen = sum(place is None for place in places)
+    if seen:
+        raise InputError(
+            f"The probe was fitted on {seen:,} of these {len(places):,} answers, and has no folds that were not: of "
+            "what it has seen a probe is surer, and more often right, than it is. Fit it on other questions, or take "
+            "one with folds: pathways.probe, or fit_probes(..., cross_fit=True)."
+        )
+    return np.array(places, dtype=np.int64)
+
+
 def _warn_if_blind(rows: Sequence[Row], probe: Probe, wanted: Wanted) -> None:
     blind = sum(not row.queries for row in rows)
     if blind and "exact_answer" in wanted.edges:
@@ -272,9 +309,14 @@ def _warn_if_blind(rows: Sequence[Row], probe: Probe, wanted: Wanted) -> None:
 
 
 def _record(
-    model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: Wanted, target: str, batch_size: int
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    probe: Probe,
+    fold: NDArray[np.int64],
+    wanted: Wanted,
+    target: str,
+    batch_size: int,
 ) -> RunRecord:
-    weight = hashlib.sha256(probe.weight.double().cpu().numpy().tobytes()).hexdigest()[:16]
     return RunRecord.of(
         "saliency",
         model,
@@ -284,8 +326,11 @@ def _record(
                 "site": probe.site,
                 "token": probe.token,
                 "layer": probe.layer,
-                "weight": weight,
+                "weight": _digest(probe.weight.double().cpu().numpy()),
                 "bias": probe.bias,
+                "fitted_on": len(probe.fitted_on),
+                "folds": [[_digest(one.weight.double().cpu().numpy()), one.bias] for one in probe.folds],
+                "fold_of_each": _digest(fold),
             },
             "target": target,
             "edges": list(wanted.edges),
@@ -295,3 +340,7 @@ def _record(
             "batch_size": batch_size,
         },
     )
+
+
+def _digest(values: NDArray[Any]) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()[:16]

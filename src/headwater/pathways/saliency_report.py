@@ -39,6 +39,23 @@ def summary_of(rows: pd.DataFrame, column: str) -> dict[str, Any] | None:
     }
 
 
+def held_out_sentence(table: pd.DataFrame, probe: dict[str, Any]) -> str:
+    """Say whether the probe had seen the examples that it measures."""
+    if "fold" not in table:
+        return (
+            "This result is of headwater 0.1.0, which did not ask whether the probe had been fitted on these examples: "
+            "where it had, a peak near zero in the cross-entropy may be its memory. Measure again."
+        )
+    examples = table.drop_duplicates("example")
+    unknown = 0 if probe.get("fitted_on") else int((examples["fold"] == -1).sum())
+    if unknown:
+        return (
+            "The probe does not say which answers it was fitted on: where these are among them, a peak near zero in "
+            "the cross-entropy may be its memory."
+        )
+    return f"All {len(examples):,} examples are measured by coefficients of the probe that were not fitted on them."
+
+
 def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
     """Say what the summary of one set shows."""
     name = entry["dataset"]

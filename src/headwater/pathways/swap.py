@@ -5,7 +5,7 @@ moving along with them.
 
     token swap          the subject gives way to another example's, of the same relation where the table has one; only
                         where the answer is right, and so becomes wrong
-    random token swap   as many other tokens of the question give way to tokens of other questions
+    random token swap   as many others of the question, where it has as many, give way to tokens of other questions
     answer only         the answer alone, without any question, in a pass of its own
 """
 
@@ -58,8 +58,8 @@ def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places
     pool = np.array([row[i] for row, places in zip(table["tokens"], others, strict=True) for i in places])
     rows: list[Row] = []
     for example, position in enumerate(probe_positions(answered, setup.token)):
-        how_many = min(len(table["subject_tokens"].iloc[example]), len(others[example]))
-        if table["z"].iloc[example] or not how_many:
+        how_many = len(table["subject_tokens"].iloc[example])
+        if table["z"].iloc[example] or not 0 < how_many <= len(others[example]):
             continue
         rng = np.random.default_rng([seed, example])
         tokens = list(table["tokens"].iloc[example])

@@ -16,30 +16,36 @@ from headwater.pathways.controls import (
     by_intervention,
     compare,
     logit_baseline,
+    relation_answer_logits,
     relation_logits,
     span_logits,
 )
-from headwater.pathways.interventions import EXACT, RANDOM
+from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.measuring import Measured
 from headwater.pathways.modes import (
     MODES,
     RANDOM_SPLIT,
+    WITHIN,
     Effects,
     at_layer,
     components,
     crossed,
     curves,
+    decided,
     effects,
     splits_of,
+    within_relations,
 )
 from headwater.pathways.probes import auc
 from headwater.pathways.spans import span_shapes
 
 WRONG_ANSWER, ANY_MODE = "which answers are wrong", "which examples are Q-anchored"
-PROBE, RELATION, AFTER, AFTER_RANDOM = "probe", "relation", "probe after knockout", "probe after random knockout"
+PROBE, RELATION, RELATION_ANSWER = "probe", "relation", "relation and answer"
+AFTER, AFTER_RANDOM = "probe after knockout", "probe after random knockout"
+AFTER_BESIDE = "probe after knockout, rows of the random control"
 SPANS = "exact answer's length and place"
 AWARE, MARGIN, BY_LOGIT = "probe of the mode", "−|logit|", "logit and |logit|"
-KEPT = ("relation", "popularity", "depth")
+KEPT = ("question", "relation", "popularity", "depth")
 """Columns of the questions that go along into the table of modes."""
 
 
@@ -70,6 +76,8 @@ def tables_of(measured: Measured, rows: Sequence[int], controls: bool) -> dict[s
         name: [effects(measured.before, after) for after in draws] for name, draws in measured.others.items()
     }
     q_anchored = own if len(own) == 1 else crossed(own)
+    if random is not None:
+        done[BESIDE] = [exact.where(random.applies)]
     done_at_best = {name: [draw.at(best) for draw in draws] for name, draws in done.items()}
     found = {
         "table": _table(measured, shown, random, own if windowed else None),
@@ -115,9 +123,12 @@ def _table(measured: Measured, shown: Effects, random: Effects | None, own: NDAr
         columns |= {
             "random_delta_p": random.delta_p,
             "random_delta_logit": random.delta_logit,
-            "random_flipped": random.flipped,
         }
-    return pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
+    table = pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
+    if random is not None:
+        flipped = pd.Series(random.flipped.ravel(), dtype="boolean")
+        table["random_flipped"] = flipped.mask(~random.applies.ravel())
+    return table
 
 
 def _modes(measured: Measured, exact: Effects, aware: NDArray[np.float64]) -> pd.DataFrame:
@@ -177,10 +188,13 @@ def _baselines(measured: Measured, counts: Counts, own: NDArray[np.bool_], aware
     if "relation" in table and table["relation"].notna().any():
         relations = table["relation"].fillna("").to_numpy(dtype=object)
         truth[RELATION] = relation_logits(relations, z, half)
+        if "answer" in table:
+            truth[RELATION_ANSWER] = relation_answer_logits(relations, table["answer"], z, half)
     truth[SPANS] = span_logits(span_shapes(table), z, half)
     truth[AFTER] = at_layer(measured.knockout, best)
     if RANDOM in measured.others:
         truth[AFTER_RANDOM] = at_layer(measured.others[RANDOM][0], best)
+        truth[AFTER_BESIDE] = np.where(np.isfinite(truth[AFTER_RANDOM]), truth[AFTER], np.nan)
     mode = {
         AWARE: aware,
         MARGIN: -np.abs(truth[PROBE]),
@@ -191,12 +205,17 @@ def _baselines(measured: Measured, counts: Counts, own: NDArray[np.bool_], aware
 
 
 def _components(measured: Measured, exact: Effects, random: Effects | None) -> pd.DataFrame:
-    """One or two modes of the logit change at l*, averaged over seeds: all examples, and those of each prediction.
+    """One mode or two of the logit change at l* within relations; peaks of all examples, and of each prediction.
 
-    Changes are in standard deviations of the logits of the probe that measures the half: probes differ in scale.
+    Changes are in standard deviations of the logits of the probe that measures the half: probes differ in scale. They
+    are averaged over seeds and over the answers to one question, which are no independent examples.
     """
-    best, spread = measured.fits.best, _spread(measured)
-    predicted_wrong = at_layer(measured.before, best).mean(0) > 0
+    best, table = measured.fits.best, measured.answered.table
+    question = table["question"].to_numpy()
+    first = np.unique(question, return_index=True)[1]
+    known = "relation" in table and table["relation"].notna().any()
+    relations = table["relation"].to_numpy(dtype=object)[first] if known else None
+    predicted_wrong = _by_question(at_layer(measured.before, best).mean(0), question) > 0
     populations = {
         "all": np.full(predicted_wrong.shape, True),
         "predicted right": ~predicted_wrong,
@@ -205,10 +224,17 @@ def _components(measured: Measured, exact: Effects, random: Effects | None) -> p
     rows = []
     for name, effect in {EXACT: exact, RANDOM: random}.items():
         if effect is not None:
-            changes = (at_layer(effect.delta_logit, best) / spread).mean(0)
+            changes = _by_question((at_layer(effect.delta_logit, best) / _spread(measured)).mean(0), question)
+            tested = within_relations(changes, relations, predicted_wrong)
+            rows.append({"intervention": name, "population": WITHIN, **tested})
             for population, member in populations.items():
                 rows.append({"intervention": name, "population": population, **components(changes[member])})
     return pd.DataFrame(rows)
+
+
+def _by_question(values: NDArray[np.float64], questions: NDArray[np.object_]) -> NDArray[np.float64]:
+    """Average the values of each question, in the order of their names."""
+    return np.asarray(pd.Series(values).groupby(questions).mean(), dtype=np.float64)
 
 
 def _spread(measured: Measured) -> NDArray[np.float64]:
@@ -227,5 +253,6 @@ def _in_front(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
 
 
 def stacked(parts: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
-    """Put the tables of all question sets below one another."""
-    return {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in parts[0]}
+    """Put the tables of all question sets below one another, and decide over all of them which have two modes."""
+    found = {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in parts[0]}
+    return found | {"components": decided(found["components"])}

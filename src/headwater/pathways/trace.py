@@ -4,15 +4,15 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, with the controls that it 
 
 1. Probes per layer, cross-fitted: every example is measured by probes fitted on others (`measuring`, `probes`).
 2. Knockout: in layers up to k nothing after E_Q may attend to it; ΔP(k), flips, modes (`modes`). One pass gives all k.
-3. Controls: random question tokens, token swap, answer only; modes by another seed's probe; one peak or two; the margin
-   and the relation as baselines (`controls`, `swap`, `dip`).
+3. Controls: as many random question tokens, token swap, answer only; one mode or two within each relation; the margin,
+   the relation and the answer's words as baselines (`controls`, `swap`, `modes`, `dip`).
 4. What holds on this model, as sentences made of the numbers (`report`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
@@ -39,7 +40,7 @@ from headwater.pathways.measuring import (
     probes_as_tensors,
     probes_from_tensors,
 )
-from headwater.pathways.probes import Probe, Probes, check_probe_options, fit_probes
+from headwater.pathways.probes import Probe, Probes, States, check_probe_options, fit_probes, with_halves
 from headwater.pathways.report import report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.records import RunRecord
@@ -66,13 +67,14 @@ class Pathways(Result):
     - `logit`; `probability`, `probability_after`: of the probe's original prediction; `delta_p`: their difference in
       percentage points; `delta_logit`: the change towards that prediction; `flipped`: the hard prediction changed;
     - `mode`: "Q-anchored" where it flipped at this layer, else "A-anchored" (with `window=`: at l*, without window);
-    - `correct`: the answer is right; `random_delta_p`, `random_delta_logit`, `random_flipped`: the same with random
-      question tokens knocked out; NaN where a question has no others.
+    - `correct`: the answer is right; `random_delta_p`, `random_delta_logit`, `random_flipped`: the same with as many
+      random question tokens knocked out; missing where a question has fewer others.
     """
     modes: pd.DataFrame
     """A row per dataset, example and seed, at l*: `layer, split, logit, margin, predicted_wrong, delta_p, delta_logit,
-    mode, crossed_mode` (by the next seed's probe), `aware_logit` (a probe of the mode), `correct`, relation,
-    popularity and depth where the questions have them, and the length and place of E_A (`spans.span_shapes`)."""
+    mode, crossed_mode` (by the next seed's probe, which reads the same states: a description, no test), `aware_logit`
+    (a probe of the mode), `correct`, `question`, relation, popularity and depth where the questions have them, and the
+    length and place of E_A (`spans.span_shapes`)."""
     auc: pd.DataFrame
     """`dataset, seed, split, layer, best, validation_auc, auc, auc_after_knockout, auc_after_random`."""
     curves: pd.DataFrame
@@ -81,15 +83,19 @@ class Pathways(Result):
     """The same at l* of each fit, by `dataset, split_by, mode`."""
     controls: pd.DataFrame
     """Flip rates and changes by `dataset, intervention, group, layer`, with 95 % intervals. Groups: "all", and
-    the modes at l*, given by another seed's probe where there is one."""
+    the modes at l*, given by another seed's probe where there is one. Random question tokens are as many as E_Q has,
+    on the `examples` that have as many; the knockout of E_Q on these alone is an intervention of its own beside it."""
     controls_at_best: pd.DataFrame
     """The same at l* of each fit, by `dataset, intervention, group`."""
     baselines: pd.DataFrame
     """AUCs at l* by `dataset, question, score` with 95 % intervals, and differences of two (`difference`)."""
     components: pd.DataFrame
-    """One mode or two, by `dataset, intervention, population`; see `pathways.modes.components`."""
+    """One mode or two within each relation (population "within relations"; see `pathways.modes.within_relations`), and
+    how many peaks all changes and those of one prediction have (`pathways.modes.components`), by `dataset,
+    intervention, population`."""
     fits: pd.DataFrame
-    """`dataset, seed, split, best`: which probes the rows of `weight` and `bias` are; dataset "all" is pooled."""
+    """`dataset, seed, split, best`: which probes the rows of `weight` and `bias` are, with the half that they measure;
+    dataset "all" is pooled, and of its splits -1 is fitted on both halves (of seed 0)."""
     weight: Float[Tensor, "fit layer d_model"]
     bias: Float[Tensor, "fit layer"]
     dropped: pd.DataFrame
@@ -103,7 +109,10 @@ class Pathways(Result):
 
     @property
     def probes(self) -> Probes:
-        """The probes fitted on all question sets together, one per layer."""
+        """The probes fitted on all question sets together, one per layer.
+
+        They carry `folds`, fitted on one half of the examples each, for what is to be measured on these examples.
+        """
         return self.probes_of(POOLED)
 
     @property
@@ -119,21 +128,42 @@ class Pathways(Result):
     def probes_of(self, dataset: str, seed: int = 0, split: int = 0) -> Probes:
         """Return the probes that measured one half of a question set, fitted on its other half.
 
+        Their `folds` are those that measured the half they were fitted on. Of dataset "all", the probes are fitted on
+        both halves, and the folds on one each.
+
         Raises:
-            InputError: there are none.
+            InputError: there are none, or the result does not say what they were fitted on.
         """
         of_dataset = self.fits["dataset"] == dataset
         if not of_dataset.any():
             raise InputError(f"There is no question set {dataset!r} here.{did_you_mean(dataset, self.fits['dataset'])}")
-        chosen = (
-            of_dataset if dataset == POOLED else of_dataset & self.fits["seed"].eq(seed) & self.fits["split"].eq(split)
-        )
-        rows = np.flatnonzero(chosen)
-        if not len(rows):
+        if "question" not in self.modes:
+            raise InputError(
+                "This result is of headwater 0.1.0, which did not record the questions that its probes were fitted on: "
+                "trace again, so that no answer is measured by a probe that has seen it."
+            )
+        if dataset == POOLED:
+            whole, *folds = (self._probes(dataset, 0, side) for side in (-1, 0, 1))
+            return replace(whole, folds=tuple(folds))
+        return replace(self._probes(dataset, seed, split), folds=(self._probes(dataset, seed, 1 - split),))
+
+    def _probes(self, dataset: str, seed: int, split: int) -> Probes:
+        """Return one row of the fits, with the questions that it was fitted on."""
+        here = (self.fits[["dataset", "seed", "split"]] == [dataset, seed, split]).all(axis=1)
+        if not here.any():
             raise InputError(f"{dataset} has no probes of seed {seed} and split {split}.")
-        options = self.run.options
-        row, best = int(rows[0]), int(self.fits["best"].iloc[rows[0]])
-        return Probes(options["site"], options["token"], self.weight[row], self.bias[row], best)
+        row, options = int(np.flatnonzero(here)[0]), self.run.options
+        rows = self.modes[self.modes["seed"] == seed]
+        rows = rows.drop_duplicates("question") if dataset == POOLED else rows[rows["dataset"] == dataset]
+        seen = set(rows["question"]) - set(rows.loc[rows["split"] == split, "question"])
+        return Probes(
+            options["site"],
+            options["token"],
+            self.weight[row],
+            self.bias[row],
+            int(self.fits["best"].iloc[row]),
+            fitted_on=frozenset(seen),
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values."""
@@ -202,6 +232,7 @@ def trace_pathways(
         return Pathways.load(folder.path)
     usable, dropped = _usable(answered, seeds)
     parts, fits, pooled = [], [], []
+    half_of: dict[str, int] = {}
     for number, (name, half) in enumerate(usable.items()):
         rows = np.flatnonzero(answered.table["dataset"] == name)
         own = AnsweredQuestions(answered.table.iloc[rows].reset_index(drop=True), answered.dropped, answered.run)
@@ -210,7 +241,7 @@ def trace_pathways(
         measured = measure(model, own, half, setup, **options)
         parts.append(tables_of(measured, rows.tolist(), controls))
         fits.append(measured.fits)
-        pooled.append(_sampled(measured))
+        pooled.append(_sampled(measured, half_of))
         del measured  # of a large model its states are gigabytes, and the next set's are coming
     probes = _pooled(pooled, setup, partial(_pieces, folder, POOLED))
     listed = [(name, fit.probes) for name, fit in zip(usable, fits, strict=True)]
@@ -284,27 +315,49 @@ def _pieces(folder: RunFolder | None, prefix: str, work: Iterable[tuple[str, Com
     return run_pieces(folder, ((f"{prefix}-{name}", compute) for name, compute in work))
 
 
-def _sampled(measured: Measured) -> tuple[Tensor, np.ndarray, list[tuple[str, str]]]:
-    """Draw the states, labels and questions of a set that go into the pooled probes."""
-    table = measured.answered.table
-    rows = np.sort(np.random.default_rng(0).permutation(len(table))[:POOLED_ROWS])
-    groups = [(str(table["dataset"].iloc[row]), str(table["question"].iloc[row])) for row in rows]
-    return measured.states[:, torch.from_numpy(rows)].clone(), measured.answered.z[rows], groups
+@dataclass(frozen=True)
+class _Sample:
+    """The examples of a question set that go into the pooled probes."""
+
+    states: States
+    z: NDArray[np.int64]
+    questions: list[str]
+    half: NDArray[np.int64]
+    """Of seed 0; a question of several sets is everywhere in the half that it is in first."""
 
 
-def _pooled(samples: list[tuple[Tensor, np.ndarray, list[tuple[str, str]]]], setup: Setup, pieces: Pieces) -> Probes:
-    """Fit probes on all question sets together."""
-    groups = [group for _, _, own in samples for group in own]
+def _sampled(measured: Measured, halves_before: dict[str, int]) -> _Sample:
+    """Draw the examples of a set for the pooled probes; add the half of each of its questions to those known."""
+    questions = measured.answered.table["question"].astype(str).tolist()
+    half = [halves_before.setdefault(*row) for row in zip(questions, measured.fits.half[0].tolist(), strict=True)]
+    rows = np.sort(np.random.default_rng(0).permutation(len(questions))[:POOLED_ROWS])
+    return _Sample(
+        measured.states[:, torch.from_numpy(rows)].clone(),
+        measured.answered.z[rows],
+        [questions[row] for row in rows],
+        np.array(half)[rows],
+    )
+
+
+def _pooled(samples: list[_Sample], setup: Setup, pieces: Pieces) -> list[Probes]:
+    """Fit probes on all question sets together: on all examples, and for each half of them on the other half."""
+    groups = [question for sample in samples for question in sample.questions]
+    z, half = (np.concatenate([getattr(sample, name) for sample in samples]) for name in ("z", "half"))
 
     def compute() -> dict[str, Tensor]:
-        states, z = torch.cat([states for states, _, _ in samples], 1), np.concatenate([z for _, z, _ in samples])
-        return probes_as_tensors(fit_probes(states, z, site=setup.site, token=setup.token, groups=groups, folds=FOLDS))
+        states = torch.cat([sample.states for sample in samples], 1)
+        options: dict[str, Any] = {"site": setup.site, "token": setup.token, "groups": groups, "folds": FOLDS}
+        probes = with_halves(fit_probes(states, z, **options, cross_fit=False), states, z, groups, half)
+        together = [probes, *probes.folds]
+        weight, bias = (torch.stack([getattr(one, name) for one in together]) for name in ("weight", "bias"))
+        return probes_as_tensors(probes) | {"weight": weight, "bias": bias}
 
-    (tensors,) = pieces([("probes", compute)])
-    return probes_from_tensors(tensors, setup)
+    (found,) = pieces([("probes", compute)])
+    each = zip(found["weight"], found["bias"], strict=True)
+    return [probes_from_tensors(found | {"weight": weight, "bias": bias}, setup) for weight, bias in each]
 
 
-def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: Probes) -> dict[str, Any]:
+def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: list[Probes]) -> dict[str, Any]:
     """List all probes: which they are, and their weights."""
     found = [
         ({"dataset": name, "seed": seed, "split": side, "best": probes.best}, probes)
@@ -312,7 +365,10 @@ def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: Probes) ->
         for seed, sides in enumerate(by_seed)
         for side, probes in enumerate(sides)
     ]
-    found.append(({"dataset": POOLED, "seed": 0, "split": -1, "best": pooled.best}, pooled))
+    found += [
+        ({"dataset": POOLED, "seed": 0, "split": side, "best": probes.best}, probes)
+        for side, probes in enumerate(pooled, start=-1)
+    ]
     return {
         "fits": pd.DataFrame([row for row, _ in found]),
         "weight": torch.stack([probes.weight for _, probes in found]),
