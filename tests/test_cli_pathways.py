@@ -67,7 +67,10 @@ def test_detect_measures_the_methods_asked_for_and_an_interrupt_says_how_to_go_o
 
 
 def test_saliency_fits_the_probe_of_the_layer_asked_for(run, tmp_path):
-    code, printed, error = run("saliency", *SMALL, "--layer", 1, "--target", "logit", "--out", tmp_path, "--json")
+    code, printed, error = run(
+        "saliency", *SMALL, "--layer", 1, "--target", "logit", "--label", "exact", "--out", tmp_path, "--json"
+    )
+    assert hw.AnsweredQuestions.load(tmp_path / "answers").run.options["label"] == "exact"
     assert code == 0, error
     found = json.loads(printed)
     assert found["saliency"]["probe"]["layer"] == 1

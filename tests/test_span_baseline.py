@@ -94,7 +94,10 @@ def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coi
     def leaking(question, text):
         return name_of(text) if accepted[question] in text else {"answer": text}
 
-    pathways = traced(model, answered(model, coin_flips, leaking))
+    given = answered(model, coin_flips, leaking)
+    detection = hw.detect(model, given, methods=["logit_mean", "probe"], seeds=1, progress=False)
+    assert "Note on single probe: length and place of the exact answer alone reach AUC" in detection.report()[0]
+    pathways = traced(model, given)
     assert auc_of(pathways)[0] > 0.95
     assert auc_of(pathways, "exact answer's length and place")[0] > 0.95
     first, _, second = pathways.report()[:3]
@@ -105,6 +108,12 @@ def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coi
     assert "is not told apart from this" in second or "the probe is worse" in second
     assert not survives(pathways, "popqa")
     assert pathways.summary()["datasets"][0]["auc_spans"] > 0.95
+
+
+def test_spans_that_tell_nothing_are_no_note_on_a_detector(model, coin_flips):
+    given = answered(model, coin_flips)
+    detection = hw.detect(model, given, methods=["probe"], seeds=1, progress=False)
+    assert detection.table["note"].tolist() == [""]
 
 
 def test_shapes_count_tokens_of_the_exact_answer_and_of_the_answer_around_it():

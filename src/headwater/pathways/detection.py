@@ -34,11 +34,13 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name
 from headwater.patching.knockout import VARIANTS
 from headwater.pathways.answers import AnsweredQuestions, check_answered
+from headwater.pathways.controls import span_logits
 from headwater.pathways.detectors import METHODS, Detector, check_methods
 from headwater.pathways.evaluation import evaluate, paragraph
 from headwater.pathways.fitting import COUNTS, AnswerSet, Recipe, relations_of
 from headwater.pathways.probes import check_probe_options
 from headwater.pathways.reweighting import Reweighting
+from headwater.pathways.spans import span_shapes
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -276,7 +278,9 @@ def _result(
                 {"dataset": one.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, "gate_auc": gate_auc}
             )
         scores += parts
-        tables.append(evaluate(pd.concat(parts), answered.table["question"].iloc[one.rows], methods, _notes(one, here)))
+        scored, questions = pd.concat(parts), answered.table["question"].iloc[one.rows]
+        notes = _notes(one, here) | _span_note(one, scored, questions)
+        tables.append(evaluate(scored, questions, methods, notes))
     first = [pieces[one.dataset, 0] for one in sets]
     n_layers = sets[0].model.shape.n_layers
     return Detection(
@@ -297,6 +301,23 @@ def _notes(one: AnswerSet, pieces: Mapping[int, Mapping[str, Tensor]]) -> dict[s
     """Return what must be known of a method's score on a question set."""
     one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in pieces.values())
     return ({"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}) | one.notes()
+
+
+def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> dict[str, str]:
+    """Say of the probe if length and place of the exact answer, fitted on the same halves, tell no less than it."""
+    if "probe" not in scored:
+        return {}
+    places, seeds = np.searchsorted(one.rows, scored["example"]), scored["seed"].to_numpy()
+    half = np.zeros((seeds.max() + 1, len(one.rows)), dtype=np.int64)
+    half[seeds, places] = 1
+    alone = span_logits(span_shapes(one.answered.table), one.answered.z, half)[seeds, places]
+    found = evaluate(scored.assign(spans=alone), questions, ["probe", "spans"], {}).iloc[1]
+    if not (found["low"] > 0.5 and found["gain_high"] >= 0):
+        return {}
+    return {
+        "probe": f"length and place of the exact answer alone reach AUC {found['auc']:.3f}, {found['low']:.3f} to "
+        f"{found['high']:.3f}: this is no sign that the states know which answer is wrong"
+    }
 
 
 def _padded(alpha: Tensor, n_layers: int) -> Float[Tensor, "pathway layer head"]:
