@@ -30,6 +30,7 @@ RANK = {
     "patching": 5,
     "likelihood": 5,
     "pathways": 6,
+    "lenses": 6,
     "world": 7,
     "reference": 7,
     "figures": 8,

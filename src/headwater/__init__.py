@@ -28,6 +28,8 @@ _HOMES = {
     "probability": "headwater.patching.metrics",
     "rank": "headwater.patching.metrics",
     "kl_divergence": "headwater.patching.metrics",
+    "direct_logit_attribution": "headwater.lenses",
+    "DirectAttribution": "headwater.lenses",
     "load_questions": "headwater.pathways.questions",
     "answer": "headwater.pathways.answers",
     "AnsweredQuestions": "headwater.pathways.answers",
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from headwater.heads.classify import classify_heads as classify_heads
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations
+    from headwater.lenses import DirectAttribution as DirectAttribution
+    from headwater.lenses import direct_logit_attribution as direct_logit_attribution
     from headwater.likelihood.depth import load_depth_graph as load_depth_graph
     from headwater.likelihood.files import score_file as score_file
     from headwater.likelihood.members import load_member_texts as load_member_texts

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.likelihood import UnembeddingHead
+from headwater.models.norms import final_norm
 from headwater.models.tokens import Batch
-from headwater.models.weights import LoadedWeights, finite
+from headwater.models.weights import finite
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -51,20 +52,13 @@ def unembedding_head(model: HookedModel) -> tuple[Normalise, UnembeddingHead]:
 
 
 def _final_norm(model: HookedModel) -> Normalise:
-    raw = model.raw
-    gain = LoadedWeights(model).final_norm_gain().float().to(raw.unembed.W_U.device)
-    bias = next((b for b in (getattr(raw.ln_final, name, None) for name in ("bias", "b")) if b is not None), None)
-    kind = str(raw.cfg.normalization_type)
-    centred, eps = kind.startswith("LN"), float(raw.cfg.eps)
+    norm = final_norm(model)
 
     def normalise(residual: Tensor) -> Tensor:
         if residual.dtype == model.dtype and residual.dtype in HALF:
             with model.lock:
-                return raw.ln_final(residual.to(gain.device)[None])[0]
-        x = residual.to(gain.device).float()
-        x = x - x.mean(-1, keepdim=True) if centred else x
-        x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
-        return x if bias is None else x + bias.float()
+                return model.raw.ln_final(residual.to(norm.gain.device)[None])[0]
+        return norm(residual)
 
     return normalise
 

@@ -338,6 +338,11 @@ class LoadedWeights(WeightSource):
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
         return self._gain(norm, "ln_final")
 
+    def attention_post_gain(self, layer: int) -> Float[Tensor, "d_model"] | None:
+        """The gain of the norm behind a layer's attention, None where there is none."""
+        block = self.model.raw.blocks[layer]
+        return self._gain(block.ln1_post, f"blocks.{layer}.ln1_post") if hasattr(block, "ln1_post") else None
+
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, "source"], kind: str) -> Float[Tensor, "source d_model"]:
         """What later heads read for each token."""

@@ -1,0 +1,99 @@
+"""Direct logit attribution: heads and MLPs of every layer as a map, layers and components as bars.
+
+The colour scale of the map diverges from 0 and reaches equally far both ways; its last column, set apart, is the MLPs.
+What has no layer, the embedding and the bias, stands in the title. Several prompts are averaged.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from headwater.figures.style import BLUE, FAINT, ORANGE, PURPLE, model_title, style, whole_numbers
+from headwater.figures.sweep import DIVERGING
+
+if TYPE_CHECKING:
+    from headwater.lenses import DirectAttribution
+
+LABEL = "Contribution to the logit difference"
+NAMES = {"embed": "Embedding", "head": "Heads", "mlp": "MLPs", "bias": "Biases"}
+COLOURS = {"embed": PURPLE, "head": BLUE, "mlp": ORANGE, "bias": FAINT}
+
+
+def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -> Axes | Figure:
+    """Draw what each part contributes, the mean over prompts.
+
+    Args:
+        result: what `hw.direct_logit_attribution` gave.
+        ax: where to draw; default: a new figure.
+    """
+    n = len(result.totals)
+    each = result.table.groupby(["component", "layer", "head"], dropna=False)["contribution"].sum() / n
+    means = each.reset_index()
+    total = result.totals["logit_difference"].mean()
+    with style():
+        ax = ax or plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
+        if means["head"].notna().any():
+            _map(ax, means)
+        elif means["layer"].notna().any():
+            _layers(ax, means)
+        else:
+            _components(ax, means)
+        counted = f", n = {n:,}" if n > 1 else ""
+        ax.set_title(model_title(result.run, f"logit difference {total:+.2f}{counted}"))
+    return ax
+
+
+def _map(ax: Axes, means: pd.DataFrame) -> None:
+    heads = means[means["component"] == "head"].pivot(index="layer", columns="head", values="contribution")
+    mlps = means[means["component"] == "mlp"].set_index("layer")["contribution"].reindex(heads.index)
+    n_heads = heads.shape[1]
+    drawn = np.ma.masked_invalid(np.column_stack([heads, np.full(len(heads), np.nan), mlps]).astype(float))
+    limit = float(np.abs(drawn).max()) or 1.0
+    edges = np.append(np.arange(n_heads + 1), [n_heads + 0.4, n_heads + 1.4])
+    mesh = ax.pcolormesh(
+        edges, np.arange(len(heads) + 1), drawn, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True
+    )
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    step = next(s for s in (m * 10**e for e in range(9) for m in (1, 2, 5)) if n_heads <= 16 * s)
+    labels = [str(i) for i in range(0, n_heads, step)]
+    ax.set_xticks([*(np.arange(0, n_heads, step) + 0.5), n_heads + 0.9], [*labels, "MLP"])
+    rows = next(s for s in (m * 10**e for e in range(9) for m in (1, 2, 5)) if len(heads) <= 16 * s)
+    ax.set_yticks(np.arange(0, len(heads), rows) + 0.5, [str(i) for i in heads.index[::rows]])
+    ax.tick_params(length=0)
+    rest = means[means["layer"].isna() | (means["component"] == "bias")].groupby("component")["contribution"].sum()
+    written = ", ".join(f"{NAMES[name].lower()} {value:+.2f}" for name, value in rest.items())
+    ax.set(xlabel=f"Head ({written})" if written else "Head", ylabel="Layer")
+    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label(LABEL)
+
+
+def _layers(ax: Axes, means: pd.DataFrame) -> None:
+    layered = means[means["layer"].notna()]
+    present = [name for name in NAMES if (layered["component"] == name).any()]
+    width = 0.8 / len(present)
+    for place, name in enumerate(present):
+        part = layered[layered["component"] == name]
+        at = part["layer"].to_numpy(dtype=float) + (place - (len(present) - 1) / 2) * width
+        ax.bar(at, part["contribution"], width, color=COLOURS[name], label=NAMES[name])
+    ax.axhline(0, color=FAINT, linewidth=0.6)
+    whole_numbers(ax.xaxis)
+    rest = means[means["layer"].isna()].groupby("component")["contribution"].sum()
+    written = ", ".join(f"{NAMES[name].lower()} {value:+.2f}" for name, value in rest.items())
+    ax.set(xlabel=f"Layer ({written})" if written else "Layer", ylabel=LABEL)
+    ax.legend()
+
+
+def _components(ax: Axes, means: pd.DataFrame) -> None:
+    values = means.set_index("component")["contribution"]
+    present = [name for name in NAMES if name in values.index]
+    ax.bar([NAMES[name] for name in present], values[present], color=[COLOURS[name] for name in present])
+    ax.axhline(0, color=FAINT, linewidth=0.6)
+    ax.set_ylabel(LABEL)

@@ -1,0 +1,302 @@
+"""Direct logit attribution: what each head, MLP, embedding and bias writes straight into a logit difference.
+
+Elhage et al. 2021; Wang et al. 2022 (heads that move names write the logit difference). The residual stream after the
+last block is a sum: the embedding, what every head and every MLP added, and the attention's biases. With the scale of
+the final norm held as it was in this run, the logit difference is a sum over the same parts.
+
+1. One run of the prompts keeps, at the positions read, the embedding, z of every head, what attention and MLP add, and
+   the residual stream after the last block.
+2. The direction w = W_U[correct] - W_U[wrong] is pulled back through the final norm at its recorded scale.
+3. A part contributes its dot product with that direction. A head's z W_O first goes through the norm behind the
+   attention, where there is one (Gemma), at that norm's recorded scale.
+4. What depends on no input is `bias`: b_O of each layer, and, without a layer, the final norm's and the unembedding's.
+5. The contributions of an example must sum to its logit difference; checked at every call.
+
+Where the architecture caps its logits (Gemma 2), they sum to the difference before the cap. The weights stay as the
+checkpoint has them: nothing is folded, and nothing needs to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from headwater.errors import InputError, NumericsError
+from headwater.kernels.likelihood import UnembeddingHead
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.norms import Norm, attention_post_norm, final_norm
+from headwater.models.tokens import Batch, pad_id
+from headwater.models.unembedding import unembedding_head
+from headwater.models.weights import LoadedWeights
+from headwater.options import checked_count, checked_name
+from headwater.patching.metrics import Answer, answer_ids
+from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
+from headwater.patching.sites import SITES
+from headwater.patching.statistics import summarize
+from headwater.records import RunRecord
+from headwater.results import Result
+from headwater.runs import Compute, RunFolder, run_pieces
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BY = {"head": ["component", "layer", "head"], "layer": ["component", "layer"], "component": ["component"]}
+"""What a row of the table is, and the columns that name it."""
+Part = tuple[str, int | None, int | None]
+"""Component, layer, head."""
+
+
+@dataclass(frozen=True, repr=False)
+class DirectAttribution(Result):
+    """What each part of a model writes into the logit difference of each prompt."""
+
+    table: pd.DataFrame
+    """A row per example, part and position: `example, component, layer, head, position, contribution` (logits).
+    `component` is embed, head, mlp or bias; `layer` and `head` are `<NA>` where a row is of none or of all; `position`
+    is where the logits are read. With several positions a contribution is its share of their mean."""
+    totals: pd.DataFrame
+    """A row per example: `example, correct, wrong` (token ids), `logit_difference` (before a soft cap)."""
+    run: RunRecord
+
+    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+        """Summarize each part over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
+
+        Returns:
+            A row per part: its `component, layer, head`, then `examples, mean, low, high, p_value`.
+        """
+        named = BY["head"]
+        each = self.table.groupby(["example", *named], sort=False, dropna=False)["contribution"].sum().reset_index()
+        return summarize(each, named, "contribution", level, seed)
+
+    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+        """Draw the mean contribution of every head and MLP as a map, or of layers or components as bars."""
+        from headwater.figures.direct_attribution import plot_direct_attribution
+
+        return plot_direct_attribution(self, ax)
+
+
+def direct_logit_attribution(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    tokens: tuple[Answer, Answer] | Any,
+    at: Where = "last",
+    by: str = "head",
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> DirectAttribution:
+    """Split the logit difference of prompts into what each part of the model writes into it.
+
+    Args:
+        model: the model.
+        prompts: one prompt, several, or token ids.
+        tokens: the correct and the wrong token, as texts (mind leading spaces) or ids; each one for all prompts, or one
+            per prompt.
+        at: the position whose logits are read, as in `hw.patch`; of several, the mean.
+        by: a row of the table is a `head` (or MLP, embedding, bias of a layer), a `layer`'s heads together, or a
+            `component` over all layers.
+        batch_size: prompts in one run.
+        progress: show a bar.
+        out: a folder for the result. An interrupted run, repeated with it, continues.
+
+    Raises:
+        InputError: a prompt, token, position or option cannot be used.
+        ModelError: the model's logits are not its final norm, unembedding and soft cap alone.
+        NumericsError: the contributions do not sum to the logit difference.
+    """
+    check_model(model)
+    checked_name("by", by, tuple(BY))
+    batch_size = checked_count("batch_size", batch_size)
+    read = read_prompts(model, prompts)
+    correct, wrong = _answers(model, tokens, len(read))
+    where = [positions_of(at, prompt, example, len(read)) for example, prompt in enumerate(read)]
+    options = {
+        "prompts": [list(prompt.ids) for prompt in read],
+        "tokens": [correct.tolist(), wrong.tolist()],
+        "positions": [list(places) for places in where],
+        "by": by,
+    }
+    record = RunRecord.of("direct_logit_attribution", model, options)
+    folder = RunFolder(out, record) if out is not None else None
+    if folder is not None and folder.finished:
+        return DirectAttribution.load(folder.path)
+    writer = _Writer(model, read, where, torch.stack([correct, wrong], 1))
+
+    def work(bar: tqdm) -> Iterator[tuple[str, Compute]]:  # type: ignore[type-arg]
+        for start in range(0, len(read), batch_size):
+            examples = range(start, min(start + batch_size, len(read)))
+            yield f"examples-{start:06d}", partial(writer.measure, examples)
+            bar.update(len(examples))
+
+    with tqdm(total=len(read), desc="prompts", unit="prompt", disable=not progress) as bar:
+        pieces = list(run_pieces(folder, work(bar)))
+    contributions, totals = (torch.cat([piece[name] for piece in pieces]) for name in ("contributions", "totals"))
+    result = DirectAttribution(
+        _table(contributions, writer.parts, where, by),
+        _totals(totals, where, correct, wrong),
+        folder.run if folder is not None else record,
+    )
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def _answers(
+    model: HookedModel, tokens: Any, n_prompts: int
+) -> tuple[Int[Tensor, " example"], Int[Tensor, " example"]]:
+    """Return the correct and the wrong token id of each prompt."""
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence) or len(tokens) != 2:
+        raise InputError(f"tokens={tokens!r} must be the pair (correct, wrong), as in tokens=(' Paris', ' Rome').")
+    correct, wrong = (answer_ids(token, model.tokenizer, n_prompts, model.shape.d_vocab) for token in tokens)
+    same = (correct == wrong).nonzero().flatten().tolist()
+    if same:
+        raise InputError(f"The correct and the wrong token of prompt {same[0]} are the same: their difference is 0.")
+    return correct, wrong
+
+
+class _Writer:
+    """Measures what the parts of a model write into the logit difference of some prompts."""
+
+    def __init__(
+        self,
+        model: HookedModel,
+        prompts: Sequence[Prompt],
+        where: Sequence[tuple[int, ...]],
+        tokens: Int[Tensor, "example 2"],
+    ):
+        self.model, self.prompts, self.where, self.tokens = model, prompts, where, tokens
+        self.head: UnembeddingHead = unembedding_head(model)[1]
+        self.norm: Norm = final_norm(model)
+        n_layers, n_heads = model.shape.n_layers, model.shape.n_heads
+        self.parts: list[Part] = [("embed", None, None)]
+        for layer in range(n_layers):
+            self.parts += [("head", layer, head) for head in range(n_heads)]
+            self.parts += [("bias", layer, None), ("mlp", layer, None)]
+        self.parts.append(("bias", None, None))
+
+    @torch.inference_mode()
+    def measure(self, examples: range) -> dict[str, Tensor]:
+        """Return the contributions, `row part`, and what they sum to; a row is a position read of an example."""
+        held = self._run(examples)
+        final = held[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
+        tokens = self.tokens[[i for i in examples for _ in self.where[i]]].to(self.head.W_U.device)
+        wanted, unwanted = (self.head.W_U[:, ids].T.float() for ids in tokens.unbind(1))
+        written = (wanted - unwanted).to(self.norm.gain.device)
+        constant = torch.zeros(len(written), device=written.device)
+        if self.head.bias is not None:
+            constant = (self.head.bias[tokens[:, 0]] - self.head.bias[tokens[:, 1]]).float().to(written.device)
+        total = (self.norm(final) * written).sum(-1) + constant
+        if self.norm.bias is not None:
+            constant = constant + written @ self.norm.bias
+        direction = self.norm.pulled_back(final, written)
+        columns = [_dot(held[SITES["resid_pre"].hook_name(0)], direction)[:, None]]
+        for layer in range(self.model.shape.n_layers):
+            columns += self._of_layer(layer, held, direction)
+        contributions = torch.cat([*columns, constant.double().cpu()[:, None]], 1)
+        self._refuse_what_does_not_sum(contributions, total.double().cpu(), examples)
+        return {"contributions": contributions, "totals": total.double().cpu()}
+
+    def _run(self, examples: range) -> dict[str, Tensor]:
+        """Run some prompts; return the activations wanted, by hook name, `row ...` at the positions read."""
+        n_layers = self.model.shape.n_layers
+        batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
+        rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
+        places = torch.tensor([place for i in examples for place in self.where[i]])
+        held: dict[str, Tensor] = {}
+
+        def keep(activation: Tensor, hook: Any, name: str) -> None:
+            held[name] = activation[rows.to(activation.device), places.to(activation.device)].float()
+
+        sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
+        sites += [(site, layer) for layer in range(n_layers) for site in ("z", "attn_out", "mlp_out")]
+        names = [SITES[site].hook_name(layer) for site, layer in sites]
+        self.model.run(batch, [(name, partial(keep, name=name)) for name in names], stop_at=n_layers)
+        return held
+
+    def _of_layer(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:
+        """Return what a layer's heads, its attention bias and its MLP contribute."""
+        factors = LoadedWeights(self.model).layer(layer)
+        z = held[SITES["z"].hook_name(layer)].to(factors.W_O)
+        summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
+        if factors.b_O is not None:
+            summed = summed + factors.b_O
+        post_norm = attention_post_norm(self.model, layer)
+        along = direction.to(summed) if post_norm is None else post_norm.pulled_back(summed, direction).to(summed)
+        heads = torch.einsum("rhk,hkd,rd->rh", z, factors.W_O, along)
+        constant = torch.zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
+        if post_norm is not None and post_norm.bias is not None:
+            constant = constant + _dot(post_norm.bias, direction)
+        mlp = _dot(held[SITES["mlp_out"].hook_name(layer)], direction)
+        return [heads.double().cpu(), constant.double()[:, None], mlp[:, None]]
+
+    def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, examples: range) -> None:
+        """Check that contributions sum to the logit difference, to the rounding of the model's dtype.
+
+        Raises:
+            NumericsError: they do not: the model does something to its residual stream that is not known here.
+        """
+        sums = contributions.sum(1)
+        rounding = max(1e-5, 16 * torch.finfo(self.model.dtype).eps) * (1 + contributions.abs().sum(1))
+        wrong = ((sums - total).abs() > rounding).nonzero().flatten().tolist()
+        if wrong:
+            example = [i for i in examples for _ in self.where[i]][wrong[0]]
+            raise NumericsError(
+                f"The contributions of example {example} sum to {float(sums[wrong[0]]):.4g}, its logit difference is "
+                f"{float(total[wrong[0]]):.4g}: {self.model.shape.architecture} adds something to its residual stream "
+                "that is neither embedding, head, MLP nor bias, or the weights are not those that it computes with."
+            )
+
+
+def _dot(a: Tensor, b: Tensor) -> Float[Tensor, " row"]:
+    """The dot product along the last axis, in float64 on the CPU."""
+    return (a.to(b.device).double() * b.double()).sum(-1).cpu()
+
+
+def _table(
+    contributions: Float[Tensor, "row part"], parts: Sequence[Part], where: Sequence[tuple[int, ...]], by: str
+) -> pd.DataFrame:
+    """Lay the contributions out as rows, those that are nowhere but 0 (a bias the model lacks) left out."""
+    counts = [len(places) for places in where]
+    shares = (contributions / torch.tensor(counts).repeat_interleave(torch.tensor(counts))[:, None]).numpy()
+    present = [p for p, (component, *_) in enumerate(parts) if component != "bias" or np.any(shares[:, p])]
+    n_rows = len(shares)
+    table = pd.DataFrame(
+        {
+            "example": np.repeat(np.arange(len(where)).repeat(counts), len(present)),
+            "component": [parts[p][0] for p in present] * n_rows,
+            "layer": pd.array([parts[p][1] for p in present] * n_rows, dtype="Int64"),
+            "head": pd.array([parts[p][2] for p in present] * n_rows, dtype="Int64"),
+            "position": np.repeat([place for places in where for place in places], len(present)),
+            "contribution": shares[:, present].flatten(),
+        }
+    )
+    if by == "head":
+        return table
+    columns = list(table.columns)
+    keys = ["example", *BY[by], "position"]
+    table = table.groupby(keys, sort=False, dropna=False)["contribution"].sum().reset_index()
+    for name in ("layer", "head"):
+        if name not in table:
+            table[name] = pd.array([None] * len(table), dtype="Int64")
+    return table[columns]
+
+
+def _totals(
+    totals: Float[Tensor, " row"], where: Sequence[tuple[int, ...]], correct: Tensor, wrong: Tensor
+) -> pd.DataFrame:
+    """Lay out what the contributions of each example sum to."""
+    means = [part.mean().item() for part in totals.split([len(places) for places in where])]
+    named = {"example": range(len(where)), "correct": correct.tolist(), "wrong": wrong.tolist()}
+    return pd.DataFrame(named | {"logit_difference": means})

@@ -1,0 +1,70 @@
+"""A norm, and what it makes of a share of what it reads while its scale is held.
+
+    norm(x)      = gain · centred(x) / scale(x) + bias      centred(x) = x - mean(x) in a LayerNorm, x in an RMSNorm
+    scale(x)     = sqrt(mean(centred(x)²) + eps)
+
+With the scale of one x held the norm is linear: norm(Σ share) = bias + Σ gain · centred(share) / scale(x). What a share
+adds along a direction w is then share · pulled_back(x, w).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.models.weights import LoadedWeights
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A LayerNorm or an RMSNorm, in float32."""
+
+    gain: Float[Tensor, d_model]
+    bias: Float[Tensor, d_model] | None
+    centred: bool
+    eps: float
+
+    def __call__(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """Return the norm of x."""
+        x = self._centre(x.to(self.gain.device).float())
+        x = x * self._scale(x).reciprocal() * self.gain
+        return x if self.bias is None else x + self.bias
+
+    def pulled_back(
+        self, x: Float[Tensor, "row d_model"], direction: Float[Tensor, "row d_model"]
+    ) -> Float[Tensor, "row d_model"]:
+        """Return the direction along which a share of x says what it adds to norm(x) · direction, x's scale held."""
+        x, direction = (part.to(self.gain.device).float() for part in (x, direction))
+        return self._centre(direction * self.gain) / self._scale(self._centre(x))
+
+    def _centre(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True) if self.centred else x
+
+    def _scale(self, centred: Tensor) -> Tensor:
+        return (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+def final_norm(model: HookedModel) -> Norm:
+    """Return the norm in front of the unembedding."""
+    raw = model.raw
+    return _norm(model, LoadedWeights(model).final_norm_gain().to(raw.unembed.W_U.device), raw.ln_final)
+
+
+def attention_post_norm(model: HookedModel, layer: int) -> Norm | None:
+    """Return the norm behind the attention of a layer (Gemma), None where there is none."""
+    gain = LoadedWeights(model).attention_post_gain(layer)
+    return None if gain is None else _norm(model, gain, model.raw.blocks[layer].ln1_post)
+
+
+def _norm(model: HookedModel, gain: Tensor, module: torch.nn.Module) -> Norm:
+    bias = next((b for b in (getattr(module, name, None) for name in ("bias", "b")) if b is not None), None)
+    cfg = model.raw.cfg
+    centred = str(cfg.normalization_type).startswith("LN")
+    return Norm(gain.detach().float(), None if bias is None else bias.detach().float(), centred, float(cfg.eps))

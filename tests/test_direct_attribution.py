@@ -1,0 +1,166 @@
+"""Direct logit attribution: parts sum to the logit difference on every architecture and are what Hugging Face has."""
+
+import pandas as pd
+import pytest
+import torch
+from matplotlib.axes import Axes
+
+import headwater as hw
+from headwater.errors import HeadwaterError, InputError
+from headwater.models import norms
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+PROMPTS = [" the capital of France is in", " see the big cat", " the dog"]
+TOKENS = (" Paris", " Rome")
+CORRECT, WRONG = (TOKENIZER.encode(token, add_special_tokens=False)[0] for token in TOKENS)
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(family):
+        if family not in made:
+            made[family] = hw.load(tiny_model(family), tokenizer=TOKENIZER)
+        return made[family]
+
+    return model
+
+
+def attributed(model, prompts=PROMPTS, tokens=TOKENS, **options):
+    return hw.direct_logit_attribution(model, prompts, tokens=tokens, progress=False, **options)
+
+
+def sums(result):
+    return torch.tensor(result.table.groupby("example")["contribution"].sum().to_numpy())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contributions_sum_to_the_logit_difference_on_every_architecture(models, family):
+    model = models(family)
+    logits = model.run(PROMPTS, keep="last")[:, 0].double()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    logits = cap * (logits / cap).atanh() if cap else logits  # a difference before the cap
+    expected = logits[:, CORRECT] - logits[:, WRONG]
+    for by in ("head", "layer", "component"):
+        result = attributed(model, by=by, batch_size=2)
+        assert torch.allclose(sums(result), expected, atol=1e-4)
+        assert torch.allclose(torch.tensor(result.totals["logit_difference"].to_numpy()), expected, atol=1e-4)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_head_and_mlp_contributes_what_hugging_face_computes(models, family):
+    hf = tiny_model(family)
+    is_gpt2 = family == "gpt2"
+    blocks = hf.transformer.h if is_gpt2 else hf.model.layers
+    norm = hf.transformer.ln_f if is_gpt2 else hf.model.norm
+    seen = {}
+    for layer, block in enumerate(blocks):
+        output = block.attn.c_proj if is_gpt2 else block.self_attn.o_proj
+        output.register_forward_pre_hook(lambda module, args, layer=layer: seen.update({("z", layer): args[0]}))
+        block.mlp.register_forward_hook(lambda module, args, out, layer=layer: seen.update({("mlp", layer): out}))
+    norm.register_forward_pre_hook(lambda module, args: seen.update(final=args[0]))
+    ids = models(family).tokenize(PROMPTS[0]).tokens
+    with torch.no_grad():
+        hidden = hf(ids, output_hidden_states=True).hidden_states
+    x = seen["final"][0, -1].double()
+    x = x - x.mean() if is_gpt2 else x
+    scale = (x.square().mean() + (1e-5 if is_gpt2 else hf.config.rms_norm_eps)).sqrt()
+    unembedding = hf.get_output_embeddings().weight.detach()
+    written = (unembedding[CORRECT] - unembedding[WRONG]).double() * norm.weight.detach().double() / scale
+
+    def contribution(part):
+        part = part.detach().double()
+        return float((part - part.mean() if is_gpt2 else part) @ written)
+
+    table = attributed(models(family), PROMPTS[0]).table.set_index(["component", "layer", "head"])["contribution"]
+    assert table["embed"].item() == pytest.approx(contribution(hidden[0][0, -1]), abs=1e-5)
+    for layer, block in enumerate(blocks):
+        weight = block.attn.c_proj.weight if is_gpt2 else block.self_attn.o_proj.weight.T
+        z = seen["z", layer][0, -1].reshape(4, -1)
+        for head, rows in enumerate(weight.reshape(4, -1, weight.shape[-1])):
+            assert table["head", layer, head] == pytest.approx(contribution(z[head] @ rows), abs=1e-5)
+        mlp = table.xs("mlp", level="component").xs(layer, level="layer").item()
+        assert mlp == pytest.approx(contribution(seen["mlp", layer][0, -1]), abs=1e-5)
+
+
+def test_the_table_names_components_layers_heads_and_positions(models):
+    result = attributed(models("gpt2"))
+    table = result.table
+    assert list(table.columns) == ["example", "component", "layer", "head", "position", "contribution"]
+    assert table.groupby("component").size().to_dict() == {"bias": 12, "embed": 3, "head": 36, "mlp": 9}
+    lengths = models("gpt2").tokenize(PROMPTS).lengths
+    assert table.groupby("example")["position"].unique().map(list).tolist() == [[int(n) - 1] for n in lengths]
+    layers = attributed(models("gpt2"), by="layer").table
+    assert layers["head"].isna().all()
+    of_heads = table[table["component"] == "head"].groupby(["example", "layer"])["contribution"].sum()
+    merged = layers[layers["component"] == "head"].groupby(["example", "layer"])["contribution"].sum()
+    pd.testing.assert_series_equal(of_heads, merged)
+
+
+def test_several_positions_share_the_mean_of_their_logit_differences(models):
+    model = models("llama")
+    result = attributed(model, PROMPTS[0], at=(1, 4))
+    logits = model.run(PROMPTS[0])[0, 1:4].double()
+    assert result.table["position"].unique().tolist() == [1, 2, 3]
+    assert sums(result).item() == pytest.approx(float((logits[:, CORRECT] - logits[:, WRONG]).mean()), abs=1e-4)
+
+
+def test_a_prompt_has_its_own_tokens_where_several_are_given(models):
+    result = attributed(models("llama"), tokens=([" Paris", " Rome", " cat"], " dog"))
+    alone = attributed(models("llama"), PROMPTS[2], tokens=(" cat", " dog"))
+    own = result.table[result.table["example"] == 2]["contribution"].to_numpy()
+    assert own == pytest.approx(alone.table["contribution"].to_numpy(), abs=1e-5)
+
+
+def test_bfloat16_parts_sum_to_its_rounding():
+    model = hw.load(tiny_model("gemma2", dtype=torch.bfloat16), tokenizer=TOKENIZER)
+    result = attributed(model)
+    assert torch.allclose(sums(result), torch.tensor(result.totals["logit_difference"].to_numpy()), atol=0.5)
+
+
+def test_parts_that_do_not_sum_are_refused(models, monkeypatch):
+    monkeypatch.setattr(norms.LoadedWeights, "attention_post_gain", lambda self, layer: None)
+    with pytest.raises(HeadwaterError, match=r"contributions of example 0 sum to .*its logit difference is"):
+        attributed(models("gemma3"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": " Paris"}, "must be the pair"),
+        ({"tokens": (" Paris", " Paris")}, "prompt 0 are the same"),
+        ({"tokens": (" Paris", "xyzzy")}, "is 5 tokens"),
+        ({"by": "heads"}, "by='heads' is not one of head, layer, component. Did you mean 'head'"),
+        ({"at": 40}, "Position 40 is not in prompt 0"),
+        ({"batch_size": 0}, "batch_size=0"),
+    ],
+)
+def test_what_cannot_be_used_is_named(models, options, message):
+    with pytest.raises(InputError, match=message):
+        attributed(models("llama"), **options)
+
+
+def test_it_is_saved_and_loaded_and_a_run_folder_gives_it_back(models, tmp_path):
+    result = attributed(models("llama"), out=tmp_path / "run")
+    again = attributed(models("llama"), out=tmp_path / "run")
+    loaded = hw.DirectAttribution.load(result.save(tmp_path / "saved"))
+    for other in (again, loaded):
+        pd.testing.assert_frame_equal(other.table, result.table)
+        pd.testing.assert_frame_equal(other.totals, result.totals)
+    assert result.run.analysis == "direct_logit_attribution"
+    summary = result.summary()
+    assert summary["mean"].sum() == pytest.approx(result.totals["logit_difference"].mean())
+    assert {"component", "layer", "head", "examples", "low", "high", "p_value"} <= set(summary.columns)
+
+
+@pytest.mark.parametrize(("by", "marks"), [("head", 3 * 6), ("layer", 9), ("component", 4)])
+def test_the_figure_shows_every_head_and_mlp_or_layers_or_components(models, by, marks):
+    ax = attributed(models("gpt2"), by=by).plot()
+    assert isinstance(ax, Axes)
+    drawn = ax.collections[-1].get_array().size if by == "head" else sum(len(bars) for bars in ax.containers)
+    assert drawn == marks
+    assert "logit difference" in ax.get_title(loc="left")
+    assert "n = 3" in ax.get_title(loc="left")
