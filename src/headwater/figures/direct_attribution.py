@@ -67,12 +67,18 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
     rows = next(s for s in (m * 10**e for e in range(9) for m in (1, 2, 5)) if len(heads) <= 16 * s)
     ax.set_yticks(np.arange(0, len(heads), rows) + 0.5, [str(i) for i in heads.index[::rows]])
     ax.tick_params(length=0)
-    rest = means[means["layer"].isna() | (means["component"] == "bias")].groupby("component")["contribution"].sum()
-    written = ", ".join(f"{NAMES[name].lower()} {value:+.2f}" for name, value in rest.items())
-    ax.set(xlabel=f"Head ({written})" if written else "Head", ylabel="Layer")
+    not_drawn = means["layer"].isna() | (means["component"] == "bias")
+    ax.set(xlabel=f"Head{_written(means[not_drawn])}", ylabel="Layer")
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label(LABEL)
+
+
+def _written(means: pd.DataFrame) -> str:
+    """What is not drawn, in words: the embedding and the biases."""
+    sums = means.groupby("component")["contribution"].sum().to_dict()
+    words = [f"{NAMES[str(name)].lower()} {value:+.2f}".replace("-", "−") for name, value in sums.items()]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _layers(ax: Axes, means: pd.DataFrame) -> None:
@@ -85,9 +91,7 @@ def _layers(ax: Axes, means: pd.DataFrame) -> None:
         ax.bar(at, part["contribution"], width, color=COLOURS[name], label=NAMES[name])
     ax.axhline(0, color=FAINT, linewidth=0.6)
     whole_numbers(ax.xaxis)
-    rest = means[means["layer"].isna()].groupby("component")["contribution"].sum()
-    written = ", ".join(f"{NAMES[name].lower()} {value:+.2f}" for name, value in rest.items())
-    ax.set(xlabel=f"Layer ({written})" if written else "Layer", ylabel=LABEL)
+    ax.set(xlabel=f"Layer{_written(means[means['layer'].isna()])}", ylabel=LABEL)
     ax.legend()
 
 
