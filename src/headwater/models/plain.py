@@ -15,6 +15,9 @@ from headwater.models.shape import text_config
 
 MERGE = "peft.PeftModel.from_pretrained(model, adapter).merge_and_unload() gives a model whose weights hold the adapter"
 
+WEIGHT_BUFFERS = (".weight", ".qweight")
+"""What buffers that hold packed weights are called."""
+
 
 def refuse_adapters(model: Any) -> None:
     """Refuse a PeftModel, and a model some of whose layers carry adapters (`add_adapter`).
@@ -27,10 +30,12 @@ def refuse_adapters(model: Any) -> None:
             f"A {type(model).__name__} of peft was given, whose adapters act beside the weights: give what its "
             "merge_and_unload() returns."
         )
-    if carrier := next((name for name, module in model.named_modules() if _is_a(module, "BaseTunerLayer")), None):
-        raise InputError(
-            f"Adapters act beside the weights of this {type(model).__name__}, first at {carrier}: {MERGE}; load that."
-        )
+    for name, module in model.named_modules():
+        if _is_a(module, "BaseTunerLayer"):
+            where = name.replace("._original_component", "")  # as a TransformerBridge names what it wraps
+            raise InputError(
+                f"Adapters act beside the weights of this {type(model).__name__}, first at {where}: {MERGE}; load that."
+            )
 
 
 def refuse_quantized(model: Any) -> None:
@@ -43,11 +48,12 @@ def refuse_quantized(model: Any) -> None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes.")):
             raise ModelError(f"{name} of this {type(model).__name__} is a quantized {type(module).__name__}; {advice}")
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not torch.Tensor or not parameter.is_floating_point():
-            kind = str(parameter.dtype).removeprefix("torch.")
+    packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(WEIGHT_BUFFERS)]
+    for name, held in [*model.named_parameters(), *packed]:
+        if type(held.data) is not torch.Tensor or not held.is_floating_point():
+            kind = str(held.dtype).removeprefix("torch.")
             raise ModelError(
-                f"{name} of this {type(model).__name__} is held as {kind} {type(parameter.data).__name__}; {advice}"
+                f"{name} of this {type(model).__name__} is held as {kind} {type(held.data).__name__}; {advice}"
             )
     if getattr(model, "is_quantized", False):
         raise ModelError(f"This {type(model).__name__} is quantized; {advice}")

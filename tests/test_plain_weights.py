@@ -1,0 +1,115 @@
+"""Models with adapters beside their weights, or with weights that are no float numbers, are refused by name."""
+
+import warnings
+
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError, ModelError
+from tests.tiny import tiny_model, tiny_tokenizer
+
+DEQUANTIZE = "load the model without quantization, or save a dequantized copy"
+
+
+class BaseTunerLayer:
+    """Carries the name of the class that peft gives every layer with an adapter."""
+
+
+class LoraLinear(torch.nn.Module, BaseTunerLayer):
+    """A linear layer and what an adapter of rank 2 adds to it, as peft lays it out."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer whose weight is a buffer of int8 numbers, unpacked when it runs."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.register_buffer("weight", (base.weight.data * 100).to(torch.int8))
+
+    def forward(self, x):
+        return x @ (self.weight.float() / 100).T
+
+
+def with_value_projection(make):
+    """A tiny Llama whose second layer has another module in place of W_V."""
+    model = tiny_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = make(attention.v_proj)
+    return model
+
+
+def bridge_of(model):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    return TransformerBridge.boot_transformers("tiny", hf_model=model, tokenizer=tiny_tokenizer(), device="cpu")
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, bridge_of])
+def test_a_layer_with_an_adapter_is_refused_and_the_way_to_merge_it_named(wrap):
+    with pytest.raises(InputError, match=r"first at .*1\.self_attn.*v.*merge_and_unload\(\) gives a model") as caught:
+        hw.load(wrap(with_value_projection(LoraLinear)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_are_refused_and_what_it_merges_is_right():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    added = tiny_model("llama")
+    added.add_adapter(config)
+    with pytest.raises(InputError, match=r"first at model\.layers\.0\.self_attn\.q_proj: .*merge_and_unload\(\)"):
+        hw.load(added, tokenizer=tiny_tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = peft.get_peft_model(tiny_model("llama"), config)
+    with pytest.raises(InputError, match=r"A PeftModelForCausalLM of peft|A PeftModel of peft") as caught:
+        hw.load(wrapped, tokenizer=tiny_tokenizer())
+    assert str(caught.value).endswith("give what its merge_and_unload() returns.")
+    merged = wrapped.merge_and_unload()
+    tokens = torch.tensor([[5, 60, 270, 281]])
+    with torch.inference_mode():
+        expected = merged(tokens).logits
+        assert not torch.allclose(expected, tiny_model("llama")(tokens).logits)
+    torch.testing.assert_close(hw.load(merged, tokenizer=tiny_tokenizer()).run(tokens), expected, rtol=0, atol=1e-4)
+
+
+def test_a_peft_model_is_told_by_the_name_of_its_class():
+    class PeftModel(torch.nn.Module):
+        pass
+
+    with pytest.raises(InputError, match=r"A PeftModel of peft was given.* merge_and_unload\(\) returns"):
+        hw.load(PeftModel())
+
+
+def int8_parameter(model):
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter((layer.weight.data * 100).to(torch.int8), requires_grad=False)
+    return model
+
+
+def test_an_int8_parameter_is_refused_by_its_name():
+    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.up_proj\.weight .* held as int8 Tensor; .*{DEQUANTIZE}"):
+        hw.load(int8_parameter(tiny_model("llama")))
+
+
+def test_a_packed_buffer_of_weights_is_refused_by_its_name():
+    with pytest.raises(ModelError, match=rf"1\.self_attn\.v_proj\.weight .* held as int8 Tensor; .*{DEQUANTIZE}"):
+        hw.load(with_value_projection(PackedLinear))
+
+
+def test_modules_that_torch_has_quantized_are_refused_by_name():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(tiny_model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ModelError, match=rf"0\.self_attn\.q_proj .* is a quantized Linear; .*{DEQUANTIZE}"):
+        hw.load(model)
