@@ -7,7 +7,8 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5 and Table 3. For every
 3. Modes of the training answers: E_Q is knocked out, and the answer is Q-anchored where the probe's prediction at l*
    flips. By default the probe that says so was fitted on other answers (`cross_fit`; published: on the same).
 4. The gate predicts the mode from the ordinary state at l*; the experts are probes trained on the answers of one mode.
-   All of them are logistic regressions on the standardized state. `reweighting` trains PR.
+   All of them are logistic regressions on the standardized state. `reweighting` trains PR, on training answers weighed
+   by a gate that, too, was fitted on other answers.
 5. AUC on the test half, averaged over seeds; intervals by resampling questions, each with all of its answers and seeds.
    `gain` is the AUC minus that of the single probe on the same resamples.
 
@@ -166,7 +167,8 @@ def detect(
         token: where: `exact_answer_last`, `answer_last` or `before_answer`.
         layer: l*; default: the layer whose probe does best on a fifth of the training half.
         variant: the knockout that tells the modes, `mask` (before the softmax) or `zero` (after it).
-        cross_fit: whether a training answer's mode comes from a probe that was fitted on other answers.
+        cross_fit: whether a training answer's mode, and the gate by which PR is trained on it, come from probes that
+            were fitted on other answers.
         reweighting: how PR is trained.
         seeds: how many splits into halves.
         batch_size: answers in one run.
