@@ -27,7 +27,7 @@ MULTIPLIED = {"granite": 12.0}
 """What transformers multiplies the embedding with outside of its embedding module."""
 
 
-READ_ONLY = "An edit of hook_attn_scores did not take effect: .* can only be read"
+READ_ONLY = "An edit of hook_attn_scores did not take effect|A knockout did not take effect"
 NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer 1"
 NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
 REFUSED = {
