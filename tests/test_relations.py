@@ -250,3 +250,8 @@ def test_a_tokenizer_that_begins_every_text_with_a_space_is_given_the_bare_word(
     for word in ("France", "Paris", "FF", "a", "日本"):
         (ids,) = word_tokens(tokenizer, [word])
         assert single_token_id(tokenizer, word) == (ids[0] if len(ids) == 1 else None)
+
+
+def test_words_with_half_a_character_are_refused():
+    with pytest.raises(InputError, match="lone surrogate"):
+        Relation("half", "knowledge", (("France", ("Pa\ud83dris",)),))

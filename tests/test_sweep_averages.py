@@ -162,6 +162,26 @@ def test_what_a_tokenizer_returned_is_refused_by_every_sweep(model):
     assert hw.knockout(model, batch, block=("last", 1), metric=METRIC, progress=False).table["example"].nunique() == 2
 
 
+def test_a_model_without_tokenizer_takes_no_left_padded_ids_without_a_mask():
+    bare = hw.load(tiny_model("llama"))  # its config pads with 1
+    left, mask = torch.tensor([[1, 1, 5], [5, 6, 7]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    for ids in (left, left.tolist()):
+        with pytest.raises(InputError, match="padding id 1, and there is no mask"):
+            bare.run(ids)
+        with pytest.raises(InputError, match="padding id 1, and there is no mask"):
+            hw.patch(bare, ids, sites="resid_pre", values="zero", metric=METRIC, progress=False)
+    logits = bare.run(bare.tokenize(left, mask=mask), keep="last")
+    assert torch.allclose(logits[0, 0], bare.run([[5]])[0, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [True, "1", 1.5, 3, -1])
+def test_a_metric_that_reads_no_layer_of_the_model_is_refused(model, layer):
+    metric = hw.Metric("norm", lambda x: x.norm(dim=-1)[:, 0], site="mlp_out")
+    object.__setattr__(metric, "layer", layer)
+    with pytest.raises(InputError, match=r"reads layer .*; they are 0 to 2"):
+        hw.knockout(model, " the cat", block=("last", 1), metric=metric, progress=False)
+
+
 def test_a_mask_may_say_that_padding_ids_in_front_are_real(model):
     ids = torch.tensor([[1, 5, 6], [5, 6, 7]])
     with pytest.raises(InputError, match="padding id 1"):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.options import checked_count
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import Prompt, Where, aligned_positions, positions_of
 from headwater.patching.sites import sites_named
@@ -64,10 +65,13 @@ class Job:
     def __post_init__(self) -> None:
         n_layers = self.model.shape.n_layers
         for metric in self.metrics:
-            if metric.layer is not None and not 0 <= metric.layer < n_layers:
+            try:
+                if metric.layer is not None:
+                    checked_count("layer", metric.layer, least=0, most=n_layers - 1)
+            except InputError:
                 raise InputError(
-                    f"The metric {metric.name!r} reads layer {metric.layer}; they are 0 to {n_layers - 1}."
-                )
+                    f"The metric {metric.name!r} reads layer {metric.layer!r}; they are 0 to {n_layers - 1}."
+                ) from None
             if metric.site != LOGITS:
                 sites_named(metric.site, self.model.shape)
 
