@@ -266,6 +266,8 @@ def test_a_result_is_saved_loaded_and_continued_after_an_interrupt(load, rng, tm
 
 BAD = {
     "no texts": ({"texts": []}, "no texts"),
+    "mapping": ({"texts": {"input_ids": [[1]]}}, "A dict was given: give texts"),
+    "table": ({"texts": pd.DataFrame({"text": [" cat"]})}, "A DataFrame was given"),
     "no string": ({"texts": iter([" cat", 3])}, "Text 1 is a int"),
     "too long": ({"texts": [" cat", " cat" * 80]}, "Text 1 has 81 tokens; the model reads at most 64"),
     "long": ({"long": "cut"}, "long='cut'"),

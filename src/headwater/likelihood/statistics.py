@@ -38,7 +38,7 @@ from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name, re
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
-from headwater.models.tokens import Batch, encode, pad_id, token_span
+from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count
 from headwater.records import RunRecord
@@ -133,6 +133,7 @@ def token_statistics(
     check_model(model)
     if not isinstance(texts, Iterable):
         raise InputError(f"texts must be a text or texts, found a {type(texts).__name__}.")
+    refuse_what_has_no_order(texts)
     texts = [texts] if isinstance(texts, str) else list(texts)
     chosen = chosen_layers(layers, model.shape.n_layers)
     read = reader(lens, chosen, model.shape.n_layers)

@@ -143,7 +143,7 @@ def make_batch(
         InputError: there is nothing in it, it is a mapping or a table, an id is outside the vocabulary, a sequence is
             too long, or token ids look padded and no mask says where.
     """
-    _refuse_what_has_no_order(inputs)
+    refuse_what_has_no_order(inputs)
     if mask is not None and not isinstance(inputs, Tensor):
         raise InputError("mask= says where a tensor of token ids is real; texts, lists and batches need none.")
     if isinstance(inputs, Batch):
@@ -279,8 +279,12 @@ def _panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
         raise kind(f"{failed}: its rules made the tokenizers library stop ({first_line(error)}).") from None
 
 
-def _refuse_what_has_no_order(inputs: Any) -> None:
-    """Refuse what would be gone through by its keys or columns, or in no fixed order."""
+def refuse_what_has_no_order(inputs: Any) -> None:
+    """Refuse what would be gone through by its keys or columns, or in no fixed order.
+
+    Raises:
+        InputError: a mapping (what a tokenizer returns), a table, a set, or bytes.
+    """
     kind = type(inputs).__name__
     if isinstance(inputs, Mapping):
         raise InputError(
