@@ -58,7 +58,8 @@ def load(
     Args:
         what: nothing (the embedded model), a hub name, a folder with a checkpoint (also one that a HookedTransformer
             wrote: state dict and config), a transformers model, a TransformerBridge, or a HookedTransformer where
-            transformer-lens 3.9 is installed. Models given in memory are not changed.
+            transformer-lens 3.9 is installed. Models given in memory are not changed. Of a multimodal model (Gemma 3,
+            Llava) the text model is loaded.
         tokenizer: needed for a transformers model; for a checkpoint, instead of its own. A name or folder works too.
         device: default: a CUDA device if there is one, else the CPU; for models given in memory: where they are. "auto"
             spreads the layers of a checkpoint over all CUDA devices, where one is too small.
@@ -69,8 +70,8 @@ def load(
             nothing else.
 
     Raises:
-        ModelError: the model cannot be found or read, or its parts do not fit together.
-        InputError: `what` is nothing that can be loaded, or it does not fit into memory.
+        ModelError: the model cannot be found or read, its parts do not fit together, or its weights are quantized.
+        InputError: `what` is nothing that can be loaded, carries adapters, or does not fit into memory.
     """
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
