@@ -105,6 +105,9 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "mamba": lambda: tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
     "mixtral": lambda: tf.MixtralConfig(**HEADS, num_local_experts=4, num_experts_per_tok=2),
     "mpt": lambda: tf.MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    "mpt-clipped": lambda: tf.MptConfig(
+        vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, attn_config={"clip_qkv": 0.3}
+    ),
     "olmo": lambda: tf.OlmoConfig(**GROUPED),
     "olmo-clipped": lambda: tf.OlmoConfig(**GROUPED, clip_qkv=0.3),
     "olmo2": lambda: tf.Olmo2Config(**GROUPED),

@@ -12,9 +12,11 @@ import torch
 
 import headwater as hw
 from headwater.errors import HeadwaterError, RunFolderError
+from headwater.heads.relations import Relation
+from headwater.models.tokens import single_token_id
 from headwater.models.weights import open_weights
 from tests.random_models import CONFIGS, random_model
-from tests.tiny import tiny_tokenizer
+from tests.tiny import WORDS, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 TEXT = "the capital of France is Paris"
@@ -40,8 +42,17 @@ REFUSED = {
     ("ov", "bitnet"): NOT_ONE_HEAD,  # a norm between the heads and W_O
     ("ov", "gemma4"): NOT_ONE_HEAD,  # a norm behind W_V
     ("ov", "mamba"): "MambaForCausalLM has no factors of single heads in layer 1: there is no attention",
+    ("ov", "mpt-clipped"): r"MptForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
     ("ov", "olmo-clipped"): r"OlmoForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
     ("ov", "qwen3-next"): NOT_ONE_HEAD,  # gates behind the heads
+    ("heads", "bitnet"): "The heads of BitNetForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("heads", "gemma4"): "The heads of Gemma4ForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("heads", "jamba"): "JambaForCausalLM has no factors of single heads in layer 0: there is no attention",
+    ("heads", "mamba"): "MambaForCausalLM has no factors of single heads in layer 0: there is no attention",
+    ("heads", "mpt-clipped"): "MptForCausalLM clips queries, keys and values",
+    ("heads", "olmo-clipped"): "OlmoForCausalLM clips queries, keys and values",
+    ("heads", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
+    ("heads", "qwen3-next"): "Qwen3NextForCausalLM has no factors of single heads in layer 0: there is no attention",
     ("mlp0", "gemma4"): "The first block of Gemma4ForCausalLM is not the residual stream plus what attention and MLP",
     ("mlp0", "jamba"): NO_MLP,
     ("mlp0", "mamba"): NO_MLP,
@@ -267,6 +278,29 @@ def test_what_a_head_writes_equals_the_models_own_attention_or_is_refused(twins,
     for head in range(model.shape.n_heads):
         found = x @ factors.W_V[factors.value_head(head)] @ factors.W_O[head]
         assert_equal(found, head_writes(hf, 1, head, model.shape.n_heads, x))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", CONFIGS)
+def test_head_scores_equal_counts_over_the_models_own_attention_or_are_refused(twins, name):
+    hf, model = twins(name)
+    if model is None:
+        return
+    pairs = tuple(zip(WORDS, [(word,) for word in WORDS[1:]], strict=False))
+    relation = Relation("next", "linguistic", pairs)
+    options = {"relations": [relation], "rule": "published", "k": 20, "embedding": "raw", "progress": False}
+    found = unless_refused("heads", name, lambda: hw.classify_heads(model, **options))
+    if found is None:
+        return
+    tokens = torch.tensor([single_token_id(TOKENIZER, word) for word in WORDS])
+    raw, _ = embeddings_of(hf, name, tokens[: len(pairs)])
+    with torch.inference_mode():
+        W_U = hf.get_output_embeddings().weight.T
+    for head in range(model.shape.n_heads):
+        best = (head_writes(hf, 1, head, model.shape.n_heads, raw) @ W_U).topk(20).indices
+        expected = float((best == tokens[1:, None]).any(1).float().mean())
+        row = found.table.query(f"layer == 1 and head == {head}")
+        assert float(row["score"].iloc[0]) == pytest.approx(expected), head
 
 
 @pytest.mark.oracle
