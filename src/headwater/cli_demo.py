@@ -245,6 +245,7 @@ def _pathway_table(result: Any) -> pd.DataFrame:
         "auc": "AUC",
         "auc_relation": "AUC of relation alone",
         "flip_rate": "share that flips",
+        "flip_rate_same_rows": "of rows with as many random words",
         "flip_rate_random": "flips, random words",
         "delta_p.Q-anchored": "ΔP, Q-anchored (points)",
         "delta_p.A-anchored": "ΔP, A-anchored (points)",
@@ -292,18 +293,20 @@ COMPANIONS = (
     (
         "crossed",
         _figure("delta_p", split_by="cross-fitted"),
-        "The same with modes taken from another seed's probe, fitted on other answers: what is left of the split "
-        "does not come from splitting by the outcome.",
+        "The same with modes taken from another seed's probe, fitted on other answers. Both probes read the same "
+        "states, so one population stays apart as well: this describes the split, and tests nothing.",
     ),
     (
         "logit_changes",
         _figure("logit_changes"),
-        "All changes of the probe's logit at l*: two mechanisms would show as two peaks.",
+        "All changes of the probe's logit at l*. Two mechanisms would show as two peaks also within each relation, "
+        "which is what is tested; all together may have two because relations, or predictions, differ.",
     ),
     (
         "controls",
         _figure("controls"),
-        "The knockout beside its controls: random question tokens, another subject, the answer alone.",
+        "The knockout beside its controls: as many random question tokens, on the rows that have as many; another "
+        "subject; the answer alone.",
     ),
 )
 STEPS = {

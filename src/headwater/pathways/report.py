@@ -90,7 +90,7 @@ def summary_of(pathways: Pathways) -> dict[str, Any]:
     sets = []
     for dataset in pathways.datasets:
         view = _View(pathways, dataset)
-        flips, random = (view.control(name, ALL, "flip_rate")[0] for name in (EXACT, RANDOM))
+        flips, beside, random = (view.control(name, ALL, "flip_rate")[0] for name in (EXACT, BESIDE, RANDOM))
         sets.append(
             {
                 "dataset": dataset,
@@ -101,6 +101,7 @@ def summary_of(pathways: Pathways) -> dict[str, Any]:
                 "auc_spans": _round(view.baseline(WRONG_ANSWER, SPANS)[0]),
                 "auc_after_knockout": _round(view.baseline(WRONG_ANSWER, AFTER)[0]),
                 "flip_rate": _round(flips),
+                "flip_rate_same_rows": _round(beside),
                 "flip_rate_random": _round(random),
                 "random_control_examples": view.controlled,
                 "delta_p": {mode: _round(view.curve(BEST_LAYER, mode)[0]) for mode in MODES},
