@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.errors import InputError
-from headwater.heads.categories import LABELS, apply_rule, head_categories, label_counts
+from headwater.heads.categories import (
+    LABELS,
+    THRESHOLDS,
+    add_excess,
+    apply_rule,
+    best_excess,
+    head_categories,
+    label_counts,
+    sensitivity,
+)
 from headwater.heads.relations import CATEGORIES
 
 
@@ -17,13 +26,15 @@ def row(**values) -> pd.DataFrame:
         "head": 0,
         "category": "knowledge",
         "score": 0.5,
+        "expected": 0.0,
         "q_value": 0.001,
         "beyond_copying": 0.5,
         "suppression": 0.0,
+        "suppression_expected": 0.0,
         "suppression_q_value": 1.0,
         "suppression_beyond_copying": 0.0,
     }
-    return pd.DataFrame([plain | values])
+    return add_excess(pd.DataFrame([plain | values]))
 
 
 def flags(rule: str, **values) -> set[str]:
@@ -46,6 +57,21 @@ def test_the_controlled_rule_wants_score_significance_and_more_than_copying():
     assert flags("controlled", beyond_copying=0.1, q_value=0.2) == set()
 
 
+def test_the_threshold_of_the_controlled_rule_acts_on_the_excess_of_either_sign():
+    for score, expected in ((0.5, 0.42), (0.9, 0.89), (0.15, 0.001), (1.0, 1.0)):
+        assert flags("published", score=score) == {"implemented"}
+        assert flags("controlled", score=score, expected=expected, beyond_copying=score) == set()
+        other = {"suppression": score, "suppression_expected": expected, "suppression_beyond_copying": score}
+        assert flags("controlled", score=0.0, suppression_q_value=0.001, **other) == set()
+    assert flags("controlled", score=0.5, expected=0.4, beyond_copying=0.5) == {"implemented"}
+
+
+def test_what_a_habit_writes_above_the_source_is_no_evidence_against_copying():
+    """Half of the hits are the habit's, and they alone beat the source; the others are copied."""
+    assert flags("controlled", score=0.6, expected=0.3, beyond_copying=0.3) == {"copying"}
+    assert flags("controlled", score=0.6, expected=0.3, beyond_copying=0.6) == {"implemented"}
+
+
 def test_the_controlled_rule_treats_suppression_alike():
     suppressing = {"score": 0.0, "suppression": 0.3, "suppression_q_value": 0.01, "suppression_beyond_copying": 0.3}
     assert flags("controlled", **suppressing) == {"suppressed"}
@@ -63,7 +89,7 @@ def test_a_score_of_exactly_the_threshold_counts():
 
 
 def test_an_unknown_rule_is_refused_with_the_nearest_name():
-    with pytest.raises(InputError, match=r"'controled' does not exist. Did you mean 'controlled'"):
+    with pytest.raises(InputError, match=r"rule='controled' is not one of .* Did you mean 'controlled'"):
         apply_rule(row(), "controled", 0.15)
 
 
@@ -82,3 +108,50 @@ def test_a_head_has_the_categories_of_what_it_implements_or_suppresses_and_its_l
         assert label == ("unclassified" if not expected else several if len(expected) > 1 else categories[0])
     assert sum(label_counts(heads).values()) == 12
     assert tuple(label_counts(heads)) == LABELS
+
+
+def scored(n_heads: int, seed: int) -> pd.DataFrame:
+    """A score table of random heads of one layer, a relation per category and one without."""
+    rng = np.random.default_rng(seed)
+    names = [(head, category) for head in range(n_heads) for category in (*CATEGORIES, None)]
+    table = pd.DataFrame(names, columns=["head", "category"]).assign(layer=0)
+    for prefix, sign in (("", "score"), ("suppression_", "suppression")):
+        table[sign] = rng.uniform(0, 0.6, len(table))
+        table[f"{prefix}expected"] = rng.uniform(0, 0.3, len(table))
+        table[f"{prefix}q_value"] = rng.choice([0.01, 0.2], len(table))
+        table[f"{prefix}beyond_copying"] = table[sign] * rng.choice([0.5, 1.0], len(table))
+    return add_excess(table)
+
+
+def test_sensitivity_counts_the_heads_of_each_category_for_every_rule_and_threshold():
+    table = scored(n_heads=40, seed=1)
+    found = sensitivity(table)
+    assert found["threshold"].tolist() == [*THRESHOLDS] * 2
+    for row in found.to_dict("records"):
+        heads = head_categories(table.assign(**apply_rule(table, row["rule"], row["threshold"])))["categories"]
+        assert row["heads"] == sum(map(bool, heads))
+        assert [row[name] for name in CATEGORIES] == [sum(name in held for held in heads) for name in CATEGORIES]
+    for _, rows in found.groupby("rule"):
+        assert rows["heads"].is_monotonic_decreasing
+        assert rows["algorithmic"].iloc[0] > rows["algorithmic"].iloc[-1]
+
+
+def test_without_a_null_model_there_is_no_excess_and_sensitivity_knows_the_published_rule_alone():
+    table = scored(n_heads=10, seed=2).drop(columns=["excess", "suppression_excess"])
+    for prefix in ("", "suppression_"):
+        table[[f"{prefix}expected", f"{prefix}q_value"]] = np.nan
+    table = add_excess(table)
+    assert table[["excess", "suppression_excess"]].isna().all(axis=None)
+    assert set(sensitivity(table)["rule"]) == {"published"}
+    flagged = table.assign(**apply_rule(table, "published", 0.15))
+    assert best_excess(flagged).isna().all()
+
+
+def test_the_best_excess_of_a_head_is_that_of_what_it_implements_or_suppresses():
+    table = scored(n_heads=30, seed=3)
+    table = table.assign(**apply_rule(table, "controlled", 0.15))
+    best = best_excess(table)
+    for head, rows in table.groupby("head"):
+        found = [*rows.loc[rows["implemented"], "excess"], *rows.loc[rows["suppressed"], "suppression_excess"]]
+        assert best[0, head] == max(found) if found else np.isnan(best[0, head])
+    assert 0 < best.isna().sum() < 30

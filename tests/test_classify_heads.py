@@ -1,5 +1,6 @@
 """classify_heads equals the formula written naively, on any model, and keeps its promises about runs and folders."""
 
+import dataclasses
 import json
 import random
 
@@ -16,6 +17,7 @@ import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
 from headwater.heads import classify
 from headwater.heads.classify import classify_heads, published_embedding, published_k
+from headwater.heads.nulls import wilson_interval
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import CATEGORIES, Relation, tokenize_relations
 from headwater.models.shape import ModelShape
@@ -28,9 +30,13 @@ KEYS = ["layer", "head", "relation"]
 
 
 def random_relation(name: str, category: str | None, seed: int, pairs: int = 36, most_targets: int = 1) -> Relation:
+    """Different pairs, none of them of a word with itself."""
     rng = random.Random(seed)
-    chosen = [(rng.choice(WORDS), tuple(rng.sample(WORDS, rng.randint(1, most_targets)))) for _ in range(pairs)]
-    return Relation(name, category, tuple(chosen))
+    chosen = {}
+    while len(chosen) < pairs:
+        source, *targets = rng.sample(WORDS, 1 + rng.randint(1, most_targets))
+        chosen[source, frozenset(targets)] = (source, tuple(targets))
+    return Relation(name, category, tuple(chosen.values()))
 
 
 def random_suite(seed: int) -> tuple[Relation, ...]:
@@ -217,9 +223,10 @@ def test_the_null_columns_are_what_shuffled_targets_give(checkpoint):
 
 def test_intervals_and_q_values_belong_to_scores_and_p_values(checkpoint, suite):
     table = classify_heads(checkpoint("llama"), relations=suite, progress=False).table
+    sources = {tokens.relation.name: tokens.distinct_sources for tokens in tokenize_relations(suite, tiny_tokenizer())}
     for row in table.sample(20).itertuples():
-        interval = stats.binomtest(round(row.score * row.pairs), row.pairs).proportion_ci(method="wilson")
-        assert (row.low, row.high) == pytest.approx((interval.low, interval.high))
+        n = np.array([float(sources[row.relation])])
+        assert (row.low, row.high) == pytest.approx(tuple(float(end[0]) for end in wilson_interval(row.score * n, n)))
     both = np.concatenate([table["p_value"], table["suppression_p_value"]])
     q = stats.false_discovery_control(both)
     np.testing.assert_allclose(table["q_value"], q[: len(table)])
@@ -228,8 +235,10 @@ def test_intervals_and_q_values_belong_to_scores_and_p_values(checkpoint, suite)
 
 def test_the_table_has_the_promised_columns_and_a_row_per_layer_head_and_relation(checkpoint, suite):
     heads = classify_heads(checkpoint("phi"), relations=suite, progress=False)
-    promised = "layer head relation category score suppression expected p_value q_value pairs low high beyond_copying"
-    assert list(heads.table.columns)[:13] == promised.split()
+    promised = (
+        "layer head relation category score suppression expected excess p_value q_value pairs low high beyond_copying"
+    )
+    assert list(heads.table.columns)[:14] == promised.split()
     assert len(heads.table) == 3 * 4 * 4
     assert not heads.table[KEYS].duplicated().any()
     assert heads.categories[["layer", "head"]].to_numpy().tolist() == [[i, j] for i in range(3) for j in range(4)]
@@ -249,8 +258,11 @@ def test_relations_with_too_few_pairs_are_left_out_and_say_so(checkpoint, suite)
 
 
 def test_no_usable_relation_is_an_error_that_names_the_best(checkpoint, suite):
-    with pytest.raises(InputError, match=r"None of the 1 relations keeps 30 pairs .* the most is 29 of 29 \(few\)"):
+    with pytest.raises(
+        InputError, match=r"None of the 1 relations keeps 30 pairs .* the most is 29 of 29 \(few\)"
+    ) as caught:
         classify_heads(checkpoint("llama"), relations=[suite[-1]], progress=False)
+    assert "multi_token" not in str(caught.value)
     with pytest.raises(InputError, match="No relations were given"):
         classify_heads(checkpoint("llama"), relations=[], progress=False)
 
@@ -258,13 +270,14 @@ def test_no_usable_relation_is_an_error_that_names_the_best(checkpoint, suite):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "publish"}, "The rule 'publish' does not exist. Did you mean 'published'"),
+        ({"rule": "publish"}, "rule='publish' is not one of controlled, published. Did you mean 'published'"),
         ({"k": 0}, "k=0 must be at least 1"),
         ({"k": 10**6}, "k=1000000: every token would be a hit"),
         ({"k": True}, "k=True must be a whole number"),
         ({"threshold": 0.0}, "threshold=0.0 must be a number above 0 and at most 1"),
         ({"threshold": 15.0}, "threshold=15.0 must be a number above 0 and at most 1"),
-        ({"embedding": "mlp"}, "The embedding 'mlp' does not exist. Did you mean 'mlp0'"),
+        ({"threshold": float("nan")}, "threshold=nan must be a number above 0 and at most 1"),
+        ({"embedding": "mlp"}, "embedding='mlp' is not one of .* Did you mean 'mlp0'"),
         ({"multi_token": "last"}, "multi_token='last' is not known"),
     ],
 )
@@ -374,6 +387,37 @@ def test_a_head_map_survives_saving_and_loading(checkpoint, suite, tmp_path):
         pd.testing.assert_frame_equal(getattr(loaded, name), getattr(heads, name))
     assert loaded.run == heads.run
     assert repr(loaded) == repr(heads)
+
+
+def test_a_head_map_of_0_1_0_gets_its_excess_and_is_judged_as_the_rule_is_now(checkpoint, suite, tmp_path):
+    def saved_before(heads, folder):
+        table = heads.table.drop(columns=["excess", "suppression_excess"])
+        table = table.assign(implemented=table["score"] > 0, suppressed=False, copying=False)  # not what the rule says
+        categories = heads.categories.assign(label="algorithmic", categories=[("algorithmic",)] * 12)
+        return dataclasses.replace(heads, table=table, categories=categories).save(folder)
+
+    for options in ({"attention": True}, {"rule": "published", "threshold": 0.2}):
+        heads = classify_heads(checkpoint("gpt2"), relations=suite, k=30, progress=False, **options)
+        loaded = hw.HeadMap.load(saved_before(heads, tmp_path / f"{len(options)}"))
+        pd.testing.assert_frame_equal(loaded.table, heads.table)
+        pd.testing.assert_frame_equal(loaded.categories, heads.categories)
+
+
+def test_the_excess_is_the_way_from_habit_to_perfection_and_the_summary_shows_it(checkpoint, suite):
+    heads = classify_heads(checkpoint("llama"), relations=suite, k=30, progress=False)
+    for sign, prefix in (("score", ""), ("suppression", "suppression_")):
+        expected = heads.table[f"{prefix}expected"]
+        np.testing.assert_allclose(heads.table[f"{prefix}excess"], (heads.table[sign] - expected) / (1 - expected))
+    for row in heads.summary()["relations"]:
+        of_relation = heads.table[heads.table["relation"] == row["relation"]]
+        best = of_relation.loc[of_relation["excess"].idxmax()]
+        assert row["best_head"] == f"{best['layer']}.{best['head']}"
+        assert row["best_excess"] == round(best["excess"], 4)
+        assert row["best_expected"] == round(best["expected"], 4)
+    published = classify_heads(checkpoint("llama"), relations=suite, rule="published", progress=False)
+    assert published.table["excess"].isna().all()
+    assert all(row["best_excess"] is None for row in published.summary()["relations"])
+    assert set(published.sensitivity()["rule"]) == {"published"}
 
 
 def test_salient_operations_reopen_the_model_and_refuse_another(checkpoint, suite):

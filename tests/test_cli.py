@@ -1,5 +1,6 @@
 """The command line: what it prints and writes, its exit codes, and how it continues after an interrupt."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -23,7 +24,9 @@ def suite(tmp_path_factory):
     folder = tmp_path_factory.mktemp("relations")
     rng = random.Random(chance.seed_of("words"))
     rows = {name: [[rng.choice(WORDS), rng.choice(WORDS)] for _ in range(40)] for name in ("facts", "forms")}
-    rows["cities"] = [["Stockholm", "Sweden"]] * 35 + [["Paris", "France"]] * 5
+    longer = [[f"{a}tockholm", f"{b}orway"] for a, b in itertools.islice(itertools.permutations("SNABCDE", 2), 35)]
+    known = "Paris France Rome Italy Madrid Spain Berlin Germany cat dog".split()  # noqa: SIM905
+    rows["cities"] = [*longer, *zip(known[::2], known[1::2], strict=True)]
     for name, pairs in rows.items():
         (folder / name).mkdir()
         (folder / name / f"{name}.json").write_text(json.dumps(pairs))
@@ -93,7 +96,7 @@ BAD = {
     "no relations": (["heads", "MODEL", "--relations", "no/such/relations"], "relations folder no/such/relations does"),
     "no embedding": (
         ["heads", "MODEL", "--relations", "SUITE", "--embedding", "[raw]"],
-        "The embedding '[raw]' does not",
+        "embedding='[raw]' is not one of",
     ),
     "threshold": (["heads", "MODEL", "--relations", "SUITE", "--threshold", "15"], "threshold=15.0"),
     "no such device": (["heads", "MODEL", "--relations", "SUITE", "--device", "gpu"], "device='gpu' cannot be used"),

@@ -23,6 +23,7 @@ class Map:
 
     title: str
     categories: pd.DataFrame
+    table: pd.DataFrame
 
 
 def random_map(n_layers: int, n_heads: int, title: str = "model", share: float = 0.3) -> Map:
@@ -32,7 +33,11 @@ def random_map(n_layers: int, n_heads: int, title: str = "model", share: float =
         for head in range(n_heads):
             categories = tuple(name for name in CATEGORIES if rng.random() < share)
             rows.append((layer, head, categories, label_of(categories)))
-    return Map(title, pd.DataFrame(rows, columns=["layer", "head", "categories", "label"]))
+    categories = pd.DataFrame(rows, columns=["layer", "head", "categories", "label"])
+    table = categories[["layer", "head"]].assign(
+        excess=rng.uniform(0.15, 1, len(rows)), implemented=categories["label"] != "unclassified"
+    )
+    return Map(title, categories, table.assign(suppression_excess=0.0, suppressed=False))
 
 
 SIZES = [(1, 8), (5, 8), (12, 1), (48, 25), (80, 64)]
@@ -114,10 +119,37 @@ def test_marks_do_not_overlap_and_lie_inside_the_axes(size):
     ax.figure.canvas.draw()
     step = np.diff(ax.transData.transform([(0, 0), (1, 1)]), axis=0)[0] * 72 / ax.figure.dpi
     for collection in ax.collections:
-        assert collection.get_sizes()[0] ** 0.5 <= 1.1 * step.min()
-        assert collection.get_sizes()[0] ** 0.5 >= 0.3 * min(step.min(), 5)
+        assert collection.get_sizes().max() ** 0.5 <= 1.1 * step.min()
+        assert collection.get_sizes().min() ** 0.5 >= 0.3 * min(step.min(), 5)
     for axis in (ax.xaxis, ax.yaxis):
         assert all(tick == round(tick) for tick in axis.get_ticklocs())
+
+
+def test_marks_of_a_label_grow_with_the_heads_best_excess_of_either_sign_and_the_legend_says_so():
+    head_map = random_map(6, 8, share=0.5)
+    table = head_map.table
+    turned = table.assign(
+        excess=table["suppression_excess"], suppression_excess=table["excess"], suppressed=table["implemented"]
+    ).assign(implemented=False)
+    for shown in (table, turned):
+        ax = plot_head_map(Map("model", head_map.categories, shown))
+        assert ax.get_legend().get_title().get_text() == "area: excess"
+        excess = table.set_index(["layer", "head"])["excess"]
+        for collection in ax.collections:
+            of_marks = [excess[int(layer), int(head)] for layer, head in collection.get_offsets()]
+            if to_hex(collection.get_facecolor()[0]) == MARKS["unclassified"][0]:
+                assert len(set(collection.get_sizes())) == 1
+            else:
+                sizes = np.broadcast_to(collection.get_sizes(), len(of_marks))
+                assert np.argsort(sizes).tolist() == np.argsort(of_marks).tolist()
+
+
+def test_marks_of_a_map_without_a_null_model_are_of_one_size_and_the_legend_says_nothing_of_it():
+    head_map = random_map(6, 8)
+    unknown = head_map.table.assign(excess=np.nan, suppression_excess=np.nan)
+    ax = plot_head_map(Map("model", head_map.categories, unknown))
+    assert all(len(set(collection.get_sizes())) == 1 for collection in ax.collections)
+    assert not ax.get_legend().get_title().get_text()
 
 
 def test_maps_side_by_side_keep_their_own_ranges_and_share_one_legend():
@@ -153,9 +185,11 @@ def test_nothing_in_a_figure_of_several_maps_overlaps(number, columns):
         assert not any(boxes_overlap(box, other) for other in texts[:i])
 
 
-def test_no_maps_is_an_error():
+def test_no_maps_is_an_error_and_so_are_no_columns():
     with pytest.raises(InputError, match="no maps"):
         hw.figures.head_maps([])
+    with pytest.raises(InputError, match="columns=0 must be"):
+        hw.figures.head_maps([random_map(2, 2)], 0)
 
 
 def test_drawing_and_saving_leave_matplotlibs_settings_alone_and_make_the_same_file_twice(tmp_path):

@@ -15,7 +15,15 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from transformers import PreTrainedTokenizerFast
 
 from headwater.heads.coverage import relation_coverage
-from headwater.heads.relations import CATEGORIES, MIN_PAIRS, Relation, load_relations
+from headwater.heads.relations import (
+    CATEGORIES,
+    MIN_PAIRS,
+    OWN_TARGET,
+    REPEATED,
+    Relation,
+    load_relations,
+    tokenize_relations,
+)
 from tests import chance
 
 ROOT = Path(__file__).parents[1]
@@ -152,9 +160,14 @@ def one_token(tokenizer, word: str) -> bool:
     return len(tokenizer.backend_tokenizer.encode(f" {word}").ids) == 1
 
 
-def test_coverage_of_first_tokens_keeps_every_pair(suite, tokenizer):
+def test_coverage_of_first_tokens_keeps_every_pair_whose_words_begin_differently_and_says_something_new(
+    suite, tokenizer
+):
     table = relation_coverage(suite[:3], tokenizer, multi_token="first")
-    assert table["dropped"].tolist() == [0, 0, 0]
+    assert (table["kept"] + table["dropped"] == table["items"]).all()
+    for tokens in tokenize_relations(suite[:3], tokenizer, multi_token="first"):
+        assert set(tokens.dropped["reason"]) <= {REPEATED, OWN_TARGET}
+    assert relation_coverage(["word_copying"], tokenizer, multi_token="first")["kept"].item() > 500
 
 
 def test_coverage_of_no_relation_is_an_empty_table(tokenizer):

@@ -1,12 +1,13 @@
 """Relations are read in both layouts; a bad file is refused with its name, line and field; words become tokens."""
 
+import itertools
 import json
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headwater.errors import InputError
+from headwater.errors import InputError, ModelError
 from headwater.heads.relations import (
     MIN_PAIRS,
     PUBLISHED_CATEGORIES,
@@ -221,17 +222,70 @@ def test_a_space_that_is_a_token_never_stands_for_a_word(space, splitter):
     bpe.pre_tokenizer = getattr(pre_tokenizers, splitter)()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
     assert tokenizer.tokenize(" Rome")[0] == space
-    (tokens,) = tokenize_relations([Relation("r", None, (("Rome", ("Rome",)),))], tokenizer, multi_token="first")
+    (tokens,) = tokenize_relations([Relation("r", None, (("Rome", ("more",)),))], tokenizer, multi_token="first")
     assert tokens.source.tolist() == [vocabulary["R"]]
-    assert tokens.targets == ((vocabulary["R"],),)
+    assert tokens.targets == ((vocabulary["m"],),)
 
 
 def test_a_relation_is_usable_from_thirty_surviving_pairs_on(tokenizer):
     for pairs in (0, MIN_PAIRS - 1, MIN_PAIRS):
-        relation = Relation("r", None, (("France", ("Paris",)),) * pairs + (("Sweden", ("Stockholm",)),))
+        words = itertools.islice(itertools.permutations(WORDS, 2), pairs)
+        relation = Relation("r", None, (*((source, (target,)) for source, target in words), ("Sweden", ("Rome",))))
         (tokens,) = tokenize_relations([relation], tokenizer)
         assert tokens.usable == (pairs >= 30)
         assert len(tokens.dropped) == 1
+
+
+def test_pairs_that_say_the_same_again_are_merged_and_counted(tokenizer):
+    again = (("cat", ("chat", "dog")), ("cat", ("dog", "chat")), ("cat", ("dog",)), ("big", ("small",)))
+    (tokens,) = tokenize_relations([Relation("r", None, again * 3)], tokenizer)
+    assert [len(targets) for targets in tokens.targets] == [2, 1, 1]
+    assert tokens.distinct_sources == 2
+    assert len(tokens.dropped) == 9
+    assert tokens.note == "left out: 3 of 12 pairs survive, 30 are needed; 9 repeated pairs merged"
+
+
+def test_a_pair_whose_target_is_its_sources_token_falls_out_unless_it_is_a_copying_one(tokenizer):
+    pairs = (("cat", ("cat",)), ("dog", ("dog", "chien")), ("France", ("Paris",)))
+    spaced = {word: tokenizer.encode(" " + word, add_special_tokens=False)[0] for word in WORDS}
+    (tokens,) = tokenize_relations([Relation("r", None, pairs)], tokenizer)
+    assert tokens.source.tolist() == [spaced["dog"], spaced["France"]]
+    assert tokens.targets == ((spaced["chien"],), (spaced["Paris"],))
+    assert tokens.note.endswith("; 1 pair left out whose target is the token of its source")
+    for options, name in (({}, "r_copying"), ({"same_words": True}, "r")):
+        (tokens,) = tokenize_relations([Relation(name, None, pairs)], tokenizer, **options)
+        assert [len(targets) for targets in tokens.targets] == [1, 2, 1]
+
+
+def test_words_that_begin_alike_are_no_pair_under_any_rule(tokenizer):
+    """Of each word only the first letter is left."""
+    pairs = (("Sweden", ("Sverige",)), ("Norway", ("Norge", "Lapland")), ("Denmark", ("Danmark",)))
+    for same_words in (False, True):
+        (tokens,) = tokenize_relations(
+            [Relation("r", None, pairs)], tokenizer, multi_token="first", same_words=same_words
+        )
+        assert tokens.source.tolist() == tokenizer.convert_tokens_to_ids(["N"])
+        assert tokens.targets == (tuple(tokenizer.convert_tokens_to_ids(["L"])),)
+        assert tokens.dropped["source"].tolist() == ["Sweden", "Denmark"]
+
+
+def test_half_characters_and_names_that_are_none_are_refused_where_a_relation_is_made():
+    for pair in (("\ud800", ("b",)), ("a", ("b", "c\udfff"))):
+        with pytest.raises(InputError, match="half a character"):
+            Relation("mine", None, (("x", ("y",)), pair))
+    for name in ("", "\ud800"):
+        with pytest.raises(InputError, match=r"name|half a character"):
+            Relation(name, None, (("x", ("y",)),))
+
+
+@pytest.mark.parametrize("path", ["a" * 400, "a\0b", "\ud800"], ids=["long", "NUL", "half a character"])
+def test_paths_that_no_file_can_have_are_no_relations(path):
+    assert "does not exist" in refusal(path)
+
+
+def test_a_tokenizer_that_is_none_is_refused():
+    with pytest.raises(ModelError, match="is no tokenizer"):
+        tokenize_relations([Relation("r", None, (("x", ("y",)),))], None)
 
 
 def test_a_tokenizer_that_begins_every_text_with_a_space_is_given_the_bare_word():

@@ -1,6 +1,7 @@
 """Published numbers beside measured ones: what is compared, and what is said where nothing was published."""
 
 import dataclasses
+import itertools
 import json
 import random
 
@@ -23,6 +24,7 @@ from headwater.reference.maps import compare_correlations, compare_scores, ranke
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
 from tests import chance
 from tests.test_classify_heads import default_k, naive_scores
+from tests.test_validation import tokenizer_without_bos
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 NAMES = ("adj_antonym", "name_copying")
@@ -35,7 +37,7 @@ def datasets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("datasets")
     for name in NAMES:
         (folder / name).mkdir()
-        pairs = [[random.choice(WORDS), random.choice(WORDS)] for _ in range(40)]
+        pairs = random.sample(list(itertools.permutations(WORDS, 2)), 40)
         (folder / name / f"{name}.json").write_text(json.dumps(pairs))
     return folder
 
@@ -107,6 +109,23 @@ def test_a_model_compared_with_its_own_numbers_differs_nowhere(checkpoint, datas
     pd.testing.assert_frame_equal(again.table, found.table)
     assert again.notes == found.notes
     assert len(found.plot().axes) >= comparable["quantity"].nunique()
+
+
+def test_correlations_are_measured_on_sentences_that_begin_as_the_tokenizer_begins_them(datasets, tmp_path):
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    tokenizer_without_bos().save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert model.bos is not None
+    found = reproduce_maps(model, datasets, templates=SENTENCES, progress=False)
+    assert found.run.options["bos"] is False
+    heads = classify_heads(model, relations=datasets, rule="published", progress=False)
+    scores = [
+        dynamic_scores(model, heads, relations=datasets, templates=SENTENCES, bos=bos, progress=False).correlations
+        for bos in (False, None)
+    ]
+    ours = found.table[found.table["quantity"].str.startswith("correlation")]["measured"].to_numpy()
+    np.testing.assert_array_equal(ours, scores[0]["pearson"])
+    assert not np.array_equal(scores[0]["pearson"], scores[1]["pearson"], equal_nan=True)
 
 
 def test_a_difference_is_measured_minus_published(checkpoint, datasets, pretend):

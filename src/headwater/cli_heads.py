@@ -40,13 +40,17 @@ def heads(
     relations: Relations = None,
     rule: Annotated[
         Literal["controlled", "published"],
-        typer.Option(help="controlled: score, null model and copying control agree. published: the score alone."),
+        typer.Option(
+            help="controlled: chance-corrected score, null model, copying control. published: the score alone."
+        ),
     ] = "controlled",
     k: Annotated[
         int | None,
         typer.Option(help="How many of the largest logits count as a hit. Default: as published.", show_default=False),
     ] = None,
-    threshold: Annotated[float, typer.Option(help="Share of pairs from which on a head implements a relation.")] = 0.15,
+    threshold: Annotated[
+        float, typer.Option(help="Score, chance-corrected if controlled, from which on a head implements a relation.")
+    ] = 0.15,
     embedding: Annotated[
         str | None,
         typer.Option(
@@ -100,7 +104,8 @@ def relations(
 ) -> None:
     """Show how many pairs of each relation survive a model's tokenizer, and which fall out.
 
-    Only words that are one token, with the space before them, can be scored. A relation is used from 30 pairs on.
+    Only words that are one token, with the space before them, can be scored. Repeated pairs, and outside copying
+    relations pairs whose target is the token of its source, fall out too. A relation is used from 30 pairs on.
 
     **Examples**
 
@@ -133,9 +138,10 @@ def show_heads(summary: dict[str, Any], console: Console) -> None:
         if count or not label.endswith("categories"):
             table.add_row(label, f"{count:,}")
     console.print(table)
-    table = columns("relation,category", "pairs,heads,best,score")
+    table = columns("relation,category", "pairs,heads,best,score,excess")
     for row in summary["relations"]:
-        numbers = (f"{row['pairs']:,}", f"{row['heads']:,}", row["best_head"], f"{row['best_score']:.2f}")
+        excess = "-" if row["best_excess"] is None else f"{row['best_excess']:.2f}"
+        numbers = (f"{row['pairs']:,}", f"{row['heads']:,}", row["best_head"], f"{row['best_score']:.2f}", excess)
         table.add_row(row["relation"], row["category"] or "-", *numbers)
     console.print("", table, sep="\n")
     if summary["left_out"]:

@@ -1,13 +1,16 @@
 """The head map: layer by head, a mark per head in the colour of its category (Elhelo & Geva, ACL 2025).
 
 Grey, blue, orange, green and red are unclassified, algorithmic, knowledge, linguistic and translation; ever darker
-purples are two, three and four categories. Shapes say the same as colours. The legend counts the heads.
+purples are two, three and four categories. Shapes say the same as colours. A mark's area grows with the head's best
+excess, the chance-corrected score of the relation it is best at; in a map without a null model, which has no excess,
+every mark is as large as one of excess 1. The legend counts the heads.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -15,7 +18,8 @@ from matplotlib.lines import Line2D
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, RED, style, whole_numbers
-from headwater.heads.categories import LABELS, UNCLASSIFIED, label_counts
+from headwater.heads.categories import LABELS, UNCLASSIFIED, best_excess, label_counts
+from headwater.options import checked_count
 
 if TYPE_CHECKING:
     from headwater.heads.classify import HeadMap
@@ -39,7 +43,10 @@ MARKS = dict(
 """The colour and shape of every label."""
 AREAS = {"o": 1.0, "s": 0.82, "^": 1.0, "D": 0.62, "p": 1.1, "h": 1.1, "*": 1.6}
 """Areas, relative to a disc, at which the shapes look equally large."""
-UNCLASSIFIED_AREA = 0.4
+UNCLASSIFIED_AREA = 0.25
+NO_EXCESS_AREA = 0.3
+"""The area of a mark whose excess is 0, beside one whose excess is 1."""
+SIZES_ARE = "area: excess"
 
 # Inches.
 CELL = 0.2
@@ -55,7 +62,12 @@ def plot_head_map(head_map: "HeadMap", ax: Axes | None = None) -> Axes:
     Args:
         head_map: a result of `classify_heads`.
         ax: where to draw. The legend then stands below it; on a figure of its own, to the right.
+
+    Raises:
+        InputError: `ax` is no matplotlib axes.
     """
+    if not isinstance(ax, Axes | None):
+        raise InputError(f"ax={ax!r} is no matplotlib axes: leave it out for a new figure.")
     with style():
         place: dict[str, Any] = {
             "loc": "upper center",
@@ -67,7 +79,7 @@ def plot_head_map(head_map: "HeadMap", ax: Axes | None = None) -> Axes:
             n_layers, n_heads = _extent(head_map)
             cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
             width, height = (max(n * cell, 2 * CELL) for n in (n_layers, n_heads))
-            spare = max(len(LABELS) * LINE - height, 0)
+            spare = max((len(LABELS) + 1) * LINE - height, 0)
             figure = plt.figure(figsize=(LEFT + width + LEGEND, BOTTOM + spare + height + TOP))
             ax = _axes(figure, LEFT, BOTTOM + spare, width, height)
             place = {"loc": "upper left", "bbox_to_anchor": (1 + 0.1 / width, 1.0)}
@@ -75,7 +87,15 @@ def plot_head_map(head_map: "HeadMap", ax: Axes | None = None) -> Axes:
         counts = label_counts(head_map.categories)
         shown = _shown([head_map])
         names = [f"{label} ({counts[label]:,})" for label in shown]
-        ax.legend([_mark(label) for label in shown], names, borderaxespad=0.0, handletextpad=0.2, **place)
+        ax.legend(
+            [_mark(label) for label in shown],
+            names,
+            title=SIZES_ARE if _has_excess(head_map) else None,
+            alignment="left",
+            borderaxespad=0.0,
+            handletextpad=0.2,
+            **place,
+        )
     return ax
 
 
@@ -87,12 +107,10 @@ def head_maps(maps: Sequence["HeadMap"], columns: int | None = None) -> Figure:
         columns: maps in a row; up to four by default.
 
     Raises:
-        InputError: there are no maps.
+        InputError: there are no maps, or what is given are none.
     """
-    maps = list(maps)
-    if not maps:
-        raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
-    columns = columns or min(len(maps), 4)
+    maps = _listed(maps)
+    columns = min(len(maps), 4) if columns is None else checked_count("columns", columns)
     rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (len(_shown(maps)) + 2) * LINE
     row_width = max(sum(LEFT + _panel_width(head_map) + GAP for head_map in row) for row in rows)
@@ -107,6 +125,13 @@ def head_maps(maps: Sequence["HeadMap"], columns: int | None = None) -> Figure:
                 left += width + GAP + LEFT
         _legend_table(figure, maps, table_width, below)
     return figure
+
+
+def _listed(maps: Sequence["HeadMap"]) -> list["HeadMap"]:
+    listed = list(maps) if isinstance(maps, Sequence) else []
+    if not listed or not all(hasattr(one, "categories") for one in listed):
+        raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
+    return listed
 
 
 def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
@@ -143,10 +168,16 @@ def _draw(head_map: "HeadMap", ax: Axes) -> None:
         whole_numbers(axis)
     box = ax.get_window_extent()
     points = min(72 / ax.figure.dpi * min(box.width / (n_layers + 0.4), box.height / (n_heads + 0.4)), 72 * CELL)
+    excess = best_excess(head_map.table)
     for label, heads in head_map.categories.groupby("label"):
         color, shape = MARKS[str(label)]
-        area = _area(str(label)) * (0.8 * points) ** 2
+        best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])).clip(0, 1).fillna(1).to_numpy()
+        area = _area(str(label)) * (0.8 * points) ** 2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
         ax.scatter(heads["layer"], heads["head"], s=area, c=color, marker=shape, linewidths=0, label=str(label))
+
+
+def _has_excess(head_map: "HeadMap") -> bool:
+    return bool(head_map.table["excess"].notna().any())
 
 
 def _area(label: str) -> float:
@@ -170,6 +201,8 @@ def _legend_table(figure: Figure, maps: Sequence["HeadMap"], width: float, heigh
         color, shape = MARKS[label]
         ax.plot(0.1, line, marker=shape, color=color, markersize=_mark(label).get_markersize(), markeredgewidth=0)
         ax.text(0.25, line, label, va="center_baseline")
+    if any(map(_has_excess, maps)):
+        ax.text(0, -0.2, SIZES_ARE, va="center_baseline")
     right = LABEL_COLUMN
     for head_map in maps:
         right += _count_column(head_map)

@@ -194,10 +194,11 @@ def _heads(result: Any) -> list[str]:
     said = [f"{first}: {named}." if named else f"{first}: no head implements any of the relations."]
     found = [row for row in summary["relations"] if row["heads"]]
     if found:
-        best = max(found, key=lambda row: row["best_score"])
+        best = max(found, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
+        by_habit = "" if best["best_excess"] is None else f", where its habits would give {best['best_expected']:.0%}"
         said.append(
-            f"{len(found)} of {len(summary['relations'])} relations are implemented by some head. The highest score is "
-            f"{best['best_score']:.2f}: head {best['best_head']} maps {best['relation']} that often right."
+            f"{len(found)} of {len(summary['relations'])} relations are implemented by some head. The strongest is "
+            f"head {best['best_head']}: it maps {best['best_score']:.0%} of {best['relation']} right{by_habit}."
         )
     missing = [row["relation"] for row in summary["relations"] if not row["heads"]]
     if missing:

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.heads.classify import HeadMap
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
@@ -121,16 +121,12 @@ def ablate_heads(
         UserWarning: with no head removed, no item is answered rightly.
     """
     checked_name("method", method, METHODS)
-    checked_count("shots", shots, least=0)
-    checked_count("draws", draws)
-    checked_count("batch_size", batch_size)
-    if top is not None:
-        checked_count("top", top)
-    controls = [controls] if isinstance(controls, str) else controls
+    shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
+    draws, batch_size = checked_count("draws", draws), checked_count("batch_size", batch_size)
+    top = None if top is None else checked_count("top", top)
     known = relations_of(model, head_map, relations)
-    for name in (relation, *(controls or ())):
-        if name not in known:
-            raise InputError(f"The head map has no relation {name!r}.{did_you_mean(name, known)}")
+    checked_name("relation", relation, list(known))
+    controls = None if controls is None else _control_names(controls, list(known))
     ranked = _ranked_heads(head_map, relation, top)
     heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
     names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
@@ -269,6 +265,15 @@ def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataF
     if rows.empty:
         raise InputError(f"No head of {head_map.run.model} implements {relation!r}: pass top= to take the best ones.")
     return rows[["layer", "head", "score"]].head(top if top is not None else len(rows))
+
+
+def _control_names(controls: str | Sequence[str], known: Sequence[str]) -> list[str]:
+    """The control relations that were asked for, each one of the map's."""
+    try:
+        names = [controls] if isinstance(controls, str) else list(controls)
+    except TypeError:
+        raise InputError(f"controls={controls!r}: give names of relations of the map.") from None
+    return [checked_name("controls", name, known) for name in names]
 
 
 def _candidates(head_map: HeadMap, relation: str) -> list[str]:

@@ -6,8 +6,8 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
     score       = share of items with a target among the k largest entries of m_s
     suppression = share of items with a target among the k smallest
 
-1. Relations are turned into tokens; pairs whose words are not one token fall out, and so do relations with fewer than
-   30 pairs left (`relations`).
+1. Relations are turned into tokens; pairs whose words are not one token, that are repeated, or that a head would hit by
+   copying fall out, and so do relations with fewer than 30 pairs left (`relations`).
 2. x_s is the token's embedding at layer 0, and from layer 1 on what the first block makes of it.
 3. Every layer's heads are scored on all relations, layer by layer (`scores`).
 4. The null model: what would shuffled targets have scored? p-values, then false-discovery control over heads,
@@ -16,18 +16,19 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from headwater.errors import InputError, ModelError, did_you_mean
-from headwater.heads.categories import apply_rule, check_rule, head_categories, label_counts
+from headwater.errors import InputError, ModelError
+from headwater.heads.categories import RULES, add_excess, apply_rule, head_categories, label_counts, sensitivity
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import (
     MIN_PAIRS,
@@ -43,12 +44,13 @@ from headwater.heads.scores import SuitePairs, score_layer, suite_pairs
 from headwater.heads.tables import relation_table, score_table
 from headwater.kernels.devices import usable_device
 from headwater.kernels.ov import OVMaps, longest_column
+from headwater.models.effective import KINDS
 from headwater.models.hooked import HookedModel
 from headwater.models.layers_ahead import LayersAhead
 from headwater.models.load import load
 from headwater.models.shape import ModelShape
 from headwater.models.weights import WeightSource, open_weights
-from headwater.options import checked_count, checked_number
+from headwater.options import checked_count, checked_name, checked_number
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder, run_pieces
@@ -56,7 +58,6 @@ from headwater.runs import RunFolder, run_pieces
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-EMBEDDINGS = ("raw", "mlp0", "embed+mlp0", "layer0")
 LLAMA_3_VOCABULARY = 128256
 
 
@@ -67,10 +68,12 @@ class HeadMap(Result):
     table: pd.DataFrame
     """A row per layer, head and relation.
 
-    `layer, head, relation, category`; `score, suppression` (0 to 1); `expected, p_value, q_value` of the score under
+    `layer, head, relation, category`; `score, suppression` (0 to 1); `expected`, the mean score under shuffled targets;
+    `excess`, the chance-corrected score (score - expected) / (1 - expected); `p_value, q_value` of the score under
     shuffled targets; `pairs`, the number of items; `low, high`, the 95 % interval of the score; `beyond_copying`, the
     score that counts only items whose target beats the source itself; the same of the suppression side; and what the
-    rule says: `implemented, suppressed, copying`. With `rule="published"` the null model's columns are NaN.
+    rule says: `implemented, suppressed, copying`. With `rule="published"` the null model's columns, and so the excess,
+    are NaN.
     """
     categories: pd.DataFrame
     """A row per layer and head: `categories`, a tuple of names, and `label`, the figure's name for it; with
@@ -84,11 +87,38 @@ class HeadMap(Result):
         """The model's short name."""
         return Path(self.run.model).name
 
+    @classmethod
+    def load(cls, folder: str | Path) -> "HeadMap":
+        """Read back a head map, also one of headwater 0.1.0, which did not know the excess.
+
+        Its excess follows from its scores, and what the rule says of it is said anew: 0.1.0's controlled rule asked for
+        a score of the threshold, not for an excess.
+
+        Raises:
+            RunFolderError: the folder holds no finished run, or a run of another kind.
+        """
+        result = super().load(folder)
+        return result if "excess" in result.table else _with_excess(result)
+
+    def sensitivity(self) -> pd.DataFrame:
+        """Return how many heads would be in each category under both rules, for thresholds from 0.10 to 0.30.
+
+        Returns:
+            A row per rule and threshold: `rule, threshold, heads` (in any category), and a column per category, in
+            which a head of several categories counts in each. A map made with `rule="published"` has no null model,
+            so its rows are those of that rule alone.
+        """
+        return sensitivity(self.table)
+
     def summary(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values: heads per label, and each relation's heads and best."""
+        """Return the numbers worth a glance, as JSON values: heads per label, and each relation's heads and best.
+
+        The best head of a relation has the largest excess, where there is one, else the highest score.
+        """
         found = self.table[self.table["implemented"] | self.table["suppressed"]]
         heads = found["relation"].value_counts()
-        best = self.table.loc[self.table.groupby("relation", sort=False)["score"].idxmax()].to_dict("records")
+        strength = self.table["excess"].fillna(self.table["score"]).groupby(self.table["relation"], sort=False)
+        best = self.table.loc[strength.idxmax()].to_dict("records")
         return {
             "model": self.run.model,
             "rule": self.run.options["rule"],
@@ -102,6 +132,8 @@ class HeadMap(Result):
                     "heads": int(heads.get(row["relation"], 0)),
                     "best_head": f"{row['layer']}.{row['head']}",
                     "best_score": round(row["score"], 4),
+                    "best_expected": _rounded(row["expected"]),
+                    "best_excess": _rounded(row["excess"]),
                 }
                 for row in best
             ],
@@ -136,6 +168,7 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or is another one.
             InputError: the head does not exist.
         """
+        layer = checked_count("layer", layer, least=0)
         if model is None:
             model = load() if self.run.model == "embedded" else self.run.model
         weights = _open(model)
@@ -170,10 +203,11 @@ def classify_heads(
             memory at a time.
         relations: a folder or file of relations, relations, or names of relations of the suite that comes with
             headwater; by default the whole suite.
-        rule: "controlled" (score, null model and copying control) or "published" (score alone).
+        rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
         k: how many of the largest logits count as a hit; by default 1 for copying relations and 10 for others, on
             Llama 3 vocabularies 3 and 25.
-        threshold: the score from which on a head implements a relation.
+        threshold: the chance-corrected score (with `rule="published"`, the score) from which on a head implements a
+            relation.
         embedding: what heads from layer 1 on read for a token: "raw", "mlp0", "embed+mlp0" or "layer0"; by default, as
             published, "mlp0", and "raw" for the shape of Llama-3.1-70B. Heads of layer 0 read the raw embedding.
         progress: show a progress bar over layers.
@@ -191,14 +225,14 @@ def classify_heads(
         InputError: a relation file is wrong, no relation keeps 30 pairs, or an option does not exist.
         RunFolderError: `out` holds another run.
     """
-    _check_options(rule, k, threshold, embedding)
+    k, threshold = _check_options(rule, k, threshold, embedding)
     given = load_relations(relations)
     weights = _open(model, device)
     if k is not None and k >= weights.shape.d_vocab:
         raise InputError(
             f"k={k}: every token would be a hit; the vocabulary of {weights.name} has {weights.shape.d_vocab:,}."
         )
-    tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token)
+    tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=rule == "published")
     ks = [k or published_k(relation, weights.shape) for relation in given]
     options = {
         "relations": digest(given),
@@ -318,13 +352,27 @@ def _hooked(model: Any) -> HookedModel:
     return model if isinstance(model, HookedModel) else load(model)
 
 
-def _check_options(rule: str, k: int | None, threshold: float, embedding: str | None) -> None:
-    check_rule(rule)
-    if k is not None:
-        checked_count("k", k)
-    checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
-    if embedding is not None and embedding not in EMBEDDINGS:
-        raise InputError(f"The embedding {embedding!r} does not exist.{did_you_mean(embedding, EMBEDDINGS)}")
+def _check_options(rule: str, k: int | None, threshold: float, embedding: str | None) -> tuple[int | None, float]:
+    """Return k and threshold as plain numbers."""
+    checked_name("rule", rule, RULES)
+    if embedding is not None:
+        checked_name("embedding", embedding, KINDS)
+    threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
+    return None if k is None else checked_count("k", k), threshold
+
+
+def _with_excess(saved: HeadMap) -> HeadMap:
+    """Return a head map of headwater 0.1.0 with its excess, and with what the rule says now."""
+    options = saved.run.options
+    table = add_excess(saved.table)
+    table = table.assign(**apply_rule(table, options["rule"], options["threshold"]))
+    said = head_categories(table)
+    others = saved.categories.drop(columns=["categories", "label"])
+    return replace(saved, table=table, categories=said.merge(others, on=["layer", "head"]))
+
+
+def _rounded(value: float) -> float | None:
+    return None if np.isnan(value) else round(value, 4)
 
 
 def _nothing_usable(relations: Sequence[TokenRelation], model: str) -> InputError:
@@ -333,6 +381,6 @@ def _nothing_usable(relations: Sequence[TokenRelation], model: str) -> InputErro
     best = max(relations, key=lambda relation: len(relation.targets))
     return InputError(
         f"None of the {len(relations)} relations keeps {MIN_PAIRS} pairs of single tokens with the tokenizer of "
-        f"{model}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). Use relations "
-        'between words of its vocabulary, or multi_token="first".'
+        f"{model}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). Give "
+        "relations between words that are one token there; `headwater relations MODEL` lists what survives."
     )

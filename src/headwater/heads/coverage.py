@@ -4,27 +4,27 @@ Only words that are one token (with their leading space) can be scored from a he
 mean different items on different models. The table tells which relations a model can be classified by.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 
-from headwater.heads.relations import Relation, tokenize_relations
+from headwater.heads.relations import Relations, load_relations, tokenize_relations
 
-COLUMNS = ("relation", "category", "items", "kept", "dropped", "usable", "fallen_out")
+COLUMNS = ("relation", "category", "items", "kept", "dropped", "usable", "fallen_out", "note")
 
 
-def relation_coverage(relations: Iterable[Relation], tokenizer: Any, *, multi_token: str | None = None) -> pd.DataFrame:
+def relation_coverage(relations: Relations, tokenizer: Any, *, multi_token: str | None = None) -> pd.DataFrame:
     """Count the pairs of each relation that survive a tokenizer.
 
     Args:
-        relations: the relations, a row each, in their order.
+        relations: what stands for relations (`load_relations`); a row each, in their order.
         tokenizer: the model's tokenizer.
         multi_token: None drops a word of several tokens; "first" keeps its first token.
 
     Returns:
         relation, category, items (pairs the relation has), kept, dropped, usable (whether enough are kept for a
-        score), fallen_out (the sources of the pairs that are dropped; why, says `tokenize_relations`).
+        score), fallen_out (the sources of the pairs that are dropped; why, says `tokenize_relations`), note (whether it
+        is left out, and how many pairs were repeated ones or had their own source as target).
     """
     rows = [
         (
@@ -35,7 +35,8 @@ def relation_coverage(relations: Iterable[Relation], tokenizer: Any, *, multi_to
             len(tokens.dropped),
             tokens.usable,
             tuple(tokens.dropped["source"]),
+            tokens.note,
         )
-        for tokens in tokenize_relations(relations, tokenizer, multi_token=multi_token)
+        for tokens in tokenize_relations(load_relations(relations), tokenizer, multi_token=multi_token)
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))

@@ -71,6 +71,21 @@ def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
     return np.where(variance > 0, np.clip(np.where(k > 0, above, below), 0, 1), 1.0)
 
 
+def chance_corrected(share: Numbers, expected: Numbers) -> Numbers:
+    """Return kappa = (share - expected) / (1 - expected): how far from the expected share to perfection (Cohen 1960).
+
+    0 is no better than habit, 1 is perfect; where nothing is expected by habit it is the share itself. Where habit is
+    perfect by itself there is nothing left to show, and kappa is 0. NaN where the expected share is.
+
+    Args:
+        share: shares of items, 0 to 1.
+        expected: what these shares would be under permuted targets.
+    """
+    room = 1 - expected
+    perfect = room < 1e-12
+    return np.where(perfect, 0.0, (share - expected) / np.where(perfect, 1.0, room))
+
+
 def q_values(p_values: Numbers) -> Numbers:
     """Return Benjamini and Hochberg's adjusted p-values over everything given; NaN stays NaN and is not counted."""
     q = np.full_like(p_values, np.nan)

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.axes import Pattern
-from headwater.errors import InputError
+from headwater.errors import InputError, ModelError
 from headwater.models.detector import ATTENTION_CLASSES, keys_of
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_number
@@ -45,12 +45,15 @@ def attention_classes(
         `attention_class` (one of these names, or "none").
 
     Raises:
-        InputError: the vocabulary or the context is too small for a repeated sequence.
+        ModelError: the model is none that runs.
+        InputError: the vocabulary or the context is too small for a repeated sequence, or an option is no number.
     """
-    checked_count("sequences", sequences)
-    checked_count("length", length)
-    checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
-    tokens = repeated_tokens(model, sequences, length, checked_count("seed", seed, least=0))
+    if not isinstance(model, HookedModel):
+        raise ModelError(f"model={model!r} cannot be run: give what hw.load returns.")
+    sequences, length = checked_count("sequences", sequences), checked_count("length", length, least=2)
+    threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
+    seed = checked_count("seed", seed, least=0)
+    tokens = repeated_tokens(model, sequences, length, seed)
     wanted = {name: torch.stack([keys_of(name, row) for row in tokens]) for name in ATTENTION_CLASSES}
     scores = torch.zeros(len(wanted), model.shape.n_layers, model.shape.n_heads)
 

@@ -12,7 +12,8 @@ from headwater.errors import InputError, ModelError
 from headwater.heads.classify import HeadMap
 from headwater.heads.relations import Relations, TokenRelation, load_relations, tokenize_relations
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import Batch, token_span
+from headwater.models.tokens import Batch, make_batch, token_span
+from headwater.texts import is_unicode
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,41 +49,48 @@ def relations_of(model: HookedModel, head_map: HeadMap, relations: Relations) ->
         relations: what `classify_heads` was given.
 
     Raises:
-        ModelError: the map is of another model.
-        InputError: a relation of the map is not among those given, or none of its items are left.
+        ModelError: the map is of another model, or the model is none that runs.
+        InputError: there is no map, a relation of the map is not among those given, or none of its items are left.
     """
+    if not isinstance(model, HookedModel):
+        raise ModelError(f"model={model!r} cannot be run: give what hw.load returns.")
+    if not isinstance(head_map, HeadMap):
+        raise InputError(f"head_map={head_map!r} is no head map: give what hw.classify_heads returns.")
     if model.fingerprint != head_map.run.fingerprint:
         raise ModelError(f"{model.name} does not have the weights of this head map ({head_map.run.model}).")
     used = head_map.relations[head_map.relations["used"]]
     wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
-    found = {tokens.relation.name: tokens for tokens in tokenize_relations(wanted, model.tokenizer)}
+    same_words = head_map.run.options["rule"] == "published"
+    tokenized = tokenize_relations(wanted, model.tokenizer, same_words=same_words)
+    found = {tokens.relation.name: tokens for tokens in tokenized}
     lacking = [name for name in used["relation"] if name not in found or not found[name].targets]
     if lacking:
         raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
     return {name: (found[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}
 
 
-def source_prompts(model: HookedModel, tokens: TokenRelation, templates: Sequence[str]) -> SourcePrompts:
+def source_prompts(
+    model: HookedModel, tokens: TokenRelation, templates: Sequence[str], *, bos: bool | None = None
+) -> SourcePrompts:
     """Put each source into each template; a row whose tokenizer splits or joins the source there is left out.
 
     Args:
         model: the model, whose tokenizer gives character offsets.
         tokens: the relation's items.
         templates: texts with one `{source}`.
+        bos: begin with the tokenizer's beginning-of-sequence token, or not; None: as the model wants it.
 
     Raises:
-        InputError: there is no template, one lacks `{source}`, or in none of its prompts the source is one token.
+        InputError: there is no template, one lacks `{source}`, in none of its prompts the source is one token, or the
+            tokenizer has no beginning-of-sequence token.
     """
-    if not templates:
-        raise InputError("No templates were given: sentences with {source} in them.")
-    for template in templates:
-        _check_template(template)
+    templates = checked_templates(templates)
     words = _words(model, tokens.source.tolist())
     texts, rows, source, items, places = [], [], [], [], []
     for place, template in enumerate(templates):
         start = template.index("{source}")
         texts += [(place, item, start, _filled(template, word), len(word)) for item, word in enumerate(words)]
-    batch = model.tokenize([text for _, _, _, text, _ in texts])
+    batch = _begun([text for _, _, _, text, _ in texts], model, bos)
     if batch.offsets is None:
         raise InputError(f"The tokenizer of {model.name} gives no character offsets; load its fast version.")
     for row, (place, item, start, _, length) in enumerate(texts):
@@ -98,6 +106,23 @@ def source_prompts(model: HookedModel, tokens: TokenRelation, templates: Sequenc
         )
     kept = Batch(batch.tokens[rows], batch.mask[rows])
     return SourcePrompts(kept, torch.tensor(source), torch.tensor(items), torch.tensor(places))
+
+
+def checked_templates(templates: str | Sequence[str]) -> list[str]:
+    """Return one template or several as a list.
+
+    Raises:
+        InputError: there is none, or one is no text with `{source}` in it once.
+    """
+    try:
+        checked = [templates] if isinstance(templates, str) else list(templates)
+    except TypeError:
+        raise InputError(f"templates={templates!r}: give sentences with {{source}} in them.") from None
+    if not checked:
+        raise InputError("No templates were given: sentences with {source} in them.")
+    for template in checked:
+        _check_template(template)
+    return checked
 
 
 def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots: int, seed: int) -> TaskPrompts:
@@ -130,6 +155,19 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     return TaskPrompts(model.tokenize(texts), tokens.targets, torch.tensor(foils))
 
 
+def _begun(texts: Sequence[str], model: HookedModel, bos: bool | None) -> Batch:
+    """Make a batch of texts that begin with a beginning-of-sequence token, do not, or do as the model wants it."""
+    if not isinstance(bos, bool | None):
+        raise InputError(f"bos={bos!r}: it is True, False, or None for what the model wants.")
+    if bos is None:
+        return model.tokenize(texts)
+    token = getattr(model.tokenizer, "bos_token_id", None)
+    if bos and token is None:
+        raise InputError(f"bos=True: the tokenizer of {model.name} has no beginning-of-sequence token.")
+    shape = model.shape
+    return make_batch(texts, model.tokenizer, bos=token if bos else None, d_vocab=shape.d_vocab, n_ctx=shape.n_ctx)
+
+
 def _words(model: HookedModel, tokens: Sequence[int]) -> list[str]:
     return [text.strip() for text in model.token_strings(tokens)]
 
@@ -139,5 +177,5 @@ def _filled(template: str, source: str) -> str:
 
 
 def _check_template(template: str) -> None:
-    if template.count("{source}") != 1:
+    if not isinstance(template, str) or template.count("{source}") != 1 or not is_unicode(template):
         raise InputError(f"The template {template!r} must hold {{source}} once.")

@@ -9,7 +9,14 @@ folder of relations holds, for each, `NAME.json` or `NAME/NAME.json` (the publis
   each source once. The suite that comes with headwater (Elhelo & Geva, ACL 2025, gathered anew) is written so.
 
 Words are written without the leading space that they get before they are tokenized. A pair survives for a tokenizer
-when its source is exactly one token and at least one of its targets is; a relation is used when at least 30 survive.
+when its source is exactly one token and at least one of its targets is. Two more kinds of pair fall out, because they
+would count evidence that is none:
+
+- a pair that says again, token for token, what an earlier one says;
+- outside copying relations, a pair whose only target is the source's own token. A head that copies hits it, and words
+  of several tokens may well begin alike. The published rule keeps those whose two words are the same (cut, cut).
+
+A relation is used when at least 30 pairs survive.
 """
 
 import hashlib
@@ -27,12 +34,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.texts import HALF_A_CHARACTER, is_unicode, refuse_half_characters
 
 CATEGORIES = ("algorithmic", "knowledge", "linguistic", "translation")
 MIN_PAIRS = 30
 MULTI_TOKEN = (None, "first")
+REPEATED = "says again, token for token, what an earlier pair says"
+OWN_TARGET = "its target is the token of its source"
 PUBLISHED_CATEGORIES = {
     name: category
     for category, names in {
@@ -54,7 +63,7 @@ class Relation:
     """Pairs of a source word and its accepted targets, one target or several: `("France", "Paris")`.
 
     Raises:
-        InputError: the category does not exist, or a pair is not one of words.
+        InputError: the name is no text, the category does not exist, or a pair is not one of words.
     """
 
     name: str
@@ -63,7 +72,10 @@ class Relation:
     provenance: str = ""
 
     def __post_init__(self) -> None:
-        if self.category is not None and self.category not in CATEGORIES:
+        if not isinstance(self.name, str) or not self.name:
+            raise InputError(f"The name of a relation is a text, not {self.name!r}.")
+        refuse_half_characters(self.name)
+        if self.category is not None and not (isinstance(self.category, str) and self.category in CATEGORIES):
             hint = did_you_mean(str(self.category), CATEGORIES)
             raise InputError(f"Relation {self.name!r}: {self.category!r} is not a category.{hint}")
         object.__setattr__(self, "pairs", checked_pairs(self.name, self.pairs))
@@ -82,14 +94,19 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
     """Return the pairs of a relation, each with a tuple of targets, which may be given as one word.
 
     Raises:
-        InputError: a pair is not one of words, or has spaces around them.
+        InputError: a pair is not one of words, has spaces around them, or half a character in them.
     """
+    listed = _listed(pairs)
+    if listed is None:
+        raise InputError(f"Relation {name!r}: pairs={pairs!r} is no list of pairs (source, target).")
     checked = []
-    for pair in pairs:
+    for pair in listed:
         try:
             source, targets = pair
             accepted = (targets,) if isinstance(targets, str) else tuple(targets)
-            are_words = bool(accepted) and all(word and word == word.strip() for word in (source, *accepted))
+            are_words = bool(accepted) and all(
+                isinstance(word, str) and word and word == word.strip() for word in (source, *accepted)
+            )
         except (TypeError, ValueError, AttributeError):
             are_words = False
         if not are_words:
@@ -101,6 +118,14 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
             refuse_half_characters(word)
         checked.append((source, accepted))
     return tuple(checked)
+
+
+def _listed(several: Any) -> list[Any] | None:
+    """What an iterable holds; None for what is one thing: a text, a number, a tensor without axes."""
+    try:
+        return None if isinstance(several, str | bytes) else list(several)
+    except TypeError:
+        return None
 
 
 Relations: TypeAlias = str | Path | Relation | Sequence[str | Path | Relation] | None
@@ -123,6 +148,24 @@ class TokenRelation:
         """Whether enough pairs survive for the score to mean something."""
         return len(self.targets) >= MIN_PAIRS
 
+    @property
+    def distinct_sources(self) -> int:
+        """How many sources the items have: what their number counts for where a source comes several times."""
+        return len(self.source.unique())
+
+    @property
+    def note(self) -> str:
+        """Why the relation is left out, and how many of its pairs fell out for another reason than their length."""
+        kept, given = len(self.targets), len(self.relation.pairs)
+        left_out = "" if self.usable else f"left out: {kept} of {given} pairs survive, {MIN_PAIRS} are needed"
+        fallen = self.dropped["reason"].value_counts()
+        counts = {
+            "repeated {} merged": fallen.get(REPEATED, 0),
+            "{} left out whose target is the token of its source": fallen.get(OWN_TARGET, 0),
+        }
+        said = [f"{n} {what.format('pair' if n == 1 else 'pairs')}" for what, n in counts.items() if n]
+        return "; ".join(filter(None, [left_out, *said]))
+
 
 def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     """Return relations: those of a folder in the order of their names, or what else stands for relations.
@@ -138,8 +181,8 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
         return (relations,)
     if relations is None or isinstance(relations, str | Path):
         found, where = _read_relations(_suite() if relations is None else Path(relations).expanduser()), relations
-    elif isinstance(relations, Iterable):
-        found, where = tuple(one for part in relations for one in load_relations(part)), None
+    elif (parts := _listed(relations)) is not None:
+        found, where = tuple(one for part in parts for one in load_relations(part)), None
     else:
         raise InputError(f"relations={relations!r} is no folder, file or name of a relation, nor several of these.")
     for name, times in Counter(relation.name for relation in found).items():
@@ -150,7 +193,7 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
 
 
 def tokenize_relations(
-    relations: Iterable[Relation], tokenizer: Any, *, multi_token: str | None = None
+    relations: Iterable[Relation], tokenizer: Any, *, multi_token: str | None = None, same_words: bool = False
 ) -> tuple[TokenRelation, ...]:
     """Turn words into token ids, and say which pairs fall out.
 
@@ -158,11 +201,12 @@ def tokenize_relations(
         relations: the relations, all of them kept in the result, however few of their pairs survive.
         tokenizer: the model's tokenizer.
         multi_token: None drops a word of several tokens; "first" keeps its first token that is more than the space.
+        same_words: keep, as the published rule does, pairs of a word with itself also outside copying relations.
 
     Raises:
         InputError: an unknown `multi_token`.
     """
-    if multi_token not in MULTI_TOKEN:
+    if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
         raise InputError(f'multi_token={multi_token!r} is not known: it is None or "first".')
     relations = tuple(relations)
     pairs = [pair for relation in relations for pair in relation.pairs]
@@ -171,7 +215,7 @@ def tokenize_relations(
     if multi_token == "first":
         spaces = set(tokenizer.convert_tokens_to_ids(["▁", "Ġ"]))
         tokens = {word: [token for token in ids if token not in spaces][:1] for word, ids in tokens.items()}
-    return tuple(_tokenize(relation, tokens) for relation in relations)
+    return tuple(_tokenize(relation, tokens, same_words) for relation in relations)
 
 
 def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
@@ -179,7 +223,14 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
     A tokenizer that itself begins every text with a space (SentencePiece's dummy prefix) is given the bare word. A word
     with a piece that the vocabulary lacks has no tokens.
+
+    Raises:
+        ModelError: there is no tokenizer.
     """
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise ModelError(
+            f"Relations are words, and tokenizer={tokenizer!r} is no tokenizer: load the model with its own."
+        )
     if not words:
         return []
     first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
@@ -194,31 +245,52 @@ def digest(relations: Sequence[Relation]) -> str:
     return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
-def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> TokenRelation:
-    def usable(word: str) -> bool:
-        return len(tokens[word]) == 1
-
-    sources, targets, dropped = [], [], []
+def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], same_words: bool) -> TokenRelation:
+    items: dict[tuple[int, frozenset[int]], tuple[int, ...]] = {}
+    dropped = []
     for source, accepted in relation.pairs:
-        ids = tuple(dict.fromkeys(tokens[target][0] for target in accepted if usable(target)))
-        if usable(source) and ids:
-            sources.append(tokens[source][0])
-            targets.append(ids)
+        targets, reason = _targets(relation, source, accepted, tokens, same_words)
+        item = (tokens[source][0], frozenset(targets)) if targets else None
+        if item is None or item in items:
+            dropped.append((source, " | ".join(accepted), reason or REPEATED))
         else:
-            word = source if not usable(source) else accepted[0]
-            reason = f"{word!r} is {len(tokens[word])} tokens" if tokens[word] else f"{word!r} is not in the vocabulary"
-            dropped.append((source, " | ".join(accepted), reason))
+            items[item] = targets
     table = pd.DataFrame(dropped, columns=["source", "target", "reason"])
-    return TokenRelation(relation, torch.tensor(sources, dtype=torch.int64), tuple(targets), table)
+    sources = torch.tensor([source for source, _ in items], dtype=torch.int64)
+    return TokenRelation(relation, sources, tuple(items.values()), table)
+
+
+def _targets(
+    relation: Relation, source: str, accepted: Sequence[str], tokens: Mapping[str, Sequence[int]], same_words: bool
+) -> tuple[tuple[int, ...], str]:
+    """Return the target tokens of a pair, each once, or none of them and the reason."""
+    one_token = [target for target in accepted if len(tokens[target]) == 1]
+    if len(tokens[source]) != 1 or not one_token:
+        word = source if len(tokens[source]) != 1 else accepted[0]
+        return (), f"{word!r} is {len(tokens[word])} tokens" if tokens[word] else f"{word!r} is not in the vocabulary"
+    own = tokens[source][0]
+    kept = [
+        target
+        for target in one_token
+        if tokens[target][0] != own or relation.is_copying or (same_words and target == source)
+    ]
+    return tuple(dict.fromkeys(tokens[target][0] for target in kept)), "" if kept else OWN_TARGET
 
 
 def _suite() -> Path:
     return Path(str(files("headwater.heads") / "suite"))
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name no file can have: too long, or with NUL or half a character in it
+        return False
+
+
 def _read_relations(path: Path) -> tuple[Relation, ...]:
     """Read a folder or file; a path that is not there may be the name of a relation of the suite."""
-    if not path.exists():
+    if not _is_there(path):
         own = {file.stem: file for file in _suite().glob("*.json")}
         if str(path) not in own:
             hint = did_you_mean(str(path), own)

@@ -18,9 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.models.effective import KINDS
 from headwater.models.tokens import token_strings
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count
+from headwater.options import checked_count, checked_name
 
 SIGNS = ("writes", "suppresses")
 
@@ -44,12 +45,13 @@ def salient_operations(
         `target, target_id`, `logit`.
 
     Raises:
-        InputError: the head does not exist, or less than one token is asked for.
+        InputError: the head or the embedding does not exist, or less than one token is asked for.
     """
     shape = weights.shape
-    checked_count("sources", sources)
-    checked_count("targets", targets)
-    if not (0 <= layer < shape.n_layers and 0 <= head < shape.n_heads):
+    checked_name("embedding", embedding, KINDS)
+    sources, targets = checked_count("sources", sources), checked_count("targets", targets)
+    layer, head = checked_count("layer", layer, least=0), checked_count("head", head, least=0)
+    if not (layer < shape.n_layers and head < shape.n_heads):
         raise InputError(
             f"Head {head} of layer {layer} was asked for; {weights.name} has {shape.n_layers} layers of "
             f"{shape.n_heads} heads."

@@ -2,8 +2,9 @@
 
 From what each layer gave (`scores.LayerScores`) follow, per layer, head and relation:
 
-    low, high           Wilson's 95 % interval of the score
+    low, high           Wilson's 95 % interval of the score, of as many items as there are distinct sources
     expected            the mean score under shuffled targets
+    excess              the chance-corrected score, (score - expected) / (1 - expected)
     p_value, q_value    P(at least this score) under shuffled targets, and the same after false-discovery control over
                         everything the map holds: heads, relations and both signs
 """
@@ -15,8 +16,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.heads.categories import add_excess
 from headwater.heads.nulls import Numbers, permutation_p_values, q_values, wilson_interval
-from headwater.heads.relations import MIN_PAIRS, TokenRelation
+from headwater.heads.relations import TokenRelation
 
 
 def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[TokenRelation]) -> pd.DataFrame:
@@ -31,7 +33,8 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
     layer, head, relation = (index.ravel() for index in np.indices(shape))
     pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
     expected, p, q = _null(scores, pairs)
-    low, high = wilson_interval(np.rint(scores["score"] * pairs), pairs)
+    sources = np.array([tokens.distinct_sources for tokens in relations], dtype=float)
+    low, high = wilson_interval(np.rint(scores["score"] * pairs) * (sources / pairs), sources)
     columns = {
         "layer": layer,
         "head": head,
@@ -51,7 +54,7 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
         "suppression_q_value": q[1],
         "suppression_beyond_copying": scores["suppression_beyond_copying"],
     }
-    return pd.DataFrame({name: np.ravel(column) for name, column in columns.items()})
+    return add_excess(pd.DataFrame({name: np.ravel(column) for name, column in columns.items()}))
 
 
 def _null(scores: Mapping[str, Numbers], pairs: Numbers) -> tuple[Numbers, Numbers, Numbers]:
@@ -66,12 +69,17 @@ def _null(scores: Mapping[str, Numbers], pairs: Numbers) -> tuple[Numbers, Numbe
 
 
 def relation_table(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:
-    """Return a row per relation: how many of its pairs survive, whether it is scored, with which k, and if not why."""
-    rows = []
-    for tokens, k in zip(relations, ks, strict=True):
-        relation, kept = tokens.relation, len(tokens.targets)
-        note = (
-            "" if tokens.usable else f"left out: {kept} of {len(relation.pairs)} pairs survive, {MIN_PAIRS} are needed"
+    """Return a row per relation: how many pairs survive, whether it is scored, with which k, and what fell out."""
+    rows = [
+        (
+            tokens.relation.name,
+            tokens.relation.category,
+            len(tokens.relation.pairs),
+            len(tokens.targets),
+            tokens.usable,
+            k,
+            tokens.note,
         )
-        rows.append((relation.name, relation.category, len(relation.pairs), kept, tokens.usable, k, note))
+        for tokens, k in zip(relations, ks, strict=True)
+    ]
     return pd.DataFrame(rows, columns=["relation", "category", "pairs", "kept", "used", "k", "note"])

@@ -29,13 +29,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.heads.classify import HeadMap
-from headwater.heads.prompts import SourcePrompts, relations_of, source_prompts
+from headwater.heads.prompts import SourcePrompts, checked_templates, relations_of, source_prompts
 from headwater.heads.relations import Relations, TokenRelation
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.hooked import HookedModel
 from headwater.models.weights import open_weights
+from headwater.options import checked_count
 from headwater.records import RunRecord
 from headwater.results import Result
 
@@ -80,6 +81,7 @@ def dynamic_scores(
     *,
     relations: Relations = None,
     templates: Sequence[str] = TEMPLATES,
+    bos: bool | None = None,
     batch_size: int = 64,
     progress: bool = True,
 ) -> DynamicScores:
@@ -90,6 +92,9 @@ def dynamic_scores(
         head_map: its static scores; relations and k are taken from there.
         relations: what `classify_heads` was given, if it was given relations.
         templates: sentences with one `{source}`, behind a space.
+        bos: begin each sentence with a beginning-of-sequence token, or not; by default as the model wants it. The
+            publication did as the tokenizer does by itself (`published_bos`): without one for GPT-2, where heads that
+            rest on the first position give other scores.
         batch_size: sentences in a run.
         progress: show a bar.
 
@@ -97,14 +102,15 @@ def dynamic_scores(
         ModelError: the map is of another model.
         InputError: a relation of the map is not among `relations`, or a template cannot be used.
     """
-    templates = [templates] if isinstance(templates, str) else list(templates)
+    templates = checked_templates(templates)
+    batch_size = checked_count("batch_size", batch_size)
     known = relations_of(model, head_map, relations)
     weights = open_weights(model)
     W_U, pieces = weights.unembedding(), []
     longest = longest_column(W_U)
     with torch.inference_mode():
         for tokens, k in tqdm(known.values(), desc="Dynamic scores", unit="relation", disable=not progress):
-            prompts = source_prompts(model, tokens, templates)
+            prompts = source_prompts(model, tokens, templates, bos=bos)
             values = last_values(model, prompts, batch_size)
             scores = torch.stack(
                 [
@@ -120,9 +126,17 @@ def dynamic_scores(
     run = RunRecord.of(
         "dynamic_scores",
         model,
-        options={"templates": templates, "head_map": head_map.run.options},
+        options={"templates": templates, "bos": bos, "head_map": head_map.run.options},
     )
     return DynamicScores(table, correlate(table), run)
+
+
+def published_bos(model: HookedModel) -> bool:
+    """Return whether the publication's sentences began with BOS: where the tokenizer puts one without being asked."""
+    tokenizer = model.tokenizer
+    if tokenizer is None or tokenizer.bos_token_id is None:
+        return False
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def last_values(

@@ -7,6 +7,8 @@ Elhelo & Geva, "Inferring Functionality of Attention Heads from their Parameters
 3. Heads are ranked by score; among equal scores the later layer, then the later head, comes first, and heads that
    score zero are left out. Counted are the places at which this ranking and the published one name the same head.
 4. The correlation of static and dynamic scores over heads and sentences, with and without context (`dynamic_scores`).
+   Sentences begin as the tokenizer alone begins a text, as in the published code: GPT-2's without a
+   beginning-of-sequence token, Llama's with one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import pandas as pd
 
 from headwater.heads.classify import HeadMap, classify_heads
 from headwater.heads.relations import load_relations
-from headwater.heads.validation import TEMPLATES, dynamic_scores
+from headwater.heads.validation import TEMPLATES, dynamic_scores, published_bos
 from headwater.models.hooked import HookedModel
 from headwater.models.load import load
 from headwater.models.weights import open_weights
@@ -65,7 +67,13 @@ def reproduce_maps(
     weights = open_weights(model)
     reference = published_numbers("maps")
     name = reference.name_of(weights.name, weights.shape, published)
-    options = {"published": name, "correlations": correlations, "templates": list(templates) if correlations else []}
+    bos = published_bos(model) if correlations and isinstance(model, HookedModel) else None
+    options = {
+        "published": name,
+        "correlations": correlations,
+        "templates": list(templates) if correlations else [],
+        "bos": bos,
+    }
     head_map = classify_heads(
         weights,
         relations=relations,
@@ -89,7 +97,7 @@ def reproduce_maps(
     pieces = [compare_scores(head_map, numbers)]
     notes = [] if name else [no_numbers(weights.name, reference)]
     if correlations and isinstance(model, HookedModel):
-        measured = dynamic_scores(model, head_map, relations=relations, templates=templates, progress=progress)
+        measured = dynamic_scores(model, head_map, relations=relations, templates=templates, bos=bos, progress=progress)
         pieces.append(compare_correlations(measured.correlations, numbers))
         notes += [OWN_TEMPLATES] if tuple(templates) == TEMPLATES else []
     result = Reproduction(compared(pd.concat(pieces, ignore_index=True)), name, reference.source, notes, run)
