@@ -153,6 +153,11 @@ def test_a_tokenizer_whose_rules_panic_on_a_text_is_one_readable_error(folder, c
     ) as caught:
         model.tokenize("x" * 40)
     assert "\n" not in str(caught.value)
+    relation = hw.Relation("long", "linguistic", (("x" * 40, ("cat",)),) * 30)
+    with pytest.raises(
+        InputError, match=r"fails on the words of a relation: its rules made the tokenizers library stop"
+    ):
+        hw.classify_heads(model, relations=[relation])
     capfd.readouterr()
 
 

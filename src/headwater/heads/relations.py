@@ -35,6 +35,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.errors import InputError, ModelError, did_you_mean
+from headwater.models.tokens import panics_are_errors
 from headwater.texts import HALF_A_CHARACTER, is_unicode, refuse_half_characters
 
 CATEGORIES = ("algorithmic", "knowledge", "linguistic", "translation")
@@ -235,7 +236,8 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
         return []
     first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
     space = "" if first.startswith(("▁", "Ġ")) else " "
-    encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
+    with panics_are_errors(InputError, "The tokenizer fails on the words of a relation"):
+        encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
 
 

@@ -168,9 +168,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None = None
     """
     refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
-    with _panics_are_errors(
-        InputError, f"The tokenizer fails on the text {shorten(repr(text), 60, placeholder='...')}"
-    ):
+    with panics_are_errors(InputError, f"The tokenizer fails on the text {shorten(repr(text), 60, placeholder='...')}"):
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(found["input_ids"])
     offsets = tuple((int(start), int(end)) for start, end in found["offset_mapping"]) if fast else None
@@ -242,7 +240,7 @@ def load_tokenizer(
     for name in TOKENIZER_FILES:
         refuse_pointer(folder / name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
+    with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
         return _faithful(where, revision, options)
 
 
@@ -269,7 +267,7 @@ def _faithful(where: str, revision: str | None, options: dict[str, Any]) -> PreT
 
 
 @contextlib.contextmanager
-def _panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
+def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
     """Make an error of a panic of the tokenizers library (a rule's regex may lead to one), which is no Exception."""
     try:
         yield
