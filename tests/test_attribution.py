@@ -5,7 +5,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.patching.sites import SITES
+from headwater.models.sites import SITES
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -9,21 +9,7 @@ import transformers as tf
 import headwater as hw
 from headwater.errors import InterventionError, ModelError
 from headwater.models import checks
-from tests.test_hooked_model import random_texts
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
-
-EDITABLE = [
-    "blocks.1.hook_resid_pre",
-    "blocks.1.hook_resid_post",
-    "blocks.1.attn.hook_attn_scores",
-    "blocks.1.attn.hook_pattern",
-    "blocks.1.attn.hook_z",
-    "blocks.1.attn.hook_q",
-    "blocks.1.attn.hook_k",
-    "blocks.1.attn.hook_v",
-    "blocks.1.hook_attn_out",
-    "blocks.1.hook_mlp_out",
-]
 
 
 def foreign_model(config: tf.PretrainedConfig) -> hw.HookedModel:
@@ -35,13 +21,6 @@ def foreign_model(config: tf.PretrainedConfig) -> hw.HookedModel:
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, checkpoint):
     return hw.load(checkpoint(request.param))
-
-
-def test_every_activation_that_analyses_edit_can_be_edited(model):
-    text = random_texts(1)
-    checks.hook_fires(model, EDITABLE, text)
-    for name in EDITABLE:
-        checks.edit_takes_effect(model, name, text)
 
 
 def test_attention_that_transformer_lens_only_reports_is_found_out():
@@ -68,10 +47,12 @@ def test_attention_that_transformer_lens_only_reports_is_found_out():
     ]
     for config in configs:
         model = foreign_model(config)
-        checks.edit_takes_effect(model, "blocks.0.hook_resid_post", "the capital of France")
+        text = "the capital of France"
+        edited = model.run(text, [("blocks.0.hook_resid_post", halved)])
+        assert not torch.allclose(edited, model.run(text))
         for name in ("blocks.0.attn.hook_attn_scores", "blocks.0.attn.hook_pattern"):
             with pytest.raises(InterventionError, match="did not take effect"):
-                checks.edit_takes_effect(model, name, "the capital of France")
+                model.run(text, [(name, halved)])
 
 
 def test_finding_a_discarded_edit_leaves_the_warnings_of_the_process_alone():
@@ -99,18 +80,6 @@ def halved(activation, hook):
     return activation / 2
 
 
-def test_an_edit_that_reaches_no_logit_is_found_out(checkpoint):
-    model = hw.load(checkpoint("llama"))
-    model.raw.unembed.register_forward_hook(lambda module, args, logits: torch.zeros_like(logits))
-    with pytest.raises(InterventionError, match="changes nothing"):
-        checks.edit_takes_effect(model, "blocks.0.hook_resid_post", "Paris")
-
-
-def test_an_activation_that_never_fires_is_found_out(checkpoint):
-    with pytest.raises(InterventionError, match="hook_rot_q"):
-        checks.hook_fires(hw.load(checkpoint("neox")), "blocks.0.attn.hook_rot_q", "Paris")
-
-
 def pattern_after(model, text, edit):
     kept = []
     model.run(
@@ -131,43 +100,10 @@ def test_a_knockout_cuts_its_edges(model):
     def knock_out(scores, hook):
         return scores.masked_fill(cut[:, None], torch.finfo(scores.dtype).min)
 
-    checks.edges_are_cut(pattern_after(model, " Paris Rome cat dog", knock_out), cut)
+    each_head = cut[:, None].expand(-1, model.shape.n_heads, -1, -1)
+    checks.edges_are_cut(pattern_after(model, " Paris Rome cat dog", knock_out), each_head)
     with pytest.raises(InterventionError, match="did not take effect"):
-        checks.edges_are_cut(pattern_after(model, " Paris Rome cat dog", lambda scores, hook: None), cut)
-
-
-def test_a_query_without_keys_is_found_out_and_would_attend_to_the_future(checkpoint):
-    model = hw.load(checkpoint("llama"))
-    n = 6
-    causal = torch.ones(1, n, n, dtype=torch.bool).tril()
-    checks.one_key_survives(causal)
-    visible = causal.clone()
-    visible[:, 3] = False
-    with pytest.raises(InterventionError, match="position 3"):
-        checks.one_key_survives(visible)
-    checks.one_key_survives(visible, mask=torch.arange(n)[None] != 3)
-    pattern = pattern_after(
-        model,
-        [list(range(5, 5 + n))],
-        lambda scores, hook: scores.masked_fill(~visible[:, None], torch.finfo(scores.dtype).min),
-    )
-    assert pattern[0, :, 3, 4:].sum() > 0
-
-
-def test_grouped_value_heads_expand_in_the_right_order_and_a_wrong_order_is_found_out(model):
-    kept = {}
-    names = {"z": "blocks.1.attn.hook_z", "v": "blocks.1.attn.hook_v", "pattern": "blocks.1.attn.hook_pattern"}
-    model.run(
-        random_texts(3)[:1],
-        [(name, lambda x, hook, key=key: kept.update({key: x.clone()})) for key, name in names.items()],
-    )
-    group = model.shape.group_size
-    values = kept["v"].reshape(*kept["v"].shape[:2], model.shape.n_kv_heads, model.shape.d_head)
-    z = kept["z"].reshape(*kept["z"].shape[:2], model.shape.n_heads, model.shape.d_head)
-    checks.value_heads_match(z, kept["pattern"], values.repeat_interleave(group, dim=2))
-    shuffled = values.repeat(1, 1, group, 1) if group > 1 else values.flip(2)
-    with pytest.raises(InterventionError, match="do not match"):
-        checks.value_heads_match(z, kept["pattern"], shuffled)
+        checks.edges_are_cut(pattern_after(model, " Paris Rome cat dog", lambda scores, hook: None), each_head)
 
 
 def test_a_model_in_training_mode_is_found_out(checkpoint):

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 import headwater as hw
-from headwater.patching.sites import SITES
+from headwater.models.sites import SITES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

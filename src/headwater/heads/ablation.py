@@ -32,7 +32,8 @@ from headwater.errors import InputError
 from headwater.heads.classify import HeadMap
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
-from headwater.models.hooked import Hook, HookedModel
+from headwater.models.edits import Hook, looks, makes
+from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name
 from headwater.records import RunRecord
 from headwater.results import Result
@@ -216,7 +217,7 @@ def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"
         z[rows, last.to(z.device)[:, None], chosen] = means[layer].to(z)[chosen] if means is not None else 0.0
         return z
 
-    return [(f"blocks.{layer}.attn.hook_z", partial(replace, layer=layer)) for layer in by_layer]
+    return [(f"blocks.{layer}.attn.hook_z", makes(partial(replace, layer=layer))) for layer in by_layer]
 
 
 @dataclass
@@ -252,7 +253,8 @@ class _Bench:
         layers = {layer for layer, _ in heads}
         for _, batch in task.batch.split(self.batch_size):
             last = batch.lengths - 1
-            hooks = [(f"blocks.{layer}.attn.hook_z", partial(add, layer=layer, last=last)) for layer in layers]
+            adding = {layer: looks(partial(add, layer=layer, last=last)) for layer in layers}
+            hooks = [(f"blocks.{layer}.attn.hook_z", hook) for layer, hook in adding.items()]
             self.model.run(batch, hooks, keep="last")
         return sums / len(task.batch)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from headwater.axes import Pattern
 from headwater.errors import InputError, ModelError
 from headwater.models.detector import ATTENTION_CLASSES, keys_of
+from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_number
 
@@ -62,9 +63,8 @@ def attention_classes(
             scores[index, layer] = mean_attention(pattern, keys.to(pattern.device))
 
     layers = range(model.shape.n_layers)
-    model.run(
-        tokens, [(f"blocks.{layer}.attn.hook_pattern", partial(score, layer=layer)) for layer in layers], keep=[-1]
-    )
+    hooks = [(f"blocks.{layer}.attn.hook_pattern", looks(partial(score, layer=layer))) for layer in layers]
+    model.run(tokens, hooks, keep=[-1])
     columns = dict(zip(wanted, scores.flatten(1).numpy(), strict=True))
     table = pd.DataFrame({"layer": [layer for layer in layers for _ in range(model.shape.n_heads)]})
     table["head"] = list(range(model.shape.n_heads)) * model.shape.n_layers

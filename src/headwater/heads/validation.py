@@ -34,6 +34,7 @@ from headwater.heads.relations import Relations, TokenRelation
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
 from headwater.kernels.ov import OVMaps, longest_column
+from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.weights import open_weights
 from headwater.options import checked_count
@@ -155,11 +156,11 @@ def last_values(
 
     for rows, batch in prompts.batch.split(batch_size):
         places = {"hook_z": last[rows], "hook_v": prompts.source[rows]}
-        hooks = [
-            (f"blocks.{layer}.attn.{name}", partial(keep, context=context, layer=layer, rows=rows, position=position))
-            for layer in range(shape.n_layers)
-            for context, (name, position) in enumerate(places.items())
-        ]
+        hooks: list[Hook] = []
+        for context, (name, position) in enumerate(places.items()):
+            for layer in range(shape.n_layers):
+                keeping = partial(keep, context=context, layer=layer, rows=rows, position=position)
+                hooks.append((f"blocks.{layer}.attn.{name}", looks(keeping)))
         model.run(batch, hooks, keep="last")
     return values
 

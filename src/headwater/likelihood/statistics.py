@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 from headwater.errors import InputError
 from headwater.kernels import likelihood
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name, reader
+from headwater.models.edits import Hook, looks
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
@@ -48,7 +49,7 @@ from headwater.runs import Compute, RunFolder, run_pieces
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from headwater.models.hooked import Hook, HookedModel
+    from headwater.models.hooked import HookedModel
 
 Span: TypeAlias = tuple[int, int] | None
 """The characters (start, end) of a text whose tokens are scored; None for all."""
@@ -266,7 +267,7 @@ def _measurer(
             def take(residual: Tensor, hook: Any) -> None:
                 kept[layer] = residual[rows.to(residual.device), columns.to(residual.device) - 1]
 
-            return f"blocks.{layer}.hook_resid_post", take
+            return f"blocks.{layer}.hook_resid_post", looks(take)
 
         with one_pass_attention(model):
             model.run(batch, [keep(layer) for layer in layers], stop_at=max(layers) + 1)

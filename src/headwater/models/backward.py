@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headwater.errors import InputError, InterventionError
+from headwater.models.edits import Hook, looks, makes
 from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import Hook, HookedModel
+    from headwater.models.hooked import HookedModel
 
 KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]
 """By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may stand for all."""
@@ -191,10 +192,10 @@ class Descent:
         def enter(residual: Tensor, hook: Any) -> Tensor:
             return self._enter(residual, self._segments[0].start)
 
-        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, keep)]
-        hooks.append((RESID_PRE.format(self._segments[0].start), enter))
+        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, looks(keep))]
+        hooks.append((RESID_PRE.format(self._segments[0].start), makes(enter)))
         if MLP_IN.format(self._top) in self.model.raw.hook_dict:
-            hooks.append((MLP_IN.format(self._top), narrow))
+            hooks.append((MLP_IN.format(self._top), makes(narrow)))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.model.lock)
             for layer in range(self._lowest, self._segments[0].start):
@@ -239,8 +240,8 @@ class Descent:
             self._z[layer] = z.detach().requires_grad_(True) if layer == self._lowest else z
             return self._z[layer]
 
-        hooks: list[Hook] = [(PATTERN.format(layer), partial(keep_pattern, layer=layer)) for layer in segment]
-        return hooks + [(Z.format(layer), partial(keep_z, layer=layer)) for layer in segment]
+        hooks: list[Hook] = [(PATTERN.format(layer), looks(partial(keep_pattern, layer=layer))) for layer in segment]
+        return hooks + [(Z.format(layer), makes(partial(keep_z, layer=layer))) for layer in segment]
 
     def _note_call(self, layer: int, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Keep what a block is called with; the residual stream only where a segment begins."""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
@@ -19,12 +19,13 @@ from tqdm.auto import tqdm
 
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
+from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large
 from headwater.models.tokens import Batch, Inputs
 from headwater.options import checked_count, whole_numbers
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import Hook, HookedModel
+    from headwater.models.hooked import HookedModel
 
 Site: TypeAlias = Literal["resid_pre", "resid_mid", "resid_post"]
 """Where a layer's residual stream is read: before the layer, between attention and MLP, after the layer."""
@@ -155,18 +156,18 @@ def fill_cache(
     )
 
 
-def _keep_residual(target: Tensor, columns: Int[Tensor, "batch position"]) -> Callable[..., None]:
+def _keep_residual(target: Tensor, columns: Int[Tensor, "batch position"]) -> HookFunction:
     """Return a hook that copies the chosen positions of a residual stream into their place."""
 
     def keep(residual: Tensor, hook: Any) -> None:
         target.copy_(_at(residual, columns.to(residual.device)))
 
-    return keep
+    return looks(keep)
 
 
 def _keep_pattern(
     target: Tensor, columns: Int[Tensor, "batch position"], piece: Batch, heads: tuple[int, ...]
-) -> Callable[..., None]:
+) -> HookFunction:
     """Return a hook that copies the chosen heads and queries of an attention pattern into their place."""
 
     def keep(pattern: Tensor, hook: Any) -> None:
@@ -175,7 +176,7 @@ def _keep_pattern(
         by_query = by_query * piece.mask[:, None, None].to(pattern.device)
         target[..., : by_query.shape[-1]].copy_(by_query)
 
-    return keep
+    return looks(keep)
 
 
 def _at(values: Tensor, columns: Int[Tensor, "batch position"]) -> Tensor:

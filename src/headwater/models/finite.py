@@ -21,7 +21,8 @@ from torch import Tensor
 from headwater.errors import NumericsError
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import Hook, HookedModel
+    from headwater.models.edits import Hook
+    from headwater.models.hooked import HookedModel
     from headwater.models.tokens import Batch
 
 

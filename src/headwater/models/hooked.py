@@ -1,12 +1,13 @@
 """A model that can be run, watched and edited: TransformerLens's bridge behind a surface of a few names.
 
 `model.tokenize` makes a batch, `model.run` gives logits (with hooks if asked), `model.cache` keeps activations. Hooks
-go through one context manager, `model.hooks`, which promises three things:
+go through one context manager, `model.hooks`, which promises four things:
 
 1. every hook names an activation that exists, and it fired whenever the model ran: a dead hook is an error, because an
    experiment whose edit never happened looks like an experiment without effect;
-2. nothing is left behind, whatever is raised inside, KeyboardInterrupt included;
-3. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits.
+2. an edit reaches all that the model computes from the activation, and no other hook (`headwater.models.edits`);
+3. nothing is left behind, whatever is raised inside, KeyboardInterrupt included;
+4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import html
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -26,18 +27,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.models.edits import Attached, Attachments, Hook, HookFunction, listed_hooks, looks
 from headwater.models.fingerprint import fingerprint, fingerprint_of_model
 from headwater.models.finite import finite_output
 from headwater.models.shape import ARCHITECTURES, ModelShape
+from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 
 if TYPE_CHECKING:
     from headwater.models.caches import Cache
 
-HookFunction: TypeAlias = Callable[..., Tensor | None]
-"""Takes (activation, hook); returns what replaces the activation, or None. It must not edit in place: clone first."""
-Hook: TypeAlias = tuple[str, HookFunction]
-"""The name of an activation, such as "blocks.3.hook_resid_post", and what to do there."""
 Keep: TypeAlias = Literal["last"] | Sequence[int] | Int[Tensor, " kept"] | None
 """The positions whose logits are wanted: all (None), each row's last real token, or these columns."""
 
@@ -58,6 +57,8 @@ class HookedModel:
         bos: the id that begins every text, or None for models that want none.
         lock: held while the model runs; hold it to make several runs one.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
+        misfits: the sites whose activations are not what `shape` says, and how; they are refused.
+        read_only: the sites that can be read but not edited, and why.
     """
 
     def __init__(
@@ -79,6 +80,10 @@ class HookedModel:
         self.bos = _bos_of(raw, tokenizer)
         self.lock = threading.RLock()
         self.steps_checked = False
+        self.misfits: Mapping[str, str] = {}
+        self.read_only: Mapping[str, str] = {}
+        self._attachments = Attachments(raw)
+        self._own_graph = False
 
     def __repr__(self) -> str:
         shape = self.shape
@@ -165,13 +170,14 @@ class HookedModel:
             InterventionError: a hook names no activation, or never fired.
             NumericsError: the model computed NaN or infinity.
         """
-        batch, listed = self.tokenize(inputs), list(hooks)
+        batch, listed = self.tokenize(inputs), listed_hooks(hooks)
         if stop_at is not None and not 0 <= stop_at <= self.shape.n_layers:
             raise InputError(f"stop_at={stop_at} is not a layer; the model has layers 0 to {self.shape.n_layers - 1}.")
         columns = None if stop_at is not None else _columns(keep, batch)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if grad else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
+            stack.enter_context(self._graph_begins_where_a_hook_says())
             out = self._forward(batch, columns, stop_at, forward)
             finite_output(self, out, batch, columns, edited=bool(listed), cached="past_key_values" in forward)
         if isinstance(keep, str) and columns is not None:
@@ -184,45 +190,25 @@ class HookedModel:
         """Attach hooks for as long as the context lasts; no other thread can run the model meanwhile.
 
         Raises:
-            InterventionError: a hook names no activation; or the model ran in the context and a hook did not fire, or
-                its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be read).
+            InputError: a hook is no pair of a name and a function of (activation, hook).
+            InterventionError: a hook names no activation, or one that is not what `shape` says; or the model ran in the
+                context and a hook did not fire, returned what cannot stand for the activation, wrote into it without
+                returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
+                read).
         """
-        listed = list(hooks)
-        for hook in listed:
-            if (
-                not isinstance(hook, tuple | list)
-                or len(hook) != 2
-                or not isinstance(hook[0], str)
-                or not callable(hook[1])
-            ):
-                raise InputError(f"{hook!r} is no hook: give (name of an activation, function(activation, hook)).")
-        fired: set[int] = set()
-
-        def watched(index: int, function: HookFunction) -> HookFunction:
-            def call(activation: Tensor, hook: Any) -> Tensor | None:
-                fired.add(index)
-                result = function(activation, hook=hook)
-                if result is not None:
-                    _check_edit(listed[index][0], activation, result)
-                return result
-
-            return call
-
+        listed = listed_hooks(hooks)
         if not listed:
             with self.lock:
                 yield
             return
-        with self.lock, self._discarded_edits_raise(), contextlib.ExitStack() as stack:
-            self._check_names(name for name, _ in listed)
-            attached = [(name, watched(i, function)) for i, (name, function) in enumerate(listed)]
-            ran = ("blocks.0.hook_resid_pre", watched(-1, lambda activation, hook: None))
-            try:
-                stack.enter_context(self.raw.hooks(fwd_hooks=[*attached, ran]))
-            except (ValueError, AssertionError) as error:
-                raise InterventionError(f"TransformerLens refused a hook: {error}") from None
-            yield
-        if fired:
-            silent = sorted({name for i, (name, _) in enumerate(listed) if i not in fired})
+        with self.lock, self._discarded_edits_raise():
+            known = self.raw.hook_dict
+            attached = [self._attached(name, function, known) for name, function in listed]
+            ran = Attached("blocks.0.hook_resid_pre", looks(lambda activation, hook: None))
+            with self._attachments.attached([*attached, ran]):
+                yield
+        if ran.fired:
+            silent = sorted({hook.name for hook in attached if not hook.fired})
             if silent:
                 raise InterventionError(
                     f"The model ran, but nothing passed through {', '.join(silent[:3])}: this activation is not "
@@ -292,6 +278,26 @@ class HookedModel:
             self.raw(tokens, **keep | options)
         return kept[0]
 
+    def begin_graphs_at(self, embedding: torch.nn.Module) -> None:
+        """Let `raw` be called with gradients though its parameters are frozen, as TransformerLens's own tools do.
+
+        Their graphs begin at what this module gives; those of `run` begin where a hook says.
+        """
+
+        def begin(module: Any, args: Any, out: Tensor) -> Tensor | None:
+            ours = self._own_graph or not torch.is_grad_enabled() or out.requires_grad
+            return None if ours else out.detach().requires_grad_(True).clone()
+
+        embedding.register_forward_hook(begin)
+
+    @contextlib.contextmanager
+    def _graph_begins_where_a_hook_says(self) -> Iterator[None]:
+        before, self._own_graph = self._own_graph, True
+        try:
+            yield
+        finally:
+            self._own_graph = before
+
     @cached_property
     def _reporters(self) -> list[torch.nn.Module]:
         """The attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
@@ -323,13 +329,16 @@ class HookedModel:
             for module in ours:
                 module.__dict__.pop(REPORT, None)
 
-    def _check_names(self, names: Iterable[str]) -> None:
-        known = self.raw.hook_dict
-        for name in names:
-            if name not in known:
-                raise InterventionError(
-                    f"{self.name} has no activation named {name!r}.{did_you_mean(name, known, shown=3)}"
-                )
+    def _attached(self, name: str, function: HookFunction, known: Mapping[str, Any]) -> Attached:
+        if name not in known:
+            raise InterventionError(
+                f"{self.name} has no activation named {name!r}.{did_you_mean(name, known, shown=3)}"
+            )
+        place = place_named(name)
+        site = place[0].name if place else ""
+        if site in self.misfits:
+            raise InterventionError(self.misfits[site])
+        return Attached(name, function, self.read_only.get(site))
 
 
 def is_bridge(raw: Any) -> bool:
@@ -341,24 +350,6 @@ def _bos_of(raw: Any, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
     if tokenizer is None or not getattr(raw.cfg, "default_prepend_bos", True):
         return None
     return tokenizer.bos_token_id
-
-
-def _check_edit(name: str, activation: Tensor, result: Any) -> None:
-    """Refuse what a hook returned when it cannot stand for the activation; it may be of fewer positions.
-
-    Raises:
-        InterventionError: it is no tensor of the same rows, width and dtype.
-    """
-    found = f"a {type(result).__name__}"
-    if isinstance(result, Tensor):
-        ends = (activation.ndim, activation.shape[0], activation.shape[-1], activation.dtype)
-        if result.ndim and (result.ndim, result.shape[0], result.shape[-1], result.dtype) == ends:
-            return
-        found = f"{tuple(result.shape)} in {result.dtype}"
-    raise InterventionError(
-        f"A hook at {name} was given {tuple(activation.shape)} in {activation.dtype} and returned {found}; it must "
-        "return an activation like the one it was given, or None."
-    )
 
 
 def _columns(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models import checks
+from headwater.models.agreement import Seen, agree, see
 from headwater.models.checkpoint import (
     checkpoint_folder,
     one_line,
@@ -189,6 +190,7 @@ def _boot(
     hf.config.architectures = [architecture]
     if tokenizer is not None:
         checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
+    seen, embedding = see(hf, name), hf.get_input_embeddings()
     try:
         raw = build_bridge_from_module(
             hf, architecture, hf_config=hf.config, tokenizer=_for_bridge(tokenizer), model_name=name
@@ -203,14 +205,17 @@ def _boot(
         tokenizer=tokenizer,
         revision=revision,
     )
-    return _checked(model)
+    raw.requires_grad_(False)  # the parts into which TransformerLens split a fused matrix
+    model.begin_graphs_at(embedding)
+    return _checked(model, seen)
 
 
-def _checked(model: HookedModel) -> HookedModel:
+def _checked(model: HookedModel, seen: Seen | None = None) -> HookedModel:
     checks.evaluation_mode(model)
     checks.finite_weights(model)
     if model.tokenizer is not None:
         checks.tokenizer_fits(model.tokenizer, model.shape.d_vocab)
+    agree(model, seen)
     return model
 
 

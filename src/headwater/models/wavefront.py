@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.activations import NewGELUActivation
 
+from headwater.models.edits import looks
 from headwater.models.finite import finite_output
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Recording:
     activations: Mapping[str, Tensor]
     """By hook name, as the hook gives them."""
     keys: Mapping[int, Float[Tensor, "batch kv_head key d_head"]]
-    values: Mapping[int, Float[Tensor, "batch kv_head key d_head"]]
+    values: Mapping[int, Float[Tensor, "batch kv_head key _"]]
     calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]
     """By layer: the positional and keyword arguments of the model's call of its attention."""
     visible: Mapping[int, Bool[Tensor, "query key"]]
@@ -65,7 +66,7 @@ class _KeyValueTap:
 class SharedPrefix:
     """A cache that puts the recorded keys and values of one layer before a row's own, and never changes."""
 
-    def __init__(self, keys: Float[Tensor, "row kv_head key d_head"], values: Float[Tensor, "row kv_head key d_head"]):
+    def __init__(self, keys: Float[Tensor, "row kv_head key d_head"], values: Float[Tensor, "row kv_head key _"]):
         self.keys, self.values = keys, values
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -170,7 +171,7 @@ class Blocks:
 
             return before
 
-        hooks = [(name, functools.partial(keep, name=name)) for name in dict.fromkeys([*names, last])]
+        hooks = [(name, looks(functools.partial(keep, name=name))) for name in dict.fromkeys([*names, last])]
         options = {"use_cache": False} | self._only_last_logits()
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks):

@@ -21,11 +21,11 @@ from tqdm.auto import tqdm
 from headwater.errors import InputError, NumericsError
 from headwater.models.backward import refuse_without_gradients
 from headwater.models.memory import in_halves
+from headwater.models.sites import SITES
 from headwater.patching.engine import Measured
 from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import GRADIENTS, Group
 from headwater.patching.job import Cell, Job, waves
-from headwater.patching.sites import SITES
 from headwater.patching.variants import LOGITS, Replace
 
 
@@ -93,8 +93,9 @@ def _products(job: Job, group: Group, m: int) -> dict[tuple[str, int], Tensor]:
 
 
 def _gradient_site(site: str) -> str:
-    """Where a gradient is taken: the hook of resid_mid on a bridge misses the skip connection, attn_out's does not."""
-    return "attn_out" if site == "resid_mid" else site
+    """Where a gradient is taken: at what carries an edit of the site, with respect to which it has the same slope."""
+    carrier = SITES[site].carrier
+    return carrier.at if carrier else site
 
 
 def _sum(products: Mapping[tuple[str, int], Tensor], cell: Cell, example: int) -> float:

@@ -20,8 +20,8 @@ import torch
 
 from headwater.models.backward import graph_bytes
 from headwater.models.memory import how_many_fit, refuse_too_large
+from headwater.models.sites import SITES
 from headwater.patching.job import WAVE_TOKENS, Cell, Job, tokens_of
-from headwater.patching.sites import SITES
 from headwater.patching.sources import BATCH
 from headwater.patching.variants import Replace
 

@@ -11,15 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
+from headwater.models.edits import Hook, makes
 from headwater.models.finite import not_finite
-from headwater.models.hooked import Hook
 from headwater.models.memory import is_out_of_memory
+from headwater.models.sites import SITES, Stage
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.wavefront import Blocks, Recording
 from headwater.patching.job import Cell, Job
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompt
-from headwater.patching.sites import SITES, Stage
 from headwater.patching.variants import LOGITS, Cut, Reading, Replace, Values, Variant
 from headwater.patching.wave import Deliver, NotFiniteError, Wave
 from headwater.patching.whole import capture, run_edited, run_whole, visible_keys
@@ -123,7 +123,7 @@ class Group:
             self._wave([variant], lambda reading, indices, read: found.append(read[0, 0]))
         except NumericsError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
-        except (RuntimeError, TypeError, AttributeError, KeyError, IndexError) as error:
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise
             return (
@@ -206,9 +206,10 @@ class Group:
             return activation
 
         names = [*states, *(SITES[site].hook_name(layer) for site, layer in replaced)]
-        names += [SITES["attn_out"].hook_name(layer) for site, layer in replaced if site == "resid_mid"]
-        hooks: list[Hook] = [("hook_embed", lambda activation, hook: activation.detach().requires_grad_(True))]
-        hooks += [(name, partial(hold, name=name)) for name in dict.fromkeys(names)]
+        names += [SITES[carrier.at].hook_name(layer) for s, layer in replaced if (carrier := SITES[s].carrier)]
+        begin = makes(lambda activation, hook: activation.detach().requires_grad_(True))
+        hooks: list[Hook] = [("hook_embed", begin)]
+        hooks += [(name, makes(partial(hold, name=name))) for name in dict.fromkeys(names)]
         logits = self.job.model.run(self._batch(self.job.base), hooks, keep=self.columns(), grad=True)
         with torch.enable_grad():
             return self.read_run(self.held, logits, self.readings)

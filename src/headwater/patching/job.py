@@ -17,10 +17,10 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.sites import sites_named
 from headwater.options import checked_count
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import Prompt, Where, aligned_positions, positions_of
-from headwater.patching.sites import sites_named
 from headwater.patching.sources import Source
 from headwater.patching.variants import LOGITS, Edit, Reading, Replace
 
@@ -73,7 +73,7 @@ class Job:
                     f"The metric {metric.name!r} reads layer {metric.layer!r}; they are 0 to {n_layers - 1}."
                 ) from None
             if metric.site != LOGITS:
-                sites_named(metric.site, self.model.shape)
+                sites_named(metric.site, self.model)
 
     @cached_property
     def kept(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

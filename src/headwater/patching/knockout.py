@@ -26,6 +26,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
+from headwater.models.sites import STATES, sites_named
 from headwater.patching.engine import collect_states, measure
 from headwater.patching.grid import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
 from headwater.patching.job import Cell, Job
@@ -118,6 +119,7 @@ def knockout(
     if variant not in VARIANTS:
         raise InputError(f"variant={variant!r} is neither 'mask' nor 'zero'.")
     check_call(model, batch_size)
+    sites_named("pattern", model)
     over, layers = lasting(over), lasting(layers)
     base = read_prompts(model, prompts)
     metrics = as_metrics(metric)
@@ -211,6 +213,15 @@ def _cells(
     return cells
 
 
+def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, ...]:
+    """Look up sites at which a state of the residual stream's width is read, in a model whose attention can be cut."""
+    sites_named("pattern", model)
+    names = tuple(site.name for site in sites_named(sites, model))
+    if other := [name for name in names if name not in STATES]:
+        raise InputError(f"{other[0]} is no state of the residual stream. Valid: {', '.join(STATES)}.")
+    return names
+
+
 def knocked_out_states(
     model: HookedModel,
     prompts: Prompts,
@@ -240,10 +251,14 @@ def knocked_out_states(
 
     Returns:
         By site, the states before and after, `layer example d_model` in float32 on the CPU.
+
+    Raises:
+        InputError: a site is no state of the residual stream, or the model has none of it.
     """
+    check_call(model, batch_size)
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
-    shape, names = model.shape, (sites,) if isinstance(sites, str) else tuple(sites)
+    shape, names = model.shape, _states_named(sites, model)
     cells = [cell for i in range(len(base)) for cell in _cells(model, "edges", edges, base, i, (), {}, layers, variant)]
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
     job = Job(model, base, None, True, tuple(cells), (), batch_size=batch_size, states=readings, states_at=at)
@@ -279,7 +294,11 @@ def windowed_states(
         at: one position per prompt.
         variant: `mask` or `zero`.
         batch_size: see `hw.patch`.
+
+    Raises:
+        InputError: the site is no state of the residual stream, or the model has none of it.
     """
+    _states_named(site, model)
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
     listed = [

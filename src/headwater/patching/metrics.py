@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
+from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
 from headwater.options import whole_number
 from headwater.patching.prompts import Where
-from headwater.patching.sites import STATES
 from headwater.patching.variants import LOGITS
 
 Answer: TypeAlias = str | int | Sequence[str] | Sequence[int]

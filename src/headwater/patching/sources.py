@@ -10,9 +10,9 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.patching.prompts import Prompt
-from headwater.patching.sites import SITES
 from headwater.patching.variants import Values
 from headwater.patching.whole import capture
 

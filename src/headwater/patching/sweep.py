@@ -29,6 +29,7 @@ import torch
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
+from headwater.models.sites import Site, sites_named
 from headwater.options import checked_count
 from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
@@ -56,7 +57,6 @@ from headwater.patching.prompts import (
     read_pairs,
     read_prompts,
 )
-from headwater.patching.sites import Site, sites_named
 from headwater.patching.sources import source_of
 from headwater.patching.statistics import measure_of, note_of_gaps, note_of_lengths, summarize
 from headwater.patching.variants import Replace
@@ -215,7 +215,7 @@ def patch(
     first, second = read_pairs(model, clean, corrupted)
     base_is_clean = direction == "noise" or second is None
     base, other = (first, second) if base_is_clean or second is None else (second, first)
-    named = sites_named(sites, model.shape)
+    named = sites_named(sites, model)
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={heads!r} was given, but {', '.join(site.name for site in named)} has no heads.")
     if dataset is not None and values not in ("mean", "resample"):

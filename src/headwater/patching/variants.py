@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from headwater.patching.sites import Site, Stage
+from headwater.models.sites import Site, Stage
 
 LOGITS = "logits"
 NEVER = 1 << 40

@@ -23,9 +23,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
+from headwater.models.edits import Hook, Trusted, makes
 from headwater.models.memory import in_halves
+from headwater.models.sites import SITES, Site, Stage
 from headwater.models.wavefront import Blocks, Recording
-from headwater.patching.sites import SITES, Site, Stage
 from headwater.patching.tile import Row, Tile
 from headwater.patching.variants import LOGITS, Reading, Replace, Values, Variant, write_pattern, write_tokens
 
@@ -217,7 +218,7 @@ class Wave:
         variant = self.variants[row.variant if index is None else index]
         return [tile.tokens_of(i).start + position - row.start for position in variant.kept]
 
-    def _hooks(self) -> list[tuple[str, Callable[..., Tensor | None]]]:
+    def _hooks(self) -> list[Hook]:
         """Hooks at the sites inside attention, wherever the edit of a row that attends acts."""
         wanted: dict[tuple[str, int], Site] = {}
         for row in (variant for variant in self.variants if variant.is_felt and variant.trunk is None):
@@ -231,7 +232,7 @@ class Wave:
                         wanted[site.name, layer] = site
         return [(site.hook_name(layer), self._edit_inside(site)) for (_, layer), site in wanted.items()]
 
-    def _edit_inside(self, site: Site) -> Callable[[Tensor, Any], Tensor | None]:
+    def _edit_inside(self, site: Site) -> Trusted:
         def edit(activation: Tensor, hook: Any) -> Tensor | None:
             if self._tile is None:
                 return None
@@ -246,7 +247,7 @@ class Wave:
                     self._write(site, layer, row, edited[i, : row.length])
             return edited
 
-        return edit
+        return makes(edit)
 
     def _at(self, name: str, layer: int, tile: Tile, activation: Tensor) -> Tensor:
         """Make the edits at a site between sublayers, then deliver what is read there."""

@@ -14,10 +14,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
+from headwater.models.checks import edges_are_cut
+from headwater.models.edits import Hook, looks, makes
 from headwater.models.finite import finite_output
-from headwater.models.hooked import Hook, HookedModel
+from headwater.models.hooked import HookedModel
+from headwater.models.sites import SCORES_HOOK, SITES
 from headwater.models.tokens import Batch
-from headwater.patching.sites import SCORES_HOOK, SITES
 from headwater.patching.variants import (
     LOGITS,
     Cut,
@@ -55,7 +57,7 @@ def run_variant(model: HookedModel, prompt: Batch, variant: Variant, values: Val
     hooks = _edits(variant, values, deepest)
     for site, layer in variant.readings:
         if site != LOGITS:
-            hooks.append((SITES[site].hook_name(layer), partial(take, reading=(site, layer))))
+            hooks.append((SITES[site].hook_name(layer), looks(partial(take, reading=(site, layer)))))
     wants_logits = (LOGITS, n_layers) in variant.readings
     stop_at = None if wants_logits or deepest == n_layers else deepest
     out = model.run(prompt, hooks, keep=list(variant.kept) if stop_at is None else None, stop_at=stop_at)
@@ -85,7 +87,7 @@ def capture(
 
     n_layers = model.shape.n_layers
     last = SITES["resid_post"].hook_name(n_layers - 1)
-    hooks = [(name, partial(hold, name=name)) for name in dict.fromkeys([*names, last])]
+    hooks = [(name, looks(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
     with model.lock:
         out = model.run(batch, hooks, keep=keep, stop_at=n_layers if keep is None else None)
         finite_output(model, held[last], batch, None)
@@ -99,7 +101,7 @@ def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> 
     def look(scores: Tensor, hook: Any, layer: int) -> None:
         visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
 
-    hooks = [(SCORES_HOOK.format(layer=layer), partial(look, layer=layer)) for layer in layers]
+    hooks = [(SCORES_HOOK.format(layer=layer), looks(partial(look, layer=layer))) for layer in layers]
     model.run(prompt, hooks, stop_at=max(layers) + 1)
     return visible
 
@@ -111,33 +113,14 @@ def _edits(variant: Variant, values: Values, deepest: int) -> list[Hook]:
 
 
 def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[Hook]:
-    if isinstance(edit, Replace) and edit.site.name == "resid_mid":
-        return _middle_hooks(edit, layer, values.of(edit.site, layer, variant.example))
     if isinstance(edit, Replace):
         value = values.of(edit.site, layer, variant.example)
-        return [(edit.site.hook_name(layer), partial(_replace, edit=edit, value=value))]
+        return [(edit.site.hook_name(layer), makes(partial(_replace, edit=edit, value=value)))]
+    pattern = SITES["pattern"].hook_name(layer)
     if edit.zero:
-        return [(SITES["pattern"].hook_name(layer), partial(_zero, cut=edit))]
-    return [(SCORES_HOOK.format(layer=layer), partial(_mask, cut=edit, where=f"layer {layer}"))]
-
-
-def _middle_hooks(edit: Replace, layer: int, value: Tensor) -> list[Hook]:
-    """Write the residual stream between attention and MLP by way of what attention adds.
-
-    On a bridge the hook named resid_mid sits at the MLP's norm: an edit there reaches the MLP but not the skip
-    connection around it, so that the residual stream would go on unedited.
-    """
-    entering: list[Tensor] = []
-
-    def difference(attn_out: Tensor, hook: Any) -> Tensor:
-        middle = entering[0] + attn_out
-        write_tokens(middle[0], edit, value, 0)
-        return middle - entering[0]
-
-    return [
-        (SITES["resid_pre"].hook_name(layer), lambda residual, hook: entering.append(residual)),
-        (SITES["attn_out"].hook_name(layer), difference),
-    ]
+        return [(pattern, makes(partial(_zero, cut=edit)))]
+    masked = makes(partial(_mask, cut=edit, where=f"layer {layer}"))
+    return [(SCORES_HOOK.format(layer=layer), masked), (pattern, looks(partial(_see_cut, cut=edit, where=pattern)))]
 
 
 def _replace(activation: Tensor, hook: Any, edit: Replace, value: Tensor) -> Tensor:
@@ -164,6 +147,10 @@ def _mask(scores: Tensor, hook: Any, cut: Cut, where: str) -> Tensor:
             "or use variant='zero'."
         )
     return scores.masked_fill(_severed(scores, cut), least)
+
+
+def _see_cut(pattern: Tensor, hook: Any, cut: Cut, where: str) -> None:
+    edges_are_cut(pattern, _severed(pattern, cut), where)
 
 
 def _severed(scores: Tensor, cut: Cut) -> Tensor:

@@ -21,7 +21,7 @@ from headwater.kernels.attention import edge_saliency, over_pairs
 from headwater.models.backward import Descent, KeysValues, graphs_in_memory, keys_values
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
-from headwater.patching.sites import SITES
+from headwater.models.sites import SITES
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import Probe, probe_positions
 

@@ -32,9 +32,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.hooked import Hook, HookedModel
+from headwater.models.edits import Hook, looks
+from headwater.models.hooked import HookedModel
+from headwater.models.sites import SITES
 from headwater.options import checked_count
-from headwater.patching.sites import SITES
 from headwater.pathways.answers import AnsweredQuestions
 
 PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
@@ -192,7 +193,7 @@ def _keep(states: States, rows: list[int], columns: Tensor, site: str) -> Iterat
             picked = activation[torch.arange(len(rows), device=activation.device), columns.to(activation.device)]
             states[layer, rows] = picked.float().cpu()
 
-        yield SITES[site].hook_name(layer), keep
+        yield SITES[site].hook_name(layer), looks(keep)
 
 
 def fit_probes(

@@ -26,9 +26,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.kernels.attention import reweighted
-from headwater.models.hooked import Hook, HookedModel
+from headwater.models.edits import Hook, looks, makes
+from headwater.models.hooked import HookedModel
+from headwater.models.sites import SITES
 from headwater.options import checked_count, checked_number
-from headwater.patching.sites import SITES
 from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import Probe, probe_positions
 
@@ -90,8 +91,8 @@ class Reweighted:
         gate = self.gate[list(rows)].to(alpha)[:, None, None]
         scale = gate * alpha[0] - (1 - gate) * alpha[1]  # example layer head
         kept: list[Tensor] = []
-        reads = (SITES[self.site].hook_name(self.layer), lambda activation, hook: kept.append(activation))
-        hooks = [*_hooks(scale.to(self.model.device), queries, keys), reads]
+        reads = (SITES[self.site].hook_name(self.layer), looks(lambda activation, hook: kept.append(activation)))
+        hooks: list[Hook] = [*_hooks(scale.to(self.model.device), queries, keys), reads]
         self.model.run(batch, hooks, stop_at=self.layer + 1, grad=grad)
         state = kept[0]
         return state[torch.arange(len(rows), device=state.device), (batch.lengths - 1).to(state.device)]
@@ -159,7 +160,7 @@ def _hooks(
         def reweigh(pattern: Tensor, hook: Any, here: Tensor = here) -> Tensor:
             return reweighted(pattern, queries, keys, here.to(pattern.dtype))
 
-        yield f"blocks.{layer}.attn.hook_pattern", reweigh
+        yield f"blocks.{layer}.attn.hook_pattern", makes(reweigh)
 
 
 def _marked(positions: Sequence[Sequence[int]], width: int) -> Bool[Tensor, "example position"]:

@@ -5,18 +5,27 @@
 
 `q`, `k`, `v` are taken before rotation, as TransformerLens names them; with grouped heads `k` and `v` count key-value
 heads. `attn_out` and `mlp_out` are what is added to the residual stream, after a post-norm where there is one.
+
+An edit at a place reaches everything that the model computes from it. Where TransformerLens's hook of that name would
+not do that, the site has a carrier: the edit is made by way of another activation. On a bridge the hook of `resid_mid`
+sits at the MLP's norm, and what it returns misses the skip connection around the MLP, so the edit goes into what
+attention adds.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
     from headwater.models.shape import ModelShape
 
 
@@ -31,6 +40,20 @@ class Stage(enum.IntEnum):
 
 
 @dataclass(frozen=True)
+class Carrier:
+    """How an edit of one activation is made by way of another, computed in the same block."""
+
+    at: str
+    """The site that is edited instead."""
+    given: str
+    """A site before it, which is needed too."""
+    get: Callable[[Tensor, Tensor], Tensor]
+    """The activation, from those of `at` and `given`."""
+    put: Callable[[Tensor, Tensor], Tensor]
+    """What `at` must be for the activation to be the first argument; the second is that of `given`."""
+
+
+@dataclass(frozen=True)
 class Site:
     """One kind of activation."""
 
@@ -40,6 +63,7 @@ class Site:
     axes: tuple[str, ...]
     """The axes of one example's activation, apart from the last where that is the width."""
     stage: Stage
+    carrier: Carrier | None = None
 
     @property
     def swept_axes(self) -> tuple[str, ...]:
@@ -60,6 +84,12 @@ class Site:
         """Return the hook name at one layer."""
         return self.hook.format(layer=layer)
 
+    def size(self, shape: ModelShape, length: int) -> tuple[int, ...]:
+        """Return the size of one example's activation, for a prompt of this length."""
+        sizes = {"position": length, "key": length, "head": self.n_heads(shape)}
+        width = () if "key" in self.axes else (shape.d_head if self.has_heads else shape.d_model,)
+        return *(sizes[axis] for axis in self.axes), *width
+
     def width(self, shape: ModelShape, length: int) -> int:
         """How many numbers the activation holds per token of a prompt of this length."""
         if "key" in self.axes:
@@ -72,6 +102,7 @@ class Site:
 
 
 _TOKEN, _HEAD = ("position",), ("position", "head")
+_MIDDLE = Carrier("attn_out", "resid_pre", lambda added, before: before + added, lambda middle, before: middle - before)
 SITES = {
     site.name: site
     for site in (
@@ -82,7 +113,7 @@ SITES = {
         Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.ATTENTION),
         Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT),
         Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.BETWEEN),
-        Site("resid_mid", "blocks.{layer}.hook_resid_mid", _TOKEN, Stage.BETWEEN),
+        Site("resid_mid", "blocks.{layer}.hook_resid_mid", _TOKEN, Stage.BETWEEN, _MIDDLE),
         Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.BLOCK_OUTPUT),
         Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
     )
@@ -92,21 +123,33 @@ STATES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 """The sites that a metric may read in place of logits."""
 
 
-def sites_named(names: str | Iterable[str], shape: ModelShape) -> tuple[Site, ...]:
+def place_named(hook: str) -> tuple[Site, int] | None:
+    """Return the site and layer of a hook name; None where it is no site's."""
+    found = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
+    site = _BY_HOOK.get(f"blocks.{{layer}}.{found[2]}") if found else None
+    return (site, int(found[1])) if found and site else None
+
+
+_BY_HOOK = {site.hook: site for site in SITES.values()}
+
+
+def sites_named(names: str | Iterable[str], model: HookedModel) -> tuple[Site, ...]:
     """Look sites up by name.
 
     Raises:
-        InputError: no such site, or the model has none of it.
+        InputError: no such site, or the model has none of it, or one that is not what its shape says.
     """
     asked = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
     if not asked:
         raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
     for name in asked:
-        if name not in SITES:
+        if not isinstance(name, str) or name not in SITES:
             raise InputError(f"There is no site {name!r}.{did_you_mean(str(name), SITES)}")
-        if name == "resid_mid" and shape.parallel_blocks:
+        if name == "resid_mid" and model.shape.parallel_blocks:
             raise InputError(
-                f"resid_mid was asked for, but {shape.architecture} runs attention and MLP in parallel: nothing lies "
-                "between them. Use resid_pre, resid_post, attn_out or mlp_out."
+                f"resid_mid was asked for, but {model.shape.architecture} runs attention and MLP in parallel: nothing "
+                "lies between them. Use resid_pre, resid_post, attn_out or mlp_out."
             )
+        if reason := model.misfits.get(name):
+            raise InputError(reason)
     return tuple(SITES[name] for name in dict.fromkeys(asked))

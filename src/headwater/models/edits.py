@@ -1,0 +1,252 @@
+"""How a hook gets at an activation, and an edit into a run: one way for hooks, sweeps, knockouts and generation.
+
+1. A hook is handed a copy of its own. Nothing that happens later changes what it keeps; what it writes into the copy
+   and returns is the edit; what it writes there and does not return is an error.
+2. Hooks at one activation act in the order in which they were attached, and each sees what the one before it returned.
+3. Where a site has a carrier (`headwater.models.sites`), its hooks act on what the carrier gives, after all hooks at
+   the activation that carries it: those see what the model computed.
+4. What a hook returns must be like what it was given: shape, dtype, device.
+
+Hooks of this package that neither keep nor write into what they are given say so (`looks`, `makes`) and get the
+activation itself, so that watching a whole model costs no copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headwater.errors import InputError, InterventionError
+from headwater.models.sites import SITES, Carrier, place_named
+
+HookFunction: TypeAlias = Callable[..., Tensor | None]
+"""Takes (activation, hook); returns what replaces the activation, or None. The activation is a copy: write into it."""
+Hook: TypeAlias = tuple[str, HookFunction]
+"""The name of an activation, such as "blocks.3.hook_resid_post", and what to do there."""
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """A hook that is handed the activation itself and whose result is taken as it is."""
+
+    function: HookFunction
+    edits: bool
+
+    def __call__(self, activation: Any, hook: Any) -> Tensor | None:
+        """Call the function."""
+        return self.function(activation, hook=hook)
+
+
+def looks(function: HookFunction) -> Trusted:
+    """Mark a hook that only looks, and keeps nothing that shares memory with the activation unless it is read at once.
+
+    It sees the activation where the model itself does: downstream of every carried edit.
+    """
+    return Trusted(function, edits=False)
+
+
+def makes(function: HookFunction) -> Trusted:
+    """Mark a hook that returns a tensor of its own and does not write into what it is given."""
+    return Trusted(function, edits=True)
+
+
+def listed_hooks(hooks: Any) -> list[Hook]:
+    """Return hooks as a list.
+
+    Raises:
+        InputError: they are none, or one cannot be called as `function(activation, hook=...)`.
+    """
+    try:
+        listed = list(hooks)
+    except TypeError:
+        raise InputError(
+            f"{hooks!r} is no list of hooks, which are pairs (name, function(activation, hook))."
+        ) from None
+    for hook in listed:
+        _check_hook(hook)
+    return listed
+
+
+def _check_hook(hook: Any) -> None:
+    """Refuse what is no pair of a name and a function that can be called as `function(activation, hook=...)`."""
+    pair = isinstance(hook, tuple | list) and len(hook) == 2
+    if not pair or not isinstance(hook[0], str) or not callable(hook[1]):
+        raise InputError(f"{hook!r} is no hook: give (name of an activation, function(activation, hook)).")
+    if isinstance(hook[1], Trusted):
+        return
+    try:
+        signature = inspect.signature(hook[1])
+    except (ValueError, TypeError):  # of a function written in C, unknown
+        return
+    try:
+        signature.bind(None, hook=None)
+    except TypeError:
+        raise InputError(
+            f"The hook at {hook[0]} takes {signature}, but is called as function(activation, hook=...): give it an "
+            "activation and a parameter named hook."
+        ) from None
+
+
+@dataclass(eq=False)
+class Attached:
+    """A hook for as long as it is attached."""
+
+    name: str
+    function: HookFunction
+    read_only: str | None = None
+    """Why the activation can only be read, if so."""
+    fired: bool = False
+
+    def act(self, activation: Any, point: Any) -> Tensor | None:
+        """Call the hook; return what the model goes on with, if that is not what it was given.
+
+        Raises:
+            InterventionError: what it returned cannot stand for the activation, or it wrote into its copy and returned
+                nothing.
+        """
+        self.fired = True
+        if isinstance(self.function, Trusted) or not isinstance(activation, Tensor):
+            result = self.function(activation, hook=point)
+            if result is not None and not isinstance(activation, Tensor):
+                raise InterventionError(f"{self.name} is a {type(activation).__name__} and can only be read.")
+            return result
+        copy = activation.clone()
+        result = self.function(copy, hook=point)
+        if result is not None:
+            self._check(activation, result)
+            return result.clone()
+        if not _same(copy, activation):
+            raise InterventionError(
+                f"A hook at {self.name} wrote into the activation and returned None. It has a copy of its own, so that "
+                "nothing would change: return the activation."
+            )
+        return copy.clone() if copy.requires_grad else None  # so that a gradient at the copy can be asked for
+
+    def _check(self, activation: Tensor, result: Any) -> None:
+        if self.read_only:
+            raise InterventionError(self.read_only)
+        found = f"a {type(result).__name__}"
+        if isinstance(result, Tensor):
+            if _kind(result) == _kind(activation):
+                return
+            found = _described(result)
+        raise InterventionError(
+            f"A hook at {self.name} was given {_described(activation)} and returned {found}; it must return an "
+            "activation like the one it was given, or None."
+        )
+
+
+class _Carried:
+    """The hooks at one place whose edits travel by another activation."""
+
+    def __init__(self, carrier: Carrier, point: Any):
+        self.hooks: list[Attached] = []
+        self._carrier, self._point = carrier, point
+        self._given: Tensor | None = None
+
+    def take(self, given: Tensor, hook: Any) -> None:
+        self._given = given
+
+    def act(self, activation: Tensor, _: Any) -> Tensor | None:
+        given, self._given = self._given, None
+        assert given is not None, "a block computes what its carriers are given before the carrier"
+        edited = _in_turn(self.hooks, self._carrier.get(activation, given), self._point)
+        return None if edited is None else self._carrier.put(edited, given)
+
+
+@dataclass(eq=False)
+class _Place:
+    """What is attached at one hook point of the model."""
+
+    hooks: list[Attached] = field(default_factory=list)
+    carrying: list[Attached | _Carried] = field(default_factory=list)
+
+    def __call__(self, activation: Any, hook: Any) -> Any:
+        return _in_turn([*self.hooks, *self.carrying], activation, hook)
+
+
+def _in_turn(hooks: Sequence[Attached | _Carried], activation: Any, point: Any) -> Tensor | None:
+    """Let hooks act one after the other; return what the last edit made, None without any."""
+    edited: Tensor | None = None
+    for hook in hooks:
+        result = hook.act(activation if edited is None else edited, point)
+        edited = edited if result is None else result
+    return edited
+
+
+class Attachments:
+    """The hooks of a model, whichever context attached them."""
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+        self._places: dict[int, _Place] = {}
+        self._carried: dict[str, _Carried] = {}
+
+    @contextlib.contextmanager
+    def attached(self, hooks: Sequence[Attached]) -> Iterator[None]:
+        """Attach hooks after those that are there, for as long as the context lasts.
+
+        Raises:
+            InterventionError: TransformerLens refuses one, whose activation is switched off.
+        """
+        points, new = self._raw.hook_dict, dict[str, _Place]()
+        with contextlib.ExitStack() as stack:
+            for hook in hooks:
+                self._add(hook, points, new, stack)
+            try:
+                stack.enter_context(self._raw.hooks(fwd_hooks=list(new.items())))
+            except (ValueError, AssertionError) as error:
+                raise InterventionError(f"TransformerLens refused a hook: {error}") from None
+            yield
+
+    def _add(
+        self, hook: Attached, points: Mapping[str, Any], new: dict[str, _Place], stack: contextlib.ExitStack
+    ) -> None:
+        found = place_named(hook.name)
+        carrier = found[0].carrier if found else None
+        only_looks = isinstance(hook.function, Trusted) and not hook.function.edits
+        if found is None or carrier is None or only_looks or hook.read_only:
+            _append(self._at(hook.name, points, new, stack).hooks, hook, stack)
+            return
+        if hook.name not in self._carried:
+            carried = self._carried[hook.name] = _Carried(carrier, points[hook.name])
+            stack.callback(self._carried.pop, hook.name)
+            given, at = (SITES[name].hook_name(found[1]) for name in (carrier.given, carrier.at))
+            _append(self._at(given, points, new, stack).carrying, Attached(given, looks(carried.take)), stack)
+            _append(self._at(at, points, new, stack).carrying, carried, stack)
+        _append(self._carried[hook.name].hooks, hook, stack)
+
+    def _at(self, name: str, points: Mapping[str, Any], new: dict[str, _Place], stack: contextlib.ExitStack) -> _Place:
+        key, own_name = id(points[name]), points[name].name  # under another name TransformerLens may call it twice
+        if key not in self._places:
+            self._places[key] = new[own_name if own_name in points else name] = _Place()
+            stack.callback(self._places.pop, key)
+        return self._places[key]
+
+
+def _append(held: list[Any], one: Any, stack: contextlib.ExitStack) -> None:
+    """Append to a list until the context ends."""
+    held.append(one)
+    stack.callback(held.remove, one)
+
+
+def _same(copy: Tensor, activation: Tensor) -> bool:
+    """Whether a copy still holds what it was made of, bit by bit (NaN is NaN)."""
+    if copy.shape != activation.shape:
+        return False
+    one, other = copy.detach(), activation.detach()
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"

@@ -1,0 +1,208 @@
+"""A model is compared with the one it wraps when it is loaded, and its activations with what their names say."""
+
+import pytest
+import torch
+import transformers as tf
+from transformer_lens.tools.analysis.attribution_patching import attribution_patch
+
+import headwater as hw
+from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
+from headwater.models.agreement import Sites
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+IDS, OTHER_IDS = [2, 40, 41, 42, 43], [2, 40, 51, 42, 43]
+METRIC = hw.logit_difference(5, 9)
+
+
+def of_config(config, scale=1.0):
+    config.bos_token_id = config.eos_token_id = 0
+    config.pad_token_id = 1
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf = tf.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in hf.parameters():
+        parameter.data.mul_(scale)
+    return hf
+
+
+def deepseek(kind):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    return kind(
+        vocab_size=len(tiny_tokenizer()), intermediate_size=48, moe_intermediate_size=16, max_position_embeddings=64,
+        n_group=2, topk_group=1, **sizes, **experts, **ranks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "layer"), [({"scale_attn_weights": False}, 0), ({"scale_attn_by_inverse_layer_idx": True}, 1)]
+)
+def test_an_option_that_transformer_lens_does_not_know_is_refused_by_the_module_it_changes(option, layer):
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    hf = of_config(tf.GPT2Config(vocab_size=len(tiny_tokenizer()), **sizes, **option), scale=5)
+    with pytest.raises(ModelError, match=rf"the first module that differs is transformer\.h\.{layer}\.attn\."):
+        hw.load(hf, tokenizer=tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "module"),
+    [
+        ("llama", "model.layers.1.self_attn", lambda hf: hf.model.layers[1].self_attn),
+        ("gpt2", "transformer.h.2.attn", lambda hf: hf.transformer.h[2].attn),
+        ("gemma2", "model.layers.0.self_attn", lambda hf: hf.model.layers[0].self_attn),
+    ],
+)
+def test_a_forward_of_the_callers_own_that_would_be_ignored_is_refused_by_its_modules_name(family, name, module):
+    hf = tiny_model(family)
+    theirs = module(hf).forward
+    module(hf).forward = lambda *args, **options: tuple(
+        -part if i == 0 else part for i, part in enumerate(theirs(*args, **options))
+    )
+    with pytest.raises(ModelError, match=f"other logits.*first module that differs is {name}\\."):
+        hw.load(hf, tokenizer=tiny_tokenizer())
+
+
+def test_a_part_of_the_callers_own_that_transformer_lens_calls_is_kept():
+    hf = tiny_model("llama")
+    hf.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    with torch.no_grad():
+        expected = hf(torch.tensor([IDS])).logits
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    torch.testing.assert_close(model.run([IDS]), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_supported_model_agrees_with_itself_in_every_precision(family, dtype):
+    model = hw.load(tiny_model(family, dtype=dtype), tokenizer=tiny_tokenizer())
+    assert not model.misfits
+    assert not model.read_only
+
+
+@pytest.fixture(scope="module", params=[tf.DeepseekV2Config, tf.DeepseekV3Config])
+def latent_attention(request):
+    hf = of_config(deepseek(request.param))
+    return hf, hw.load(hf, tokenizer=tiny_tokenizer())
+
+
+@pytest.mark.filterwarnings("ignore:.*one whole run per cell")
+@pytest.mark.parametrize("site", ["q", "k", "v", "z"])
+def test_heads_of_other_sizes_than_the_model_has_are_refused_by_name(latent_attention, site):
+    _, model = latent_attention
+    sweep = {"metric": METRIC, "progress": False}
+    with pytest.raises(InputError, match=f"{site} of Deepseek.* cannot be used: blocks.0.attn.hook_{site} holds"):
+        hw.patch(model, [IDS], [OTHER_IDS], sites=["resid_pre", site], **sweep)
+    with pytest.raises(InterventionError, match=f"{site} of Deepseek.* cannot be used"):
+        model.run([IDS], [(f"blocks.1.attn.hook_{site}", lambda activation, hook: None)])
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:.*one whole run per cell")
+def test_sites_of_the_residual_stream_are_right_where_heads_are_refused(latent_attention):
+    hf, model = latent_attention
+    with torch.no_grad():
+        clean, held = hf(torch.tensor([IDS])).logits, []
+        torch.testing.assert_close(model.run([IDS]), clean, rtol=1e-5, atol=1e-5)
+        for tokens in (IDS, OTHER_IDS):
+            reading = hf.model.layers[0].register_forward_hook(lambda module, args, out: held.append(out))
+            hf(torch.tensor([tokens]))
+            reading.remove()
+        states = [out[0] if isinstance(out, tuple) else out for out in held]
+        states[1][0, 2] = states[0][0, 2]
+        writing = hf.model.layers[1].register_forward_pre_hook(
+            lambda module, args, options: ((states[1], *args[1:]), options), with_kwargs=True
+        )
+        expected = hf(torch.tensor([OTHER_IDS])).logits[0, -1]
+        writing.remove()
+    sweep = hw.patch(
+        model, [IDS], [OTHER_IDS], sites="resid_post", layers=[0], positions=2, metric=METRIC, progress=False
+    )
+    (cell,) = sweep.table.itertuples()
+    assert cell.corrupted + cell.effect == pytest.approx(float(expected[5] - expected[9]), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*one whole run per cell")
+def test_a_knockout_works_or_says_why_not_where_attention_is_latent(latent_attention):
+    hf, model = latent_attention
+    sweep = hw.knockout(model, [IDS], block=("last", 1), metric=METRIC, layers=[1], progress=False)
+    n, mask = len(IDS), torch.full((1, 1, 5, 5), torch.finfo(torch.float32).min).triu(1)
+    cut = mask.clone()
+    cut[..., n - 1, 1] = torch.finfo(torch.float32).min
+    handle = hf.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, options: (args, options | {"attention_mask": cut}), with_kwargs=True
+    )
+    with torch.no_grad():
+        expected = hf(torch.tensor([IDS])).logits[0, -1]
+    handle.remove()
+    (cell,) = sweep.table.itertuples()
+    assert cell.clean + cell.effect == pytest.approx(float(expected[5] - expected[9]), abs=1e-5)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("kind", "options", "reader"),
+    [
+        (tf.GraniteConfig, {"residual_multiplier": 0.5}, "post_attention_layernorm"),
+        (tf.Olmo2Config, {}, "mlp"),
+        (tf.Phi3Config, {}, "post_attention_layernorm"),
+    ],
+)
+def test_the_middle_of_a_block_is_edited_right_where_attention_is_scaled_or_normed_before_it_is_added(
+    kind, options, reader
+):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = kind(
+        vocab_size=len(tiny_tokenizer()), intermediate_size=48, max_position_embeddings=64, bos_token_id=0,
+        eos_token_id=0, pad_token_id=1, **sizes, **options,
+    )  # fmt: skip
+    hf = of_config(config, scale=5)
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    found = model.run([IDS], [("blocks.1.hook_resid_mid", lambda activation, hook: activation * 1.5)])
+
+    def grown(module, args):
+        args[0].mul_(1.5)  # in place, so that the skip connection grows too
+
+    getattr(hf.model.layers[1], reader).register_forward_pre_hook(grown)
+    with torch.no_grad():
+        expected = hf(torch.tensor([IDS])).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_middle_that_is_no_sum_of_what_comes_before_can_be_read_and_not_edited():
+    model, name, kept = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer()), "blocks.1.hook_resid_mid", []
+    sites = Sites(model.shape, 5)
+    look = dict(sites.hooks())
+    for place in ("hook_resid_pre", "hook_attn_out", "hook_resid_mid"):
+        look[f"blocks.1.{place}"](torch.ones(1, 5, 32), None)
+    assert list(sites.read_only) == ["resid_mid"]
+    model.read_only = sites.read_only
+    model.run([IDS], [(name, lambda activation, hook: kept.append(activation))])
+    assert len(kept) == 1
+    with pytest.raises(InterventionError, match=r"resid_mid of Llama.* can be read but not edited"):
+        model.run([IDS], [(name, lambda activation, hook: activation / 2)])
+
+
+@pytest.mark.parametrize("make", [lambda: tf.GPT2Model(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=300))])
+def test_a_model_without_logits_is_refused_in_one_line(make):
+    with pytest.raises(HeadwaterError) as error:
+        hw.load(make().eval(), tokenizer=tiny_tokenizer())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_lenss_own_gradients_run_on_a_loaded_model_and_leave_none_behind(family):
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    hf = tiny_model(family)
+    theirs = build_bridge_from_module(hf, type(hf).__name__, hf_config=hf.config).eval()
+    model = hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+
+    def metric(logits):
+        return logits[0, -1, 5] - logits[0, -1, 9]
+
+    tokens = torch.tensor([IDS]), torch.tensor([OTHER_IDS])
+    ours, expected = (attribution_patch(raw, *tokens, metric).node_scores for raw in (model.raw, theirs))
+    assert ours == pytest.approx(expected, abs=1e-6)
+    assert max(map(abs, ours.values())) > 1e-3
+    assert all(p.grad is None and not p.requires_grad for p in model.raw.parameters())
+    assert not model.run([IDS], grad=True).requires_grad

@@ -1,0 +1,369 @@
+"""An edit means the same in a hook, in a sweep and in the transformers model itself; hooks do one another no harm."""
+
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError, InterventionError
+from headwater.models.edits import listed_hooks
+from headwater.models.generation import generate
+from headwater.models.sites import SITES
+from headwater.patching import engine
+from headwater.patching.knockout import knocked_out_states
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+CLEAN, CORRUPTED = [2, 40, 41, 42, 43, 44, 45], [2, 40, 51, 42, 43, 44, 45]
+LAYER, POSITION, HEAD = 1, 3, 1
+METRIC = hw.logit_difference(5, 9)
+POSITIONAL = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(family):
+        if family not in made:
+            made[family] = hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer())
+        return made[family]
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama(models):
+    return models("llama")
+
+
+def where(site):
+    """What is edited, in one example's activation: a position, a head, or a head at a query."""
+    if site in POSITIONAL:
+        return (POSITION,)
+    return (HEAD, POSITION) if site == "pattern" else (POSITION, HEAD)
+
+
+def kept_and_written(model, site):
+    """A hook that keeps a clean activation, and one that writes part of it the way TransformerLens's users do."""
+    name, held = SITES[site].hook_name(LAYER), []
+    model.run([CLEAN], [(name, lambda activation, hook: held.append(activation))])
+
+    def write(activation, hook):
+        activation[(0, *where(site))] = held[0][(0, *where(site))]
+        return activation
+
+    return name, write
+
+
+def patched_cell(model, site):
+    over = {} if site in POSITIONAL else {"heads": [HEAD]}
+    return hw.patch(
+        model, [CLEAN], [CORRUPTED], sites=site, metric=METRIC, layers=[LAYER], positions=POSITION, progress=False,
+        over=("layer", "position") if site in POSITIONAL else ("layer", "position", "head"), **over,
+    )  # fmt: skip
+
+
+def difference(logits):
+    return float(logits[0, -1, 5] - logits[0, -1, 9])
+
+
+def stack_of(hf):
+    inner = getattr(hf, "model", None) or getattr(hf, "transformer", None) or hf.gpt_neox
+    return inner.h if hasattr(inner, "h") else inner.layers
+
+
+def first_of(*names, of):
+    return next(getattr(of, name) for name in names if hasattr(of, name))
+
+
+def hooked_plainly(hf, family, site, act):
+    """Let `act` see and write a site's activation of a transformers model, by one of PyTorch's own hooks.
+
+    The activation is seen as `batch position ...`, with an axis of heads where the site has one. None without such a
+    hook: a pattern is the result of a function.
+    """
+    block, config = stack_of(hf)[LAYER], hf.config
+    attention = first_of("attn", "attention", "self_attn", of=block)
+    gemma, heads = family.startswith("gemma"), config.num_attention_heads
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+
+    def of_input(module, args, options=None):
+        tensor = args[0] if args else options["hidden_states"]
+        act(tensor.unflatten(-1, (heads, d_head)) if site == "z" else tensor)
+
+    def of_output(module, args, out):
+        tensor = out[0] if isinstance(out, tuple) else out
+        if site not in "qkv":
+            return act(tensor)
+        index, width = "qkv".index(site), config.hidden_size
+        if family == "gpt2":
+            return act(tensor[..., index * width : (index + 1) * width].unflatten(-1, (heads, d_head)))
+        if family.startswith("neox"):
+            return act(tensor.unflatten(-1, (heads, 3, d_head))[..., index, :])
+        return act(tensor.unflatten(-1, (-1, d_head)))
+
+    if site in ("resid_pre", "z", "resid_mid"):
+        norm = ("pre_feedforward_layernorm",) if gemma else ("ln_2", "post_attention_layernorm")
+        module = {
+            "resid_pre": lambda: block,
+            "z": lambda: first_of("o_proj", "c_proj", "dense", of=attention),
+            "resid_mid": lambda: first_of(*norm, of=block),
+        }[site]()
+        return module.register_forward_pre_hook(of_input, with_kwargs=True)
+    module = {
+        "q": lambda: first_of("c_attn", "query_key_value", "q_proj", of=attention),
+        "k": lambda: first_of("c_attn", "query_key_value", "k_proj", of=attention),
+        "v": lambda: first_of("c_attn", "query_key_value", "v_proj", of=attention),
+        "attn_out": lambda: block.post_attention_layernorm if gemma else attention,
+        "mlp_out": lambda: block.post_feedforward_layernorm if gemma else block.mlp,
+        "resid_post": lambda: block,
+        "pattern": lambda: None,
+    }[site]()
+    return module and module.register_forward_hook(of_output)
+
+
+def transformers_logits(family, site):
+    """The corrupted run of the transformers model with a clean activation written in; None without a plain hook."""
+    hf, held = tiny_model(family, seed=3), []
+
+    def write(activation):
+        activation[(0, *where(site))] = held[0][(0, *where(site))]
+
+    with torch.no_grad():
+        for act, tokens in ((lambda activation: held.append(activation.clone()), CLEAN), (write, CORRUPTED)):
+            handle = hooked_plainly(hf, family, site, act)
+            if handle is None:
+                return None
+            logits = hf(torch.tensor([tokens])).logits
+            handle.remove()
+    return logits
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("site", list(SITES))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hook_a_sweep_and_transformers_itself_make_the_same_edit(models, monkeypatch, family, site):
+    model = models(family)
+    if site == "resid_mid" and model.shape.parallel_blocks:
+        with pytest.raises(InputError, match="in parallel"):
+            patched_cell(model, site)
+        return
+    before = model.run([CORRUPTED])
+    edited = model.run([CORRUPTED], [kept_and_written(model, site)])
+    assert float((edited - before).abs().max()) > 1e-4
+    if (expected := transformers_logits(family, site)) is not None:
+        torch.testing.assert_close(edited, expected, **CLOSE)
+    stepped = patched_cell(model, site)
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        patched.setattr(engine, "cannot_step", lambda model: "a test asks for it")
+        warnings.simplefilter("ignore")
+        whole = patched_cell(model, site)
+    for sweep in (stepped, whole):
+        (cell,) = sweep.table.itertuples()
+        assert cell.corrupted + cell.effect == pytest.approx(difference(edited), abs=1e-5)
+    assert (stepped.engine, whole.engine) == ("wavefront", "whole runs")
+
+
+SERIAL = [family for family in FAMILIES if family not in ("neox", "phi")]
+
+
+@pytest.mark.parametrize("family", SERIAL)
+def test_the_context_and_generation_edit_the_middle_of_a_block_as_a_run_does(models, family):
+    model, name = models(family), "blocks.1.hook_resid_mid"
+
+    def shrink(activation, hook):
+        activation *= 0.5
+        return activation
+
+    expected = model.run([CORRUPTED], [(name, shrink)])
+    with model.hooks([(name, shrink)]):
+        torch.testing.assert_close(model.run([CORRUPTED]), expected, **CLOSE)
+        made = generate(model, model.tokenize([CORRUPTED, CLEAN[:4]]), max_new_tokens=4)
+    rows = [list(CORRUPTED), CLEAN[:4]]
+    for step in range(4):
+        for row, ids in enumerate(rows):
+            logits = model.run([ids], [(name, shrink)], keep="last")[0, 0]
+            assert int(made.tokens[row, step]) == int(logits.argmax())
+            ids.append(int(logits.argmax()))
+    assert made.tokens.tolist() != generate(model, model.tokenize([CORRUPTED, CLEAN[:4]]), max_new_tokens=4).tokens
+
+
+@pytest.mark.parametrize("site", list(SITES))
+def test_what_a_hook_keeps_is_what_it_saw_whatever_other_hooks_do_later(llama, site):
+    name, kept, seen = SITES[site].hook_name(LAYER), [], []
+
+    def wipe(activation, hook):
+        activation.zero_()
+        return activation
+
+    hooks = [
+        (name, lambda activation, hook: kept.append(activation)),
+        (name, wipe),
+        (name, lambda activation, hook: seen.append(activation)),
+    ]
+    llama.run([CLEAN], hooks[:1])
+    llama.run([CLEAN], hooks)
+    torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=0)
+    assert float(kept[1].abs().max()) > 0
+    assert float(seen[0].abs().max()) == 0
+
+
+def test_a_value_that_a_hook_returns_is_not_changed_by_the_hooks_after_it(llama):
+    name, stored = "blocks.1.hook_resid_post", torch.ones(1, len(CLEAN), 32)
+
+    def double(activation, hook):
+        activation *= 2
+        return activation
+
+    llama.run([CLEAN], [(name, lambda activation, hook: stored), (name, double)])
+    assert float(stored.min()) == float(stored.max()) == 1
+
+
+def wiped(activation):
+    activation.zero_()
+
+
+def wiped_as_numpy(activation):
+    activation.numpy()[:] = 0
+
+
+def wiped_behind_autograd(activation):
+    activation.data.zero_()
+
+
+def resized(activation):
+    activation.resize_(0)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("wipe", [wiped, wiped_as_numpy, wiped_behind_autograd, resized])
+@pytest.mark.parametrize("name", ["blocks.1.hook_resid_pre", "blocks.1.hook_resid_mid", "blocks.1.attn.hook_pattern"])
+def test_an_edit_that_is_made_in_place_and_not_returned_is_an_error(llama, name, wipe, grad):
+    before = llama.run([CLEAN])
+    with pytest.raises(InterventionError, match=f"A hook at {name} wrote into the activation and returned None"):
+        llama.run([CLEAN], [(name, lambda activation, hook: wipe(activation))], grad=grad)
+    assert torch.equal(llama.run([CLEAN]), before)
+
+
+def test_watching_changes_no_number_even_where_scores_are_masked(models):
+    for family in ("gpt2", "llama", "gemma2"):
+        model = models(family)
+        names = [site.hook_name(LAYER) for site in SITES.values()] + ["blocks.1.attn.hook_attn_scores"]
+        watched = model.run([CLEAN], [(name, lambda activation, hook: None) for name in names])
+        assert torch.equal(watched, model.run([CLEAN]))
+
+
+def test_a_gradient_can_be_asked_for_at_what_a_watching_hook_kept(llama):
+    kept = {}
+    names = ["blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_z", "blocks.1.hook_resid_mid"]
+
+    def begin(activation, hook):
+        return activation.requires_grad_(True)
+
+    hooks = [("hook_embed", begin)]
+    hooks += [(name, lambda activation, hook, name=name: kept.update({name: activation})) for name in names]
+    logits = llama.run([CLEAN], hooks, grad=True)
+    for name in names:
+        (slope,) = torch.autograd.grad(logits[0, -1, 5], [kept[name]], retain_graph=True)
+        step = 1e-2 * torch.nn.functional.normalize(slope, dim=(0, 1, 2)) if slope.ndim == 3 else 1e-2 * slope
+        there, back = (
+            float(llama.run([CLEAN], [(name, lambda activation, hook, by=by: activation + by)])[0, -1, 5])
+            for by in (step, -step)
+        )
+        assert (there - back) / 2 == pytest.approx(float((slope * step).sum()), rel=0.02)
+
+
+def test_hooks_of_a_context_and_of_a_run_inside_it_act_in_the_order_of_what_the_block_computes(models):
+    """An outer edit between attention and MLP is made on what an inner edit of attention's output gives."""
+    model = models("gemma2")
+    out, middle = "blocks.1.hook_attn_out", "blocks.1.hook_resid_mid"
+    seen = []
+
+    def halve(activation, hook):
+        return activation / 2
+
+    def shift(activation, hook):
+        seen.append(activation)
+        return activation + 1
+
+    together = model.run([CLEAN], [(out, halve), (middle, shift)])
+    with model.hooks([(middle, shift)]):
+        nested = model.run([CLEAN], [(out, halve)])
+    torch.testing.assert_close(nested, together, **CLOSE)
+    torch.testing.assert_close(seen[0], seen[1], **CLOSE)
+    assert not any(point.fwd_hooks for point in model.raw.hook_dict.values())
+
+
+def test_reading_attentions_output_beside_an_edit_of_the_middle_gives_what_attention_computed(llama):
+    kept = []
+    hooks = [
+        ("blocks.1.hook_resid_mid", lambda activation, hook: activation * 3),
+        ("blocks.1.hook_attn_out", lambda activation, hook: kept.append(activation)),
+    ]
+    llama.run([CLEAN], hooks[1:])
+    llama.run([CLEAN], hooks)
+    assert torch.equal(kept[0], kept[1])
+
+
+def test_what_reads_the_middle_alone_is_edited_at_the_norm(llama):
+    hf = tiny_model("llama", seed=3)
+    hf.model.layers[1].post_attention_layernorm.register_forward_pre_hook(lambda module, args: (args[0] / 3,))
+    with torch.no_grad():
+        expected = hf(torch.tensor([CLEAN])).logits
+    found = llama.run([CLEAN], [("blocks.1.ln2.hook_in", lambda activation, hook: activation / 3)])
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (lambda activation, hook: activation[:, 1:], r"\(1, 6, 32\) in torch.float32"),
+        (lambda activation, hook: activation[..., 1:], r"\(1, 7, 31\) in torch.float32"),
+        (lambda activation, hook: activation.half(), r"\(1, 7, 32\) in torch.float16"),
+        (lambda activation, hook: activation.to("meta"), r"on meta"),
+        (lambda activation, hook: np.zeros(activation.shape), "a ndarray"),
+        (lambda activation, hook: (activation,), "a tuple"),
+    ],
+)
+@pytest.mark.parametrize("name", ["blocks.1.hook_resid_post", "blocks.1.hook_resid_mid"])
+def test_what_cannot_stand_for_an_activation_is_refused_with_both_shapes(llama, name, edit, found):
+    with pytest.raises(InterventionError, match=rf"A hook at {name} was given \(1, 7, 32\).* and returned .*{found}"):
+        llama.run([CLEAN], [(name, edit)])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda activation: activation, lambda activation, point: activation, lambda: None, lambda a, b, hook: a],
+)
+def test_a_function_that_cannot_be_called_as_a_hook_is_refused_before_anything_runs(llama, function):
+    ran = []
+    hooks = [("hook_embed", lambda activation, hook: ran.append(1)), ("blocks.1.hook_resid_post", function)]
+    with pytest.raises(InputError, match="a parameter named hook"):
+        llama.run([CLEAN], hooks)
+    assert not ran
+
+
+def test_functions_of_every_other_kind_are_hooks(llama):
+    class Halver:
+        def __call__(self, activation, *, hook):
+            return activation / 2
+
+    expected = llama.run([CLEAN], [("blocks.1.hook_resid_post", lambda activation, hook: activation / 2)])
+    for function in (Halver(), partial(lambda by, activation, hook: activation / by, 2), lambda a, **rest: a / 2):
+        assert torch.equal(llama.run([CLEAN], [("blocks.1.hook_resid_post", function)]), expected)
+
+
+@pytest.mark.parametrize("hooks", [5, ("blocks.1.hook_resid_post", print), [("a", "b", "c")], [print]])
+def test_what_is_no_list_of_hooks_is_refused(hooks):
+    with pytest.raises(InputError, match="hook"):
+        listed_hooks(hooks)
+
+
+@pytest.mark.parametrize("site", ["z", "pattern", "logits", "mlp", ()])
+def test_states_of_a_knockout_are_those_of_the_residual_stream_only(llama, site):
+    with pytest.raises(InputError, match=r"Valid|Did you mean"):
+        knocked_out_states(llama, [CLEAN], block=("last", 1), sites=site, progress=False)
