@@ -35,14 +35,21 @@ def deepseek(kind):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("option", "layer"), [({"scale_attn_weights": False}, 0), ({"scale_attn_by_inverse_layer_idx": True}, 1)]
-)
-def test_an_option_that_transformer_lens_does_not_know_is_refused_by_the_module_it_changes(option, layer):
+def small_gpt2(**option):
     sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
-    hf = of_config(tf.GPT2Config(vocab_size=len(tiny_tokenizer()), **sizes, **option), scale=5)
-    with pytest.raises(ModelError, match=rf"the first module that differs is transformer\.h\.{layer}\.attn\."):
-        hw.load(hf, tokenizer=tiny_tokenizer())
+    return of_config(tf.GPT2Config(vocab_size=len(tiny_tokenizer()), **sizes, **option), scale=5)
+
+
+def test_an_option_that_transformer_lens_does_not_know_is_refused_by_the_module_it_changes():
+    with pytest.raises(ModelError, match=r"the first module that differs is transformer\.h\.0\.attn\."):
+        hw.load(small_gpt2(scale_attn_weights=False), tokenizer=tiny_tokenizer())
+
+
+def test_an_option_that_transformer_lens_knows_is_right():
+    hf = small_gpt2(scale_attn_by_inverse_layer_idx=True)
+    with torch.no_grad():
+        expected = hf(torch.tensor([IDS])).logits
+    torch.testing.assert_close(hw.load(hf, tokenizer=tiny_tokenizer()).run([IDS]), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
