@@ -101,7 +101,7 @@ def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_
     assert float(seconds) < 0.5
 
 
-@pytest.mark.parametrize("name", ["patching.sites", "pathways.probes", "heads.ablation", "models.tokens"])
+@pytest.mark.parametrize("name", ["models.sites", "pathways.probes", "heads.ablation", "models.tokens"])
 def test_a_module_is_reached_through_its_room_in_a_fresh_interpreter(name):
     room, module = name.split(".")
     code = f"import headwater as hw; print('{module}' in dir(hw.{room}), hw.{name}.__name__)"
@@ -111,4 +111,4 @@ def test_a_module_is_reached_through_its_room_in_a_fresh_interpreter(name):
 
 def test_a_mistyped_module_of_a_room_is_told_the_near_one():
     with pytest.raises(AttributeError, match="Did you mean 'sites'"):
-        _ = headwater.patching.site
+        _ = headwater.models.site

@@ -116,6 +116,8 @@ def test_a_bridge_is_used_as_it_is(bridge):
     grads = [p.requires_grad for p in bridge.parameters()]
     model = hw.load(bridge)
     assert model.raw is bridge
+    assert len(seen) == 1  # its activations are looked at once
+    seen.clear()
     model.run(TEXTS[0], [("blocks.1.hook_resid_post", lambda resid, hook: resid * 0)])
     model.cache(TEXTS, progress=False)
     assert len(seen) == 2

@@ -12,8 +12,8 @@ from transformer_lens import patching as lens
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError
 from headwater.figures.sweep import shown
+from headwater.models.sites import SITES
 from headwater.patching import engine
-from headwater.patching.sites import SITES
 from tests import chance
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 

@@ -1,4 +1,4 @@
-"""What a package or a room of it offers, loaded on first use: `hw.patch`, `hw.heads.ablation`, `hw.patching.sites`."""
+"""What a package or a room of it offers, loaded on first use: `hw.patch`, `hw.heads.ablation`, `hw.models.sites`."""
 
 from __future__ import annotations
 
