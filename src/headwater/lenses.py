@@ -33,15 +33,16 @@ from tqdm.auto import tqdm
 
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.likelihood import UnembeddingHead
+from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.norms import Norm, attention_post_norm, final_norm
+from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import unembedding_head
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_count, checked_name
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
-from headwater.patching.sites import SITES
 from headwater.patching.statistics import summarize
 from headwater.records import RunRecord
 from headwater.results import Result
@@ -222,7 +223,7 @@ class _Writer:
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
         sites += [(site, layer) for layer in range(n_layers) for site in ("z", "attn_out", "mlp_out")]
         names = [SITES[site].hook_name(layer) for site, layer in sites]
-        self.model.run(batch, [(name, partial(keep, name=name)) for name in names], stop_at=n_layers)
+        self.model.run(batch, [(name, looks(partial(keep, name=name))) for name in names], stop_at=n_layers)
         return held
 
     def _of_layer(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:

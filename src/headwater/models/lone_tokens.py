@@ -26,7 +26,8 @@ from headwater.models.shape import text_config
 from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import Hook, HookedModel
+    from headwater.models.edits import Hook
+    from headwater.models.hooked import HookedModel
 
 PLACES = {"x": "attn.hook_in", "z": "attn.hook_z", "weight": "attn.hook_pattern", "out": "attn.o.hook_out"}
 """Where a bridge shows what goes into attention, what its heads hand on, their weights, and what attention writes."""
@@ -52,7 +53,8 @@ def adds_positions(model: HookedModel) -> bool:
     first = entering(model, tokens)
     if model.shape.n_ctx < 2 or torch.equal(first, entering(model, tokens, before=1)):
         return False
-    embedded = model.raw.embed(tokens.to(model.device)[None])[0]
+    with torch.no_grad():
+        embedded = model.raw.embed(tokens.to(model.device)[None])[0]
     if embedded.shape == first.shape:
         positions = (first - embedded).float()
         if bool((positions - positions[0]).abs().max() <= _tolerance(model) * first.float().abs().max()):
