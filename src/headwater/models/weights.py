@@ -395,6 +395,7 @@ class LoadedWeights(WeightSource):
     def _adds_positions(self) -> bool:
         return adds_positions(self.model)
 
+    @torch.no_grad()
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._adds_positions:
             return self.model.raw.embed(tokens.to(self.model.device)[None])[0]
