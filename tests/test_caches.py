@@ -148,6 +148,7 @@ def test_the_cache_is_a_copy_that_later_edits_do_not_reach(llama):
 
     def spoil(resid, hook):
         resid[:] = 0
+        return resid
 
     kept = cache.residual.clone()
     llama.run(text, [("blocks.1.hook_resid_pre", spoil)])

@@ -36,6 +36,8 @@ N_TOKENS = 5
 """Not a usual number of heads, so that the axes of a site are told apart."""
 DEPTH = 4
 """Modules nested deeper than this, such as experts, are not watched."""
+LEAST = 1e-2
+"""Numbers that are all smaller than this are compared as if the largest were this."""
 WRAPPED = "._original_component"
 FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 
@@ -180,7 +182,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     here, there = (x.detach().float().nan_to_num(posinf=0, neginf=0) for x in (one, other.to(one.device)))
-    tolerance = torch.finfo(one.dtype).eps ** 0.5 * float(here.abs().max())
+    tolerance = torch.finfo(one.dtype).eps ** 0.5 * max(float(here.abs().max()), LEAST)
     return float((here - there).abs().max()) <= tolerance
 
 
