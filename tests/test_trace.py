@@ -339,6 +339,13 @@ def test_a_result_of_the_first_version_is_read_and_refused_where_it_cannot_answe
         with pytest.raises(InputError, match=r"of headwater 0\.1\.0.*trace again") as caught:
             ask_of()
         assert "\n" not in str(caught.value)
+    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    answered, options = random_answered(model, n=40), {"seeds": 1, "controls": False, "progress": False}
+    run = hw.trace_pathways(model, answered, **options).run
+    earlier = {name: value for name, value in run.options.items() if name != "tests"}
+    replace(by_question, run=replace(run, options=earlier)).save(tmp_path / "earlier")
+    with pytest.raises(RunFolderError, match="holds another run"):
+        hw.trace_pathways(model, answered, out=tmp_path / "earlier", **options)
 
 
 @pytest.mark.parametrize("family", ["neox", "gemma3"])

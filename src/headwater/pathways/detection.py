@@ -239,6 +239,7 @@ def _record(model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, see
             "answered": answered.digest(),
             **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()},
             "seeds": seeds,
+            "gate": "cross-fitted" if recipe.cross_fit else "fitted on the same",
         },
     )
 

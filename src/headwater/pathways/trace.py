@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POOLED = "all"
+TESTS = "one mode within relations, as many random tokens, folds of the pooled probe"
+"""What distinguishes a run from those of headwater 0.1.0 with the same options, whose folders are no part of it."""
 POOLED_ROWS = 1000
 """How many examples of each question set the pooled probes are fitted on, at most."""
 
@@ -279,6 +281,7 @@ def _record(
             "window": window,
             "seeds": seeds,
             "controls": controls,
+            "tests": TESTS,
         },
         seed=0,
     )
