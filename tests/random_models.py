@@ -36,6 +36,23 @@ VISION = {
 }
 
 
+LATENT = GATED | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+
+
 def gemma3_vision() -> tf.PretrainedConfig:
     text = tf.Gemma3TextConfig(
         **HEADS, query_pre_attn_scalar=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
@@ -59,6 +76,8 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     ),
     "cohere": lambda: tf.CohereConfig(**GROUPED, logit_scale=0.25),
     "cohere2": lambda: tf.Cohere2Config(**HEADS, logit_scale=0.25, sliding_window=8),
+    "deepseek-v2": lambda: tf.DeepseekV2Config(**LATENT),
+    "deepseek-v3": lambda: tf.DeepseekV3Config(**LATENT),
     "exaone4": lambda: tf.Exaone4Config(**HEADS, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
     "falcon": lambda: tf.FalconConfig(**SIZES, multi_query=True, parallel_attn=True, new_decoder_architecture=False),
     "falcon-new-decoder": lambda: tf.FalconConfig(**SIZES, num_kv_heads=2, new_decoder_architecture=True),
@@ -83,6 +102,9 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         window_size=8,
     ),
     "gpt-oss": lambda: tf.GptOssConfig(**HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "gpt2-unscaled": lambda: tf.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_weights=False
+    ),
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
     "granite": lambda: tf.GraniteConfig(
         **GROUPED, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=8.0

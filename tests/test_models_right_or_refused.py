@@ -29,17 +29,23 @@ MULTIPLIED = {"granite": 12.0}
 """What transformers multiplies the embedding with outside of its embedding module."""
 
 
-READ_ONLY = "An edit of hook_attn_scores did not take effect|A knockout did not take effect"
+READ_ONLY = "A knockout did not take effect: .* still has .* on a cut edge"
 NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer 1"
+NO_HEADS = "Deepseek.* has no factors of single heads in layer .: W_V is not available on MLA"
 NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
 REFUSED = {
     ("load", "falcon-new-decoder"): "TransformerLens cannot wrap FalconForCausalLM",
+    ("load", "gpt2-unscaled"): "TransformerLens computes other logits than GPT2LMHeadModel itself",
     ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
     ("statistics", "cohere"): "are not its final norm, unembedding and soft cap alone",
     ("statistics", "cohere2"): "are not its final norm, unembedding and soft cap alone",
     ("statistics", "granite"): "are not its final norm, unembedding and soft cap alone",
     ("statistics", "opt-350m"): "OPTForCausalLM has no norm in front of its unembedding",
     ("ov", "bitnet"): NOT_ONE_HEAD,  # a norm between the heads and W_O
+    ("ov", "deepseek-v2"): NO_HEADS,
+    ("ov", "deepseek-v3"): NO_HEADS,
+    ("heads", "deepseek-v2"): NO_HEADS,
+    ("heads", "deepseek-v3"): NO_HEADS,
     ("ov", "gemma4"): NOT_ONE_HEAD,  # a norm behind W_V
     ("ov", "mamba"): "MambaForCausalLM has no factors of single heads in layer 1: there is no attention",
     ("ov", "mpt-clipped"): r"MptForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
@@ -59,6 +65,8 @@ REFUSED = {
     ("mlp0", "qwen3-next"): NO_MLP,
     ("raw", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
     ("mlp0", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
+    ("z", "deepseek-v2"): "z of DeepseekV2ForCausalLM cannot be used: .* holds",
+    ("z", "deepseek-v3"): "z of DeepseekV3ForCausalLM cannot be used: .* holds",
     ("z", "mamba"): "MambaForCausalLM has no activation named 'blocks.1.attn.hook_z'",
     ("knockout", "gemma4"): READ_ONLY,
     ("knockout", "gpt-neo"): READ_ONLY,
