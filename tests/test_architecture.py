@@ -15,6 +15,7 @@ RANK = {
     "errors": 0,
     "rooms": 0,
     "kernels": 1,
+    "identity": 1,
     "storage": 1,
     "shards": 1,
     "texts": 1,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headwater.errors import InputError
-from headwater.options import checked_count, checked_name, checked_number, checked_path, plain_numbers
+from headwater.identity import describe
+from headwater.options import checked_count, checked_name, checked_number, checked_path
 
 
 def test_what_can_be_used_is_returned_as_python_has_it():
@@ -85,4 +86,4 @@ def test_a_share_may_reach_its_upper_end_where_that_is_allowed():
 
 def test_numbers_of_numpy_are_recorded_as_pythons_own():
     given = {"k": np.int64(3), "levels": (np.float32(0.5), [np.int8(1)]), "name": "x", "none": None}
-    assert json.dumps(plain_numbers(given)) == '{"k": 3, "levels": [0.5, [1]], "name": "x", "none": null}'
+    assert json.dumps(describe(given)) == '{"k": 3, "levels": [0.5, [1]], "name": "x", "none": null}'

@@ -327,7 +327,7 @@ def test_a_value_of_another_kind_than_the_result_has_is_damage(tmp_path, name, v
     plain = json.loads((tmp_path / "run.json").read_text())
     if name == "table":
         (tmp_path / "table.parquet").unlink()
-        del plain["manifest"]
+        plain["manifest"] = {}
     (tmp_path / "run.json").write_text(json.dumps(plain | {name: value}))
     with pytest.raises(RunFolderError, match=rf"is damaged: its {name} is a .* of another kind"):
         Noted.load(tmp_path)

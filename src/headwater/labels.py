@@ -136,13 +136,6 @@ def check_label(label: Any) -> None:
     )
 
 
-def label_name(label: Label) -> str:
-    """Name a label for the record of a run."""
-    if isinstance(label, str):
-        return label
-    return f"{getattr(label, '__module__', '')}.{getattr(label, '__qualname__', type(label).__qualname__)}"
-
-
 def is_refusal(answer: str) -> bool:
     """Say whether an answer declines to give one."""
     return bool(_REFUSALS.search(answer))

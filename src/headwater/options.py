@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headwater.errors import InputError, did_you_mean
 
-
-def plain_numbers(value: Any) -> Any:
-    """Turn the numbers of other libraries, however deep in lists and mappings, into Python's own, for JSON."""
-    if isinstance(value, dict):
-        return {key: plain_numbers(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(plain_numbers(item) for item in value)
-    return value.item() if isinstance(value, np.generic) else value
+_A_FILE = f".{'x' * 60}.tmp"
+"""A name as long as those of the files that are written into a folder."""
 
 
 def checked_name(option: str, value: Any, valid: Sequence[str]) -> str:
@@ -73,14 +66,25 @@ def checked_count(option: str, value: Any, least: int = 1, most: int | None = No
 
 
 def checked_path(option: str, value: Any) -> Path:
-    """Return a path, its `~` read as the user's home.
+    """Return a path, its `~` read as the user's home. Nothing need be there.
 
     Raises:
-        InputError: it is neither a text nor a path.
+        InputError: it is neither a text nor a path, is empty, or nothing can be under such a name.
     """
     if not isinstance(value, str | Path):
         raise InputError(f"{option}={value!r} must be a path: a text or a pathlib.Path, not {type(value).__name__}.")
-    return Path(value).expanduser()
+    if not str(value).strip():
+        raise InputError(f"{option}={value!r} is empty: give a path; '.' is the current folder.")
+    shown = repr(str(value) if len(str(value)) < 80 else f"{str(value)[:60]}... ({len(str(value))} characters)")
+    try:
+        path = Path(value).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            (path / _A_FILE).stat()
+    except (ValueError, RuntimeError) as error:  # NUL, half a character, the home of nobody
+        raise InputError(f"{option}={shown} is no path: {error}.") from None
+    except OSError as error:  # too long, or a folder that may not be entered
+        raise InputError(f"{option}={shown} cannot be used as a path: {error.strerror}.") from None
+    return path
 
 
 def checked_number(option: str, value: Any, above: float, below: float = float("inf"), up_to: bool = False) -> float:

@@ -14,12 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from headwater.errors import RunFolderError
-from headwater.options import plain_numbers
+from headwater.identity import UNKNOWN, describe, unknown_in
 from headwater.storage import read_json
 
 RUN_FILE = "run.json"
-FORMAT = 1
-"""The layout of a run folder. 0 (before it was written down) has no manifest and is read all the same."""
+FORMAT = 2
+"""The layout of a run folder. 0 (before it was written down) has no manifest; 0 and 1 (headwater 0.1.0) recorded less
+of what made a run: of functions their names, of large weights a sample, of the tokenizer nothing. Their results are
+read, and no run goes on in their folders."""
+MANIFEST_SINCE = 1
+"""The first format with the seal of every file in `run.json`."""
 _LIBRARIES = ("headwater", "transformer-lens", "transformers", "torch")
 
 
@@ -38,6 +42,10 @@ class Recorded(Protocol):
     @property
     def fingerprint(self) -> str:
         """A hash of weights and configuration."""
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """A hash of the tokenizer."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,7 +69,9 @@ class RunRecord:
     dtype: str
     device: str
     options: dict[str, Any]
-    """The options of the call, JSON values only."""
+    """The options of the call, JSON values only: data and functions are there as digests (`headwater.identity`)."""
+    tokenizer: str | None = None
+    """A hash of the tokenizer; "none" for a model without one, None where an earlier headwater wrote the record."""
     revision: str | None = None
     seed: int | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: library_versions())
@@ -69,21 +79,37 @@ class RunRecord:
 
     @classmethod
     def of(cls, analysis: str, model: Recorded, options: dict[str, Any], seed: int | None = None) -> RunRecord:
-        """Record a run of an analysis on a model, or on the weights of one."""
+        """Record a run of an analysis on a model, or on the weights of one; options may be of any kind."""
         return cls(
             analysis=analysis,
             model=model.name,
             fingerprint=model.fingerprint,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
-            options=plain_numbers(options),
+            options=describe(options),
+            tokenizer=model.tokenizer_digest,
             revision=model.revision,
-            seed=plain_numbers(seed),
+            seed=describe(seed),
         )
+
+    @property
+    def unknown(self) -> str | None:
+        """Why it cannot be told whether another run is the same; None where it can."""
+        if self.tokenizer is not None and self.tokenizer.startswith(UNKNOWN):
+            return f"the tokenizer: {self.tokenizer.removeprefix(UNKNOWN + ': ')}"
+        reasons = ((name, unknown_in(value)) for name, value in self.options.items())
+        return next((f"the option {name}: {reason}" for name, reason in reasons if reason), None)
+
+    def mismatch(self, model: Recorded) -> str | None:
+        """Say what of another model than this run's `model` has, "other weights" or "another tokenizer"; else None."""
+        if self.fingerprint != model.fingerprint:
+            return "other weights" if self.tokenizer is not None else "other weights, or recorded by headwater 0.1.0"
+        is_other = self.tokenizer is not None and self.tokenizer != model.tokenizer_digest
+        return "another tokenizer" if is_other else None
 
     def differences(self, other: RunRecord) -> list[str]:
         """Name what tells this run from another; empty when `other` would compute the same result."""
-        ours, theirs = self._identity(), other._identity()
+        ours, theirs = self._identity, other._identity
         return [
             f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
             for key in sorted(ours | theirs)
@@ -92,13 +118,15 @@ class RunRecord:
 
     def is_sound(self) -> bool:
         """Whether every field is of its kind, as in a record that was not written by hand."""
-        texts = (self.analysis, self.model, self.fingerprint, self.dtype, self.device, self.created)
+        texts: tuple[str, ...] = (self.analysis, self.model, self.fingerprint, self.dtype, self.device, self.created)
+        texts += () if self.tokenizer is None else (self.tokenizer,)
         tables = (self.options, self.versions)
         return all(isinstance(text, str) for text in texts) and all(isinstance(table, dict) for table in tables)
 
+    @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         """Flatten what must agree for two runs to be the same run (date and device may differ)."""
-        fixed = {"analysis": self.analysis, "fingerprint": self.fingerprint, "dtype": self.dtype, "seed": self.seed}
+        fixed = {name: getattr(self, name) for name in ("analysis", "fingerprint", "tokenizer", "dtype", "seed")}
         versions = {f"version of {name}": version for name, version in self.versions.items()}
         options = {f"option {name}": value for name, value in json.loads(json.dumps(self.options)).items()}
         return fixed | versions | options
@@ -112,7 +140,14 @@ def refuse_other_run(path: Path, run: RunRecord) -> RunRecord | None:
     """
     if not (path / RUN_FILE).exists():
         return None
-    earlier = read_record(path, read_json(path / RUN_FILE))
+    plain = read_json(path / RUN_FILE)
+    earlier = read_record(path, plain)
+    if plain.get("format", 0) < FORMAT:
+        raise RunFolderError(
+            f"The output folder {path} was written by an earlier headwater ({earlier.versions.get('headwater')}), "
+            "which recorded too little to tell whether this is the same run. Choose another folder, or delete this "
+            "one; what is finished there can still be read with load()."
+        )
     differences = run.differences(earlier)
     if differences:
         raise RunFolderError(

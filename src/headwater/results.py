@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwater.errors import RunFolderError
+from headwater.identity import digest
 from headwater.options import checked_path
-from headwater.records import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
+from headwater.records import FORMAT, MANIFEST_SINCE, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.storage import make_folder, read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
@@ -62,6 +63,11 @@ class Result:
             RunFolderError: the folder holds no finished run, or a run of another kind.
         """
         return read_result(cls, checked_path("folder", folder))
+
+    def digest(self) -> str:
+        """Name this result in the record of a run that starts from it: a hash of all but its own record."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return digest([type(self).__name__, *(getattr(self, field.name) for field in fields if field.name != "run")])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.run.model}: {len(self.table):,} rows)"
@@ -116,7 +122,8 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
     if plain.get("result") != cls.__name__:
         found = plain.get("result")
         raise RunFolderError(f"{path} holds a {found}, not a {cls.__name__}: use {found}.load.")
-    _check_manifest(path, plain.get("manifest", {}), cls)
+    if "manifest" in plain or plain.get("format", 0) >= MANIFEST_SINCE:
+        _check_manifest(path, plain.get("manifest"), cls)
     try:
         tensors = load_file(path / TENSORS) if (path / TENSORS).exists() else {}
         values: dict[str, Any] = {}
@@ -156,7 +163,17 @@ def _seal(file: Path) -> dict[str, Any]:
 def _check_manifest(path: Path, manifest: object, cls: type[Result]) -> None:
     """Refuse files that are not the ones the run wrote."""
     known = {TENSORS, *(f"{field.name}.parquet" for field in dataclasses.fields(cls))}  # type: ignore[arg-type]
-    for name, seal in manifest.items() if isinstance(manifest, dict) else ():
+    if not isinstance(manifest, dict):
+        raise RunFolderError(
+            f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it cannot be told whether its files are "
+            "the ones the run wrote. Delete the folder and run again."
+        )
+    unsealed = sorted(name for name in known - set(manifest) if (path / name).exists())
+    if unsealed:
+        raise RunFolderError(
+            f"The result in {path} is damaged: {unsealed[0]} is not in its manifest. Delete the folder and run again."
+        )
+    for name, seal in manifest.items():
         if name not in known:
             raise RunFolderError(
                 f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is no file of a "

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headwater.errors import HeadwaterError, RunFolderError
+from headwater.errors import HeadwaterError, InputError, RunFolderError
 from headwater.options import checked_path
 from headwater.records import FORMAT, RUN_FILE, RunRecord, refuse_other_run
 from headwater.results import Result, write_result
@@ -51,6 +51,11 @@ class RunFolder:
 
     def __init__(self, path: str | Path, run: RunRecord):
         self.path = checked_path("out", path)
+        if run.unknown:
+            raise InputError(
+                f"out={str(path)!r} cannot be used: what this run computes with cannot be named, {run.unknown}. "
+                'Give it a text attribute that you change with it (f.identity = "v1"), or leave out= away.'
+            )
         self._pieces = self.path / "pieces"
         self._processes = processes()
         self._count = 0

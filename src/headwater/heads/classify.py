@@ -35,13 +35,13 @@ from headwater.heads.relations import (
     Relation,
     Relations,
     TokenRelation,
-    digest,
     load_relations,
     tokenize_relations,
 )
 from headwater.heads.salient import salient_operations
 from headwater.heads.scores import SuitePairs, score_layer, suite_pairs
 from headwater.heads.tables import relation_table, score_table
+from headwater.identity import describe, digest
 from headwater.kernels.devices import usable_device
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.effective import KINDS
@@ -172,9 +172,9 @@ class HeadMap(Result):
         if model is None:
             model = load() if self.run.model == "embedded" else self.run.model
         weights = _open(model)
-        if weights.fingerprint != self.run.fingerprint:
+        if other := self.run.mismatch(weights):
             raise ModelError(
-                f"{weights.name} is not the model of this head map, {self.run.model}: its weights differ. "
+                f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}. "
                 "Pass that model as model=."
             )
         embedding = self.run.options["embedding"] if layer > 0 else "raw"
@@ -235,7 +235,7 @@ def classify_heads(
     tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=rule == "published")
     ks = [k or published_k(relation, weights.shape) for relation in given]
     options = {
-        "relations": digest(given),
+        "relations": digest(describe([[relation.name, relation.category, relation.pairs] for relation in given])),
         "rule": rule,
         "k": k,
         "threshold": threshold,

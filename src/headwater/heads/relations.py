@@ -19,7 +19,6 @@ would count evidence that is none:
 A relation is used when at least 30 pairs survive.
 """
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -239,12 +238,6 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     with panics_are_errors(InputError, "The tokenizer fails on the words of a relation"):
         encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
-
-
-def digest(relations: Sequence[Relation]) -> str:
-    """Return a hash of relations: what tells two suites apart in a run record."""
-    content = [[relation.name, relation.category, relation.pairs] for relation in relations]
-    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], same_words: bool) -> TokenRelation:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import InputError
+from headwater.identity import digest_of_file
 from headwater.likelihood.scores import SHARES, memorization_scores
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
@@ -110,8 +110,8 @@ def score_file(
     check_model(model)
     path = checked_path("file", file)
     check_readable(path, "texts")
-    options: dict[str, Any] = {"file": _digest(path), "field": field, "k": [float(share) for share in k]}
-    options |= {"reference": reference.fingerprint if reference is not None else None, "lowercase": lowercase}
+    options: dict[str, Any] = {"file": digest_of_file(path), "field": field, "k": [float(share) for share in k]}
+    options |= {"reference": reference, "lowercase": lowercase}
     run = RunRecord.of(
         "score_file",
         model,
@@ -139,7 +139,7 @@ def score_file(
             yield f"texts-{number:08d}", partial(columns_of, texts)
             bar.update(len(texts))
 
-    with tqdm(desc="Scoring", unit=" texts", disable=not progress) as bar:
+    with model.held(), (reference or model).held(), tqdm(desc="Scoring", unit=" texts", disable=not progress) as bar:
         pieces = list(run_pieces(folder, work(bar)))
     if not pieces:
         raise InputError(f"{path} holds no texts.")
@@ -214,8 +214,3 @@ def _place(name: str) -> tuple[int, float]:
         return kinds.index(name), 0.0
     kind, _, share = name.rpartition("_")
     return kinds.index(kind), float(share)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -9,16 +9,16 @@ What a lens gives goes through the model's final norm and its unembedding.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.identity import digest
 
 Lens: TypeAlias = str | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
 """The logit lens ("logit"); a function of the residual stream `token d_model` (float32) and the layer, which gives what
@@ -91,14 +91,8 @@ def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int)
     return found
 
 
-def lens_name(lens: Lens) -> str:
-    """Name a lens for the record of the run: a mapping by the hash of its numbers."""
-    if isinstance(lens, str):
+def lens_named(lens: Lens) -> Any:
+    """Return what stands for a lens in the record of a run: a mapping is named by the hash of its numbers."""
+    if not isinstance(lens, Mapping):
         return lens
-    if isinstance(lens, Mapping):
-        digest = hashlib.sha256()
-        for layer in sorted(lens):
-            for part in lens[layer]:
-                digest.update(f"{layer} {tuple(part.shape)}".encode() + part.detach().cpu().double().numpy().tobytes())
-        return f"tuned lens {digest.hexdigest()[:16]}"
-    return getattr(lens, "__qualname__", repr(lens))
+    return f"tuned lens {digest([(layer, [part.double() for part in lens[layer]]) for layer in sorted(lens)])}"

@@ -15,7 +15,6 @@ Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, §4; Min-
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,11 +29,12 @@ from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
 from headwater.likelihood.depth import DepthGraph
 from headwater.likelihood.discrepancy import discrepancies, judged
 from headwater.likelihood.framing import SPANS, Messages, frame_of
-from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name
+from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named
 from headwater.likelihood.report import report
 from headwater.likelihood.resampling import Graphs
 from headwater.likelihood.scores import checked_shares
 from headwater.likelihood.scoring import Scored, Scoring
+from headwater.models.generation import end_tokens
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_name
 from headwater.records import RunRecord
@@ -201,9 +201,9 @@ def memorization(
     shares = checked_shares(k)
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     options = {
-        "graph": graph.name, "nodes": _digest(graph), "span": span, "context": context, "frame": list(frame),
+        "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(frame),
         "aggregate": aggregate, "layers": read, "k": shares, "answers": plan.answers, "scores": plan.scores,
-        "lens": lens_name(lens), "judge": getattr(judge, "__qualname__", judge), "max_new_tokens": max_new_tokens,
+        "lens": lens_named(lens), "judge": judge, "ends": end_tokens(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
     }  # fmt: skip
     run = RunRecord.of(
@@ -282,7 +282,3 @@ def _quartiles(table: pd.DataFrame, main: str, of: str) -> pd.Series[int]:
 
 def _rounded(value: float) -> float | None:
     return None if math.isnan(value) else round(float(value), 4)
-
-
-def _digest(graph: DepthGraph) -> str:
-    return hashlib.sha256(str(graph.table.to_json(orient="split")).encode()).hexdigest()[:16]

@@ -18,8 +18,6 @@ is therefore not scored, and a text of one token has nothing to score; such text
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -33,8 +31,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import InputError
+from headwater.identity import digest
 from headwater.kernels import likelihood
-from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_name, reader
+from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named, reader
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
@@ -139,8 +138,8 @@ def token_statistics(
     chosen = chosen_layers(layers, model.shape.n_layers)
     read = reader(lens, chosen, model.shape.n_layers)
     checked_count("batch_size", batch_size)
-    options = {"texts": _digest(texts), "count": len(texts), "spans": [list(s) if s else None for s in spans or []]}
-    options |= {"layers": list(chosen), "lens": lens_name(lens), "long": long, "stride": stride}
+    options = {"texts": digest([str(text) for text in texts]), "count": len(texts), "spans": spans or []}
+    options |= {"layers": list(chosen), "lens": lens_named(lens), "long": long, "stride": stride}
     run = RunRecord.of(
         "token_statistics",
         model,
@@ -341,7 +340,3 @@ def _checked_span(span: Span, text: str, index: int) -> Span:
     if not is_pair or not 0 <= span[0] < span[1] <= len(text):
         raise InputError(f"The span {span!r} of text {index} is not within its {len(text)} characters.")
     return int(span[0]), int(span[1])
-
-
-def _digest(texts: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps([str(text) for text in texts]).encode()).hexdigest()[:16]

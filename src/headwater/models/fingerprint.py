@@ -1,99 +1,186 @@
-"""One short name for a model's weights, the same wherever they are read from.
+"""One short name for a model's weights, the same wherever they are read from, and hashed anew when they change.
 
 A checkpoint streamed from a folder and the same checkpoint loaded into a model have one fingerprint, in whatever dtype
 they are held so long as it holds them exactly. It is the SHA-256 of
 
-1. the facts of the config that change what the model computes;
-2. per parameter, in sorted order: its name, its shape, and its values as float32: all of them up to `WHOLE` entries,
-   of a larger one `SPANS` evenly spaced spans of `SPAN` entries. A 70B checkpoint costs under a gigabyte of reading.
+1. the model's sizes, and what its config says beyond the defaults of its class; names, dtypes and the ids of special
+   tokens left out;
+2. per parameter, in sorted order: its name, its shape, and every value as float32 (of float64 also what float32 does
+   not hold; of whole numbers the bytes), hashed in spans by several threads.
+
+When to hash again:
+
+- In memory, when any parameter or buffer is another, or has another version (`Tensor._version` counts edits in place),
+  or another checksum: sums of its words along two axes, over all bytes at the speed of memory. The checksum finds edits
+  through `.data`, and in tensors made under `torch.inference_mode()`, which have no version.
+- On disk, when a file has another path, size, inode, or time of its content or its entry. A file that is younger than
+  `YOUNG` seconds is always read. What was read of large files is remembered beside Hugging Face's cache too.
 """
 
+from __future__ import annotations
+
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import math
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from einops import rearrange
+from huggingface_hub import cached_assets_path
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from headwater.errors import HeadwaterError
 from headwater.models.layouts import Layout, expected_tensors, layout_of
-from headwater.models.shape import ModelShape, shape_of, text_config
+from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
+from headwater.storage import write_atomically
 
-WHOLE = 2**22
-SPANS = 64
-SPAN = 4096
-BEHAVIOUR = (
-    "activation_function",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "hidden_act",
-    "hidden_activation",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "layer_types",
-    "query_pre_attn_scalar",
-    "rms_norm_eps",
-    "rope_parameters",
-    "scale_attn_by_inverse_layer_idx",
-    "sliding_window",
-    "tie_word_embeddings",
+SPAN = 2**22
+"""How many values are hashed at a time."""
+THREADS = min(8, os.cpu_count() or 1)
+LINE = 1024
+"""Words of eight bytes in a line of the checksum."""
+SMALL = 2**16
+"""Bytes up to which a tensor's checksum is a hash of all of it."""
+YOUNG = 2.0
+"""Seconds: a file that is younger may be changed again without another time of change."""
+LARGE = 2**30
+"""Bytes from which on the fingerprint of files is remembered on disk."""
+WITHOUT_EFFECT = frozenset(
+    "architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id gradient_checkpointing id2label "  # noqa: SIM905
+    "initializer_range label2id name_or_path output_attentions output_hidden_states pad_token_id problem_type "
+    "return_dict task_specific_params torch_dtype transformers_version use_cache "
+    "checkpoint_index checkpoint_label_type checkpoint_value device init_mode init_weights model_name n_devices "
+    "n_params original_architecture seed tokenizer_name".split()
 )
-"""The entries of a config, beside the sizes, that change what the model computes."""
+"""Entries of a config, of transformers or of transformer_lens, that do not change what the model computes."""
+_OF_FILES: dict[str, str] = {}
+"""Fingerprints of files read by this process, by what `_key` says of them."""
 
 
-def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Hash a model's sizes, behaviour and weights.
+def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Tensor]], total: int = 0) -> str:
+    """Hash a model's sizes, behaviour and weights; a bar is shown where that takes more than two seconds.
 
     Args:
         shape: the model's sizes.
         config: its config, of transformers or of transformer_lens.
         tensors: its parameters by name, in a fixed order.
+        total: how many values they have together, for the bar.
 
     Returns:
         64 hexadecimal digits.
     """
-    behaviour = {name: getattr(config, name) for name in BEHAVIOUR if hasattr(config, name)}
-    digest = hashlib.sha256(json.dumps([asdict(shape), behaviour], sort_keys=True, default=str).encode())
-    for name, tensor in tensors:
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(sample(tensor.detach()).float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    whole = hashlib.sha256(json.dumps([asdict(shape), behaviour(config)], sort_keys=True, default=str).encode())
+    bar = tqdm(desc="Hashing weights", total=total or None, unit=" values", unit_scale=True, delay=2, leave=False)
+    with bar, ThreadPoolExecutor(THREADS) as pool:
+        for part, size in _hashed(pool, tensors):
+            whole.update(part)
+            bar.update(size)
+    return whole.hexdigest()
 
 
-def sample(tensor: Tensor) -> Tensor:
-    """A small tensor itself; of a large one, evenly spaced spans of its entries."""
-    if tensor.numel() <= WHOLE:
-        return tensor
-    flat = tensor.reshape(-1)
-    starts = torch.linspace(0, flat.numel() - SPAN, SPANS, dtype=torch.float64).long().tolist()
-    return torch.cat([flat[start : start + SPAN] for start in starts])
+def behaviour(config: Any) -> dict[str, Any]:
+    """Return the entries of a config that change what the model computes, where they are not the default."""
+    entries = config.to_diff_dict() if hasattr(config, "to_diff_dict") else vars(config)
+    counted = {name: entries[name] for name in entries if name not in WITHOUT_EFFECT and not name.startswith("_")}
+    return {name: value for name, value in counted.items() if isinstance(value, bool | int | float | str | list | dict)}
 
 
-def fingerprint_of_model(model: Any) -> str:
+class KnownWeights:
+    """The weights of a model in memory, hashed once and again whenever they have changed."""
+
+    def __init__(self, raw: Any, shape: ModelShape):
+        self._raw, self._shape = raw, shape
+        self._buffers = {name: look[-1] for name, look in _looks(raw.named_buffers()).items()}
+        self._seen: Any = None
+        self._fingerprint = ""
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the weights as they are now."""
+        buffers = _looks(self._raw.named_buffers())
+        config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
+        seen = _looks(self._raw.named_parameters()), buffers, json.dumps(behaviour(config), default=str)
+        if seen != self._seen:
+            changed = [(n, b) for n, b in self._raw.named_buffers() if self._buffers.get(n) != buffers[n][-1]]
+            self._fingerprint = fingerprint_of_model(self._raw, self._shape, changed)
+            self._seen = seen
+        return self._fingerprint
+
+    @property
+    def _model(self) -> Any:
+        return getattr(self._raw, "original_model", self._raw)
+
+    @property
+    def _is_supported(self) -> bool:
+        return hasattr(self._raw, "original_model") and self._shape.architecture in ARCHITECTURES.values()
+
+
+def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Sequence[tuple[str, Tensor]] = ()) -> str:
     """The fingerprint of a model in memory.
 
     Args:
-        model: a transformers model or a TransformerBridge around one, of a supported architecture.
+        model: a transformers model or a TransformerBridge around one; of an architecture that headwater does not read
+            from files, any model, with its sizes.
+        shape: its sizes; read from its config where they are not given.
+        extra: tensors that count beside its parameters.
     """
     huggingface = getattr(model, "original_model", model)
-    config = text_config(huggingface.config)
-    read = parameter_reader(model, huggingface, layout_of(config))
-    return fingerprint(shape_of(config), config, ((name, read(name)) for name in sorted(expected_tensors(config))))
+    if shape is not None and (huggingface is model or shape.architecture not in ARCHITECTURES.values()):
+        config, tensors = model.cfg, iter(sorted(model.named_parameters()))
+    else:
+        config = text_config(huggingface.config)
+        shape, tensors = shape or shape_of(config), _tensors_of(model, huggingface, config)
+    total = sum(parameter.numel() for parameter in huggingface.parameters())
+    return fingerprint(shape, config, chain(tensors, sorted(extra)), total)
+
+
+def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that a checkpoint holds, then those that only this model has, such as an adapter's."""
+    layout = layout_of(config)
+    expected = sorted(expected_tensors(config))
+    parameters = _parameters(huggingface)
+    read = parameter_reader(model, huggingface, layout)
+    fused = layout.fused.name if layout.fused is not None and huggingface is not model else None
+    held = set()
+    for name in expected:
+        if name in parameters or (fused is not None and f".{fused}." in name):
+            tensor = read(name)
+            held.add((tensor.data_ptr(), tensor.shape))
+            yield name, tensor
+    split = re.compile(rf"\.(attn|{layout.attention})\.(q|k|v|qkv|{fused})\.")
+    for name in sorted(set(parameters) - set(expected)):
+        tensor = parameters[name]
+        is_split = fused is not None and split.search(name)
+        if not is_split and (tensor.data_ptr(), tensor.shape) not in held:
+            yield name, tensor
+
+
+def _parameters(huggingface: Any) -> dict[str, Tensor]:
+    """The parameters of a transformers model by their checkpoint names; a bridge's wrappers show in none of them."""
+    prefix = f"{huggingface.base_model_prefix}."
+    return {
+        name.replace("_original_component.", "").removeprefix(prefix): parameter
+        for name, parameter in huggingface.named_parameters(remove_duplicate=False)
+    }
 
 
 def parameter_reader(model: Any, huggingface: Any, layout: Layout) -> Callable[[str], Tensor]:
     """Read parameters by their checkpoint names from a transformers model or from a bridge around one.
 
-    A bridge wraps each module, which shows in the names as `_original_component`. Where it has split GPT-NeoX's joined
-    queries, keys and values, the split ones are what it computes with, so they are what is read.
+    Where a bridge has split GPT-NeoX's joined queries, keys and values, the split ones are what it computes with, so
+    they are what is read.
     """
-    prefix = f"{huggingface.base_model_prefix}."
-    parameters = {
-        name.replace("_original_component.", "").removeprefix(prefix): parameter
-        for name, parameter in huggingface.named_parameters(remove_duplicate=False)
-    }
+    parameters = _parameters(huggingface)
     fused = layout.fused if huggingface is not model else None
 
     def read(name: str) -> Tensor:
@@ -107,3 +194,114 @@ def parameter_reader(model: Any, huggingface: Any, layout: Layout) -> Callable[[
         return rearrange(parts, f"three head d_model d_head -> {fused.pattern()}")
 
     return read
+
+
+def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[], str]) -> str:
+    """Return what `compute` makes of files, without reading those again that are as they were.
+
+    Args:
+        files: all that it reads.
+        about: what else decides the result, JSON values.
+        compute: reads the files.
+    """
+    looks = [(os.path.realpath(file), file.stat()) for file in sorted(files)]
+    key = _key(looks, about)
+    now = time.time()
+    is_settled = all(max(look.st_mtime, look.st_ctime) < now - YOUNG for _, look in looks)
+    is_large = sum(look.st_size for _, look in looks) >= LARGE
+    if not is_settled:
+        return compute()
+    found = _OF_FILES.get(key) or (_remembered(key) if is_large else None)
+    if found is None:
+        found = compute()
+        if is_large:
+            _remember(key, found)
+    _OF_FILES[key] = found
+    return found
+
+
+def _key(looks: Sequence[tuple[str, os.stat_result]], about: Any) -> str:
+    listed = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for path, s in looks]
+    return hashlib.sha256(json.dumps([listed, about], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _remembered(key: str) -> str | None:
+    try:
+        text = (cached_assets_path("headwater", "fingerprints") / key).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    return text if len(text) == 64 else None
+
+
+def _remember(key: str, found: str) -> None:
+    with contextlib.suppress(OSError, HeadwaterError):  # a folder that cannot be written costs time, nothing else
+        file = cached_assets_path("headwater", "fingerprints") / key
+        write_atomically(file, lambda temporary: temporary.write_text(found, encoding="ascii"))
+
+
+def _hashed(pool: ThreadPoolExecutor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[bytes, int]]:
+    """Yield the names, shapes and span hashes of tensors in their order, and how many values each stands for."""
+    waiting: deque[tuple[bytes | Future[bytes], int]] = deque()
+
+    def ready(most: int) -> Iterator[tuple[bytes, int]]:
+        while len(waiting) > most:
+            part, size = waiting.popleft()
+            yield (part if isinstance(part, bytes) else part.result()), size
+
+    for name, tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        waiting.append((f"{name} {tuple(tensor.shape)}".encode(), 0))
+        for start in range(0, flat.numel(), SPAN):
+            span = flat[start : start + SPAN]
+            waiting.append((pool.submit(_hash_of, _exact(span)), span.numel()))
+            yield from ready(2 * THREADS)
+    yield from ready(0)
+
+
+def _hash_of(parts: Sequence[Any]) -> bytes:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def _exact(values: Tensor) -> list[Any]:
+    """The bytes of values as float32, and of what float32 does not hold."""
+    values = values.cpu()
+    if not values.is_floating_point():
+        return [values.contiguous().numpy()]
+    narrow = values.float().contiguous()
+    parts = [narrow.numpy()]
+    if values.dtype == torch.float64:
+        rest = (values - narrow).nan_to_num()
+        parts += [rest.numpy()] if bool(rest.any()) else []
+    return parts
+
+
+def _looks(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
+    """What tells of each tensor whether it is as it was."""
+    return {name: _look(tensor.detach()) for name, tensor in tensors}
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    version = None if tensor.is_inference() else tensor._version
+    where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, version)
+    return (*where, None if tensor.is_meta else _checksum(tensor))
+
+
+def _checksum(tensor: Tensor) -> bytes:
+    """Sum a tensor's words of eight bytes along both axes of lines of `LINE` words; hash a small tensor whole.
+
+    One changed word changes one sum along each axis; what leaves all of them as they were has changed at least four
+    words, by amounts that cancel exactly.
+    """
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    words = tensor.permute(by_stride).reshape(-1).view(torch.uint8)
+    size = math.prod(tensor.shape) * tensor.element_size()
+    whole = 0 if size <= SMALL or words.storage_offset() % 8 else size // (8 * LINE) * LINE
+    found = hashlib.sha256(words[8 * whole :].cpu().numpy().tobytes())
+    if whole:
+        lines = words[: 8 * whole].view(torch.int64).view(-1, LINE)
+        for axis in (0, 1):
+            found.update(lines.sum(axis).cpu().numpy().tobytes())
+    return found.digest()

@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.identity import tokenizer_digest
 from headwater.models.edits import Attached, Attachments, Hook, HookFunction, listed_hooks, looks
-from headwater.models.fingerprint import fingerprint, fingerprint_of_model
+from headwater.models.fingerprint import KnownWeights
 from headwater.models.finite import finite_output
-from headwater.models.shape import ARCHITECTURES, ModelShape
+from headwater.models.shape import ModelShape
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 
@@ -84,6 +85,8 @@ class HookedModel:
         self.read_only: Mapping[str, str] = {}
         self._attachments = Attachments(raw)
         self._own_graph = False
+        self._weights = KnownWeights(raw, shape)
+        self._held: tuple[str, str] | None = None
 
     def __repr__(self) -> str:
         shape = self.shape
@@ -112,12 +115,31 @@ class HookedModel:
         """Whether its layers lie on several devices."""
         return len({parameter.device for parameter in self.raw.parameters()}) > 1
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """A hash of the weights and the configuration, the same for a folder that is loaded or streamed."""
-        if is_bridge(self.raw) and self.shape.architecture in ARCHITECTURES.values():
-            return fingerprint_of_model(self.raw)
-        return fingerprint(self.shape, self.raw.cfg, sorted(self.raw.named_parameters()))
+        """A hash of the weights and the configuration as they are now, the same for a folder loaded or streamed."""
+        return self._held[0] if self._held else self._weights.fingerprint()
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """A hash of the tokenizer and of how texts begin; "none" without one."""
+        if self._held:
+            return self._held[1]
+        begins = "" if self.bos == _bos_of(self.raw, self.tokenizer) else f", texts begin with {self.bos}"
+        return tokenizer_digest(self.tokenizer) + begins
+
+    def digest(self) -> str:
+        """Name this model in the identity of what holds it."""
+        return f"{self.fingerprint} {self.tokenizer_digest}"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hash weights and tokenizer once for all runs inside: they must stay as they are."""
+        before, self._held = self._held, (self.fingerprint, self.tokenizer_digest)
+        try:
+            yield
+        finally:
+            self._held = before
 
     @cached_property
     def _keeps_logits(self) -> bool:

@@ -14,7 +14,7 @@ that Qwen3 and Gemma 3 put on them. Gemma 2 and 3 apply one more norm to the sum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, ModelError
+from headwater.identity import tokenizer_digest
 from headwater.kernels.devices import usable_device
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, first_line, open_checkpoint
 from headwater.models.checks import tokenizer_fits
 from headwater.models.effective import bos_token, check_request, chunks, layer0, mlp0
-from headwater.models.fingerprint import fingerprint
+from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.hooked import is_bridge
 from headwater.models.layouts import UNEMBEDDING, expected_tensors, head_factors, layout_of, ov_factors
 from headwater.models.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
@@ -121,6 +122,11 @@ class WeightSource(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Hash of config and weights, the same however they were opened."""
+
+    @property
+    @abstractmethod
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer."""
 
     @property
     @abstractmethod
@@ -226,11 +232,23 @@ class StreamedWeights(WeightSource):
             raise ModelError(f"{self.name} was opened without a tokenizer.")
         return self._tokenizer
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """Hash of config and weights."""
+        """Hash of config and weights; files that are as they were are not read again."""
         config, read = self.checkpoint.config, self.checkpoint.read
-        return fingerprint(self.shape, config, ((name, read(name)) for name in sorted(expected_tensors(config))))
+        about = [asdict(self.shape), behaviour(config), self.checkpoint.names]
+
+        def compute() -> str:
+            expected = sorted(expected_tensors(config).items())
+            total = sum(math.prod(shape) for _, shape in expected)
+            return fingerprint(self.shape, config, ((name, read(name)) for name, _ in expected), total)
+
+        return fingerprint_of_files(set(self.checkpoint.files.values()), about, compute)
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer."""
+        return tokenizer_digest(self._tokenizer)
 
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads."""
@@ -304,6 +322,11 @@ class LoadedWeights(WeightSource):
     def fingerprint(self) -> str:
         """Hash of config and weights."""
         return self.model.fingerprint
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer."""
+        return self.model.tokenizer_digest
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

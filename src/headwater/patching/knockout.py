@@ -32,7 +32,7 @@ from headwater.patching.grid import Window, axes_of, chosen, grid, labels_of, la
 from headwater.patching.job import Cell, Job
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
-from headwater.patching.sweep import Sweep, check_call, finish, plain, prompt_options, sweep_options
+from headwater.patching.sweep import Sweep, check_call, finish, metric_options, prompt_options
 from headwater.patching.variants import Cut
 from headwater.records import RunRecord
 from headwater.runs import RunFolder
@@ -133,17 +133,18 @@ def knockout(
         for cell in _cells(model, name, edges, base, example, axes, sizes, layers, variant)
     ]
     job = Job(model, base, None, True, tuple(cells), metrics, batch_size=batch_size)
-    described = {name: [plain(e.query), plain(e.key), plain(e.heads)] for name, e in named.items()}
     options = {
-        "block": described,
+        "block": list(named),
         "matrices": [
             torch.nonzero(e.matrix(p, i, len(base))).tolist() for i, p in enumerate(base) for e in named.values()
         ],
-        "window": window,
+        "heads": [chosen(edges.heads, model.shape.n_heads, "head") for edges in named.values()],
+        "layers": chosen(layers, model.shape.n_layers, "layer"),
+        "window": sizes,
         "variant": variant,
-        "over": list(axes),
+        "over": axes,
         **prompt_options(base),
-        **sweep_options(metrics, layers, None, None),
+        "metrics": metric_options(job),
     }
     record = RunRecord.of("knockout", model, options)
     folder = RunFolder(out, record) if out is not None else None

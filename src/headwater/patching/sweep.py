@@ -16,7 +16,6 @@ or another prompt's (resampling).
 from __future__ import annotations
 
 import math
-import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -233,14 +232,17 @@ def patch(
     job = Job(model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size)
     options = {
         "sites": [site.name for site in named],
-        "over": list(over) if over is not None and not isinstance(over, str) else over,
+        "over": {site.name: ask.axes(site) for site in named},
+        "window": {site.name: ask.sizes(site) for site in named},
+        "layers": chosen(layers, model.shape.n_layers, "layer"),
+        "positions": [_covered(listed["position"], len(base[i])) for i, site, listed in planned if site == named[0]],
+        "heads": {s.name: chosen(heads, s.n_heads(model.shape), "head") for s in named if s.has_heads},
         "direction": direction,
         "values": values,
         "mean_over": source.mean_over if values == "mean" else None,
-        "window": window,
         "method": method,
         **prompt_options(first, second, pool),
-        **sweep_options(metrics, layers, positions, heads),
+        "metrics": metric_options(job),
     }
     record = RunRecord.of("patch", model, options, seed)
     folder = RunFolder(out, record) if out is not None else None
@@ -368,26 +370,24 @@ def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, Any]:
     return {"prompts": [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]}
 
 
-def sweep_options(metrics: Sequence[Metric], layers: Any, positions: Any, heads: Any) -> dict[str, Any]:
-    """Describe metrics and selections in JSON values."""
-    described = [
-        {"name": m.name, "at": plain(m.at), "site": m.site, "layer": m.layer, "answers": plain(list(m.answers))}
-        for m in metrics
+def _covered(listed: Sequence[Step], length: int) -> tuple[int, ...] | str:
+    """Return the positions that the steps of an axis cover together."""
+    whole = any(step.covers is None for step in listed)
+    covered = sorted({place for step in listed for place in step.covers or ()})
+    return "all" if whole or len(covered) == length else tuple(covered)
+
+
+def metric_options(job: Job) -> list[dict[str, Any]]:
+    """Describe the metrics of a sweep: what each computes with, and the positions and token ids that it came to."""
+    return [
+        {
+            "name": metric.name,
+            "function": metric.function,
+            "site": metric.site,
+            "layer": metric.layer,
+            "against_clean": metric.against_clean,
+            "at": [kept[number] for kept in job.kept],
+            "answers": [ids.tolist() for ids in job.answers[number]],
+        }
+        for number, metric in enumerate(job.metrics)
     ]
-    return {"metrics": described, "layers": plain(layers), "positions": plain(positions), "heads": plain(heads)}
-
-
-def plain(value: Any) -> Any:
-    """Turn a selection into JSON values; a function becomes its name."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, range | slice):
-        return repr(value)
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if callable(value):
-        return getattr(value, "__name__", repr(value))
-    try:
-        return operator.index(value)
-    except TypeError:
-        return [plain(item) for item in value] if isinstance(value, Iterable) else repr(value)

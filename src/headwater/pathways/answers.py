@@ -15,7 +15,6 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathw
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import InputError
-from headwater.labels import CONTAINS, Label, Verdict, check_label, label_name
+from headwater.identity import digest
+from headwater.labels import CONTAINS, Label, Verdict, check_label
 from headwater.models.generation import end_tokens, generate
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
@@ -52,7 +52,7 @@ from headwater.pathways.examples import (
     outcome_of,
     prompt_parts,
 )
-from headwater.pathways.extractors import Extractor, check_extractor, extractor_name
+from headwater.pathways.extractors import Extractor, check_extractor
 from headwater.pathways.questions import SPAN_COLUMNS, Questions
 from headwater.records import RunRecord
 from headwater.results import Result
@@ -107,8 +107,7 @@ class AnsweredQuestions(Result):
 
     def digest(self) -> str:
         """Name these answers in the record of a run: a hash of their texts, labels, tokens and spans."""
-        content = self.table.drop(columns="log_probs", errors="ignore").to_json(orient="split")
-        return hashlib.sha256(str(content).encode()).hexdigest()[:16]
+        return digest(self.table.drop(columns="log_probs", errors="ignore"))
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values.
@@ -182,12 +181,13 @@ def answer(
         "answer",
         model,
         options={
-            "questions": hashlib.sha256(str(questions.table.to_json(orient="split")).encode()).hexdigest()[:16],
+            "questions": questions.table,
             "prompt": before + SLOT + after,
             "max_new_tokens": max_new_tokens,
             "batch_size": batch_size,
-            "extractor": extractor_name(extractor),
-            "label": label_name(label),
+            "extractor": extractor,
+            "ends": end_tokens(model),
+            "label": label,
         },
     )
     folder = RunFolder(out, run) if out is not None else None
@@ -217,9 +217,9 @@ def check_answered(model: HookedModel, answered: Any) -> None:
     check_model(model)
     if not isinstance(answered, AnsweredQuestions):
         raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
-    if answered.run.fingerprint != model.fingerprint:
+    if other := answered.run.mismatch(model):
         raise InputError(
-            f"These questions were answered by {answered.run.model} (other weights than {model.name}'s): its probes "
+            f"These questions were answered by {answered.run.model} ({other} than {model.name}'s): its probes "
             "would read another model's answers. Answer them again with this model."
         )
     if answered.table.empty:

@@ -236,8 +236,8 @@ def _record(model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, see
         "detect",
         model,
         options={
-            "answered": answered.digest(),
-            **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()},
+            "answered": answered,
+            **asdict(recipe),
             "seeds": seeds,
             "gate": "cross-fitted" if recipe.cross_fit else "fitted on the same",
         },

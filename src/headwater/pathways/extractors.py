@@ -75,6 +75,11 @@ class EndpointExtractor:
     workers: int = 4
     """How many examples are asked at a time."""
 
+    @property
+    def identity(self) -> str:
+        """What stands for it in the record of a run: never its key."""
+        return f"{self.model} at {self.url}"
+
     def __call__(self, question: str, answer: str) -> dict[str, Any]:
         """Return the valid parts of the last reply."""
         messages = [
@@ -135,16 +140,6 @@ def check_extractor(extractor: Any) -> None:
     """Refuse what cannot be called."""
     if extractor is not None and not callable(extractor):
         raise InputError(f"extractor must be a callable (question, answer), found {extractor!r}.")
-
-
-def extractor_name(extractor: Extractor | None) -> str | None:
-    """Name an extractor for the record of a run; never with its key."""
-    if extractor is None:
-        return None
-    if isinstance(extractor, EndpointExtractor):
-        return f"{extractor.model} at {extractor.url}"
-    name = getattr(extractor, "__qualname__", None) or type(extractor).__qualname__
-    return f"{getattr(extractor, '__module__', '')}.{name}"
 
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:

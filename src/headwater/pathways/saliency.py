@@ -22,7 +22,6 @@ exact answer cannot depend on E_A: S(E_Q→E_A) is then NaN, not 0.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -321,16 +320,16 @@ def _record(
         "saliency",
         model,
         options={
-            "answered": answered.digest(),
+            "answered": answered,
             "probe": {
                 "site": probe.site,
                 "token": probe.token,
                 "layer": probe.layer,
-                "weight": _digest(probe.weight.double().cpu().numpy()),
+                "weight": probe.weight.double(),
                 "bias": probe.bias,
                 "fitted_on": len(probe.fitted_on),
-                "folds": [[_digest(one.weight.double().cpu().numpy()), one.bias] for one in probe.folds],
-                "fold_of_each": _digest(fold),
+                "folds": [[one.weight.double(), one.bias] for one in probe.folds],
+                "fold_of_each": fold,
             },
             "target": target,
             "edges": list(wanted.edges),
@@ -340,7 +339,3 @@ def _record(
             "batch_size": batch_size,
         },
     )
-
-
-def _digest(values: NDArray[Any]) -> str:
-    return hashlib.sha256(values.tobytes()).hexdigest()[:16]

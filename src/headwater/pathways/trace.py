@@ -276,7 +276,7 @@ def _record(
         "trace_pathways",
         model,
         options={
-            "answered": answered.digest(),
+            "answered": answered,
             **vars(setup),
             "window": window,
             "seeds": seeds,

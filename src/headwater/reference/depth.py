@@ -76,18 +76,10 @@ def reproduce_depth(
         **_asking(model),
         batch_size=batch_size,
         progress=progress,
-        out=checked_path("out", out) / "profile" if out else None,
+        out=checked_path("out", out) / "profile" if out is not None else None,
     )
-    run = RunRecord(
-        analysis="reproduce_depth",
-        model=model.name,
-        fingerprint=model.fingerprint,
-        dtype=profile.run.dtype,
-        device=profile.run.device,
-        options={"published": name, "profile": profile.run.options},
-        revision=model.revision,
-    )
-    folder = RunFolder(out, run) if out else None
+    run = RunRecord.of("reproduce_depth", model, {"published": name, "profile": profile.run.options})
+    folder = RunFolder(out, run) if out is not None else None
     if folder and folder.finished:
         return Reproduction.load(folder.path)
     notes = [] if name else [no_numbers(model.name, reference)]

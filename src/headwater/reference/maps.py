@@ -79,18 +79,10 @@ def reproduce_maps(
         relations=relations,
         rule="published",
         progress=progress,
-        out=checked_path("out", out) / "heads" if out else None,
+        out=checked_path("out", out) / "heads" if out is not None else None,
     )
-    run = RunRecord(
-        analysis="reproduce_maps",
-        model=weights.name,
-        fingerprint=weights.fingerprint,
-        dtype=head_map.run.dtype,
-        device=head_map.run.device,
-        options=options | {"heads": head_map.run.options},
-        revision=weights.revision,
-    )
-    folder = RunFolder(out, run) if out else None
+    run = RunRecord.of("reproduce_maps", weights, options | {"heads": head_map.run.options})
+    folder = RunFolder(out, run) if out is not None else None
     if folder and folder.finished:
         return Reproduction.load(folder.path)
     numbers = reference.models[name]["relations"] if name else {}

@@ -19,11 +19,13 @@ import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError
+from headwater.identity import digest_of_file
 from headwater.models.hooked import HookedModel
 from headwater.models.load import load
+from headwater.options import checked_path
 from headwater.pathways.answers import answer
 from headwater.pathways.detection import Detection, detect
-from headwater.pathways.extractors import Extractor, extractor_name
+from headwater.pathways.extractors import Extractor
 from headwater.pathways.questions import Source, load_questions
 from headwater.records import RunRecord
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
@@ -87,9 +89,9 @@ def reproduce_pathways(
     reference = published_numbers("pathways")
     name = reference.name_of(model.name, model.shape, published)
     options = {"sample": sample, "methods": list(methods), "token": token, "seeds": seeds}
-    named = {"published": name, "questions": [_named(source) for source in sources]}
-    run = _record(model, options | named | {"extractor": extractor_name(extractor)})
-    folder = RunFolder(out, run) if out else None
+    named = {"published": name, "questions": [_content(source) for source in sources], "extractor": extractor}
+    run = RunRecord.of("reproduce_pathways", model, options | named)
+    folder = RunFolder(out, run) if out is not None else None
     if folder and folder.finished:
         return Reproduction.load(folder.path)
     numbers = reference.models[name] if name else {}
@@ -123,13 +125,9 @@ def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.Da
     return pd.DataFrame(rows, columns=["quantity", "dataset", "method", "published", "measured"])
 
 
-def _named(source: Source) -> str:
-    return "a table" if isinstance(source, pd.DataFrame) else str(source)
-
-
-def _record(model: HookedModel, options: dict[str, Any]) -> RunRecord:
-    return RunRecord.of(
-        "reproduce_pathways",
-        model,
-        options,
-    )
+def _content(source: Source) -> Any:
+    """Return what stands for a question set in the record of a run: its rows, or the hash of its file."""
+    if isinstance(source, pd.DataFrame):
+        return source
+    path = checked_path("questions", source)
+    return {"name": str(source), "file": digest_of_file(path) if path.is_file() else None}
