@@ -256,6 +256,7 @@ def test_the_label_rule_is_chosen_recorded_and_may_be_a_judge_whose_word_is_kept
         asked_about.append((question, accepted, answer))
         return None if answer == "Rome" else answer.startswith("is")
 
+    judge.identity = "begins with is"  # it keeps what it was asked, so its code and values do not stay the same
     judged = hw.answer(model, questions, label=judge, out=tmp_path / "out", progress=False)
     assert asked_about[1] == ("cat B", ("Paris",), "is Paris")
     assert judged.z.tolist() == [1, 0, 1]
@@ -381,6 +382,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
         asked_about.append(question)
         return {"answer": answer.split()[0]} if answer.split() else {}
 
+    extractor.identity = "the last word"  # it keeps what it was asked
     options = {"batch_size": 3, "max_new_tokens": 4, "extractor": extractor, "progress": False}
     with every_answer_ends():
         whole = hw.answer(model, questions, out=tmp_path / "whole", **options)

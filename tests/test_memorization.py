@@ -193,6 +193,7 @@ def test_what_a_judge_said_is_kept_when_it_fails(model, graph, tmp_path, monkeyp
             raise ConnectionError("try later")
         return 4
 
+    judge.identity = "four"  # it keeps what it was asked
     options = {"judge": judge, "out": tmp_path / "run"}
     with pytest.raises(InputError, match=r"The judge failed on the question .* ConnectionError: try later"):
         profile_of(model, graph, **options)

@@ -167,7 +167,9 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 
 def _name_of(value: Any) -> str:
     """Name a value for people: a function or class by its own name, anything else by its type."""
-    own = getattr(value, "__qualname__", None) or getattr(getattr(value, "func", None), "__qualname__", None)
+    while isinstance(value, functools.partial):
+        value = value.args[0] if value.args and callable(value.args[0]) else value.func
+    own = getattr(value, "__qualname__", None)
     name = own if isinstance(own, str) else type(value).__qualname__
     return f"function {name}" if callable(value) and isinstance(own, str) else name
 

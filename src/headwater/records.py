@@ -150,8 +150,10 @@ def refuse_other_run(path: Path, run: RunRecord) -> RunRecord | None:
         )
     differences = run.differences(earlier)
     if differences:
+        is_code = any("function " in difference for difference in differences)
+        why = " A function differs by its code, or by a value that it reads or keeps." if is_code else ""
         raise RunFolderError(
-            f"The output folder {path} holds another run ({'; '.join(differences[:4])}). "
+            f"The output folder {path} holds another run ({'; '.join(differences[:4])}).{why} "
             "Choose another folder, or delete this one."
         )
     return earlier

@@ -97,11 +97,15 @@ def behaviour(config: Any) -> dict[str, Any]:
 
 
 class KnownWeights:
-    """The weights of a model in memory, hashed once and again whenever they have changed."""
+    """The weights of a model in memory, hashed once and again whenever they have changed.
+
+    Buffers follow from the config, as frequencies of rotary embeddings do; one that has changed since the model was
+    loaded counts too.
+    """
 
     def __init__(self, raw: Any, shape: ModelShape):
         self._raw, self._shape = raw, shape
-        self._buffers = {name: look[-1] for name, look in _looks(raw.named_buffers()).items()}
+        self._buffers = {name: _hash_of(_exact(buffer)) for name, buffer in raw.named_buffers()}
         self._seen: Any = None
         self._fingerprint = ""
 
@@ -111,7 +115,8 @@ class KnownWeights:
         config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
         seen = _looks(self._raw.named_parameters()), buffers, json.dumps(behaviour(config), default=str)
         if seen != self._seen:
-            changed = [(n, b) for n, b in self._raw.named_buffers() if self._buffers.get(n) != buffers[n][-1]]
+            named = self._raw.named_buffers()
+            changed = [(name, buffer) for name, buffer in named if self._buffers.get(name) != _hash_of(_exact(buffer))]
             self._fingerprint = fingerprint_of_model(self._raw, self._shape, changed)
             self._seen = seen
         return self._fingerprint
@@ -267,7 +272,7 @@ def _hash_of(parts: Sequence[Any]) -> bytes:
 
 def _exact(values: Tensor) -> list[Any]:
     """The bytes of values as float32, and of what float32 does not hold."""
-    values = values.cpu()
+    values = values.detach().cpu()
     if not values.is_floating_point():
         return [values.contiguous().numpy()]
     narrow = values.float().contiguous()

@@ -1,0 +1,291 @@
+"""`out=` returns the result of the same weights, tokenizer, functions and data, or refuses: never that of others."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError, RunFolderError
+from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
+
+CLEAN, CORRUPTED = "A the cat is in Paris", "A the dog is in Paris"
+QUIET = {"progress": False}
+K = 5
+
+
+def tiny(family: str = "llama", **options):
+    return hw.load(tiny_model(family, **options), tokenizer=tiny_tokenizer())
+
+
+def patched(model, metric, out=None, **options):
+    options = {"sites": "resid_post", "layers": [1], "positions": "last"} | options
+    return hw.patch(model, CLEAN, CORRUPTED, metric=metric, out=out, **options, **QUIET)
+
+
+def made(source: str, **names):
+    """Define `metric` as a notebook's cell would."""
+    scope = {"torch": torch, "__name__": "__main__"} | names
+    exec(compile(source, "<cell>", "exec"), scope)
+    return scope["metric"]
+
+
+EDITS = {
+    "a constant": ("metric = lambda x: x[:, -1, 5]", "metric = lambda x: x[:, -1, 9] * 100"),
+    "a redefined function": ("def metric(x): return x[:, -1, 5]", "def metric(x):\n    y = x[:, -1]\n    return y[:, 9]"),
+    "a default": ("def metric(x, k=5): return x[:, -1, k]", "def metric(x, k=9): return x[:, -1, k]"),
+    "a keyword": ("def metric(x, *, k=5): return x[:, -1, k]", "def metric(x, *, k=9): return x[:, -1, k]"),
+    "a closure": (
+        "def of(k): return lambda x: x[:, -1, k]\nmetric = of(5)",
+        "def of(k): return lambda x: x[:, -1, k]\nmetric = of(9)",
+    ),
+    "a global": ("K = 5\ndef metric(x): return x[:, -1, K]", "K = 9\ndef metric(x): return x[:, -1, K]"),
+    "a function that it calls": (
+        "def of(x): return x[:, -1, 5]\ndef metric(x): return of(x)",
+        "def of(x): return x[:, -1, 9]\ndef metric(x): return of(x)",
+    ),
+    "a partial": (
+        "from functools import partial\ndef of(k, x): return x[:, -1, k]\nmetric = partial(of, 5)",
+        "from functools import partial\ndef of(k, x): return x[:, -1, k]\nmetric = partial(of, 9)",
+    ),
+    "a method": (
+        "class M:\n def f(self, x): return x[:, -1, 5]\nmetric = M().f",
+        "class M:\n def f(self, x): return x[:, -1, 9]\nmetric = M().f",
+    ),
+    "an object": (
+        "class M:\n def __init__(self, k): self.k = k\n def __call__(self, x): return x[:, -1, self.k]\nmetric = M(5)",
+        "class M:\n def __init__(self, k): self.k = k\n def __call__(self, x): return x[:, -1, self.k]\nmetric = M(9)",
+    ),
+    "a tensor": (
+        "w = torch.arange(3.0)\ndef metric(x): return x[:, -1, :3] @ w",
+        "w = torch.arange(3.0) + 1\ndef metric(x): return x[:, -1, :3] @ w",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_metric_never_gets_the_old_numbers(edit, tmp_path):
+    model, (before, after) = tiny(), EDITS[edit]
+    first = patched(model, made(before), tmp_path / "out")
+    again = patched(model, made("\n\n" + before), tmp_path / "out")
+    assert again.run.created == first.run.created
+    assert again.table.equals(first.table)
+    with pytest.raises(RunFolderError, match=r"holds another run \(option metrics: .*function differs by its code"):
+        patched(model, made(after), tmp_path / "out")
+    assert not np.allclose(patched(model, made(after)).table["effect"], first.table["effect"])
+
+
+def test_a_metric_object_and_where_it_reads_are_part_of_the_run(tmp_path):
+    model = tiny()
+    patched(model, hw.Metric("n", lambda x: x[:, -1, 5]), tmp_path / "out")
+    patched(model, hw.Metric("n", lambda x: x[:, -1, 5], at=lambda strings: -1), tmp_path / "out")
+    for other in (
+        hw.Metric("n", lambda x: x[:, -1, 9]),
+        hw.Metric("n", lambda x: x[:, -1, 5], at=lambda strings: 1),
+        hw.Metric("n", lambda x: x[:, -1, 5], site="resid_post"),
+    ):
+        with pytest.raises(RunFolderError, match="holds another run"):
+            patched(model, other, tmp_path / "out")
+
+
+def test_positions_and_answers_count_by_what_they_came_to(tmp_path):
+    model = tiny()
+    metric = hw.logit_difference(" Paris", " Rome")
+    first = patched(model, metric, tmp_path / "out", positions=lambda strings: len(strings) - 1)
+    ids = [tiny_tokenizer().encode(word, add_special_tokens=False)[0] for word in (" Paris", " Rome")]
+    again = patched(model, hw.logit_difference(*ids), tmp_path / "out", positions=[-1])
+    assert again.run.created == first.run.created
+    with pytest.raises(RunFolderError, match="option positions"):
+        patched(model, metric, tmp_path / "out", positions=lambda strings: 2)
+    with pytest.raises(RunFolderError, match="option metrics"):
+        patched(model, hw.logit_difference(" Paris", " Madrid"), tmp_path / "out")
+
+
+SPELLINGS = (
+    {"layers": 2, "positions": -1},
+    {"layers": [2], "positions": "last"},
+    {"layers": -1, "positions": {5 + 1}},
+    {"layers": np.array([2]).tolist(), "positions": range(6, 7)},
+    {"layers": (i for i in [2]), "positions": (6, 7)},
+    {"layers": {2}, "positions": [6], "over": {"position", "layer"}},
+    {"layers": range(2, 3), "positions": lambda strings: len(strings) - 1, "over": ("layer", "position")},
+)
+
+
+def test_options_that_mean_the_same_are_one_run(tmp_path):
+    model, metric = tiny(), hw.logit_difference(" Paris", " Rome")
+    assert len(model.tokenize(CLEAN).tokens[0]) == 7
+    records = [patched(model, metric, **spelling).run for spelling in SPELLINGS]
+    assert [records[0].differences(other) for other in records] == [[]] * len(records)
+    heads = [patched(model, metric, sites="z", heads=h, positions="all").run for h in (None, range(4), [-1, 0, 1, 2])]
+    assert [heads[0].differences(other) for other in heads] == [[]] * 3
+    block = [((0, 2), "last"), (range(2), -1), ({0, 1}, [6])]
+    cut = [
+        hw.knockout(model, CLEAN, block=(last, first), metric=metric, layers=layers, **QUIET).run
+        for (first, last), layers in zip(block, ([0, 1, 2], None, range(3)), strict=True)
+    ]
+    assert [cut[0].differences(other) for other in cut] == [[]] * 3
+
+
+def test_a_function_without_identity_keeps_no_folder_unless_it_names_itself(tmp_path):
+    model, lines = tiny(), (line for line in ["5"])
+
+    def metric(x):
+        return x[:, -1, 5] + (lines is None)
+
+    assert len(patched(model, metric).table)
+    with pytest.raises(InputError, match=r"option metrics: function .*metric: `lines` is a generator.*identity = \"v1\""):
+        patched(model, metric, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    metric.identity = "v1"
+    first = patched(model, metric, tmp_path / "out")
+    assert patched(model, metric, tmp_path / "out").run.created == first.run.created
+    metric.identity = "v2"
+    with pytest.raises(RunFolderError, match="holds another run"):
+        patched(model, metric, tmp_path / "out")
+
+
+def test_a_lens_and_a_judge_of_ones_own_are_part_of_the_run(tmp_path):
+    model = hw.load()
+    texts = ["The cat is in Paris."]
+    hw.token_statistics(model, texts, lens=lambda h, layer: 2 * h, out=tmp_path / "lens", **QUIET)
+    with pytest.raises(RunFolderError, match="option lens"):
+        hw.token_statistics(model, texts, lens=lambda h, layer: 3 * h, out=tmp_path / "lens", **QUIET)
+    graph = hw.load_depth_graph()
+    graph = dataclasses.replace(graph, table=graph.table.head(6).reset_index(drop=True))
+    options = {"controls": False, "out": tmp_path / "judge", **QUIET}
+    hw.memorization(model, graph, judge=lambda question, accepted, answer: 3, **options)
+    with pytest.raises(RunFolderError, match="option judge"):
+        hw.memorization(model, graph, judge=lambda question, accepted, answer: 4, **options)
+
+
+def test_words_swapped_in_the_tokenizer_are_another_run(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    tiny_folder(first, "llama")
+    shutil.copytree(first, second)
+    file = second / "tokenizer.json"
+    content = json.loads(file.read_text())
+    places = {piece: n for n, (piece, _) in enumerate(content["model"]["vocab"])}
+    a, b = places["ĠParis"], places["ĠRome"]
+    vocabulary = content["model"]["vocab"]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    file.write_text(json.dumps(content))
+    one, other = hw.load(first), hw.load(second)
+    assert one.fingerprint == other.fingerprint
+    hw.token_statistics(one, CLEAN, out=tmp_path / "out", **QUIET)
+    with pytest.raises(RunFolderError, match=r"holds another run \(tokenizer: "):
+        hw.token_statistics(other, CLEAN, out=tmp_path / "out", **QUIET)
+    words = [hw.heads.relations.Relation(f"r{i}", "knowledge", tuple(PAIRS)) for i in range(1)]
+    for model, another in ((one, other), (first, second)):
+        out = tmp_path / ("heads" if model is one else "streamed")
+        hw.classify_heads(model, relations=words, embedding="raw", out=out, **QUIET)
+        with pytest.raises(RunFolderError, match=r"holds another run \(tokenizer: "):
+            hw.classify_heads(another, relations=words, embedding="raw", out=out, **QUIET)
+
+
+WORDS = [" Paris", " Rome", " Madrid", " Berlin", " France", " Italy", " Spain", " Germany", " cat", " dog"]
+PAIRS = [(a.strip(), (b.strip(),)) for a in WORDS for b in WORDS if a != b][:40]
+
+
+def test_how_texts_begin_is_part_of_the_tokenizer(tmp_path):
+    model = tiny()
+    hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+    model.bos = 2
+    with pytest.raises(RunFolderError, match="tokenizer"):
+        hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+
+
+def replaced(model):
+    model.raw.blocks[1].ln1.weight = torch.nn.Parameter(model.raw.blocks[1].ln1.weight * 2)
+
+
+def without_version(model):
+    with torch.inference_mode():
+        model.raw.blocks[1].ln1.weight.data = model.raw.blocks[1].ln1.weight * 2
+
+
+WEIGHT_EDITS = {
+    "in place": lambda hf, model: hf.model.layers[1].mlp.up_proj.weight.mul_(1.7),
+    "through .data": lambda hf, model: hf.model.layers[1].mlp.up_proj.weight.data.mul_(1.7),
+    "two entries swapped": lambda hf, model: hf.model.embed_tokens.weight.data[7, [1, 2]].copy_(torch.ones(2)),
+    "one row through .data": lambda hf, model: hf.model.embed_tokens.weight.data[7].copy_(torch.ones(32)),
+    "load_state_dict": lambda hf, model: hf.load_state_dict(tiny_model("llama", seed=1).state_dict()),
+    "a replaced parameter": lambda hf, model: replaced(model),
+    "in inference mode": lambda hf, model: without_version(model),
+}
+
+
+@pytest.mark.parametrize("edit", WEIGHT_EDITS)
+def test_weights_edited_after_loading_are_other_weights(edit, tmp_path):
+    hf = tiny_model("llama")
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    before, logits = model.fingerprint, model.run(CLEAN)
+    hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+    with torch.no_grad():
+        WEIGHT_EDITS[edit](hf, model)
+    is_same = torch.allclose(model.run(CLEAN), logits)
+    assert model.fingerprint != before or (is_same and edit == "two entries swapped")
+    if not is_same:
+        with pytest.raises(RunFolderError, match=r"holds another run \(fingerprint"):
+            hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+
+
+def test_an_edit_taken_back_is_the_model_it_was():
+    model = tiny()
+    before, weight = model.fingerprint, model.raw.blocks[1].ln1.weight
+    kept = weight.clone()
+    with torch.no_grad():
+        weight.mul_(3)
+        assert model.fingerprint != before
+        weight.copy_(kept)
+    assert model.fingerprint == before
+
+
+def test_a_buffer_or_a_config_changed_after_loading_is_another_model():
+    model = tiny()
+    before = model.fingerprint
+    buffer = next(b for name, b in model.raw.named_buffers() if name.endswith("inv_freq"))
+    kept = buffer.clone()
+    buffer.mul_(0.5)
+    assert model.fingerprint != before
+    buffer.copy_(kept)
+    assert model.fingerprint == before
+    model.raw.original_model.config.rope_parameters = {"rope_type": "default", "rope_theta": 5.0}
+    assert model.fingerprint != before
+
+
+def test_parameters_that_only_this_model_has_count():
+    hf = tiny_model("llama")
+    before = hw.load(hf).fingerprint
+    hf.model.layers[0].mlp.up_proj.register_parameter("lora_A", torch.nn.Parameter(torch.ones(2, 3)))
+    with_adapter = hw.load(hf).fingerprint
+    with torch.no_grad():
+        hf.model.layers[0].mlp.up_proj.lora_A.add_(1)
+    assert len({before, with_adapter, hw.load(hf).fingerprint}) == 3
+
+
+def test_one_row_of_a_large_embedding_changes_the_fingerprint():
+    hf = tiny_model("llama", d_vocab=140_000)
+    assert hf.model.embed_tokens.weight.numel() > 2**22
+    model = hw.load(hf)
+    before = model.fingerprint
+    with torch.no_grad():
+        hf.model.embed_tokens.weight[70_001] += 100
+    after = model.fingerprint
+    hf.model.embed_tokens.weight.data[70_001, 3] += 1e-3
+    assert len({before, after, model.fingerprint}) == 3
+    model.raw.to(torch.float64)
+    wide = model.fingerprint
+    next(p for p in model.raw.parameters() if p.ndim == 2).data[5, 5] += 1e-12
+    assert model.fingerprint != wide == hw.load(hf, dtype=torch.float64).fingerprint
+
+
+def test_answers_of_another_tokenizer_or_other_weights_are_refused():
+    model = hw.load()
+    answered = hw.answer(model, hw.load_questions("natural", sample=20), **QUIET)
+    model.tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(InputError, match=r"answered by embedded \(another tokenizer than embedded's\)"):
+        hw.trace_pathways(model, answered, **QUIET)
