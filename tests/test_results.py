@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.errors import RunFolderError
+from headwater.errors import InputError, RunFolderError
 from headwater.records import FORMAT, RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder
@@ -348,3 +348,56 @@ def test_a_manifest_of_other_files_is_damage(tmp_path, name):
     (tmp_path / "run.json").write_text(json.dumps(plain))
     with pytest.raises(RunFolderError, match=r"its manifest names .* which is no file of a Sample"):
         Sample.load(tmp_path)
+
+
+def test_a_result_without_its_manifest_or_with_files_it_does_not_name_is_refused(tmp_path):
+    sample().save(tmp_path)
+    plain = json.loads((tmp_path / "run.json").read_text())
+    zeroed = pd.read_parquet(tmp_path / "table.parquet").assign(score=0.0)
+    zeroed.to_parquet(tmp_path / "table.parquet")
+    for manifest, said in (
+        ({}, r"has no manifest"),
+        ({"manifest": None}, r"has no manifest"),
+        ({"manifest": {}}, r"table\.parquet is not in its manifest|tensors\.safetensors is not in its manifest"),
+        ({"manifest": {"tensors.safetensors": plain["manifest"]["tensors.safetensors"]}}, r"table\.parquet is not in"),
+    ):
+        changed = {key: value for key, value in plain.items() if key != "manifest"} | manifest
+        (tmp_path / "run.json").write_text(json.dumps(changed))
+        with pytest.raises(RunFolderError, match=said):
+            Sample.load(tmp_path)
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_folder_of_an_earlier_format_is_read_and_no_run_goes_on_in_it(tmp_path, written):
+    sample().save(tmp_path)
+    plain = json.loads((tmp_path / "run.json").read_text())
+    plain["format"] = written
+    del plain["run"]["tokenizer"]
+    if written == 0:
+        del plain["format"], plain["manifest"]
+    (tmp_path / "run.json").write_text(json.dumps(plain))
+    assert Sample.load(tmp_path).run.tokenizer is None
+    with pytest.raises(RunFolderError, match=r"written by an earlier headwater .* Choose another folder, .* load\(\)"):
+        RunFolder(tmp_path, record())
+
+
+ODD_PATHS = {
+    "": "is empty",
+    "  ": "is empty",
+    "a" * 300: r"\(300 characters\)' cannot be used as a path: File name too long",
+    "a/" * 3000: "cannot be used as a path: File name too long",
+    "a\0b": "is no path: embedded null byte",
+    "a\ud800b": "is no path: .*surrogates not allowed",
+    "caf\udce9": "is no path: .*surrogates not allowed",
+    "~nobody-of-this-name/a": "is no path: Could not determine home",
+}
+
+
+@pytest.mark.parametrize("path", ODD_PATHS, ids=range(len(ODD_PATHS)))
+def test_a_path_that_nothing_can_be_under_is_refused_in_one_line(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for use in (lambda: RunFolder(path, record()), lambda: sample().save(path), lambda: Sample.load(path)):
+        with pytest.raises(InputError, match=ODD_PATHS[path]) as refused:
+            use()
+        assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())

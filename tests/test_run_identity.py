@@ -35,7 +35,10 @@ def made(source: str, **names):
 
 EDITS = {
     "a constant": ("metric = lambda x: x[:, -1, 5]", "metric = lambda x: x[:, -1, 9] * 100"),
-    "a redefined function": ("def metric(x): return x[:, -1, 5]", "def metric(x):\n    y = x[:, -1]\n    return y[:, 9]"),
+    "a redefined function": (
+        "def metric(x): return x[:, -1, 5]",
+        "def metric(x):\n    y = x[:, -1]\n    return y[:, 9]",
+    ),
     "a default": ("def metric(x, k=5): return x[:, -1, k]", "def metric(x, k=9): return x[:, -1, k]"),
     "a keyword": ("def metric(x, *, k=5): return x[:, -1, k]", "def metric(x, *, k=9): return x[:, -1, k]"),
     "a closure": (
@@ -137,7 +140,9 @@ def test_a_function_without_identity_keeps_no_folder_unless_it_names_itself(tmp_
         return x[:, -1, 5] + (lines is None)
 
     assert len(patched(model, metric).table)
-    with pytest.raises(InputError, match=r"option metrics: function .*metric: `lines` is a generator.*identity = \"v1\""):
+    with pytest.raises(
+        InputError, match=r"option metrics: function .*metric: `lines` is a generator.*identity = \"v1\""
+    ):
         patched(model, metric, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     metric.identity = "v1"

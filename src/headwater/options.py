@@ -78,6 +78,7 @@ def checked_path(option: str, value: Any) -> Path:
     shown = repr(str(value) if len(str(value)) < 80 else f"{str(value)[:60]}... ({len(str(value))} characters)")
     try:
         path = Path(value).expanduser()
+        str(path).encode()  # parquet and safetensors take names in UTF-8 only
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (path / _A_FILE).stat()
     except (ValueError, RuntimeError) as error:  # NUL, half a character, the home of nobody

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.models.tokens import panics_are_errors
+from headwater.options import checked_path
 from headwater.texts import HALF_A_CHARACTER, is_unicode, refuse_half_characters
 
 CATEGORIES = ("algorithmic", "knowledge", "linguistic", "translation")
@@ -180,7 +181,8 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     if isinstance(relations, Relation):
         return (relations,)
     if relations is None or isinstance(relations, str | Path):
-        found, where = _read_relations(_suite() if relations is None else Path(relations).expanduser()), relations
+        path = _suite() if relations is None else checked_path("relations", relations)
+        found, where = _read_relations(path), relations
     elif (parts := _listed(relations)) is not None:
         found, where = tuple(one for part in parts for one in load_relations(part)), None
     else:

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from headwater.errors import ModelError
 from headwater.models.layouts import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors, layout_of
 from headwater.models.shape import refuse_impossible_sizes, shape_of, text_config
+from headwater.options import checked_path
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,7 +42,7 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     Raises:
         ModelError: there is no such folder and no such model, or it cannot be reached.
     """
-    path = Path(what).expanduser()
+    path = checked_path("model", what)
     if path.is_dir():
         return path
     if path.is_file():

@@ -42,6 +42,7 @@ from headwater.models.memory import refuse_too_large
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
 from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
 from headwater.models.tokens import load_tokenizer
+from headwater.options import checked_path
 
 
 def load(
@@ -81,7 +82,7 @@ def load(
     if what is None:
         return _embedded(device, kind)
     if isinstance(what, str | Path):
-        path = Path(what).expanduser()
+        path = checked_path("what", what)
         if is_lens_checkpoint(path):
             _refuse_spread(device, "the state dict of a HookedTransformer")
             raw = read_lens_checkpoint(path, tokenizer, device or _default_device(), kind, pickled=pickled)

@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 
 from headwater.errors import InputError, ModelError
 from headwater.models.checkpoint import first_line, refuse_pointer
-from headwater.options import whole_number
+from headwater.options import checked_path, whole_number
 from headwater.texts import refuse_half_characters
 
 TOKENIZER_FILES = (
@@ -230,7 +230,7 @@ def load_tokenizer(
     Raises:
         ModelError: there are no tokenizer files, or they cannot be read.
     """
-    folder = Path(source).expanduser()
+    folder = checked_path("tokenizer", source)
     where = str(folder) if folder.is_dir() else str(source)
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(

@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
-from headwater.options import checked_count
+from headwater.options import checked_count, checked_path
 from headwater.pathways.datasets import adapt, check_format, columns_found, detect_format
 from headwater.results import table_html
 from headwater.rows import Row, read_rows
@@ -124,7 +124,7 @@ def _open(source: Source | None) -> tuple[str, Iterator[tuple[int, Row]], str | 
         return str(world), read_rows(world, "questions"), None if source is None else str(source)
     if not isinstance(source, str | Path):
         raise InputError(f"Questions come from a file or a data frame, not from a {type(source).__name__}.")
-    path = Path(source).expanduser()
+    path = checked_path("source", source)
     if isinstance(source, str) and not path.suffix and not path.exists():
         raise InputError(f"There is no file and no question set {source!r}.{did_you_mean(source, WORLD_SETS)}")
     return str(path), read_rows(path, "questions"), None
