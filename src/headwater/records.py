@@ -103,7 +103,7 @@ class RunRecord:
     def mismatch(self, model: Recorded) -> str | None:
         """Say what of another model than this run's `model` has, "other weights" or "another tokenizer"; else None."""
         if self.fingerprint != model.fingerprint:
-            return "other weights" if self.tokenizer is not None else "other weights, or recorded by headwater 0.1.0"
+            return "other weights"
         is_other = self.tokenizer is not None and self.tokenizer != model.tokenizer_digest
         return "another tokenizer" if is_other else None
 
