@@ -171,7 +171,7 @@ def _name_of(value: Any) -> str:
         value = value.args[0] if value.args and callable(value.args[0]) else value.func
     own = getattr(value, "__qualname__", None)
     name = own if isinstance(own, str) else type(value).__qualname__
-    return f"function {name}" if callable(value) and isinstance(own, str) else name
+    return f"function {name}" if callable(value) else name
 
 
 def _says(value: Any) -> bool:
