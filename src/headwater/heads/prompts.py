@@ -57,7 +57,10 @@ def relations_of(model: HookedModel, head_map: HeadMap, relations: Relations) ->
     if not isinstance(head_map, HeadMap):
         raise InputError(f"head_map={head_map!r} is no head map: give what hw.classify_heads returns.")
     if other := head_map.run.mismatch(model):
-        raise ModelError(f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has {other}.")
+        raise ModelError(
+            f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has "
+            f"{other}."
+        )
     used = head_map.relations[head_map.relations["used"]]
     wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
     same_words = head_map.run.options["rule"] == "published"
