@@ -153,7 +153,9 @@ def test_a_hook_a_sweep_and_transformers_itself_make_the_same_edit(models, monke
             patched_cell(model, site)
         return
     before = model.run([CORRUPTED])
-    edited = model.run([CORRUPTED], [kept_and_written(model, site)])
+    name, write = kept_and_written(model, site)
+    edited = model.run([CORRUPTED], [(name, write)])
+    assert torch.equal(edited, model.run([CORRUPTED], [(name, lambda a, hook: write(a.clone(), hook))]))
     assert float((edited - before).abs().max()) > 1e-4
     if (expected := transformers_logits(family, site)) is not None:
         torch.testing.assert_close(edited, expected, **CLOSE)
