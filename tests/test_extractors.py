@@ -8,7 +8,8 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.pathways.extractors import EndpointExtractor, call_extractor, exact_words, extractor_name, json_object
+from headwater.identity import describe
+from headwater.pathways.extractors import EndpointExtractor, call_extractor, exact_words, json_object
 from tests.ending import every_answer_ends
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -143,10 +144,9 @@ def test_an_extractor_that_fails_or_returns_no_mapping_is_named_with_its_example
 
 def test_names_for_the_record_never_hold_the_key():
     extractor = EndpointExtractor("http://x/v1", "judge", api_key="secret")
-    assert extractor_name(extractor) == "judge at http://x/v1"
+    assert extractor.identity == "judge at http://x/v1"
     assert "secret" not in repr(extractor)
-    assert extractor_name(json_object).endswith("extractors.json_object")
-    assert extractor_name(None) is None
+    assert describe(json_object).startswith("function json_object ")
 
 
 def test_an_endpoint_gives_the_exact_words_of_questions_that_have_none(tmp_path):

@@ -212,10 +212,14 @@ def without_version(model):
         model.raw.blocks[1].ln1.weight.data = model.raw.blocks[1].ln1.weight * 2
 
 
+def swapped(row):
+    row[1:3] = row[1:3].flip(0)
+
+
 WEIGHT_EDITS = {
     "in place": lambda hf, model: hf.model.layers[1].mlp.up_proj.weight.mul_(1.7),
     "through .data": lambda hf, model: hf.model.layers[1].mlp.up_proj.weight.data.mul_(1.7),
-    "two entries swapped": lambda hf, model: hf.model.embed_tokens.weight.data[7, [1, 2]].copy_(torch.ones(2)),
+    "two entries swapped": lambda hf, model: swapped(hf.model.embed_tokens.weight.data[7]),
     "one row through .data": lambda hf, model: hf.model.embed_tokens.weight.data[7].copy_(torch.ones(32)),
     "load_state_dict": lambda hf, model: hf.load_state_dict(tiny_model("llama", seed=1).state_dict()),
     "a replaced parameter": lambda hf, model: replaced(model),
@@ -227,15 +231,13 @@ WEIGHT_EDITS = {
 def test_weights_edited_after_loading_are_other_weights(edit, tmp_path):
     hf = tiny_model("llama")
     model = hw.load(hf, tokenizer=tiny_tokenizer())
-    before, logits = model.fingerprint, model.run(CLEAN)
+    before = model.fingerprint
     hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
     with torch.no_grad():
         WEIGHT_EDITS[edit](hf, model)
-    is_same = torch.allclose(model.run(CLEAN), logits)
-    assert model.fingerprint != before or (is_same and edit == "two entries swapped")
-    if not is_same:
-        with pytest.raises(RunFolderError, match=r"holds another run \(fingerprint"):
-            hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+    assert model.fingerprint != before
+    with pytest.raises(RunFolderError, match=r"holds another run \(fingerprint"):
+        hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
 
 
 def test_an_edit_taken_back_is_the_model_it_was():
