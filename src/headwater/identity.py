@@ -91,7 +91,7 @@ def describe(options: Any) -> Any:
         return {field.name: describe(getattr(options, field.name)) for field in dataclasses.fields(options)}
     kind = _name_of(options)
     try:
-        return f"{kind} {digest(options)}"
+        return f"{kind} {options.identity if _says(options) else digest(options)}"
     except UnknownIdentityError as error:
         return {UNKNOWN: f"{kind}: {error}"}
 
