@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -93,6 +94,15 @@ def function(source: str, **names):
         ("class A:\n @property\n def k(s): return 1\nf = A()", "class A:\n @property\n def k(s): return 2\nf = A()"),
         ("class B:\n k = 1\nclass A(B): pass\nf = A", "class B:\n k = 2\nclass A(B): pass\nf = A"),
         ("f = lambda x: x\nf.k = 1", "f = lambda x: x\nf.k = 2"),
+        (
+            "class M(type):\n k = 1\nclass A(metaclass=M): pass\nf = lambda x: A.k",
+            "class M(type):\n k = 2\nclass A(metaclass=M): pass\nf = lambda x: A.k",
+        ),
+        ("f = np.ma.array([1, 2], mask=[0, 1])", "f = np.ma.array([1, 2], mask=[1, 0])"),
+        (
+            "import functools\n@functools.wraps(torch.nn.functional.softmax)\ndef f(x): return x",
+            "import functools\n@functools.wraps(torch.nn.functional.softmax)\ndef f(x): return x + 1",
+        ),
         ("f = torch.nn.Linear(2, 2)", "f = torch.nn.Linear(2, 2)\nf.bias.data.add_(1)"),
     ],
 )
@@ -103,6 +113,24 @@ def test_functions_that_compute_other_things_have_other_digests(one, other):
     second = function(one)
     torch.manual_seed(0)
     assert digest(first) == digest(second) != digest(function(other))
+
+
+def test_a_file_called_like_a_module_of_python_is_no_part_of_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for k in (1, 2):
+        (tmp_path / "this.py").write_text(f"def f(x): return x * {k} + {'0' * k}\n")
+        monkeypatch.delitem(sys.modules, "this", raising=False)
+        importlib.invalidate_caches()
+        found.append(digest(importlib.import_module("this").f))
+    monkeypatch.delitem(sys.modules, "this")
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("name", ["eval", "exec", "globals", "__import__"])
+def test_a_function_that_may_read_anything_has_no_identity(name):
+    with pytest.raises(UnknownIdentityError, match=f"a function that calls {name}"):
+        digest(function(f"def g(x): return {name}('K')\ndef f(x): return g(x)"))
 
 
 def test_values_of_every_kind_are_told_apart():

@@ -10,6 +10,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.models.edits import looks
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = "A the cat is in Paris", "A the dog is in Paris"
@@ -296,3 +297,21 @@ def test_answers_of_another_tokenizer_or_other_weights_are_refused():
     model.tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(InputError, match=r"answered by embedded \(another tokenizer than embedded's\)"):
         hw.trace_pathways(model, answered, **QUIET)
+
+
+def test_hooks_around_an_analysis_are_part_of_the_run(tmp_path):
+    model, site = tiny(), "blocks.1.hook_resid_mid"
+
+    def table(*hooks, out=tmp_path):
+        with model.hooks(hooks):
+            return hw.token_statistics(model, CLEAN, out=out, **QUIET).table
+
+    halved = (site, lambda a, hook: a / 2)
+    plain, edited = table(out=tmp_path / "plain"), table(halved)
+    assert edited.equals(table((site, lambda a, hook: a / 2)))
+    assert not edited.equals(plain)
+    for others in ((), ((site, lambda a, hook: a / 3),), (halved, halved), (("blocks.0.hook_resid_mid", halved[1]),)):
+        with pytest.raises(RunFolderError, match="hooks of the model"):
+            table(*others)
+    watched = (site, looks(lambda a, hook: None))
+    assert table(watched, out=tmp_path / "plain").equals(plain)

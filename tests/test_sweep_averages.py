@@ -130,6 +130,8 @@ def test_key_value_heads_have_a_column_of_their_own(model):
     ("metric", "message"),
     [
         (lambda x: x[:, -1, 5] - x[:, -1, 5].mean(), "its rows depend on one another"),
+        (lambda x: (x - x.mean())[:, -1, 5], "its rows depend on one another"),
+        (lambda x: x[:, -1, 5] / x.max(), "its rows depend on one another"),
         (lambda x: x[:, -1, 5].softmax(0), "its rows depend on one another"),
         (lambda x: torch.complex(x[:, -1, 5], x[:, -1, 6]), "gave complex numbers"),
         (lambda x: (-x[:, -1, 5].abs() - 1).log(), r"gave nan for example 0, of values that are all finite"),

@@ -26,6 +26,7 @@ import hashlib
 import inspect
 import json
 import os
+import site
 import sys
 import sysconfig
 import types
@@ -51,6 +52,8 @@ MADE_BY_PYTHON = frozenset(
     "__parameters__ __orig_bases__ __match_args__ __dataclass_params__ __dataclass_fields__ __abstractmethods__ "
     "_abc_impl __annotate_func__ __annotations_cache__ __annotate__ __classcell__ __type_params__".split()
 )
+READ_BY_NAME = ("eval", "exec", "globals", "__import__")
+"""Built-in functions by which code reads what its names do not tell."""
 CONTAINERS = (list, tuple, set, frozenset, dict, range, slice)
 PLAIN = (bool, int, float, str, type(None))
 
@@ -265,6 +268,8 @@ class _Digests:
             return _frame(value)
         if isinstance(value, pd.Series | pd.Index):
             return _frame(value.to_frame())
+        if isinstance(value, np.ma.MaskedArray):
+            return self.parts("masked", np.ma.getdata(value), np.ma.getmaskarray(value))
         array = np.asarray(value)
         if array.dtype.hasobject:
             return self.parts("array", list(array.shape), array.ravel().tolist())
@@ -288,7 +293,9 @@ class _Digests:
         return self.parts("code", shape, names, code.co_code, code.co_exceptiontable, code.co_consts)
 
     def _function(self, function: types.FunctionType) -> bytes:
-        if _is_library(function.__module__) and _found_by_name(function):
+        written_in = function.__globals__.get("__name__")  # functools.wraps copies __module__ from another function
+        is_own = written_in in sys.modules and not _is_library(written_in)
+        if not is_own and _is_library(function.__module__) and _found_by_name(function):
             return _by_name(function)
         code = function.__code__
         held = {name: _content(cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)}
@@ -310,6 +317,8 @@ class _Digests:
                 value = function.__globals__[name]
                 is_module = isinstance(value, types.ModuleType)
                 found = self._module(value, attributes) if is_module else self._named(name, value)
+            elif name in READ_BY_NAME:
+                raise UnknownIdentityError(f"a function that calls {name}(), by which it may read anything")
             else:
                 found = b"built in" if hasattr(builtins, name) else b"nowhere"
             parts += [name.encode(), found]
@@ -324,7 +333,7 @@ class _Digests:
         own = {n: v for n, v in sorted(vars(cls).items()) if n not in MADE_BY_PYTHON and not _is_generated(cls, v)}
         fields = getattr(cls, "__dataclass_fields__", {})
         given = [(n, f.default, f.default_factory) for n, f in fields.items()]
-        return _hash("class", self.of(cls.__bases__), self._mapping("body", own), self.of(given))
+        return _hash("class", self.of(type(cls)), self.of(cls.__bases__), self._mapping("body", own), self.of(given))
 
     def _object(self, value: Any) -> bytes:
         """Hash an object as pickle would write it: its class and its state."""
@@ -483,8 +492,9 @@ def _version(module: str) -> bytes:
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    named = {os.path.realpath(paths[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(sorted(named))
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple(sorted({os.path.realpath(folder) + os.sep for folder in folders}))
 
 
 def _is_library(module: str | None) -> bool:
@@ -492,9 +502,9 @@ def _is_library(module: str | None) -> bool:
     top = (module or "").split(".")[0]
     if top in ("", "__main__"):
         return False
-    if top == "headwater" or top in sys.stdlib_module_names or top in sys.builtin_module_names:
+    if top == "headwater" or top in sys.builtin_module_names:
         return True
     file = getattr(sys.modules.get(top), "__file__", None)
-    if file is None:
-        return False
-    return os.path.realpath(file).startswith(_library_folders())
+    if file is None:  # also of what is in the standard library but not loaded, or frozen
+        return top in sys.stdlib_module_names
+    return os.path.realpath(file).startswith(_library_folders())  # a file of the user's may be called profile.py

@@ -7,7 +7,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,6 +48,10 @@ class Recorded(Protocol):
         """A hash of the tokenizer."""
 
     @property
+    def edits(self) -> Sequence[tuple[str, Any]]:
+        """The hooks that are attached and may edit: activations and functions."""
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of the weights."""
 
@@ -79,14 +83,18 @@ class RunRecord:
 
     @classmethod
     def of(cls, analysis: str, model: Recorded, options: dict[str, Any], seed: int | None = None) -> RunRecord:
-        """Record a run of an analysis on a model, or on the weights of one; options may be of any kind."""
+        """Record a run of an analysis on a model, or on the weights of one; options may be of any kind.
+
+        Hooks that edit the model meanwhile (`with model.hooks(...)`) are recorded as one more option.
+        """
+        edits = {"hooks of the model": model.edits} if model.edits else {}
         return cls(
             analysis=analysis,
             model=model.name,
             fingerprint=model.fingerprint,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
-            options=describe(options),
+            options=describe(options | edits),
             tokenizer=model.tokenizer_digest,
             revision=model.revision,
             seed=describe(seed),

@@ -188,6 +188,16 @@ class Attachments:
         self._places: dict[int, _Place] = {}
         self._carried: dict[str, _Carried] = {}
 
+    def edits(self) -> list[Hook]:
+        """Return the hooks that are attached now and may edit, in the order in which they act."""
+        held = [hook for place in self._places.values() for hook in (*place.hooks, *place.carrying)]
+        every = [hook for one in held for hook in (one.hooks if isinstance(one, _Carried) else [one])]
+        return [
+            (one.name, one.function)
+            for one in every
+            if not (isinstance(one.function, Trusted) and not one.function.edits)
+        ]
+
     @contextlib.contextmanager
     def attached(self, hooks: Sequence[Attached]) -> Iterator[None]:
         """Attach hooks after those that are there, for as long as the context lasts.

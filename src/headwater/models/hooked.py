@@ -128,6 +128,11 @@ class HookedModel:
         begins = "" if self.bos == _bos_of(self.raw, self.tokenizer) else f", texts begin with {self.bos}"
         return tokenizer_digest(self.tokenizer) + begins
 
+    @property
+    def edits(self) -> list[Hook]:
+        """The hooks that are attached now (`with model.hooks(...)`) and may edit what the model computes."""
+        return self._attachments.edits()
+
     def digest(self) -> str:
         """Name this model in the identity of what holds it."""
         return f"{self.fingerprint} {self.tokenizer_digest}"

@@ -38,6 +38,7 @@ from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import Batch, load_tokenizer
 
 if TYPE_CHECKING:
+    from headwater.models.edits import Hook
     from headwater.models.hooked import HookedModel
 
 PINNED_AT_MOST = 2**29
@@ -127,6 +128,11 @@ class WeightSource(ABC):
     @abstractmethod
     def tokenizer_digest(self) -> str:
         """Hash of the tokenizer."""
+
+    @property
+    def edits(self) -> "list[Hook]":
+        """The hooks that may edit what is run for them: none, but on a model in memory."""
+        return []
 
     @property
     @abstractmethod
@@ -327,6 +333,11 @@ class LoadedWeights(WeightSource):
     def tokenizer_digest(self) -> str:
         """Hash of the tokenizer."""
         return self.model.tokenizer_digest
+
+    @property
+    def edits(self) -> "list[Hook]":
+        """The hooks that may edit what is run for them."""
+        return self.model.edits
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

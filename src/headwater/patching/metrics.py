@@ -84,13 +84,14 @@ class Metric:
     ) -> None:
         """Refuse a metric in which one row's number depends on the rows beside it.
 
-        Its first row is measured beside another, the same values in the order reversed, and each of the two alone: the
-        rows of a sweep stand together as the memory allows, so such a metric would mean another thing in every batch.
+        Its first row is measured beside another, the same values in the order reversed, scaled and shifted (a mean or
+        a largest value over both is then not that of one), and each of the two alone: the rows of a sweep stand
+        together as the memory allows, so such a metric would mean another thing in every batch.
 
         Raises:
             InputError: the numbers differ.
         """
-        both = torch.cat([values[:1], values[:1].flip(-1)])
+        both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
         twice = [ids[:1].repeat(2) for ids in answers]
         clean = clean[:1].repeat(2, 1, 1) if clean is not None else None
         rows = [slice(0, 1), slice(1, 2)]
@@ -100,8 +101,9 @@ class Metric:
         ]
         together, alone_too = self.measure(both, twice, clean).double(), torch.cat(alone).double()
         if not torch.allclose(together, alone_too, rtol=1e-3, atol=1e-4, equal_nan=True):
+            row = int((together - alone_too).abs().nan_to_num(torch.inf).argmax())
             raise InputError(
-                f"The metric {self.name!r} gives a row {together[0]:.4g} beside another row and {alone_too[0]:.4g} "
+                f"The metric {self.name!r} gives a row {together[row]:.4g} beside another row and {alone_too[row]:.4g} "
                 "alone: its rows depend on one another. It must treat each row by itself: take means and the like over "
                 "the other axes (dim=1, dim=-1)."
             )
