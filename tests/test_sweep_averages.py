@@ -201,7 +201,8 @@ def test_an_answer_with_half_a_character_is_refused(model):
 def test_numbers_of_numpy_are_windows_and_are_recorded(model, tmp_path):
     options = {"sites": "resid_pre", "metric": METRIC, "window": np.int64(2), "progress": False}
     hw.patch(model, " the cat", " the dog", **options, out=tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["run"]["options"]["window"] == {"resid_pre": {"layer": 2}}
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())["run"]["options"]
+    assert recorded["window"] == {"resid_pre": {"layer": 2}}
     for wrong in ({"window": True}, {"seed": True}, {"batch_size": True}, {"layers": True}):
         with pytest.raises(InputError, match="=True"):
             hw.patch(model, " the cat", " the dog", **options | wrong)
