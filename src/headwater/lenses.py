@@ -256,7 +256,8 @@ class _Writer:
             raise NumericsError(
                 f"The contributions of example {example} sum to {float(sums[wrong[0]]):.4g}, its logit difference is "
                 f"{float(total[wrong[0]]):.4g}: {self.model.shape.architecture} adds something to its residual stream "
-                "that is neither embedding, head, MLP nor bias, or the weights are not those that it computes with."
+                "that is neither embedding, head, MLP nor bias, a hook edits it on the way, or the weights are not "
+                "those that it computes with."
             )
 
 
