@@ -21,6 +21,7 @@ RANK = {
     "texts": 1,
     "options": 1,
     "words": 1,
+    "progress": 1.5,
     "labels": 2,
     "rows": 2,
     "models": 2,

@@ -271,7 +271,7 @@ def test_edges_by_text_span_and_function_are_the_same(twins):
         ({"block": ("last", "cow")}, "stands 0 times in the prompt"),
         ({"block": ("last", [1, 2])}, "2 were given for 1 prompts"),
         ({"block": hw.Edges("last", 1, heads=9)}, "no head 9; they are 0 to 3"),
-        ({"variant": "ablate"}, "neither 'mask' nor 'zero'"),
+        ({"variant": "ablate"}, "is not one of mask, zero"),
         ({"over": "position"}, "no position axis"),
     ],
 )

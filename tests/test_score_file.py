@@ -103,7 +103,7 @@ def test_files_that_hold_nothing_to_read_are_refused(model, tmp_path):
         score_file(model, written(tmp_path, "more.csv", "text\n cat\n dog, chat\n"), progress=False)
     with pytest.raises(InputError, match=r"is a folder; give a file of texts"):
         score_file(model, tmp_path, progress=False)
-    with pytest.raises(InputError, match=r"cannot be read: File name too long"):
+    with pytest.raises(InputError, match=r"cannot be used as a path: File name too long"):
         score_file(model, tmp_path / ("a" * 300), progress=False)
     for name in ("a.json", "a.parquet", "a.jsonl.gz"):
         with pytest.raises(InputError, match=rf"{name} is no file of texts: give .jsonl, .csv or .tsv with the texts"):

@@ -29,7 +29,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.likelihood import UnembeddingHead
@@ -44,6 +43,7 @@ from headwater.options import checked_count, checked_name
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
 from headwater.patching.statistics import summarize
+from headwater.progress import Bar, progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -135,13 +135,13 @@ def direct_logit_attribution(
         return DirectAttribution.load(folder.path)
     writer = _Writer(model, read, where, torch.stack([correct, wrong], 1))
 
-    def work(bar: tqdm) -> Iterator[tuple[str, Compute]]:  # type: ignore[type-arg]
+    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
         for start in range(0, len(read), batch_size):
             examples = range(start, min(start + batch_size, len(read)))
             yield f"examples-{start:06d}", partial(writer.measure, examples)
             bar.update(len(examples))
 
-    with tqdm(total=len(read), desc="prompts", unit="prompt", disable=not progress) as bar:
+    with progress_bar(progress, total=len(read), desc="prompts", unit="prompt") as bar:
         pieces = list(run_pieces(folder, work(bar)))
     contributions, totals = (torch.cat([piece[name] for piece in pieces]) for name in ("contributions", "totals"))
     result = DirectAttribution(

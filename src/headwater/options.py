@@ -7,10 +7,13 @@ import operator
 from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from headwater.errors import InputError, did_you_mean
 
+T = TypeVar("T")
 _A_FILE = f".{'x' * 60}.tmp"
 """A name as long as those of the files that are written into a folder."""
 
@@ -22,8 +25,41 @@ def checked_name(option: str, value: Any, valid: Sequence[str]) -> str:
         InputError: it is not.
     """
     if not isinstance(value, str) or value not in valid:
-        raise InputError(f"{option}={value!r} is not one of {', '.join(valid)}.{did_you_mean(str(value), valid)}")
+        raise InputError(f"{option}={shown(value)} is not one of {', '.join(valid)}.{did_you_mean(str(value), valid)}")
     return value
+
+
+def checked_flag(option: str, value: Any) -> bool:
+    """Return True or False, of Python or numpy.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise InputError(f"{option}={shown(value)} must be True or False.")
+    return bool(value)
+
+
+def checked_kind(option: str, value: Any, kind: type[T], source: str) -> T:
+    """Return an object that is of a kind.
+
+    Args:
+        option: its name.
+        value: what was given.
+        kind: the class that it must be of.
+        source: what gives such an object, as "hw.patch(...)".
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(value, kind):
+        raise InputError(f"{option} must be a {kind.__name__}, as {source} gives; found a {type(value).__name__}.")
+    return value
+
+
+def shown(value: Any) -> str:
+    """Write out a value on one line, as it stands in a message."""
+    return " ".join(repr(value).split())
 
 
 def whole_number(value: Any) -> int:
@@ -59,10 +95,31 @@ def checked_count(option: str, value: Any, least: int = 1, most: int | None = No
     try:
         number = whole_number(value)
     except TypeError:
-        raise InputError(f"{option}={value!r} must be a whole number, {limit}.") from None
+        raise InputError(f"{option}={shown(value)} must be a whole number, {limit}.") from None
     if number < least or (most is not None and number > most):
         raise InputError(f"{option}={number} must be {limit}.")
     return number
+
+
+def checked_seed(value: Any, option: str = "seed") -> int:
+    """Return a seed that every generator takes.
+
+    Raises:
+        InputError: it is something else than a whole number from 0 to 2³² - 1.
+    """
+    return checked_count(option, value, least=0, most=2**32 - 1)
+
+
+def checked_layer(option: str, value: Any, n_layers: int, most: int | None = None) -> int:
+    """Return the number of a layer; `most` is the largest, where that is not the model's last.
+
+    Raises:
+        InputError: there is no such layer.
+    """
+    try:
+        return checked_count(option, value, least=0, most=n_layers - 1 if most is None else most)
+    except InputError:
+        raise InputError(f"{option}={shown(value)} is not a layer; the model has layers 0 to {n_layers - 1}.") from None
 
 
 def checked_path(option: str, value: Any) -> Path:
@@ -72,19 +129,20 @@ def checked_path(option: str, value: Any) -> Path:
         InputError: it is neither a text nor a path, is empty, or nothing can be under such a name.
     """
     if not isinstance(value, str | Path):
-        raise InputError(f"{option}={value!r} must be a path: a text or a pathlib.Path, not {type(value).__name__}.")
+        found = type(value).__name__
+        raise InputError(f"{option}={shown(value)} must be a path: a text or a pathlib.Path, not {found}.")
     if not str(value).strip():
         raise InputError(f"{option}={value!r} is empty: give a path; '.' is the current folder.")
-    shown = repr(str(value) if len(str(value)) < 80 else f"{str(value)[:60]}... ({len(str(value))} characters)")
+    said = repr(str(value) if len(str(value)) < 80 else f"{str(value)[:60]}... ({len(str(value))} characters)")
     try:
         path = Path(value).expanduser()
         str(path).encode()  # parquet and safetensors take names in UTF-8 only
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (path / _A_FILE).stat()
     except (ValueError, RuntimeError) as error:  # NUL, half a character, the home of nobody
-        raise InputError(f"{option}={shown} is no path: {error}.") from None
+        raise InputError(f"{option}={said} is no path: {error}.") from None
     except OSError as error:  # too long, or a folder that may not be entered
-        raise InputError(f"{option}={shown} cannot be used as a path: {error.strerror}.") from None
+        raise InputError(f"{option}={said} cannot be used as a path: {error.strerror}.") from None
     return path
 
 
@@ -98,5 +156,5 @@ def checked_number(option: str, value: Any, above: float, below: float = float("
     if not is_number or not (above < value < below or (up_to and value == below)):
         limit = f"above {above:g}" if below == float("inf") else f"between {above:g} and {below:g}"
         limit = f"above {above:g} and at most {below:g}" if up_to else limit
-        raise InputError(f"{option}={value!r} must be a number {limit}.")
+        raise InputError(f"{option}={shown(value)} must be a number {limit}.")
     return float(value)

@@ -34,6 +34,7 @@ from headwater.figures.style import (
     style,
     whole_numbers,
 )
+from headwater.options import shown as said
 from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER, RANDOM_SPLIT
 
 if TYPE_CHECKING:
@@ -128,8 +129,8 @@ def _split(pathways: Pathways, split_by: str | None) -> str:
     held = list(dict.fromkeys(pathways.curves["split_by"]))
     if split_by is None:
         return PER_LAYER if PER_LAYER in held else BEST_LAYER
-    if split_by not in held:
-        raise InputError(f"There are no curves split by {split_by!r}.{did_you_mean(split_by, held)}")
+    if not isinstance(split_by, str) or split_by not in held:
+        raise InputError(f"There are no curves split by {said(split_by)}.{did_you_mean(split_by, held)}")
     return split_by
 
 
@@ -142,8 +143,8 @@ def _names(shown: Sequence[Pathways]) -> list[str]:
 
 
 def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str) -> None:
-    if value not in VALUES:
-        raise InputError(f"value={value!r} cannot be drawn.{did_you_mean(value, VALUES)}")
+    if not isinstance(value, str) or value not in VALUES:
+        raise InputError(f"value={said(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
     curves = pathways.curves[pathways.curves["split_by"] == split_by]
     ax.axhline(0, color=FAINT, linewidth=0.6)
     for mode in MODES:

@@ -6,6 +6,7 @@ see) are hatched, never shown as zero. Several examples are averaged; a curve ca
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
@@ -18,6 +19,7 @@ from headwater.errors import InputError
 from headwater.figures.fonts import drawable
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import FAINT, SETS, style, whole_numbers
+from headwater.options import shown as said
 from headwater.patching.statistics import cell_means, measure_of, summarize
 
 if TYPE_CHECKING:
@@ -64,8 +66,9 @@ def plot_sweep(
     table = sweep.table
     for column, wanted in {"site": site, "metric": metric, **fixed}.items():
         if wanted is not None:
-            if column not in table.columns or not (table[column] == wanted).any():
-                raise InputError(f"This sweep has no {column} {wanted!r}.")
+            known = table[column].tolist() if column in table.columns else []
+            if not isinstance(wanted, str | Integral) or wanted not in known:
+                raise InputError(f"This sweep has no {column} {said(wanted)}.")
             table = table[table[column] == wanted]
     measure = measure_of(table, value, normalize)
     sweep.warn_of_averages(table, measure)

@@ -26,7 +26,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError
 from headwater.heads.classify import HeadMap
@@ -35,6 +34,7 @@ from headwater.heads.relations import Relations
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name
+from headwater.progress import progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 
@@ -144,8 +144,8 @@ def ablate_heads(
     rng = np.random.default_rng(seed)
     random = [layer_matched(heads, model.shape.n_layers, model.shape.n_heads, rng) for _ in range(draws)]
     rows = [_row(name, relation, "none", 0, 0, base[name], tasks[name]) for name in (relation, *chosen)]
-    for task, removed, draw, part in tqdm(
-        list(_runs(relation, chosen, heads, random)), desc="Ablating heads", unit="run", disable=not progress
+    for task, removed, draw, part in progress_bar(
+        progress, list(_runs(relation, chosen, heads, random)), desc="Ablating heads", unit="run"
     ):
         rows.append(_row(task, relation, removed, draw, len(part), bench.measure(tasks[task], part), tasks[task]))
     run = RunRecord.of(

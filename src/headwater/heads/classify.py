@@ -25,7 +25,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError, ModelError
 from headwater.heads.categories import RULES, add_excess, apply_rule, head_categories, label_counts, sensitivity
@@ -50,7 +49,8 @@ from headwater.models.layers_ahead import LayersAhead
 from headwater.models.load import load
 from headwater.models.shape import ModelShape
 from headwater.models.weights import WeightSource, open_weights
-from headwater.options import checked_count, checked_name, checked_number
+from headwater.options import checked_count, checked_flag, checked_name, checked_number
+from headwater.progress import progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder, run_pieces
@@ -226,6 +226,7 @@ def classify_heads(
         RunFolderError: `out` holds another run.
     """
     k, threshold = _check_options(rule, k, threshold, embedding)
+    norm_gain, attention = checked_flag("norm_gain", norm_gain), checked_flag("attention", attention)
     given = load_relations(relations)
     weights = _open(model, device)
     if k is not None and k >= weights.shape.d_vocab:
@@ -251,7 +252,7 @@ def classify_heads(
     folder = RunFolder(out, run) if out is not None else None
     if folder and folder.finished:
         return HeadMap.load(folder.path)
-    bar = tqdm(range(weights.shape.n_layers), desc="Scoring heads", unit="layer", disable=not progress)
+    bar = progress_bar(progress, range(weights.shape.n_layers), desc="Scoring heads", unit="layer")
     with LayersAhead(weights) as read_layer:
         scorer = LayerScorer(
             weights, read_layer, suite_pairs(*zip(*usable, strict=True)), rule == "controlled", options

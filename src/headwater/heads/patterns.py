@@ -26,7 +26,7 @@ from headwater.errors import InputError, ModelError
 from headwater.models.detector import ATTENTION_CLASSES, keys_of
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_number
+from headwater.options import checked_count, checked_number, checked_seed
 
 
 def attention_classes(
@@ -53,7 +53,7 @@ def attention_classes(
         raise ModelError(f"model={model!r} cannot be run: give what hw.load returns.")
     sequences, length = checked_count("sequences", sequences), checked_count("length", length, least=2)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
-    seed = checked_count("seed", seed, least=0)
+    seed = checked_seed(seed)
     tokens = repeated_tokens(model, sequences, length, seed)
     wanted = {name: torch.stack([keys_of(name, row) for row in tokens]) for name in ATTENTION_CLASSES}
     scores = torch.zeros(len(wanted), model.shape.n_layers, model.shape.n_heads)

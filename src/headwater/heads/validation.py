@@ -26,7 +26,6 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.stats import norm
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.heads.classify import HeadMap
 from headwater.heads.prompts import SourcePrompts, checked_templates, relations_of, source_prompts
@@ -38,6 +37,7 @@ from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.weights import open_weights
 from headwater.options import checked_count
+from headwater.progress import progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 
@@ -110,7 +110,7 @@ def dynamic_scores(
     W_U, pieces = weights.unembedding(), []
     longest = longest_column(W_U)
     with torch.inference_mode():
-        for tokens, k in tqdm(known.values(), desc="Dynamic scores", unit="relation", disable=not progress):
+        for tokens, k in progress_bar(progress, known.values(), desc="Dynamic scores", unit="relation"):
             prompts = source_prompts(model, tokens, templates, bos=bos)
             values = last_values(model, prompts, batch_size)
             scores = torch.stack(

@@ -24,7 +24,7 @@ def usable_device(device: str | torch.device) -> torch.device:
     """
     try:
         meant = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError, ValueError):  # a text, something else, a number beyond all
         raise InputError(f"device={str(device)!r} cannot be used: torch knows none of this name. {GIVE}") from None
     try:
         torch.empty(0, device=meant)

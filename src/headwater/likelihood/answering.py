@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import HeadwaterError, InputError
 from headwater.labels import match
@@ -26,6 +25,8 @@ from headwater.likelihood.depth import HIGHEST_SCORE, LOWEST_SCORE, DepthGraph, 
 from headwater.likelihood.framing import Frame
 from headwater.models.generation import end_tokens, generate
 from headwater.models.tokens import encode
+from headwater.options import checked_name, shown
+from headwater.progress import progress_bar
 from headwater.runs import RunFolder, run_pieces
 
 if TYPE_CHECKING:
@@ -65,10 +66,12 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str) -> 
     Raises:
         InputError: there is no such source, or the data lack what is asked of them.
     """
-    if answers not in (DATA, MODEL, None):
-        raise InputError(f"answers={answers!r} is neither 'data' nor 'model'.")
-    if not (judge is None or judge == LABEL or callable(judge)):
-        raise InputError(f"judge={judge!r} is neither 'label' nor a function of question, accepted answers and answer.")
+    if answers is not None:
+        checked_name("answers", answers, (DATA, MODEL))
+    if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
+        raise InputError(
+            f"judge={shown(judge)} is neither 'label' nor a function of question, accepted answers and answer."
+        )
     has_answers, has_scores = graph.table["model_answer"].notna().any(), graph.table["score"].notna().any()
     if answers == DATA and not has_answers:
         raise InputError("answers='data': the graph has no answers of a model; give answers='model'.")
@@ -124,7 +127,7 @@ def _scores(
 ) -> dict[tuple[Any, ...], float]:
     """Ask a judge about each different answer; what it said is kept, because judges may be slow, or cost money."""
     parts = [keys[start : start + JUDGED_AT_ONCE] for start in range(0, len(keys), JUDGED_AT_ONCE)]
-    with tqdm(total=len(keys), desc="Judging", unit="answer", disable=not progress) as bar:
+    with progress_bar(progress, total=len(keys), desc="Judging", unit="answer") as bar:
 
         def compute(part: Sequence[tuple[Any, ...]]) -> dict[str, Tensor]:
             scores = []
@@ -164,7 +167,7 @@ def _answers(
     size = options["batch_size"]
     parts = [order[start : start + size] for start in range(0, len(order), size)]
     written: dict[str, Written | None] = dict.fromkeys(questions)
-    with tqdm(total=len(order), desc="Answering", unit="question", disable=not options["progress"]) as bar:
+    with progress_bar(options["progress"], total=len(order), desc="Answering", unit="question") as bar:
 
         def compute(part: list[str]) -> dict[str, Tensor]:
             found = _generated(model, [ids[question] for question in part], options)

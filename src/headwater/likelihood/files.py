@@ -21,14 +21,14 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError
 from headwater.identity import digest_of_file
-from headwater.likelihood.scores import SHARES, memorization_scores
+from headwater.likelihood.scores import SHARES, checked_shares, memorization_scores
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
-from headwater.options import checked_path
+from headwater.options import checked_flag, checked_path, shown
+from headwater.progress import Bar, progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.rows import check_readable
@@ -110,7 +110,12 @@ def score_file(
     check_model(model)
     path = checked_path("file", file)
     check_readable(path, "texts")
-    options: dict[str, Any] = {"file": digest_of_file(path), "field": field, "k": [float(share) for share in k]}
+    if not isinstance(field, str):
+        raise InputError(f"field={shown(field)} must be the name of a field or column: a text.")
+    if reference is not None:
+        check_model(reference, "reference")
+    shares, lowercase = checked_shares(k), checked_flag("lowercase", lowercase)
+    options: dict[str, Any] = {"file": digest_of_file(path), "field": field, "k": shares}
     options |= {"reference": reference, "lowercase": lowercase}
     run = RunRecord.of(
         "score_file",
@@ -128,18 +133,18 @@ def score_file(
         other = token_statistics(reference, given, **reading) if reference is not None else None  # type: ignore[arg-type]
         lowered = [text.lower() for text in stats.texts["content"]]
         lower = token_statistics(model, lowered, **reading) if lowercase else None  # type: ignore[arg-type]
-        wide = memorization_scores(stats, k=k, reference=other, lowercased=lower).wide().drop(columns="text")
+        wide = memorization_scores(stats, k=shares, reference=other, lowercased=lower).wide().drop(columns="text")
         wide["note"] = [
             NOTES.index(NO_TEXT if text is None else n) for text, n in zip(texts, wide["note"], strict=True)
         ]
         return {str(name): torch.from_numpy(wide[name].to_numpy(copy=True)) for name in wide}
 
-    def work(bar: tqdm) -> Iterator[tuple[str, Compute]]:  # type: ignore[type-arg]
+    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
         for number, texts in enumerate(_chunks(_texts(path, field))):
             yield f"texts-{number:08d}", partial(columns_of, texts)
             bar.update(len(texts))
 
-    with model.held(), (reference or model).held(), tqdm(desc="Scoring", unit=" texts", disable=not progress) as bar:
+    with model.held(), (reference or model).held(), progress_bar(progress, desc="Scoring", unit=" texts") as bar:
         pieces = list(run_pieces(folder, work(bar)))
     if not pieces:
         raise InputError(f"{path} holds no texts.")

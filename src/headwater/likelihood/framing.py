@@ -20,6 +20,7 @@ from headwater.likelihood.lens import Layers, Lens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.generation import chat_text
 from headwater.models.tokens import encode, token_span
+from headwater.options import shown
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -62,8 +63,8 @@ def frame_of(model: HookedModel, context: str, prompt: str | Messages | None) ->
     Raises:
         InputError: there is no such context, the prompt does not hold the question once, or there is no chat template.
     """
-    if context not in CONTEXTS:
-        raise InputError(f"There is no context {context!r}.{did_you_mean(context, CONTEXTS)}")
+    if not isinstance(context, str) or context not in CONTEXTS:
+        raise InputError(f"There is no context {shown(context)}.{did_you_mean(context, CONTEXTS)}")
     if context == "chat":
         if isinstance(prompt, str):
             raise InputError(
@@ -78,7 +79,7 @@ def frame_of(model: HookedModel, context: str, prompt: str | Messages | None) ->
         return Frame(before, after, "")
     prompt = PROMPT if prompt is None else prompt
     if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
-        raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {prompt!r}.")
+        raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {shown(prompt)}.")
     before, after = prompt.split(SLOT)
     return Frame(before, after, "" if after.endswith((" ", "\n")) else " ")
 

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.identity import digest
+from headwater.models.memory import failures_named
+from headwater.options import shown
 
 Lens: TypeAlias = str | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
 """The logit lens ("logit"); a function of the residual stream `token d_model` (float32) and the layer, which gives what
@@ -40,7 +42,7 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
     try:
         asked = [operator.index(layer) for layer in (layers if isinstance(layers, Iterable) else [layers])]
     except TypeError:
-        raise InputError(f"layers={layers!r} are not whole numbers; the layers are 0 to {n_layers - 1}.") from None
+        raise InputError(f"layers={shown(layers)} are not whole numbers; the layers are 0 to {n_layers - 1}.") from None
     for layer in asked:
         if not -n_layers <= layer < n_layers:
             raise InputError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
@@ -76,13 +78,14 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
         return translate
     if callable(lens):
         return partial(_called, lens)
-    if lens != "logit":
-        raise InputError(f"lens={lens!r} is neither 'logit', nor a function, nor a mapping of layers to (A, b).")
+    if not isinstance(lens, str) or lens != "logit":
+        raise InputError(f"lens={shown(lens)} is neither 'logit', nor a function, nor a mapping of layers to (A, b).")
     return lambda residual, layer: residual
 
 
 def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:
-    found = lens(residual.float(), layer)
+    with failures_named("The lens"):
+        found = lens(residual.float(), layer)
     if not isinstance(found, Tensor) or found.shape != residual.shape:
         what = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise InputError(

@@ -28,7 +28,7 @@ from sklearn.pipeline import make_pipeline
 from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
-from headwater.options import checked_count, checked_number
+from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
 from headwater.records import RunRecord
 from headwater.results import Result
 
@@ -89,6 +89,7 @@ def membership(
         raise InputError(f"scores must be what hw.memorization_scores returns, found a {type(scores).__name__}.")
     checked_number("level", level, above=0.0, below=1.0)
     checked_count("resamples", resamples)
+    baseline, seed = checked_flag("baseline", baseline), checked_seed(seed)
     contents = scores.texts.drop_duplicates("text").set_index("text")["content"]
     member = _labels(labels, len(contents))
     kinds = _strata(strata, len(contents), member)
@@ -222,6 +223,8 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
     """Number the strata."""
     if strata is None:
         return None
+    if not isinstance(strata, Iterable):
+        raise InputError(f"strata must be one per text, found a {type(strata).__name__}.")
     given = [str(stratum) for stratum in strata]
     if len(given) != n_texts:
         raise InputError(f"{len(given)} strata were given for {n_texts} texts.")
@@ -231,15 +234,22 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
     return numbers.astype(np.int64)
 
 
+def _is_label(label: Any) -> bool:
+    try:
+        return label in (0, 1)
+    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
+        return False
+
+
 def _labels(labels: Iterable[Any], n_texts: int) -> Bool[ndarray, " text"]:
     if not isinstance(labels, Iterable):
         raise InputError(f"labels must be one per text, found a {type(labels).__name__}.")
     given = list(labels)
     if len(given) != n_texts:
         raise InputError(f"{len(given)} labels were given for {n_texts} texts.")
-    wrong = [i for i, label in enumerate(given) if label not in (0, 1)]
+    wrong = [i for i, label in enumerate(given) if not _is_label(label)]
     if wrong:
-        raise InputError(f"Label {wrong[0]} is {given[wrong[0]]!r}; labels are 1 (member) and 0 (non-member).")
+        raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 1 (member) and 0 (non-member).")
     member = np.array([bool(label) for label in given])
     if member.all() or not member.any():
         raise InputError("Members and non-members are both needed, at least one of each.")

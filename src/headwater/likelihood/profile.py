@@ -36,7 +36,7 @@ from headwater.likelihood.scores import checked_shares
 from headwater.likelihood.scoring import Scored, Scoring
 from headwater.models.generation import end_tokens
 from headwater.models.hooked import check_model
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count, checked_flag, checked_name, checked_seed
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder
@@ -196,6 +196,7 @@ def memorization(
     checked_name("quartiles", quartiles, AGGREGATES)
     checked_count("batch_size", batch_size)
     checked_count("max_new_tokens", max_new_tokens)
+    controls, seed = checked_flag("controls", controls), checked_seed(seed)
     frame = frame_of(model, context, prompt)
     plan = plan_of(graph, answers, judge, span)
     shares = checked_shares(k)

@@ -28,7 +28,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError
 from headwater.identity import digest
@@ -40,7 +39,8 @@ from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
-from headwater.options import checked_count
+from headwater.options import checked_count, checked_name, shown
+from headwater.progress import Bar, progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -135,6 +135,7 @@ def token_statistics(
         raise InputError(f"texts must be a text or texts, found a {type(texts).__name__}.")
     refuse_what_has_no_order(texts)
     texts = [texts] if isinstance(texts, str) else list(texts)
+    spans = _listed_spans(spans)
     chosen = chosen_layers(layers, model.shape.n_layers)
     read = reader(lens, chosen, model.shape.n_layers)
     checked_count("batch_size", batch_size)
@@ -151,14 +152,14 @@ def token_statistics(
     described, windows = _windows(model, texts, spans, long, _stride(stride, model.shape.n_ctx))
     measure = _measurer(model, chosen, read) if windows else None
 
-    def work(bar: tqdm) -> Iterator[tuple[str, Compute]]:  # type: ignore[type-arg]
+    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
         for start in range(0, len(windows), WINDOWS_PER_PIECE):
             part = windows[start : start + WINDOWS_PER_PIECE]
             assert measure is not None
             yield f"windows-{start:08d}", partial(_measure_windows, model, part, measure, batch_size, bar)
             bar.update(start + len(part) - bar.n)
 
-    with tqdm(total=len(windows), desc="Scoring", unit="text", disable=not progress) as bar:
+    with progress_bar(progress, total=len(windows), desc="Scoring", unit="text") as bar:
         pieces = list(run_pieces(folder, work(bar)))
     table = _table(model, pieces, chosen, with_layer=layers != "final")
     result = TextStatistics(table, described, folder.run if folder is not None else run)
@@ -177,8 +178,7 @@ def _windows(
         raise InputError("There are no texts to score.")
     if spans is not None and len(spans) != len(texts):
         raise InputError(f"{len(spans)} spans were given for {len(texts)} texts; give one per text, or None for it.")
-    if long not in ("error", "window"):
-        raise InputError(f"long={long!r} is neither 'error' nor 'window'.")
+    checked_name("long", long, ("error", "window"))
     described, windows = [], []
     for index, text in enumerate(texts):
         if not isinstance(text, str):
@@ -333,10 +333,19 @@ def _stride(stride: int | None, n_ctx: int) -> int:
     return max(1, n_ctx // 2) if stride is None else checked_count("stride", stride, most=n_ctx - 1)
 
 
+def _listed_spans(spans: Any) -> list[Span] | None:
+    """Return the spans, one per text, as a list."""
+    if spans is None:
+        return None
+    if not isinstance(spans, Iterable) or hasattr(spans, "columns"):
+        raise InputError(f"spans={shown(spans)} must be one (start, end) or None per text.")
+    return list(spans)
+
+
 def _checked_span(span: Span, text: str, index: int) -> Span:
     if span is None:
         return None
     is_pair = hasattr(span, "__len__") and len(span) == 2 and all(hasattr(place, "__index__") for place in span)
     if not is_pair or not 0 <= span[0] < span[1] <= len(text):
-        raise InputError(f"The span {span!r} of text {index} is not within its {len(text)} characters.")
+        raise InputError(f"The span {shown(span)} of text {index} is not within its {len(text)} characters.")
     return int(span[0]), int(span[1])

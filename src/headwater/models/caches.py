@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
+from headwater.kernels.devices import usable_device
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large
 from headwater.models.tokens import Batch, Inputs
-from headwater.options import checked_count, whole_numbers
+from headwater.options import checked_count, checked_flag, shown, whole_numbers
+from headwater.progress import progress_bar
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -107,7 +108,8 @@ def fill_cache(
     Raises:
         InputError: an option names nothing of this model, or the cache would not fit.
     """
-    shape = model.shape
+    shape, device = model.shape, usable_device(device)
+    progress, attention = checked_flag("progress", progress), checked_flag("attention", attention)
     batch = model.tokenize(inputs)
     site = _site(residual, shape.parallel_blocks)
     if site is None and not attention:
@@ -122,7 +124,7 @@ def fill_cache(
         "residual": (len(chosen_layers), rows, width, shape.d_model) if site else None,
         "attention": (len(chosen_layers), rows, len(chosen_heads), width, batch.tokens.shape[1]) if attention else None,
     }
-    _refuse_too_large(sizes.values(), dtype.itemsize, torch.device(device))
+    _refuse_too_large(sizes.values(), dtype.itemsize, device)
     kept = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items() if size is not None}
 
     stop_at = max(chosen_layers) + 1
@@ -140,7 +142,7 @@ def fill_cache(
         model.run(piece, hooks, stop_at=stop_at)
 
     chunks = [range(len(batch))[start : start + batch_size] for start in range(0, len(batch), batch_size)]
-    for chunk in tqdm(chunks, desc="Caching", unit="batch", disable=not progress or len(chunks) == 1):
+    for chunk in progress_bar(progress and len(chunks) > 1, chunks, desc="Caching", unit="batch"):
         in_halves(chunk, run)
     return Cache(
         residual=kept.get("residual"),
@@ -189,10 +191,13 @@ def _at(values: Tensor, columns: Int[Tensor, "batch position"]) -> Tensor:
 
 def _columns(positions: Sequence[int] | None, batch: Batch) -> Int[Tensor, "batch position"]:
     """Say for each row which of its tokens is meant; -1 where the row is too short."""
-    all_of_them = range(batch.tokens.shape[1])
-    wanted = torch.tensor(all_of_them if positions is None else _numbers("positions", positions), dtype=torch.long)
-    if not len(wanted):
+    width = batch.tokens.shape[1]
+    asked = tuple(range(width)) if positions is None else _numbers("positions", positions)
+    if not asked:
         raise InputError("positions= names no position.")
+    if outside := [position for position in asked if not -width <= position < width]:
+        raise InputError(f"No sequence has a position {outside[0]}; the longest has {width} tokens.")
+    wanted = torch.tensor(asked, dtype=torch.long)
     lengths = batch.lengths[:, None]
     columns = torch.where(wanted < 0, lengths + wanted, wanted.expand(len(batch), -1))
     columns = torch.where((columns >= 0) & (columns < lengths), columns, -1)
@@ -206,7 +211,7 @@ def _numbers(option: str, wanted: Any) -> tuple[int, ...]:
     try:
         return tuple(whole_numbers(wanted))
     except TypeError:
-        raise InputError(f"{option}={wanted!r} does not name {option} by whole numbers.") from None
+        raise InputError(f"{option}={shown(wanted)} does not name {option} by whole numbers.") from None
 
 
 def _choose(axis: str, wanted: Iterable[int] | None, size: int) -> tuple[int, ...]:
@@ -226,14 +231,14 @@ def _site(residual: bool | str, parallel_blocks: bool) -> Site | None:
     if isinstance(residual, bool):
         return "resid_post" if residual else None
     for site in get_args(Site):
-        if site == residual:
+        if isinstance(residual, str) and site == residual:
             if site == "resid_mid" and parallel_blocks:
                 raise InputError(
                     "This model's blocks run attention and MLP side by side, so there is no resid_mid; use "
                     "resid_pre or resid_post."
                 )
             return site
-    raise InputError(f"There is no residual site {residual!r}.{did_you_mean(str(residual), get_args(Site))}")
+    raise InputError(f"There is no residual site {shown(residual)}.{did_you_mean(str(residual), get_args(Site))}")
 
 
 def _refuse_too_large(sizes: Iterable[tuple[int, ...] | None], itemsize: int, device: torch.device) -> None:

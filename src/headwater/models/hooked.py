@@ -34,6 +34,7 @@ from headwater.models.finite import finite_output
 from headwater.models.shape import ModelShape
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
+from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 
 if TYPE_CHECKING:
     from headwater.models.caches import Cache
@@ -165,8 +166,18 @@ class HookedModel:
         return make_batch(inputs, self.tokenizer, bos=self.bos, mask=mask, config=self.config, **limits)
 
     def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of each token."""
-        return token_strings(self.tokenizer, tokens)
+        """Return the text of each token.
+
+        Raises:
+            InputError: these are not token ids of the model.
+        """
+        try:
+            ids = whole_numbers(tokens)
+        except TypeError:
+            raise InputError(f"{shown(tokens)} are no token ids: give whole numbers.") from None
+        if outside := [token for token in ids if not 0 <= token < self.shape.d_vocab]:
+            raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {self.shape.d_vocab}.")
+        return token_strings(self.tokenizer, ids)
 
     def run(
         self,
@@ -198,11 +209,11 @@ class HookedModel:
             NumericsError: the model computed NaN or infinity.
         """
         batch, listed = self.tokenize(inputs), listed_hooks(hooks)
-        if stop_at is not None and not 0 <= stop_at <= self.shape.n_layers:
-            raise InputError(f"stop_at={stop_at} is not a layer; the model has layers 0 to {self.shape.n_layers - 1}.")
+        if stop_at is not None:
+            stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else _columns(keep, batch)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad() if grad else torch.inference_mode())
+            stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
             stack.enter_context(self._graph_begins_where_a_hook_says())
             out = self._forward(batch, columns, stop_at, forward)
@@ -395,11 +406,12 @@ def _columns(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
     return columns % width
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, option: str = "model") -> None:
     """Refuse what `hw.load` did not give.
 
     Raises:
         InputError: it is something else, such as the name of a model.
     """
     if not isinstance(model, HookedModel):
-        raise InputError(f"model must be what hw.load returns, found a {type(model).__name__}: hw.load(...) it first.")
+        found = type(model).__name__
+        raise InputError(f"{option} must be what hw.load returns, found a {found}: hw.load(...) it first.")

@@ -42,7 +42,7 @@ from headwater.models.memory import refuse_too_large
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
 from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
 from headwater.models.tokens import load_tokenizer
-from headwater.options import checked_path
+from headwater.options import checked_flag, checked_kind, checked_path
 
 
 def load(
@@ -75,10 +75,15 @@ def load(
         ModelError: the model cannot be found or read, its parts do not fit together, or its weights are quantized.
         InputError: `what` is nothing that can be loaded, carries adapters, or does not fit into memory.
     """
+    trust_remote_code = checked_flag("trust_remote_code", trust_remote_code)
+    pickled = checked_flag("pickled", pickled)
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    if tokenizer is not None:
+        checked_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "transformers.AutoTokenizer.from_pretrained(...)")
     kind = _dtype(dtype)
-    device = device if device in (None, "auto") else usable_device(device)
+    if device is not None and not (isinstance(device, str) and device == "auto"):
+        device = usable_device(device)
     if what is None:
         return _embedded(device, kind)
     if isinstance(what, str | Path):

@@ -7,8 +7,9 @@ items in two parts, and those again, down to single ones.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import psutil
@@ -53,6 +54,22 @@ def how_many_fit(what: str, needed: int, device: torch.device, advice: str) -> i
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+@contextlib.contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Say which of the functions that a caller gave fails, and how; what it raised is chained.
+
+    Raises:
+        InputError: it raised something else than an error of headwater, or of memory (see `in_halves`).
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, HeadwaterError) or is_out_of_memory(error):
+            raise
+        said = " ".join(str(error).split()) or "no message"
+        raise InputError(f"{what} failed: {type(error).__name__}: {said}") from error
 
 
 def in_halves(items: Sequence[Any], work: Callable[[Any], Value]) -> list[Value]:

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError, NumericsError
 from headwater.models.backward import refuse_without_gradients
@@ -27,6 +26,7 @@ from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import GRADIENTS, Group
 from headwater.patching.job import Cell, Job, waves
 from headwater.patching.variants import LOGITS, Replace
+from headwater.progress import progress_bar
 
 
 @torch.inference_mode(False)
@@ -45,7 +45,7 @@ def attribute(job: Job, progress: bool = True) -> Measured:
     values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
     most = examples_at_once(job, gradients=True)
     groups = dict.fromkeys(examples for examples, _ in waves(job))
-    with tqdm(total=n_cells, desc="cells", unit="cell", disable=not progress) as bar, job.model.lock:
+    with progress_bar(progress, total=n_cells, desc="cells", unit="cell") as bar, job.model.lock:
 
         def attribute_group(examples: range) -> None:
             group = Group(job, examples, GRADIENTS)

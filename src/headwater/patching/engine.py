@@ -19,7 +19,6 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.models.memory import in_halves
 from headwater.models.wavefront import cannot_step
@@ -27,6 +26,7 @@ from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import WAVEFRONT, WHOLE_RUNS, Group
 from headwater.patching.job import Job, waves
 from headwater.patching.variants import Reading
+from headwater.progress import Bar, progress_bar
 from headwater.runs import Compute, RunFolder, run_pieces
 
 T = TypeVar("T")
@@ -54,12 +54,12 @@ def measure(job: Job, folder: RunFolder | None = None, progress: bool = True) ->
     walker = _Walker(job)
     planned = list(waves(job))
 
-    def work(bar: tqdm) -> Iterator[tuple[str, Compute]]:  # type: ignore[type-arg]
+    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
         for number, (examples, cells) in enumerate(planned):
             yield f"wave-{number:05d}", partial(walker.measure, examples, cells)
             bar.update(len(cells))
 
-    with tqdm(total=n_cells, desc="cells", unit="cell", disable=not progress) as bar:
+    with progress_bar(progress, total=n_cells, desc="cells", unit="cell") as bar:
         for (_, cells), piece in zip(planned, run_pieces(folder, work(bar)), strict=True):
             for table, name in ((values, "values"), (unedited, "unedited"), (other, "other"), (edges, "edges")):
                 table[cells.start : cells.stop] = piece[name]
@@ -73,7 +73,7 @@ def collect_states(
 ) -> Iterator[tuple[range, dict[Reading, Tensor], dict[Reading, Tensor]]]:
     """Yield the states that a job asks for, a wave of cells at a time: the cells, before, after."""
     walker = _Walker(job)
-    with tqdm(total=len(job.cells), desc="prompts", unit="prompt", disable=not progress) as bar:
+    with progress_bar(progress, total=len(job.cells), desc="prompts", unit="prompt") as bar:
         for examples, cells in waves(job):
             for part, states in walker.in_groups(examples, cells, lambda group, part: (part, group.states(part))):
                 yield part, *states

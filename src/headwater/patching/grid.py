@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
-from headwater.errors import InputError, did_you_mean
-from headwater.options import checked_count, whole_numbers
+from headwater.errors import InputError
+from headwater.options import checked_count, checked_name, whole_numbers
 
 T = TypeVar("T")
 AXES = ("layer", "position", "head", "key")
@@ -40,9 +40,7 @@ def axes_of(
         return default
     names = (over,) if isinstance(over, str) or not isinstance(over, Iterable) else tuple(over)
     for name in names:
-        if name not in AXES:
-            raise InputError(f"over={name!r} is not an axis.{did_you_mean(str(name), AXES)}")
-        if name not in allowed:
+        if checked_name("over", name, AXES) not in allowed:
             raise InputError(f"{what} has no {name} axis; it has {', '.join(allowed)}.")
     return tuple(axis for axis in AXES if axis in names)
 

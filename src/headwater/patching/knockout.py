@@ -27,6 +27,7 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import STATES, sites_named
+from headwater.options import checked_name, shown
 from headwater.patching.engine import collect_states, measure
 from headwater.patching.grid import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
 from headwater.patching.job import Cell, Job
@@ -116,8 +117,7 @@ def knockout(
         InputError: an option or position cannot be used.
         InterventionError: a query is left without any key (`mask`), or no layer can see the edges.
     """
-    if variant not in VARIANTS:
-        raise InputError(f"variant={variant!r} is neither 'mask' nor 'zero'.")
+    checked_name("variant", variant, VARIANTS)
     check_call(model, batch_size)
     sites_named("pattern", model)
     over, layers = lasting(over), lasting(layers)
@@ -180,8 +180,8 @@ def named_edges(block: Blocked | Any) -> dict[str, Edges]:
     if isinstance(block, Mapping) and block and not {"query", "key"} & set(block):
         return {name: next(iter(named_edges(one).values())) for name, one in block.items()}
     raise InputError(
-        f"block={block!r} does not name edges. Give hw.Edges(query=..., key=...), a pair (query, key), or a mapping "
-        "from names to these."
+        f"block={shown(block)} does not name edges. Give hw.Edges(query=..., key=...), a pair (query, key), or a "
+        "mapping from names to these."
     )
 
 
@@ -257,6 +257,7 @@ def knocked_out_states(
         InputError: a site is no state of the residual stream, or the model has none of it.
     """
     check_call(model, batch_size)
+    checked_name("variant", variant, VARIANTS)
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
     shape, names = model.shape, _states_named(sites, model)

@@ -16,9 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
+from headwater.models.memory import failures_named
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
-from headwater.options import whole_number
+from headwater.options import shown, whole_number
 from headwater.patching.prompts import Where
 from headwater.patching.variants import LOGITS
 
@@ -47,8 +48,8 @@ class Metric:
     """Whether the function looks at more logits than those of its answers."""
 
     def __post_init__(self) -> None:
-        if self.site != LOGITS and self.site not in STATES:
-            raise InputError(f"A metric cannot read {self.site!r}.{did_you_mean(self.site, (LOGITS, *STATES))}")
+        if not isinstance(self.site, str) or self.site not in (LOGITS, *STATES):
+            raise InputError(f"A metric cannot read {shown(self.site)}.{did_you_mean(self.site, (LOGITS, *STATES))}")
 
     def measure(
         self,
@@ -62,7 +63,8 @@ class Metric:
             InputError: the function gave something other than one real number per row.
         """
         inputs = [values.float(), *answers] + ([clean.float()] if self.against_clean and clean is not None else [])
-        measured = self.function(*inputs)
+        with failures_named(f"The metric {self.name!r}"):
+            measured = self.function(*inputs)
         if not isinstance(measured, Tensor) or measured.shape != values.shape[:1]:
             found = tuple(measured.shape) if isinstance(measured, Tensor) else type(measured).__name__
             raise InputError(
@@ -163,7 +165,7 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
             metrics.append(Metric(getattr(one, "__name__", type(one).__name__), partial(_on_a_copy, one)))
         else:
             raise InputError(
-                f"{one!r} is not a metric. Use hw.logit_difference(...), hw.kl_divergence() or a function."
+                f"{shown(one)} is not a metric. Use hw.logit_difference(...), hw.kl_divergence() or a function."
             )
     names = [one.name for one in metrics]
     if not names or len(set(names)) < len(names):
@@ -206,7 +208,7 @@ def _token_id(answer: Any, tokenizer: Tokenizer | None) -> int:
         try:
             return whole_number(answer)
         except TypeError:
-            raise InputError(f"The answer {answer!r} is neither a text nor a token id.") from None
+            raise InputError(f"The answer {shown(answer)} is neither a text nor a token id.") from None
     if tokenizer is None:
         raise InputError(f"The answer {answer!r} is text, and this model has no tokenizer: give token ids.")
     ids, _ = encode(tokenizer, answer)

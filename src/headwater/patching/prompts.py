@@ -18,8 +18,9 @@ import pandas as pd
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.models.memory import failures_named
 from headwater.models.tokens import Batch, Offsets, token_span, token_strings
-from headwater.options import whole_numbers
+from headwater.options import shown, whole_numbers
 from headwater.rows import read_rows
 
 if TYPE_CHECKING:
@@ -126,12 +127,13 @@ def positions_of(where: Any, prompt: Prompt, example: int, n_examples: int) -> t
         if isinstance(where, list):
             where = set(where)
     if callable(where):
-        where = where(prompt.strings)
+        with failures_named("The function that names positions"):
+            where = where(prompt.strings)
     found = _positions(where, prompt)
     outside = [position for position in found if not 0 <= position < len(prompt)]
     if outside or not found:
         raise InputError(
-            f"Position {outside[0] if outside else where!r} is not in prompt {example} of {len(prompt)} tokens: "
+            f"Position {outside[0] if outside else shown(where)} is not in prompt {example} of {len(prompt)} tokens: "
             f"{_numbered(prompt)}"
         )
     return tuple(sorted(set(found)))
@@ -190,7 +192,7 @@ def _positions(where: Any, prompt: Prompt) -> list[int]:
         numbers = whole_numbers(range(*where) if isinstance(where, tuple) else where)
     except TypeError:
         raise InputError(
-            f"{where!r} does not name positions. Give a number, a span, a set, 'last', or a text."
+            f"{shown(where)} does not name positions. Give a number, a span, a set, 'last', or a text."
         ) from None
     return [number + length if number < 0 else number for number in numbers]
 

@@ -12,6 +12,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
+from headwater.options import checked_name
 from headwater.patching.prompts import Prompt
 from headwater.patching.variants import Values
 from headwater.patching.whole import capture
@@ -105,8 +106,7 @@ def source_of(
     Raises:
         InputError: there is no such kind, or the prompts do not allow it.
     """
-    if values not in KINDS:
-        raise InputError(f"values={values!r} is none of {', '.join(map(repr, KINDS))}.")
+    checked_name("values", values, KINDS)
     if values == "other run" and other is None:
         raise InputError(
             "Values from the other run were asked for, but there are no corrupted prompts. Give them, or "

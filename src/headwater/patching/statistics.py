@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from headwater.errors import InputError
-from headwater.options import checked_count, checked_number
+from headwater.options import checked_name, checked_number, checked_seed, shown
 
 NORMALIZE = ("mean of ratios", "ratio of means")
 NO_GAP = 1e-9
@@ -27,10 +27,11 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
     Raises:
         InputError: there is no such column or way to normalize.
     """
-    if normalize is not None and normalize not in NORMALIZE:
-        raise InputError(f"normalize={normalize!r} is none of {', '.join(map(repr, NORMALIZE))}.")
-    column = value if normalize is None else "normalized_effect"
-    if column not in ("effect", "normalized_effect") or column not in table.columns:
+    if normalize is not None and not (isinstance(normalize, str) and normalize in NORMALIZE):
+        raise InputError(f"normalize={shown(normalize)} is none of {', '.join(map(repr, NORMALIZE))}.")
+    column = checked_name("value", value, ("effect", "normalized_effect"))
+    column = column if normalize is None else "normalized_effect"
+    if column not in table.columns:
         raise InputError(
             f"value={value!r} is not a column that can be summarized; use 'effect' or 'normalized_effect'."
             if normalize is None
@@ -42,7 +43,7 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
 def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: float, seed: int) -> pd.DataFrame:
     """Summarize each cell over examples; see `Sweep.summary`."""
     checked_number("level", level, above=0.0, below=1.0)
-    checked_count("seed", seed, least=0)
+    seed = checked_seed(seed)
     rows = []
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         effects, gaps = summands(part, measure)

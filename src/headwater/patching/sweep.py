@@ -29,7 +29,7 @@ import torch
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import Site, sites_named
-from headwater.options import checked_count
+from headwater.options import checked_count, checked_kind, checked_name, checked_seed
 from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.grid import (
@@ -56,7 +56,7 @@ from headwater.patching.prompts import (
     read_pairs,
     read_prompts,
 )
-from headwater.patching.sources import source_of
+from headwater.patching.sources import KINDS, source_of
 from headwater.patching.statistics import measure_of, note_of_gaps, note_of_lengths, summarize
 from headwater.patching.variants import Replace
 from headwater.records import RunRecord
@@ -150,7 +150,7 @@ class Sweep(Result):
         """
         from headwater.patching.statistics import agreement
 
-        return agreement(self.table, exact.table)
+        return agreement(self.table, checked_kind("exact", exact, Sweep, "hw.patch(...)").table)
 
 
 def patch(
@@ -205,11 +205,9 @@ def patch(
         InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.
         InterventionError: an edit did not take effect.
     """
-    if direction not in DIRECTIONS:
-        raise InputError(f"direction={direction!r} is neither 'denoise' nor 'noise'.")
-    if method not in ("exact", "attribution"):
-        raise InputError(f"method={method!r} is neither 'exact' nor 'attribution'.")
-    batch_size, seed = check_call(model, batch_size), checked_count("seed", seed, least=0)
+    checked_name("direction", direction, DIRECTIONS)
+    checked_name("method", method, ("exact", "attribution"))
+    batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     over, layers, heads = lasting(over), lasting(layers), lasting(heads)
     first, second = read_pairs(model, clean, corrupted)
     base_is_clean = direction == "noise" or second is None
@@ -217,7 +215,7 @@ def patch(
     named = sites_named(sites, model)
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={heads!r} was given, but {', '.join(site.name for site in named)} has no heads.")
-    if dataset is not None and values not in ("mean", "resample"):
+    if dataset is not None and checked_name("values", values, KINDS) not in ("mean", "resample"):
         raise InputError(f"dataset= was given, but values={values!r} takes nothing from it; use 'mean' or 'resample'.")
     metrics = as_metrics(metric)
     pool = read_prompts(model, dataset) if dataset is not None else None

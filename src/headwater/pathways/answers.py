@@ -29,7 +29,6 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError
 from headwater.identity import digest
@@ -54,6 +53,7 @@ from headwater.pathways.examples import (
 )
 from headwater.pathways.extractors import Extractor, check_extractor
 from headwater.pathways.questions import SPAN_COLUMNS, Questions
+from headwater.progress import progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import RunFolder, run_pieces
@@ -286,7 +286,7 @@ def _answers(
         batch = model.tokenize([prompt.tokens for prompt in prompts])
         return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end)))
 
-    shown = tqdm(batches, desc="Answering", unit="batch", disable=not bar)
+    shown = progress_bar(bar, batches, desc="Answering", unit="batch")
     work = ((f"answers-{number:05d}", partial(compute, prompts)) for number, prompts in enumerate(shown))
     for prompts, made in zip(batches, run_pieces(folder, work), strict=True):
         answers = []

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from headwater.errors import InputError, did_you_mean
+from headwater.options import shown
 from headwater.pathways.templates import match_wording
 from headwater.texts import parse_json
 from headwater.words import find_words
@@ -42,8 +43,8 @@ def detect_format(row: Mapping[str, Any]) -> str:
 
 def check_format(name: str) -> None:
     """Refuse a format that does not exist."""
-    if name not in FORMATS:
-        raise InputError(f"There is no question format {name!r}.{did_you_mean(name, FORMATS)}")
+    if not isinstance(name, str) or name not in FORMATS:
+        raise InputError(f"There is no question format {shown(name)}.{did_you_mean(name, FORMATS)}")
 
 
 def adapt(name: str, row: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -28,11 +28,10 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count, checked_flag, checked_layer, checked_name
 from headwater.patching.knockout import VARIANTS
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.controls import span_logits
@@ -42,6 +41,7 @@ from headwater.pathways.fitting import COUNTS, AnswerSet, Recipe, relations_of
 from headwater.pathways.probes import check_probe_options
 from headwater.pathways.reweighting import Reweighting
 from headwater.pathways.spans import span_shapes
+from headwater.progress import progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -189,7 +189,7 @@ def detect(
         >>> detection.detector("natural").score(model, answered, progress=False).columns.tolist()
         ['dataset', 'example', 'logit_min', 'probe']
     """
-    methods, reweighting = check_methods(methods), reweighting or Reweighting()
+    methods, reweighting = check_methods(methods), Reweighting() if reweighting is None else reweighting
     recipe = Recipe(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
     check_answered(model, answered)
     _check(model, recipe, seeds)
@@ -200,7 +200,7 @@ def detect(
     sets, dropped = _usable(model, answered, recipe, seeds)
     jobs = [(one, seed) for one in sets for seed in range(seeds)]
     names = {one.dataset: f"set{number:03d}" for number, one in enumerate(sets)}
-    shown = tqdm(jobs, desc="Detecting", unit="fit", disable=not progress)
+    shown = progress_bar(progress, jobs, desc="Detecting", unit="fit")
 
     def work() -> Iterator[tuple[str, Compute]]:
         for one, seed in shown:
@@ -226,9 +226,9 @@ def _check(model: HookedModel, recipe: Recipe, seeds: int) -> None:
     recipe.reweighting.check()
     checked_name("variant", recipe.variant, VARIANTS)
     checked_count("seeds", seeds)
-    n_layers = model.shape.n_layers
-    if recipe.layer is not None and recipe.layer not in range(n_layers):
-        raise InputError(f"layer={recipe.layer!r} is not a layer; the model has layers 0 to {n_layers - 1}.")
+    checked_flag("cross_fit", recipe.cross_fit)
+    if recipe.layer is not None:
+        checked_layer("layer", recipe.layer, model.shape.n_layers)
 
 
 def _record(model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, seeds: int) -> RunRecord:

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.models.generation import chat_text
-from headwater.models.hooked import HookedModel
+from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import encode
-from headwater.options import checked_path
+from headwater.options import checked_path, shown
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.probes import Probe, linear_logits, probe_states
 from headwater.pathways.reweighting import Reweighted, Strength
@@ -102,13 +102,14 @@ class Detector:
         Raises:
             InputError: the detector belongs to another model, or has no such method.
         """
+        check_model(model)
         if model.fingerprint != self.fingerprint:
             raise InputError(
                 f"This detector was fitted on another model than {model.name} (fingerprint {self.fingerprint[:12]}, "
                 f"here {model.fingerprint[:12]}). Fit one with hw.detect."
             )
         check_answered(model, answered)
-        wanted = check_methods(methods or [m for m in self.methods if m != "p_true"], self.methods)
+        wanted = check_methods([m for m in self.methods if m != "p_true"] if methods is None else methods, self.methods)
         read = {"site": self.site, "token": self.token, "batch_size": batch_size, "progress": progress}
         states = probe_states(model, answered, **read)[self.layer]  # type: ignore[arg-type]
         scores = self.from_states(states, answered.table)
@@ -259,8 +260,8 @@ def check_methods(methods: Sequence[str], known: Sequence[str] = METHODS) -> tup
     if not listed:
         raise InputError("No detection method was asked for.")
     for method in listed:
-        if method not in known:
-            raise InputError(f"There is no detection method {method!r} here.{did_you_mean(str(method), known)}")
+        if not isinstance(method, str) or method not in known:
+            raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(str(method), known)}")
     return tuple(dict.fromkeys(listed))
 
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
@@ -34,6 +32,7 @@ from headwater.pathways.interventions import (
 from headwater.pathways.modes import Logits
 from headwater.pathways.probes import Probes, States, fit_probes, grouped_folds, probe_positions, states_at
 from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
+from headwater.progress import Bar, progress_bar
 from headwater.runs import Compute
 
 CHUNK = 256
@@ -138,7 +137,7 @@ def measure(
     listed = _controls(model, answered, setup) if controls else []
     runs = [exact, *listed]
     total = len(answered.table) + sum(len(run.examples) for run in (*runs, *([exact] if window else [])))
-    with tqdm(total=total, desc=f"Tracing {name}", unit="row", disable=not progress) as bar:
+    with progress_bar(progress, total=total, desc=f"Tracing {name}", unit="row") as bar:
         states = _states(model, answered, setup, pieces, bar)
         fits = _fits(states, answered, half, setup, pieces)
         nothing = np.full((len(half), len(states), half.shape[1]), np.nan)
@@ -171,7 +170,7 @@ def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> 
     return [control for control in listed if len(control.examples)]
 
 
-def _states(model: HookedModel, answered: AnsweredQuestions, setup: Setup, pieces: Pieces, bar: tqdm[Any]) -> States:
+def _states(model: HookedModel, answered: AnsweredQuestions, setup: Setup, pieces: Pieces, bar: Bar) -> States:
     tokens, positions = list(answered.table["tokens"]), probe_positions(answered, setup.token)
     states = torch.empty(model.shape.n_layers, len(tokens), model.shape.d_model)
     chunks = _chunks(tokens)
@@ -230,7 +229,7 @@ def _after(
     read: Callable[[Intervention], Logits],
     found: Logits,
     pieces: Pieces,
-    bar: tqdm[Any],
+    bar: Bar,
 ) -> Logits:
     """Write into `found` what is read after an intervention, where it applies."""
     chunks = _chunks(run.tokens)
@@ -244,7 +243,7 @@ def _after(
 
 
 def _work(
-    name: str, chunks: Sequence[list[int]], compute: Callable[[list[int]], dict[str, Tensor]], bar: tqdm[Any]
+    name: str, chunks: Sequence[list[int]], compute: Callable[[list[int]], dict[str, Tensor]], bar: Bar
 ) -> Iterator[tuple[str, Compute]]:
     for number, rows in enumerate(chunks):
         yield f"{name}-{number:04d}", partial(compute, rows)

@@ -29,14 +29,14 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from threadpoolctl import threadpool_limits
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
-from headwater.options import checked_count
+from headwater.options import checked_count, shown
 from headwater.pathways.answers import AnsweredQuestions
+from headwater.progress import progress_bar
 
 PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
 PROBE_TOKENS = ("answer_last", "exact_answer_last", "before_answer")
@@ -175,7 +175,7 @@ def states_at(
     shape = model.shape
     states = torch.empty(shape.n_layers, len(tokens), shape.d_model)
     order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
-    with tqdm(total=len(order), desc="States", unit="row", disable=not progress) as bar:
+    with progress_bar(progress, total=len(order), desc="States", unit="row") as bar:
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             columns = torch.tensor([positions[row] for row in rows])
@@ -307,10 +307,10 @@ def auc(z: NDArray[np.int64], logits: NDArray[np.float64]) -> float:
 
 def check_probe_options(site: str, token: str, batch_size: int) -> None:
     """Refuse a site, token or batch size that there is not."""
-    if site not in PROBE_SITES:
-        raise InputError(f"There is no probe site {site!r}.{did_you_mean(str(site), PROBE_SITES)}")
-    if token not in PROBE_TOKENS:
-        raise InputError(f"There is no probe token {token!r}.{did_you_mean(str(token), PROBE_TOKENS)}")
+    if not isinstance(site, str) or site not in PROBE_SITES:
+        raise InputError(f"There is no probe site {shown(site)}.{did_you_mean(str(site), PROBE_SITES)}")
+    if not isinstance(token, str) or token not in PROBE_TOKENS:
+        raise InputError(f"There is no probe token {shown(token)}.{did_you_mean(str(token), PROBE_TOKENS)}")
     checked_count("batch_size", batch_size)
 
 

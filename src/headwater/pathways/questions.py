@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
-from headwater.options import checked_count, checked_path
+from headwater.options import checked_count, checked_path, checked_seed
 from headwater.pathways.datasets import adapt, check_format, columns_found, detect_format
 from headwater.results import table_html
 from headwater.rows import Row, read_rows
@@ -70,7 +70,7 @@ class Questions:
             InputError: `per_dataset` is not a whole number from 1 up, or `seed` not one from 0 up.
         """
         checked_count("sample", per_dataset)
-        checked_count("seed", seed, least=0)
+        checked_seed(seed)
         shuffled = self.table.sample(frac=1, random_state=seed)
         kept = shuffled.groupby("dataset", sort=False).head(per_dataset).sort_index()
         return Questions(kept.reset_index(drop=True), self.source)
@@ -104,6 +104,7 @@ def load_questions(
     """
     if format is not None:
         check_format(format)
+    checked_seed(seed)
     name, rows, world_set = _open(source)
     checked = list(_checked_rows(name, rows, format))
     if not checked:

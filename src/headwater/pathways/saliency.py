@@ -34,17 +34,17 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import InputError
 from headwater.models.backward import KeysValues, keys_values, refuse_without_gradients
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count, checked_name, shown
 from headwater.patching.grid import chosen
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.flows import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
-from headwater.pathways.probes import PROBE_SITES, Probe
+from headwater.pathways.probes import PROBE_SITES, PROBE_TOKENS, Probe
 from headwater.pathways.saliency_report import COLUMNS, EDGES, TARGETS, held_out_sentence, sentences_of, summary_of
+from headwater.progress import Bar, progress_bar
 from headwater.records import RunRecord
 from headwater.results import Result
 from headwater.runs import Compute, RunFolder, run_pieces
@@ -80,7 +80,9 @@ class Saliency(Result):
         Raises:
             InputError: there is no such target.
         """
-        return self.table[self.table["target"] == checked_name("target", target or self.target, TARGETS)]
+        return self.table[
+            self.table["target"] == checked_name("target", self.target if target is None else target, TARGETS)
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values.
@@ -150,6 +152,7 @@ def saliency(
             another model gave the answers.
         RunFolderError: `out` holds another run.
     """
+    check_answered(model, answered)
     named = list(edges) if isinstance(edges, list | tuple) else [edges]
     wanted = Wanted(
         edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in named)),
@@ -203,12 +206,12 @@ def _measure(
             start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
         return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], wanted, start, shared)
 
-    def work(bar: tqdm[Any]) -> Iterator[tuple[str, Compute]]:
+    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
         for name, places in batches.items():
             yield name, partial(compute, places)
             bar.update(len(places))
 
-    with tqdm(total=len(rows), desc="Saliency", unit="example", disable=not progress) as bar:
+    with progress_bar(progress, total=len(rows), desc="Saliency", unit="example") as bar:
         for places, made in zip(batches.values(), run_pieces(folder, work(bar)), strict=True):
             for name, values in made.items():
                 found[name][places] = values
@@ -247,10 +250,10 @@ def _result(
 def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
     """The layers asked for; those whose heads the probe cannot hang on are refused."""
     if not isinstance(probe, Probe):
-        raise InputError(f"probe must be a Probe, such as hw.pathways.probes.fit_probes(...)[5]; found {probe!r}.")
-    if not 0 <= probe.layer < model.shape.n_layers:
+        raise InputError(f"probe must be a Probe, such as hw.pathways.probes.fit_probes(...)[5]; found {shown(probe)}.")
+    if not isinstance(probe.layer, int) or not 0 <= probe.layer < model.shape.n_layers:
         raise InputError(
-            f"The probe is of layer {probe.layer}; {model.name} has layers 0 to {model.shape.n_layers - 1}."
+            f"The probe is of layer {shown(probe.layer)}; {model.name} has layers 0 to {model.shape.n_layers - 1}."
         )
     last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
     if last < 0:
@@ -267,8 +270,10 @@ def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
     refuse_without_gradients(model)
-    check_answered(model, answered)
     checked_name("the probe's site", probe.site, PROBE_SITES)
+    checked_name("the probe's token", probe.token, PROBE_TOKENS)
+    if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
+        raise InputError("A probe has a weight, a tensor of one axis, and a bias, a float: this one has others.")
     if len(probe.weight) != model.shape.d_model:
         raise InputError(
             f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count, checked_flag, checked_name, shown
 from headwater.patching.knockout import VARIANTS
 from headwater.pathways.answers import AnsweredQuestions, check_answered
 from headwater.pathways.interventions import QUERIES, Setup
@@ -136,9 +136,10 @@ class Pathways(Result):
         Raises:
             InputError: there are none, or the result does not say what they were fitted on.
         """
-        of_dataset = self.fits["dataset"] == dataset
-        if not of_dataset.any():
-            raise InputError(f"There is no question set {dataset!r} here.{did_you_mean(dataset, self.fits['dataset'])}")
+        known = tuple(self.fits["dataset"].unique())
+        if not isinstance(dataset, str) or dataset not in known:
+            raise InputError(f"There is no question set {shown(dataset)} here.{did_you_mean(dataset, known)}")
+        seed, split = checked_count("seed", seed, least=0), checked_count("split", split, least=0, most=1)
         if "question" not in self.modes:
             raise InputError(
                 "This result is of headwater 0.1.0, which did not record the questions that its probes were fitted on: "
@@ -226,7 +227,7 @@ def trace_pathways(
         >>> sorted(pathways.table["mode"].unique())
         ['A-anchored', 'Q-anchored']
     """
-    setup = Setup(site, token, variant, edges, batch_size)
+    setup, controls = Setup(site, token, variant, edges, batch_size), checked_flag("controls", controls)
     _check(model, answered, setup, window, seeds)
     run = _record(model, answered, setup, window, seeds, controls)
     folder = RunFolder(out, run) if out is not None else None

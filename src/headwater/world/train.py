@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headwater.errors import ModelError, RunFolderError
 from headwater.heads.relations import load_relations
 from headwater.kernels.devices import usable_device
 from headwater.models.embedded import MANIFEST, VERSION
+from headwater.progress import progress_bar
 from headwater.storage import read_json, write_atomically, write_json
 from headwater.world.corpus import Corpus, Rows, build_corpus, pack_rows
 from headwater.world.facts import build_world
@@ -145,7 +145,7 @@ def _fit(
     start = time.perf_counter() - state["seconds"]
     total, model_steps = torch.zeros((), device=device), 0
     model.train()
-    bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, unit="step", disable=not progress)
+    bar = progress_bar(progress, range(state["step"], steps), initial=state["step"], total=steps, unit="step")
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _schedule(step / steps, recipe.warmup)
