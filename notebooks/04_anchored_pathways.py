@@ -7,8 +7,8 @@
 # **Method.** Probes are fitted at every layer on half of the answers and read on the other half. Then, in all layers
 # up to the probe's, nothing may attend to the subject and property of the question (E_Q), and the probe is read again:
 # ΔP is the change of its probability, and an answer whose prediction flips is called Q-anchored (Luo et al., ACL
-# 2026). Since such a split always *looks* like two groups, the same is done with random question tokens, with modes
-# defined on other data, and with a test for two peaks.
+# 2026). Since such a split always *looks* like two groups, the same is done with as many random question tokens, and
+# one mode within each relation is tested against two.
 #
 # **Result and what would change one's mind** stand at the end.
 
@@ -55,7 +55,9 @@ pathways.controls_at_best.query("group == 'all'").round(3)
 pathways.baselines.round(3)
 
 # %% [markdown]
-# One population or two? A mixture needs to beat a single peak.
+# One population or two? A split by a threshold makes two groups of any population, and relations of different
+# difficulty make peaks of their own. So one mode is tested *within* each relation and prediction (dip test, combined
+# over these groups, false discovery over the sets); the other rows describe the peaks of everything together.
 
 # %%
 pathways.components.round(3)
@@ -86,8 +88,9 @@ for sentence in pathways.report():
     print("-", sentence)
 
 # %% [markdown]
-# **What would change one's mind.** Two pathways would be worth believing in where the changes have two peaks, where the
-# modes of one fit keep their ΔP on another, where random question tokens do much less than E_Q, and where the mode is
-# predicted better than by −|logit|. Where these fail, ΔP by mode is what any single population would show. The embedded
-# model answers in one or two words and is small; on a large model run the same cells with
-# `token="exact_answer_last"`.
+# **What would change one's mind.** Two pathways would be worth believing in where one mode is rejected within relations,
+# where as many random question tokens do much less than E_Q, and where the mode is predicted better than by −|logit|.
+# Where these fail, ΔP by mode is what any single population would show: that modes keep their distance under another
+# fit's probe is no evidence, since both probes read the same states. The dip test is strict; with few answers to a
+# relation it finds two modes only when they lie far apart. The embedded model answers in one or two words and is small;
+# on a large model run the same cells with `token="exact_answer_last"`.

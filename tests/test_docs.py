@@ -16,7 +16,7 @@ from headwater.models.sites import SITES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-ANALYSES = ("heads", "sweeps", "pathways", "saliency", "detection", "memorization", "membership")
+ANALYSES = ("heads", "sweeps", "direct_attribution", "pathways", "saliency", "detection", "memorization", "membership")
 FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PUBLIC = sorted(
     name

@@ -86,6 +86,9 @@ FIGURES: dict[str, Callable] = {
     "correlations": lambda: dynamic_scores(model(), few_heads(), relations=few_relations()),
     "ablation": ablated,
     "patch": lambda: hw.patch(model(), **pairs(), sites="resid_pre"),
+    "direct_attribution": lambda: hw.direct_logit_attribution(
+        model(), ASK.format("France"), tokens=(" Paris", " Rome"), progress=False
+    ),
     "knockout": knocked_out,
     "answers": answered,
     "delta_p": traced,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "load": "headwater.models.load",
