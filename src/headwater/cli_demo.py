@@ -230,8 +230,9 @@ def _plain_rows(table: pd.DataFrame) -> list[Any]:
 def _head_table(result: Any) -> pd.DataFrame:
     import pandas as pd
 
-    rows = pd.DataFrame(result.summary()["relations"]).sort_values("best_score", ascending=False).head(10)
-    return rows.rename(columns={"best_head": "best head", "best_score": "score"})
+    rows = pd.DataFrame(result.summary()["relations"]).sort_values("best_excess", ascending=False).head(10)
+    names = {"best_head": "best head", "best_score": "score", "best_expected": "expected", "best_excess": "excess"}
+    return rows.rename(columns=names)
 
 
 def _pathway_table(result: Any) -> pd.DataFrame:

@@ -84,8 +84,8 @@ def _head_counts(heads: HeadMap) -> dict[str, Any]:
 
 def _strongest(heads: HeadMap) -> list[dict[str, Any]]:
     """Return the strongest head of each relation that some head implements."""
-    table = heads.table[heads.table["implemented"]].sort_values("score", ascending=False)
-    columns = ["relation", "category", "layer", "head", "score", "expected", "beyond_copying"]
+    table = heads.table[heads.table["implemented"]].sort_values("excess", ascending=False)
+    columns = ["relation", "category", "layer", "head", "score", "expected", "excess", "beyond_copying"]
     best = table.drop_duplicates("relation")[columns].round(3).sort_values(["category", "relation"])
     counts = table["relation"].value_counts()
     return [row | {"heads": int(counts[row["relation"]])} for row in map(_named, best.to_dict("records"))]
@@ -153,12 +153,13 @@ def _lines(cards: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "the relation, and nothing of the question itself: within relations it can only guess.\n"
     yield from _heads(cards)
     yield "## Relation heads of the shipped model\n"
-    yield "The strongest head of each relation under the controlled rule; `expected`: the score of shuffled targets.\n"
+    yield "The strongest head of each relation under the controlled rule; `expected`: the score of shuffled targets, to"
+    yield "which the head's habits suffice; `excess`: the share of the way from there to 1.\n"
     rows = [
-        [r["relation"], r["category"], f"{r['layer']}.{r['head']}", r["score"], r["expected"], r["heads"]]
+        [r["relation"], r["category"], f"{r['layer']}.{r['head']}", r["score"], r["expected"], r["excess"], r["heads"]]
         for r in shipped["relations"]
     ]
-    yield from _table("", ["relation", "category", "head", "score", "expected", "heads in all"], rows)
+    yield from _table("", ["relation", "category", "head", "score", "expected", "excess", "heads in all"], rows)
     yield "## Ablation\n"
     yield "Of the facts answered rightly, the share that stays right when the relation's heads write nothing, and when"
     yield f"as many random other heads of the same layers do (mean of 5 draws). {_hurt(cards)}\n"
