@@ -88,9 +88,10 @@ for sentence in pathways.report():
     print("-", sentence)
 
 # %% [markdown]
-# **What would change one's mind.** Two pathways would be worth believing in where one mode is rejected within relations,
-# where as many random question tokens do much less than E_Q, and where the mode is predicted better than by −|logit|.
-# Where these fail, ΔP by mode is what any single population would show: that modes keep their distance under another
-# fit's probe is no evidence, since both probes read the same states. The dip test is strict; with few answers to a
-# relation it finds two modes only when they lie far apart. The embedded model answers in one or two words and is small;
-# on a large model run the same cells with `token="exact_answer_last"`.
+# **What would change one's mind.** Two pathways would be worth believing in where one mode is rejected within
+# relations, where as many random question tokens do much less than E_Q, and where the mode is predicted better
+# than by −|logit|. Where these fail, ΔP by mode is what any single population would show: that modes keep their
+# distance under another fit's probe is no evidence, since both probes read the same states. The dip test is
+# strict; with few answers to a relation it finds two modes only when they lie far apart. The embedded model
+# answers in one or two words and is small; on a large model run the same cells with
+# `token="exact_answer_last"`.

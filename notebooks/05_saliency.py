@@ -7,8 +7,8 @@
 # **Method.** The saliency of an edge is |A · ∂L/∂A|, attention times the gradient of the probe's loss, averaged over
 # heads and over the layers up to the probe's (Luo et al., ACL 2026, Eq. 1). It is measured with the published loss
 # (the probe's cross-entropy) and with the probe's logit, whose gradient does not vanish where the probe is sure and
-# right. Every answer is measured with coefficients of the probe that were not fitted on its question: a probe is surer of
-# what it has seen, which makes a peak near 0 out of nothing. The density over examples is the figure.
+# right. Every answer is measured with coefficients of the probe that were not fitted on its question: a probe is surer
+# of what it has seen, which makes a peak near 0 out of nothing. The density over examples is the figure.
 #
 # **Result and what would change one's mind** stand at the end.
 

@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from headwater.errors import ModelError
+from headwater.errors import InputError, ModelError
 from headwater.models.checkpoint import checkpoint_folder, open_checkpoint
 from headwater.models.weights import open_weights
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
@@ -149,9 +149,14 @@ def test_a_damaged_index_is_refused(folder, text):
     refused(folder, "index.json is damaged")
 
 
-@pytest.mark.parametrize("name", ["no/such-model-anywhere", "./no/such/folder", "a b", "/no/such/folder", ""])
+@pytest.mark.parametrize("name", ["no/such-model-anywhere", "./no/such/folder", "a b", "/no/such/folder"])
 def test_a_name_that_is_no_folder_and_cannot_be_fetched_is_refused(name):
     refused(name, "folder")
+
+
+def test_an_empty_name_is_refused():
+    with pytest.raises(InputError, match=r"model='' is empty: give a path"):
+        open_weights("")
 
 
 def test_a_file_given_instead_of_its_folder_is_refused(folder):
