@@ -192,8 +192,9 @@ def test_a_sweep_names_layer_example_and_token_of_a_nan(spoilt, engine, sides, n
 @pytest.mark.parametrize("engine", ["wavefront", "whole runs"])
 @pytest.mark.parametrize("values", ["mean", "resample"])
 def test_a_sweep_names_the_prompt_of_the_data_set_with_a_nan(spoilt, engine, values, monkeypatch):
+    dataset = [" Berlin is in", " Berlin is of", " Berlin is the"]
     with pytest.raises(NumericsError, match=r"the embedding, example \d of the data set, position [01] \(' Berlin'\)"):
-        sweep(spoilt, engine, monkeypatch, [" Paris is in"], sites="z", values=values, dataset=[" Berlin is in"] * 3)
+        sweep(spoilt, engine, monkeypatch, [" Paris is in"], sites="z", values=values, dataset=dataset)
 
 
 def test_the_example_of_a_nan_is_counted_over_all_batches(spoilt):

@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pytest
 
 import headwater as hw
+from headwater.heads.relations import CATEGORIES
 
 README = Path(__file__).parents[1] / "README.md"
 NUMBER = r"([+−-]?\d+(?:\.\d+)?)"
@@ -31,14 +33,20 @@ def numbers(pattern: str, text: str) -> list[tuple[float, ...]]:
     return [tuple(map(float, match if isinstance(match, tuple) else (match,))) for match in found]
 
 
-def test_the_example_in_the_readme_runs_and_shows_what_it_says():
-    example = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
+@pytest.fixture(scope="module")
+def example():
+    """What the README's example leaves behind."""
+    code = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
     names: dict = {}
-    exec(compile(example, "README.md", "exec"), names)
-    assert isinstance(names["heads"], hw.HeadMap)
-    assert names["cache"].layers == (1, 2)
-    assert len(names["sweep"].table) > 0
+    exec(compile(code, "README.md", "exec"), names)
     plt.close("all")
+    return names
+
+
+def test_the_example_in_the_readme_runs_and_shows_what_it_says(example):
+    assert isinstance(example["heads"], hw.HeadMap)
+    assert example["cache"].layers == (1, 2)
+    assert len(example["sweep"].table) > 0
 
 
 def test_every_file_the_readme_links_to_exists():
@@ -91,6 +99,19 @@ def test_what_the_readme_says_of_the_embedded_model_is_on_its_card():
     assert f"and {float(by_chance):.0%} when as many random heads".replace("%", " %") in text
     labels = {name: int(n) for name, n in re.findall(r"labelled ([\w ]+?) \| (\d+) \|", card)}
     several = sum(n for name, n in labels.items() if name[0].isdigit())
-    found = f"{labels['algorithmic']} algorithmic, {labels['knowledge']} knowledge, {labels['linguistic']} linguistic"
+    found = ", ".join(f"{labels[name]} {name}" for name in CATEGORIES if name in labels)
     assert f"{found}, {several} of several categories" in text
     assert f"{sum(labels.values()) - labels['unclassified']} of {sum(labels.values())} come out" in text
+    best = re.findall(r"^\| \w+ \| \w+ \| (\d\.\d) \|", card, re.MULTILINE)
+    assert f"1.6 and 1.7, are the strongest of {best.count('1.6') + best.count('1.7')} of {len(best)} relations" in text
+
+
+def test_what_the_readme_says_of_thresholds_is_what_the_rules_give_on_the_embedded_model(example):
+    table = example["heads"].sensitivity()
+    heads = table.set_index(["rule", table["threshold"].round(2)])["heads"]
+    at = (0.10, 0.15, 0.20, 0.30)
+    counts = {rule: [int(heads[rule, threshold]) for threshold in at] for rule in ("controlled", "published")}
+    first, *others = zip(counts["controlled"], at, strict=True)
+    listed = ", ".join([f"{first[0]} heads at {first[1]:.2f}", *(f"{n} at {threshold:.2f}" for n, threshold in others)])
+    *some, last = counts["published"]
+    assert f"{listed}; by the published rule {', '.join(map(str, some))} and {last}" in readme()
