@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -280,7 +281,7 @@ def test_half_characters_and_names_that_are_none_are_refused_where_a_relation_is
 
 @pytest.mark.parametrize("path", ["a" * 400, "a\0b", "\ud800"], ids=["long", "NUL", "half a character"])
 def test_paths_that_no_file_can_have_are_no_relations(path):
-    assert "does not exist" in refusal(path)
+    assert re.search("is no path|cannot be used as a path", refusal(path))
 
 
 def test_a_tokenizer_that_is_none_is_refused():

@@ -408,7 +408,7 @@ def test_bad_input_is_one_clear_line(models):
     answered, probe = answered_by(model), random_probe(model)
     parallel, _ = models("neox")
     with torch.inference_mode():
-        frozen = hw.load(tiny_model("gpt2"), tokenizer=TOKENIZER)
+        frozen = hw.load(tiny_model("gpt2", seed=chance.seed_of("gpt2")), tokenizer=TOKENIZER)
     cases = [
         ({"target": "crossentropy"}, "target='crossentropy' is not one of cross_entropy, logit. Did you mean"),
         ({"heads": "mean"}, "heads='mean' is not one of"),
@@ -420,11 +420,14 @@ def test_bad_input_is_one_clear_line(models):
         ({"batch_size": 0}, "batch_size=0"),
         ({"probe": random_probe(model, layer=7)}, "The probe is of layer 7"),
         ({"probe": random_probe(model, site="mlp_post")}, "site='mlp_post'"),
-        ({"probe": random_probe(model, token="first")}, "no probe token 'first'"),
+        ({"probe": random_probe(model, token="first")}, "token='first' is not one of answer_last"),
         ({"probe": Probe("mlp_out", "answer_last", 1, torch.zeros(3), 0.0)}, "The probe reads 3 numbers"),
         ({"answered": answered_by(parallel)}, "other weights than"),
         ({"model": frozen}, r"was loaded under torch.inference_mode\(\)"),
-        ({"model": parallel, "probe": random_probe(model, layer=0)}, "No head .* comes before the MLP of layer 0"),
+        (
+            {"model": parallel, "answered": answered_by(parallel), "probe": random_probe(model, layer=0)},
+            "No head .* comes before the MLP of layer 0",
+        ),
     ]
     for options, message in cases:
         given = {"model": model, "answered": answered, "probe": probe, "progress": False} | options

@@ -185,7 +185,7 @@ def _same(model: HookedModel, expected: Tensor, found: Tensor, message: str) -> 
     """Refuse with the message, which takes the architecture and the difference, when two results are not the same."""
     if expected.shape == found.shape:
         largest = found.float().abs().max().clamp(min=1e-6)
-        error = float((expected.float() - found.float()).abs().max() / largest)
+        error = float((expected.to(found.device).float() - found.float()).abs().max() / largest)
         if error <= _tolerance(model):
             return
         difference = f"{error:.1%}"
