@@ -22,7 +22,7 @@ import headwater as hw
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
-from headwater.models.load import load
+from headwater.models.loading import load
 
 ANSWERS = (262, 257)
 PATIENCE = 15

@@ -19,7 +19,7 @@ from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seco
 from benchmarks.peers import min_k as peer
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
-from headwater.models.load import load
+from headwater.models.loading import load
 
 KERNEL = likelihood.LikelihoodShape("kernel", tokens=256, more_tokens=0, d_model=512, d_vocab=64_000, exact_tokens=8)
 VOCABULARIES = (32_000, 64_000, 128_256, 256_000)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from headwater.likelihood.depth import DepthGraph, load_depth_graph
+from headwater.likelihood.graph import DepthGraph, load_depth_graph
 from tests.tiny import WORDS
 
 

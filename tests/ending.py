@@ -10,7 +10,7 @@ import torch
 
 from headwater.likelihood import answering
 from headwater.models.generation import generate
-from headwater.pathways import answers
+from headwater.questions import answers
 
 
 @contextmanager

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import headwater as hw
+from headwater.demo.page import sentences
 from headwater.errors import InputError, RunFolderError
-from headwater.figures.report import sentences
 from headwater.models.generation import Generated, chat_text, end_tokens, generate
-from headwater.pathways import answers as room
-from headwater.pathways.extractors import check_extractor, exact_words
+from headwater.questions import answers as room
+from headwater.questions.extract import check_extractor, exact_words
 from tests import chance
 from tests.ending import every_answer_ends
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer

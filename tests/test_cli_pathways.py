@@ -6,11 +6,11 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.figures.report import sentences
+from headwater.demo.page import sentences
+from headwater.detection.detection import Detection
+from headwater.detection.fit import AnswerSet
 from headwater.pathways import trace
-from headwater.pathways.detection import Detection
-from headwater.pathways.fitting import AnswerSet
-from headwater.pathways.saliency import Saliency
+from headwater.pathways.attention_saliency import Saliency
 
 SMALL = ["--questions", "natural", "--sample", 60, "--quiet"]
 

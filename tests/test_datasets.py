@@ -5,10 +5,10 @@ import json
 import pandas as pd
 import pytest
 
-from headwater import rows as readers
+from headwater.data import rows as readers
 from headwater.errors import InputError
-from headwater.pathways.questions import load_questions
-from headwater.pathways.templates import WORDINGS, match_wording
+from headwater.questions.sources import load_questions
+from headwater.questions.templates import WORDINGS, match_wording
 
 POPQA = {
     "id": 4222362,

@@ -9,15 +9,15 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from headwater import cli_demo
-from headwater.cli_demo import STEPS, prompt_pairs
+from headwater.demo import tour as cli_demo
+from headwater.demo.page import Section, leading, sentences, write_index, write_report
+from headwater.demo.tour import STEPS, prompt_pairs
 from headwater.errors import HeadwaterError
-from headwater.figures.report import Section, leading, sentences, write_index, write_report
 from headwater.figures.style import save_figure
 from headwater.heads import classify
 from headwater.heads.classify import HeadMap
-from headwater.records import RunRecord
-from headwater.results import Result
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 HOSTILE = "<script>alert('1')</script> \"&amp;\" <img src=x onerror=y> [a](javascript:b) |*_`#"
 

@@ -16,7 +16,7 @@ from headwater.figures.depth_profile import BLUE, GREEN, ORANGE, depth_profiles,
 from headwater.figures.likelihood import NAMES
 from headwater.figures.tokens import FRAME, WIDTH, token_heat_map, token_html
 from headwater.likelihood.profile import DepthProfile
-from headwater.records import RunRecord
+from headwater.runs.record import RunRecord
 from tests import chance
 
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from headwater.errors import InputError
-from headwater.likelihood.depth import load_depth_graph
+from headwater.likelihood.graph import load_depth_graph
 from tests import chance
 from tests.depth_folders import as_file, as_rows, random_nodes, write_folder
 

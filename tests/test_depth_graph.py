@@ -5,7 +5,7 @@ import json
 import pytest
 
 from headwater.errors import InputError
-from headwater.likelihood.depth import load_depth_graph
+from headwater.likelihood.graph import load_depth_graph
 
 
 def node(name, depth, *predecessors, **more):

@@ -12,15 +12,15 @@ from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
 import headwater as hw
+from headwater.detection import detection as detection_module
+from headwater.detection import fit as fitting
+from headwater.detection.detection import Detection, detect
+from headwater.detection.evaluation import NAMES, evaluate
+from headwater.detection.fit import AnswerSet, Recipe
+from headwater.detection.methods import CLASSIFIERS, METHODS, Detector, p_true
+from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
-from headwater.pathways import detection as detection_module
-from headwater.pathways import fitting
-from headwater.pathways.detection import Detection, detect
-from headwater.pathways.detectors import CLASSIFIERS, METHODS, Detector, p_true
-from headwater.pathways.evaluation import NAMES, evaluate
-from headwater.pathways.fitting import AnswerSet, Recipe
 from headwater.pathways.probes import Probe, fit_linear, grouped_folds, probe_states
-from headwater.pathways.reweighting import Reweighted, Reweighting, train_reweighting
 from tests import chance
 
 QUICK = Reweighting(epochs=2)

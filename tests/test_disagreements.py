@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwater import runs
-from headwater.runs import RunFolder
+from headwater.runs import folder as runs
+from headwater.runs.folder import RunFolder
 from tests import chance
 from tests.meeting import meet
 from tests.test_shards import Numbers, count_up, files, record

@@ -13,7 +13,7 @@ from headwater.models.edits import listed_hooks
 from headwater.models.generation import generate
 from headwater.models.sites import SITES
 from headwater.patching import engine
-from headwater.patching.knockout import knocked_out_states
+from headwater.patching.edge_knockout import knocked_out_states
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = [2, 40, 41, 42, 43, 44, 45], [2, 40, 51, 42, 43, 44, 45]

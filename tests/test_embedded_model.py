@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headwater.likelihood.depth import load_depth_graph
+from headwater.likelihood.graph import load_depth_graph
 from headwater.models.embedded import embedded_folder
-from headwater.pathways.questions import load_questions
+from headwater.questions.sources import load_questions
 from headwater.world.card import missed_targets, write_card
 from headwater.world.measure import answer, answered, silent_heads
 from headwater.world.questions import question_rows
@@ -51,7 +51,7 @@ def test_weights_are_whole_and_at_most_ten_megabytes():
 
 def test_the_model_loads_in_under_two_seconds_of_processor_time():
     code = (
-        "import time; import headwater.models.load as m; start = time.process_time(); model = m.load(); "
+        "import time; import headwater.models.loading as m; start = time.process_time(); model = m.load(); "
         "print(time.process_time() - start)"
     )
     best = min(

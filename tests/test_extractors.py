@@ -8,8 +8,8 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.identity import describe
-from headwater.pathways.extractors import EndpointExtractor, call_extractor, exact_words, json_object
+from headwater.questions.extract import EndpointExtractor, call_extractor, exact_words, json_object
+from headwater.runs.identity import describe
 from tests.ending import every_answer_ends
 from tests.tiny import tiny_model, tiny_tokenizer
 

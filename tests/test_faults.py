@@ -20,11 +20,11 @@ import pandas as pd
 import pytest
 import torch
 
-from headwater import storage
 from headwater.errors import RunFolderError
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.runs import RunFolder, run_pieces
+from headwater.runs import storage
+from headwater.runs.folder import RunFolder, run_pieces
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 PIECES = 5
 

@@ -11,7 +11,7 @@ from headwater.figures import fonts
 from headwater.figures.fonts import UNKNOWN, columns, drawable, label
 from headwater.figures.style import style
 from headwater.patching.sweep import Sweep
-from headwater.results import RunRecord
+from headwater.runs.result import RunRecord
 
 NO_FONT_HAS = "\U0010fffe"
 TEXTS = [

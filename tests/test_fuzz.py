@@ -15,13 +15,13 @@ import pytest
 from hypothesis import strategies as st
 
 from headwater.heads.relations import load_relations
-from headwater.likelihood.depth import load_depth_graph
 from headwater.likelihood.files import _texts
-from headwater.likelihood.members import load_member_texts
+from headwater.likelihood.graph import load_depth_graph
+from headwater.likelihood.member_texts import load_member_texts
 from headwater.patching.prompts import read_table
-from headwater.pathways.datasets import FORMATS
-from headwater.pathways.extractors import EndpointExtractor
-from headwater.pathways.questions import load_questions
+from headwater.questions.extract import EndpointExtractor
+from headwater.questions.formats import FORMATS
+from headwater.questions.sources import load_questions
 from tests.fuzzing import (
     ANYTHING,
     FEW,

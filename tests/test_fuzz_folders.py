@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
+from headwater.detection.methods import Detector
 from headwater.likelihood.files import ScoredTexts
 from headwater.models import checkpoint
 from headwater.models.lens_checkpoint import _read_state
 from headwater.models.tokens import load_tokenizer
 from headwater.patching.sweep import Sweep
-from headwater.pathways.detectors import Detector
 from headwater.reference.published import Reproduction
-from headwater.results import Result
-from headwater.runs import RunFolder
+from headwater.runs.folder import RunFolder
+from headwater.runs.result import Result
 from tests.fuzzing import ANYTHING, FEW, MANY, WORDS, Files, Reader, as_json, fuzz
 from tests.test_results import Sample, record
 from tests.tiny import tiny_tokenizer

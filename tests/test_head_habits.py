@@ -17,7 +17,7 @@ from headwater.heads.relations import Relation, TokenRelation
 from headwater.heads.scores import score_layer, suite_pairs
 from headwater.heads.tables import score_table
 from headwater.kernels.ov import OVMaps
-from headwater.world.planted import implements, plant_relations, suppresses
+from headwater.planted import implements, plant_relations, suppresses
 from tests.planted_relations import relation, word
 from tests.tiny import tiny_tokenizer
 

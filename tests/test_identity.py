@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers
 
 import headwater as hw
-from headwater.identity import UNKNOWN, UnknownIdentityError, describe, digest, tokenizer_digest, unknown_in
 from headwater.models import fingerprint as fingerprints
 from headwater.models.checkpoint import Checkpoint
 from headwater.models.weights import open_weights
+from headwater.runs.identity import UNKNOWN, UnknownIdentityError, describe, digest, tokenizer_digest, unknown_in
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 MODULE = """
@@ -55,7 +55,7 @@ def test_functions_have_one_digest_in_every_process_and_wherever_their_lines_sta
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.py").write_text("# moved\n\n" + MODULE)
-    code = "import mine; from headwater.identity import digest; print(*map(digest, mine.EVERY))"
+    code = "import mine; from headwater.runs.identity import digest; print(*map(digest, mine.EVERY))"
     printed = [
         subprocess.run(
             [sys.executable, "-c", code],

@@ -180,7 +180,7 @@ def read_last(model, prompt, name, hooks):
 
 
 def test_states_of_a_batch_that_does_not_fit_are_those_of_one_that_does(twins, monkeypatch):
-    from headwater.models.wavefront import Blocks
+    from headwater.models.blocks import Blocks
 
     model, _ = twins("neox")
     prompts = [random_prompt(length) for length in (9, 6, 8)]
@@ -199,7 +199,7 @@ def test_states_of_a_batch_that_does_not_fit_are_those_of_one_that_does(twins, m
 
 
 def test_cumulative_knockouts_of_residual_metrics_take_one_row_per_prompt(twins, monkeypatch):
-    from headwater.models.wavefront import Blocks
+    from headwater.models.blocks import Blocks
 
     model, _ = twins("llama")
     rows, plain = [], Blocks.attention

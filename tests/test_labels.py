@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from headwater.errors import InputError
-from headwater.labels import check_label, is_refusal, match, verdict
 from headwater.likelihood.answering import label_score
-from headwater.words import find_words, normalised_words
+from headwater.questions.labels import check_label, is_refusal, match, verdict
+from headwater.questions.words import find_words, normalised_words
 from headwater.world.measure import is_right as world_label
 from tests import chance
 

@@ -9,8 +9,8 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.likelihood.members import load_member_texts
-from headwater.likelihood.membership import BASELINE
+from headwater.likelihood.member_texts import load_member_texts
+from headwater.likelihood.members import BASELINE
 from tests import chance
 
 

@@ -8,7 +8,7 @@ import pytest
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from headwater.errors import InputError
-from headwater.likelihood.membership import BASELINE, Membership, auc_within, bag_of_words, membership, roc_numbers
+from headwater.likelihood.members import BASELINE, Membership, auc_within, bag_of_words, membership, roc_numbers
 from headwater.likelihood.scores import MemorizationScores, memorization_scores
 from tests import chance
 from tests.test_memorization_scores import made_up, run_record

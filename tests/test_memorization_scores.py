@@ -13,7 +13,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.likelihood.scores import SHARES, MemorizationScores, lowest_means, memorization_scores
 from headwater.likelihood.statistics import EMPTY, TextStatistics, token_statistics
-from headwater.records import RunRecord
+from headwater.runs.record import RunRecord
 from tests import chance
 from tests.tiny import WORDS
 

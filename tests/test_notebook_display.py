@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.results import table_html
+from headwater.runs.result import table_html
 
 PROMPTS = (" Q: What is the capital of France ?\n A:", " Q: What is the capital of Italy ?\n A:")
 

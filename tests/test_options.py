@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headwater.errors import InputError
-from headwater.identity import describe
 from headwater.options import checked_count, checked_name, checked_number, checked_path
+from headwater.runs.identity import describe
 
 
 def test_what_can_be_used_is_returned_as_python_has_it():

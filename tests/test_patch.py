@@ -466,7 +466,7 @@ def test_a_model_with_hooks_of_its_own_is_swept_by_whole_runs_and_says_so_once(m
 
 
 def test_blocks_that_compute_something_else_are_noticed_and_served_by_whole_runs(models, monkeypatch):
-    from headwater.models.wavefront import Blocks
+    from headwater.models.blocks import Blocks
 
     model = hw.load(tiny_model("phi"), tokenizer=TOKENIZER)
     clean, corrupted = random_pairs([7])
@@ -479,7 +479,7 @@ def test_blocks_that_compute_something_else_are_noticed_and_served_by_whole_runs
 
 
 def test_tiles_are_halved_when_memory_runs_out_and_the_result_is_the_same(models, monkeypatch):
-    from headwater.models.wavefront import Blocks
+    from headwater.models.blocks import Blocks
 
     model = models("llama")
     clean, corrupted = random_pairs([8, 6])
@@ -501,8 +501,8 @@ def test_tiles_are_halved_when_memory_runs_out_and_the_result_is_the_same(models
 def test_when_the_recorded_run_does_not_fit_its_examples_are_halved_and_the_table_is_the_same(
     models, monkeypatch, method
 ):
+    from headwater.models.blocks import Blocks
     from headwater.models.hooked import HookedModel
-    from headwater.models.wavefront import Blocks
 
     model = models("gpt2")
     clean, corrupted = random_pairs([8, 6, 7, 5, 8])
@@ -532,7 +532,7 @@ def test_when_the_recorded_run_does_not_fit_its_examples_are_halved_and_the_tabl
 
 
 def test_a_run_that_does_not_fit_even_alone_ends_with_the_error_and_no_hook(models, monkeypatch):
-    from headwater.models.wavefront import Blocks
+    from headwater.models.blocks import Blocks
 
     def never(self, tokens, names):
         raise torch.OutOfMemoryError("out of memory")

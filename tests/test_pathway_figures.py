@@ -9,8 +9,8 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.pathway_controls import LOOKS, main_layer
 from headwater.figures.pathway_curves import COLORS
-from headwater.pathways.answers import AnsweredQuestions
-from headwater.records import RunRecord
+from headwater.questions.answers import AnsweredQuestions
+from headwater.runs.record import RunRecord
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -9,7 +9,6 @@ from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
 import headwater as hw
-from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.bootstrap import FEWEST, member_means, resampled_questions, resamples, weighted_auc
 from headwater.pathways.controls import (
     aware_logits,
@@ -19,8 +18,8 @@ from headwater.pathways.controls import (
     relation_logits,
 )
 from headwater.pathways.dip import critical_dip, dip, dip_p
+from headwater.pathways.effects import Fits, Measured
 from headwater.pathways.interventions import RANDOM
-from headwater.pathways.measuring import Fits, Measured
 from headwater.pathways.modes import (
     CROSSED,
     PER_LAYER,
@@ -35,7 +34,8 @@ from headwater.pathways.modes import (
 from headwater.pathways.probes import Probes
 from headwater.pathways.report import survives
 from headwater.pathways.tables import stacked, tables_of
-from headwater.records import RunRecord
+from headwater.questions.answers import AnsweredQuestions
+from headwater.runs.record import RunRecord
 from tests import chance
 
 

@@ -7,9 +7,9 @@ from transformer_lens.head_detector import compute_head_attention_similarity_sco
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.patterns import attention_classes, mean_attention, repeated_tokens
-from headwater.models.detector import ATTENTION_CLASSES, keys_of
-from headwater.world.planted import induction, name_mover
-from headwater.world.planted.circuits import INDUCTION_HEAD, PREVIOUS_TOKEN_HEAD
+from headwater.models.compat import ATTENTION_CLASSES, keys_of
+from headwater.planted import induction, name_mover
+from headwater.planted.circuits import INDUCTION_HEAD, PREVIOUS_TOKEN_HEAD
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

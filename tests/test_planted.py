@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from headwater.world.planted import (
+from headwater.planted import (
     answer_lookup,
     ignores_source,
     implements,
@@ -16,7 +16,7 @@ from headwater.world.planted import (
     question_lookup,
     suppresses,
 )
-from headwater.world.planted.circuits import (
+from headwater.planted.circuits import (
     DUPLICATE_NAME_HEAD,
     INDUCTION_HEAD,
     INHIBITION_HEAD,
@@ -25,7 +25,7 @@ from headwater.world.planted.circuits import (
     PREVIOUS_TOKEN_HEAD,
     WORDS,
 )
-from headwater.world.planted.lookup import PROPERTIES, SUBJECTS
+from headwater.planted.lookup import PROPERTIES, SUBJECTS
 
 pytestmark = pytest.mark.planted
 

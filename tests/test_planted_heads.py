@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.world.planted import ignores_source, implements, plant_relations, suppresses
+from headwater.planted import ignores_source, implements, plant_relations, suppresses
 from tests.planted_relations import relation
 
 pytestmark = pytest.mark.planted

@@ -12,7 +12,6 @@ from sklearn.preprocessing import StandardScaler
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.probes import (
     Probes,
     auc,
@@ -23,7 +22,8 @@ from headwater.pathways.probes import (
     probe_positions,
     probe_states,
 )
-from headwater.records import RunRecord
+from headwater.questions.answers import AnsweredQuestions
+from headwater.runs.record import RunRecord
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 

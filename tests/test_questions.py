@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from headwater.errors import InputError
-from headwater.pathways.questions import load_questions
+from headwater.questions.sources import load_questions
 
 ROW = {"question": "What is the capital of Chad?", "answers": ["N'Djamena", "Ndjamena"]}
 

@@ -17,7 +17,7 @@ from headwater.heads.relations import PUBLISHED_CATEGORIES, load_relations, toke
 from headwater.heads.validation import dynamic_scores
 from headwater.likelihood import answering
 from headwater.models.generation import Generated
-from headwater.models.load import load
+from headwater.models.loading import load
 from headwater.models.weights import open_weights
 from headwater.reference import depth, maps, pathways
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps

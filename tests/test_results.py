@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, RunFolderError
-from headwater.records import FORMAT, RunRecord
-from headwater.results import Result
-from headwater.runs import RunFolder
-from headwater.storage import write_atomically
+from headwater.runs.folder import RunFolder
+from headwater.runs.record import FORMAT, RunRecord
+from headwater.runs.result import Result
+from headwater.runs.storage import write_atomically
 from tests import chance
 
 
@@ -255,7 +255,7 @@ def test_a_file_that_changed_since_the_run_wrote_it_is_refused(tmp_path, name):
 def test_a_save_that_dies_half_way_leaves_an_unfinished_folder_not_a_mixture(tmp_path, monkeypatch):
     sample().save(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("headwater.results.save_file", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("headwater.runs.result.save_file", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             sample().save(tmp_path)
     with pytest.raises(RunFolderError, match="not finished"):
@@ -268,7 +268,7 @@ def test_a_save_that_dies_half_way_leaves_an_unfinished_folder_not_a_mixture(tmp
 def hold(path: Path) -> subprocess.Popen:
     """Start a process that opens the run of `record()` and stays."""
     code = (
-        "import json, sys; from headwater.records import RunRecord; from headwater.runs import RunFolder; "
+        "import json, sys; from headwater.runs.record import RunRecord; from headwater.runs.folder import RunFolder; "
         f"folder = RunFolder({str(path)!r}, RunRecord(**json.loads({json.dumps(dataclasses.asdict(record()))!r}))); "
         "print('ready', flush=True); sys.stdin.read()"
     )

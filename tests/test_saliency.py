@@ -10,11 +10,11 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.models import backward
-from headwater.pathways.answers import AnsweredQuestions
+from headwater.models import gradients as backward
+from headwater.pathways.attention_saliency import COLUMNS, Saliency
 from headwater.pathways.probes import Probe, fit_probes, probe_positions, probe_states
-from headwater.pathways.saliency import COLUMNS, Saliency
-from headwater.records import RunRecord
+from headwater.questions.answers import AnsweredQuestions
+from headwater.runs.record import RunRecord
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -333,7 +333,7 @@ def test_a_probe_that_has_seen_the_answers_is_refused_and_one_that_does_not_say_
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_the_model_is_left_without_hooks_gradients_or_another_outcome(models, interrupted, monkeypatch):
-    from headwater.pathways import flows
+    from headwater.pathways import edge_saliency as flows
 
     model, _ = models("llama")
     answered, probe = answered_by(model, prefix=20), random_probe(model)
@@ -356,7 +356,7 @@ def test_the_model_is_left_without_hooks_gradients_or_another_outcome(models, in
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(models, tmp_path, monkeypatch):
-    from headwater.pathways import saliency as module
+    from headwater.pathways import attention_saliency as module
 
     model, _ = models("gpt2")
     answered, probe = answered_by(model, 6), random_probe(model)
@@ -383,7 +383,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(models, tmp_path, monkeypat
 
 
 def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(models, monkeypatch):
-    from headwater.pathways import flows
+    from headwater.pathways import edge_saliency as flows
 
     model, _ = models("gpt2")
     answered, probe = answered_by(model, 5, prefix=18), random_probe(model)
@@ -480,7 +480,7 @@ def test_saliency_on_a_gpu_is_that_on_the_cpu(family):
 
 
 def test_what_a_descent_reads_is_what_the_model_itself_computes(models, family):
-    from headwater.models.backward import Descent, keys_values
+    from headwater.models.gradients import Descent, keys_values
 
     model, _ = models(family)
     tokens, before = torch.randint(2, D_VOCAB, (3, 24)), int(torch.randint(0, 15, ()))

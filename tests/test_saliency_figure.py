@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.pathways.saliency import COLUMNS, TARGETS, Saliency
-from headwater.records import RunRecord
+from headwater.pathways.attention_saliency import COLUMNS, TARGETS, Saliency
+from headwater.runs.record import RunRecord
 from tests import chance
 
 

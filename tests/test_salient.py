@@ -7,7 +7,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.salient import salient_operations, source_gains
 from headwater.models.weights import open_weights
-from headwater.world.planted import implements, plant_relations, suppresses
+from headwater.planted import implements, plant_relations, suppresses
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import headwater as hw
+from headwater.detection.methods import METHODS
+from headwater.detection.reweighting import Reweighting
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import Relation
 from headwater.heads.validation import dynamic_scores
-from headwater.pathways.detectors import METHODS
-from headwater.pathways.reweighting import Reweighting
 from tests.second_device import Elsewhere, card, move, second_device, split
 from tests.tiny import WORDS
 

@@ -15,10 +15,10 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.runs import RunFolder, run_pieces
-from headwater.shards import Processes, processes
+from headwater.runs.folder import RunFolder, run_pieces
+from headwater.runs.processes import Processes, processes
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 ACCELERATE = (
     sys.executable,
@@ -156,7 +156,7 @@ ANALYSES = """
 import dataclasses
 import headwater as hw
 import headwater.patching.job
-from headwater import runs
+from headwater.runs import folder as runs
 from tests import chance
 headwater.patching.job.WAVE_TOKENS = 64  # several waves
 def run(out, texts, die_at=None):

@@ -6,9 +6,9 @@ import torch
 
 import headwater as hw
 from headwater.models.generation import Generated
-from headwater.pathways import answers as room
 from headwater.pathways.report import survives
-from headwater.pathways.spans import span_shapes
+from headwater.questions import answers as room
+from headwater.questions.spans import span_shapes
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 

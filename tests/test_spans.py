@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headwater.models.generation import continuation_offsets
 from headwater.models.tokens import encode
-from headwater.pathways.spans import shifted, tokens_of
+from headwater.questions.spans import shifted, tokens_of
 from tests.tiny import tiny_tokenizer
 
 CORPUS = [

@@ -10,7 +10,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.patching.sweep import Sweep
-from headwater.records import RunRecord
+from headwater.runs.record import RunRecord
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from headwater.errors import InputError
 from headwater.figures.sweep import shown
 from headwater.patching.sweep import Sweep
-from headwater.records import RunRecord
+from headwater.runs.record import RunRecord
 
 RUN = RunRecord("patch", "tiny", "0", "float32", "cpu", {})
 

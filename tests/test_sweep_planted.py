@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import headwater as hw
-from headwater.world.planted import circuits
+from headwater.planted import circuits
 
 pytestmark = pytest.mark.planted
 CLEAN = "When Anna and Boris went to the store Boris gave a drink to"

@@ -10,8 +10,7 @@ from sklearn.metrics import roc_auc_score
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.pathways import measuring
-from headwater.pathways.answers import AnsweredQuestions
+from headwater.pathways import effects as measuring
 from headwater.pathways.interventions import (
     Setup,
     after_windows,
@@ -21,8 +20,9 @@ from headwater.pathways.interventions import (
 )
 from headwater.pathways.probes import fit_linear, probe_states
 from headwater.pathways.report import survives
-from headwater.records import RunRecord
-from headwater.world.planted import answer_lookup, question_lookup
+from headwater.planted import answer_lookup, question_lookup
+from headwater.questions.answers import AnsweredQuestions
+from headwater.runs.record import RunRecord
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from headwater.heads.relations import load_relations
-from headwater.likelihood.depth import load_depth_graph
-from headwater.storage import write_json
+from headwater.likelihood.graph import load_depth_graph
+from headwater.runs.storage import write_json
 from headwater.world.corpus import build_corpus, pack_rows, prompt_of
 from headwater.world.facts import CHAINS, build_world, choose_pairs
 from headwater.world.questions import depth_graph, membership_rows, question_rows

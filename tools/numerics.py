@@ -23,7 +23,7 @@ from scipy.stats import spearmanr
 from tqdm import tqdm
 
 import headwater as hw
-from headwater.records import library_versions
+from headwater.runs.record import library_versions
 
 PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
 QUESTIONS = 120

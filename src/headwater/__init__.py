@@ -11,7 +11,7 @@ from headwater.rooms import opened
 __version__ = "0.2.0"
 
 _HOMES = {
-    "load": "headwater.models.load",
+    "load": "headwater.models.loading",
     "HookedModel": "headwater.models.hooked",
     "classify_heads": "headwater.heads.classify",
     "HeadMap": "headwater.heads.classify",
@@ -19,9 +19,9 @@ _HOMES = {
     "Relation": "headwater.heads.relations",
     "patch": "headwater.patching.sweep",
     "Sweep": "headwater.patching.sweep",
-    "knockout": "headwater.patching.knockout",
-    "knocked_out_states": "headwater.patching.knockout",
-    "Edges": "headwater.patching.knockout",
+    "knockout": "headwater.patching.edge_knockout",
+    "knocked_out_states": "headwater.patching.edge_knockout",
+    "Edges": "headwater.patching.edge_knockout",
     "Metric": "headwater.patching.metrics",
     "logit_difference": "headwater.patching.metrics",
     "log_probability": "headwater.patching.metrics",
@@ -30,27 +30,27 @@ _HOMES = {
     "kl_divergence": "headwater.patching.metrics",
     "direct_logit_attribution": "headwater.lenses",
     "DirectAttribution": "headwater.lenses",
-    "load_questions": "headwater.pathways.questions",
-    "answer": "headwater.pathways.answers",
-    "AnsweredQuestions": "headwater.pathways.answers",
-    "detect": "headwater.pathways.detection",
-    "Detection": "headwater.pathways.detection",
-    "saliency": "headwater.pathways.saliency",
-    "Saliency": "headwater.pathways.saliency",
+    "load_questions": "headwater.questions.sources",
+    "answer": "headwater.questions.answers",
+    "AnsweredQuestions": "headwater.questions.answers",
+    "detect": "headwater.detection.detection",
+    "Detection": "headwater.detection.detection",
+    "saliency": "headwater.pathways.attention_saliency",
+    "Saliency": "headwater.pathways.attention_saliency",
     "Probe": "headwater.pathways.probes",
     "trace_pathways": "headwater.pathways.trace",
     "Pathways": "headwater.pathways.trace",
-    "load_depth_graph": "headwater.likelihood.depth",
+    "load_depth_graph": "headwater.likelihood.graph",
     "token_statistics": "headwater.likelihood.statistics",
     "TextStatistics": "headwater.likelihood.statistics",
     "memorization_scores": "headwater.likelihood.scores",
     "MemorizationScores": "headwater.likelihood.scores",
     "score_file": "headwater.likelihood.files",
     "memorization": "headwater.likelihood.profile",
-    "load_member_texts": "headwater.likelihood.members",
+    "load_member_texts": "headwater.likelihood.member_texts",
     "DepthProfile": "headwater.likelihood.profile",
-    "membership": "headwater.likelihood.membership",
-    "Membership": "headwater.likelihood.membership",
+    "membership": "headwater.likelihood.members",
+    "Membership": "headwater.likelihood.members",
     "HeadwaterError": "headwater.errors",
 }
 _ROOMS = ("figures", "heads", "kernels", "models", "likelihood", "pathways", "patching", "world")
@@ -58,6 +58,8 @@ _ROOMS = ("figures", "heads", "kernels", "models", "likelihood", "pathways", "pa
 __all__ = [*_HOMES, *_ROOMS, "__version__"]
 
 if TYPE_CHECKING:
+    from headwater.detection.detection import Detection as Detection
+    from headwater.detection.detection import detect as detect
     from headwater.errors import HeadwaterError as HeadwaterError
     from headwater.heads.classify import HeadMap as HeadMap
     from headwater.heads.classify import classify_heads as classify_heads
@@ -65,11 +67,11 @@ if TYPE_CHECKING:
     from headwater.heads.relations import load_relations as load_relations
     from headwater.lenses import DirectAttribution as DirectAttribution
     from headwater.lenses import direct_logit_attribution as direct_logit_attribution
-    from headwater.likelihood.depth import load_depth_graph as load_depth_graph
     from headwater.likelihood.files import score_file as score_file
-    from headwater.likelihood.members import load_member_texts as load_member_texts
-    from headwater.likelihood.membership import Membership as Membership
-    from headwater.likelihood.membership import membership as membership
+    from headwater.likelihood.graph import load_depth_graph as load_depth_graph
+    from headwater.likelihood.member_texts import load_member_texts as load_member_texts
+    from headwater.likelihood.members import Membership as Membership
+    from headwater.likelihood.members import membership as membership
     from headwater.likelihood.profile import DepthProfile as DepthProfile
     from headwater.likelihood.profile import memorization as memorization
     from headwater.likelihood.scores import MemorizationScores as MemorizationScores
@@ -77,10 +79,10 @@ if TYPE_CHECKING:
     from headwater.likelihood.statistics import TextStatistics as TextStatistics
     from headwater.likelihood.statistics import token_statistics as token_statistics
     from headwater.models.hooked import HookedModel as HookedModel
-    from headwater.models.load import load as load
-    from headwater.patching.knockout import Edges as Edges
-    from headwater.patching.knockout import knocked_out_states as knocked_out_states
-    from headwater.patching.knockout import knockout as knockout
+    from headwater.models.loading import load as load
+    from headwater.patching.edge_knockout import Edges as Edges
+    from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
+    from headwater.patching.edge_knockout import knockout as knockout
     from headwater.patching.metrics import Metric as Metric
     from headwater.patching.metrics import kl_divergence as kl_divergence
     from headwater.patching.metrics import log_probability as log_probability
@@ -89,15 +91,13 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import rank as rank
     from headwater.patching.sweep import Sweep as Sweep
     from headwater.patching.sweep import patch as patch
-    from headwater.pathways.answers import AnsweredQuestions as AnsweredQuestions
-    from headwater.pathways.answers import answer as answer
-    from headwater.pathways.detection import Detection as Detection
-    from headwater.pathways.detection import detect as detect
+    from headwater.pathways.attention_saliency import Saliency as Saliency
+    from headwater.pathways.attention_saliency import saliency as saliency
     from headwater.pathways.probes import Probe as Probe
-    from headwater.pathways.questions import load_questions as load_questions
-    from headwater.pathways.saliency import Saliency as Saliency
-    from headwater.pathways.saliency import saliency as saliency
     from headwater.pathways.trace import Pathways as Pathways
     from headwater.pathways.trace import trace_pathways as trace_pathways
+    from headwater.questions.answers import AnsweredQuestions as AnsweredQuestions
+    from headwater.questions.answers import answer as answer
+    from headwater.questions.sources import load_questions as load_questions
 
 __getattr__, __dir__ = opened(__name__, _HOMES, _ROOMS)

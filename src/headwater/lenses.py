@@ -44,9 +44,9 @@ from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
 from headwater.patching.statistics import summarize
 from headwater.progress import Bar, progress_bar
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.runs import Compute, RunFolder, run_pieces
+from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

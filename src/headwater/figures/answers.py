@@ -9,7 +9,7 @@ from headwater.figures.fonts import label
 from headwater.figures.style import BLUE, FAINT, INK, ORANGE, legend_above, model_title, style
 
 if TYPE_CHECKING:
-    from headwater.pathways.answers import AnsweredQuestions
+    from headwater.questions.answers import AnsweredQuestions
 
 INKS = {"right": "white", "wrong": INK, "cut off": "white", "dropped": INK}
 ROOM = 0.06

@@ -8,13 +8,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from headwater.detection.evaluation import NAMES
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.style import FAINT, LINES_ARE, MARKS_ONLY, SETS, model_title, style
-from headwater.pathways.evaluation import NAMES
 
 if TYPE_CHECKING:
-    from headwater.pathways.detection import Detection
+    from headwater.detection.detection import Detection
 
 
 def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:

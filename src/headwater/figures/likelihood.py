@@ -22,7 +22,7 @@ from headwater.figures.style import (
 
 if TYPE_CHECKING:
     from headwater.likelihood.files import ScoredTexts
-    from headwater.likelihood.membership import Membership
+    from headwater.likelihood.members import Membership
     from headwater.likelihood.scores import MemorizationScores
     from headwater.likelihood.statistics import TextStatistics
 
@@ -88,7 +88,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         membership: a result of `membership`; of several layers the last is drawn.
         ax: where to draw; by default a new figure.
     """
-    from headwater.likelihood.membership import BASELINE
+    from headwater.likelihood.members import BASELINE
 
     table = membership.table
     if "layer" in table:

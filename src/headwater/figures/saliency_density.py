@@ -28,7 +28,7 @@ from headwater.figures.fonts import label
 from headwater.figures.style import DASHED, model_title, style
 
 if TYPE_CHECKING:
-    from headwater.pathways.saliency import Saliency
+    from headwater.pathways.attention_saliency import Saliency
 
 KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
 FILLS = {

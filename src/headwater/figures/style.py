@@ -21,7 +21,7 @@ from headwater.figures.fonts import label, others
 from headwater.options import checked_path
 
 if TYPE_CHECKING:
-    from headwater.records import RunRecord
+    from headwater.runs.record import RunRecord
 
 INK = "#262626"
 FAINT = "#8a8a8a"

@@ -35,8 +35,8 @@ from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name
 from headwater.progress import progress_bar
-from headwater.records import RunRecord
-from headwater.results import Result
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

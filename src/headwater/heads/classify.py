@@ -40,20 +40,20 @@ from headwater.heads.relations import (
 from headwater.heads.salient import salient_operations
 from headwater.heads.scores import SuitePairs, score_layer, suite_pairs
 from headwater.heads.tables import relation_table, score_table
-from headwater.identity import describe, digest
 from headwater.kernels.devices import usable_device
 from headwater.kernels.ov import OVMaps, longest_column
-from headwater.models.effective import KINDS
+from headwater.models.effective_embedding import KINDS
 from headwater.models.hooked import HookedModel
 from headwater.models.layers_ahead import LayersAhead
-from headwater.models.load import load
+from headwater.models.loading import load
 from headwater.models.shape import ModelShape
 from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
 from headwater.progress import progress_bar
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.runs import RunFolder, run_pieces
+from headwater.runs.folder import RunFolder, run_pieces
+from headwater.runs.identity import describe, digest
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headwater.axes import Pattern
 from headwater.errors import InputError, ModelError
-from headwater.models.detector import ATTENTION_CLASSES, keys_of
+from headwater.models.compat import ATTENTION_CLASSES, keys_of
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_number, checked_seed

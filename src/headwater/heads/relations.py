@@ -33,10 +33,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, refuse_half_characters
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.models.tokens import panics_are_errors
 from headwater.options import checked_path
-from headwater.texts import HALF_A_CHARACTER, is_unicode, refuse_half_characters
 
 CATEGORIES = ("algorithmic", "knowledge", "linguistic", "translation")
 MIN_PAIRS = 30

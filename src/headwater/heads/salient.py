@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.effective import KINDS
+from headwater.models.effective_embedding import KINDS
 from headwater.models.tokens import token_strings
 from headwater.models.weights import WeightSource
 from headwater.options import checked_count, checked_name

@@ -38,8 +38,8 @@ from headwater.models.hooked import HookedModel
 from headwater.models.weights import open_weights
 from headwater.options import checked_count
 from headwater.progress import progress_bar
-from headwater.records import RunRecord
-from headwater.results import Result
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

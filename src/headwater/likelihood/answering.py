@@ -3,7 +3,7 @@
 1. Answers are those in the data, or the model's own: greedy, to the end of the first line in a raw context, to the end
    of the message in a chat.
 2. Scores are those in the data, a judge's (any function), or by label match: 5 where an accepted answer stands in the
-   answer (`headwater.labels`), else 1. Label match needs short accepted answers.
+   answer (`headwater.questions.labels`), else 1. Label match needs short accepted answers.
 3. An answer of the model's own that had not ended at the token limit is not judged: it has no score, and is counted.
 """
 
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from headwater.errors import HeadwaterError, InputError
-from headwater.labels import match
-from headwater.likelihood.depth import HIGHEST_SCORE, LOWEST_SCORE, DepthGraph, checked_score
 from headwater.likelihood.framing import Frame
+from headwater.likelihood.graph import HIGHEST_SCORE, LOWEST_SCORE, DepthGraph, checked_score
 from headwater.models.generation import end_tokens, generate
 from headwater.models.tokens import encode
 from headwater.options import checked_name, shown
 from headwater.progress import progress_bar
-from headwater.runs import RunFolder, run_pieces
+from headwater.questions.labels import match
+from headwater.runs.folder import RunFolder, run_pieces
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headwater.data.rows import read_parquet
+from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
-from headwater.rows import read_parquet
-from headwater.texts import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 

@@ -22,17 +22,17 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.data.rows import check_readable
 from headwater.errors import InputError
-from headwater.identity import digest_of_file
 from headwater.likelihood.scores import SHARES, checked_shares, memorization_scores
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
 from headwater.options import checked_flag, checked_path, shown
 from headwater.progress import Bar, progress_bar
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.rows import check_readable
-from headwater.runs import Compute, RunFolder, run_pieces
+from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.identity import digest_of_file
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

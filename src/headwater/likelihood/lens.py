@@ -18,9 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.identity import digest
 from headwater.models.memory import failures_named
 from headwater.options import shown
+from headwater.runs.identity import digest
 
 Lens: TypeAlias = str | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
 """The logit lens ("logit"); a function of the residual stream `token d_model` (float32) and the layer, which gives what

@@ -1,74 +1,256 @@
-"""Texts of which it is known whether the training data hold them: members and non-members.
+"""How well scores tell texts that were in the training data (members) from texts that were not.
 
-A file has a row per text: .jsonl, .json (a list), .csv or .parquet, with the columns `text` and `member`, or `input`
-and `label` as WikiMIA has them (Shi et al., ICLR 2024). The embedded model comes with such texts, because its corpus is
-known to the last line: members; facts of the corpus in wordings that it does not use ("other wording"); and facts that
-it does not hold in any ("held out").
+For every score, K and layer: the area under the ROC curve, and the true positive rate at a false positive rate of at
+most 1 % and 5 %, each with a percentile bootstrap interval (members and non-members are drawn again separately).
+
+Beside them stands a baseline that never sees the model: a logistic regression on the words of the texts, each text
+scored by a classifier fitted without it (stratified cross-validation). Published sets of members and non-members differ
+by topic and date, and word counts alone beat every score on many of them (Das et al. 2024): a score below the baseline
+says nothing about memorization. With `strata` only texts of one kind are compared, so that kinds betray nothing.
 """
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
+from jaxtyping import Bool, Float, Int
+from numpy import ndarray
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold, cross_val_predict
+from sklearn.pipeline import make_pipeline
 
 from headwater.errors import InputError
-from headwater.options import checked_path
-from headwater.rows import check_readable, read_parquet
-from headwater.texts import parse_json
+from headwater.likelihood.scores import MemorizationScores, memorization_scores
+from headwater.likelihood.statistics import TextStatistics
+from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
-NAMES = {"input": "text", "label": "member"}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BASELINE = "bag of words"
+FOLDS = 5
+FALSE_POSITIVE_RATES = {"tpr_at_1": 0.01, "tpr_at_5": 0.05}
+_RESAMPLES_AT_ONCE = 50
 
 
-def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
-    """Read texts and whether they are members.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Membership(Result):
+    """How well scores tell members from non-members."""
+
+    table: pd.DataFrame
+    """A row per layer (where the scores have layers), score and K, the baseline's last: `members` and `nonmembers` (how
+    many had a score), then `auc`, `tpr_at_1` and `tpr_at_5`, each with the ends of its interval in `..._low` and
+    `..._high`. True positive rates are at a false positive rate of at most 1 % and 5 %; NaN with strata, which no one
+    threshold goes through."""
+    run: RunRecord
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the AUC of each score with its interval, and the baseline's."""
+        from headwater.figures.likelihood import plot_membership
+
+        return plot_membership(self, ax)
+
+
+def membership(
+    scores: MemorizationScores | TextStatistics,
+    labels: Iterable[Any],
+    *,
+    strata: Iterable[Any] | None = None,
+    baseline: bool = True,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Membership:
+    """Measure how well each score tells members from non-members.
 
     Args:
-        source: a file as the module describes; None for the texts of the embedded model's world.
-
-    Returns:
-        A row per text: `text`, `member` (bool), and what else the file has. The world's have `kind` ("member", "other
-        wording", "held out"), `form`, `relation`, `depth` and `times`, how often the corpus holds them.
+        scores: of texts, or statistics of them (then at the default K).
+        labels: for each text, true (or 1) for a member and false (or 0) for a non-member.
+        strata: for each text what kind it is of, such as its topic: only pairs of one kind count for the AUC.
+        baseline: add the bag-of-words baseline. It is NaN where a class has a single text.
+        level: of the intervals.
+        resamples: how often the bootstrap draws.
+        seed: of the bootstrap and of the baseline's folds.
 
     Raises:
-        InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
+        InputError: labels are missing or are something else, or one of the two classes has no scored text.
     """
-    own = str(files("headwater") / "world" / "texts.jsonl")
-    path = checked_path("source", own if source is None else source)
-    check_readable(path, "texts")
-    table = _read(path)
-    table = table.rename(columns={old: new for old, new in NAMES.items() if new not in table})
-    missing = {"text", "member"} - set(table)
-    if missing or table.empty:
-        lacking = f"no column {' and '.join(sorted(missing))}" if missing else "no rows"
-        raise InputError(f"{path} has {lacking}; expected text and member, or input and label.")
-    for place, (text, member) in enumerate(zip(table["text"], table["member"], strict=True), start=1):
-        if not isinstance(text, str) or member not in (0, 1):
-            raise InputError(f"{path}, row {place}: expected a text and a label of 1 or 0, found {text!r}, {member!r}.")
-    return table.astype({"member": bool})
+    if isinstance(scores, TextStatistics):
+        scores = memorization_scores(scores)
+    if not isinstance(scores, MemorizationScores):
+        raise InputError(f"scores must be what hw.memorization_scores returns, found a {type(scores).__name__}.")
+    checked_number("level", level, above=0.0, below=1.0)
+    checked_count("resamples", resamples)
+    baseline, seed = checked_flag("baseline", baseline), checked_seed(seed)
+    contents = scores.texts.drop_duplicates("text").set_index("text")["content"]
+    member = _labels(labels, len(contents))
+    kinds = _strata(strata, len(contents), member)
+    drawing = (level, resamples, seed)
+    keys = [name for name in ("layer", "score", "k") if name in scores.table]
+    rows = []
+    for key, group in scores.table.groupby(keys, sort=False, dropna=False):
+        texts = group["text"].to_numpy()
+        found = _discrimination(
+            group["value"].to_numpy(float), member[texts], kinds[texts] if kinds is not None else None, *drawing
+        )
+        rows.append(dict(zip(keys, key, strict=True)) | found)
+    if baseline:
+        scored = scores.texts.groupby("text")["scored"].first().to_numpy() > 0
+        values = np.full(len(contents), np.nan)
+        values[scored] = bag_of_words(contents[scored].tolist(), member[scored], seed)
+        found = _discrimination(values, member, kinds, *drawing)
+        rows.append({"score": BASELINE, "k": math.nan} | found)
+    options = {"scores": scores.run.options, "labels": member.astype(int).tolist(), "baseline": baseline}
+    options |= {"strata": kinds.tolist() if kinds is not None else None}
+    run = dataclasses.replace(
+        scores.run,
+        analysis="membership",
+        options=options | {"level": level, "resamples": resamples},
+        seed=seed,
+    )
+    table = pd.DataFrame(rows)
+    return Membership(table.astype({"layer": "Int64"}) if "layer" in table else table, run)
 
 
-def _read(path: Path) -> pd.DataFrame:
+def bag_of_words(texts: Sequence[str], member: Bool[ndarray, " text"], seed: int = 0) -> Float[ndarray, " text"]:
+    """Score each text by its words alone, with a classifier that was fitted to the others."""
+    folds = min(FOLDS, int(member.sum()), int((~member).sum()))
+    if folds < 2:
+        return np.full(len(texts), np.nan)
+    classifier = make_pipeline(CountVectorizer(token_pattern=r"\S+"), LogisticRegression(max_iter=1000))
+    split = StratifiedKFold(folds, shuffle=True, random_state=seed)
+    return cross_val_predict(classifier, texts, member, cv=split, method="decision_function")
+
+
+def roc_numbers(
+    values: Float[ndarray, " text"], member: Bool[ndarray, " text"], weights: Int[ndarray, "resample text"]
+) -> dict[str, Float[ndarray, " resample"]]:
+    """Return AUC and true positive rates for texts that count as often as `weights` says.
+
+    A threshold takes all texts of one value or none of them; the AUC counts ties as half.
+    """
+    order = np.argsort(-values, kind="stable")
+    last_of_value = np.append(np.diff(values[order]) != 0, True)
+
+    def passing(of: Bool[ndarray, " text"]) -> Float[ndarray, "resample threshold"]:
+        counts = np.cumsum((weights * of)[:, order], axis=1)[:, last_of_value]
+        return np.concatenate([np.zeros((len(weights), 1)), counts / counts[:, -1:]], axis=1)
+
+    true, false = passing(member), passing(~member)
+    area = (np.diff(false, axis=1) * (true[:, 1:] + true[:, :-1])).sum(axis=1) / 2
+    return {"auc": area} | {
+        name: np.where(false <= rate, true, 0.0).max(axis=1) for name, rate in FALSE_POSITIVE_RATES.items()
+    }
+
+
+def auc_within(
+    values: Float[ndarray, " text"],
+    member: Bool[ndarray, " text"],
+    strata: Int[ndarray, " text"],
+    weights: Int[ndarray, "resample text"],
+) -> Float[ndarray, " resample"]:
+    """Return the share of pairs of a member and a non-member of one stratum in which the member has the higher value.
+
+    Ties count as half, texts as often as `weights` says; NaN where no stratum has both.
+    """
+    order = np.lexsort((values, strata))
+    is_first = np.append(True, np.diff(strata[order]) != 0)
+    starts = np.flatnonzero(is_first)
+    is_new = is_first | np.append(True, np.diff(values[order]) != 0)
+    ties = np.flatnonzero(is_new)
+    members, others = (weights[:, order] * of[order] for of in (member, ~member))
+    passed = np.pad(np.cumsum(others, axis=1), ((0, 0), (1, 0)))
+    below = (passed[:, ties] + passed[:, np.append(ties[1:], len(order))]) / 2
+    won = below[:, np.cumsum(is_new) - 1] - passed[:, starts[np.cumsum(is_first) - 1]]
+    pairs = (np.add.reduceat(members, starts, axis=1) * np.add.reduceat(others, starts, axis=1)).sum(axis=1)
+    return np.where(pairs > 0, (members * won).sum(axis=1) / np.maximum(pairs, 1), math.nan)
+
+
+def _discrimination(
+    values: Float[ndarray, " text"],
+    member: Bool[ndarray, " text"],
+    strata: Int[ndarray, " text"] | None,
+    level: float,
+    resamples: int,
+    seed: int,
+) -> dict[str, int | float]:
+    has_score = ~np.isnan(values)
+    values, member = values[has_score], member[has_score]
+    strata = strata[has_score] if strata is not None else None
+
+    def numbers(weights: Int[ndarray, "resample text"]) -> dict[str, Float[ndarray, " resample"]]:
+        if strata is None:
+            return roc_numbers(values, member, weights)
+        missing = np.full(len(weights), math.nan)
+        return {"auc": auc_within(values, member, strata, weights)} | dict.fromkeys(FALSE_POSITIVE_RATES, missing)
+
+    counts = {"members": int(member.sum()), "nonmembers": int((~member).sum())}
+    names = ("auc", *FALSE_POSITIVE_RATES)
+    if 0 in counts.values():
+        return counts | {f"{name}{end}": math.nan for name in names for end in ("", "_low", "_high")}
+    point = numbers(np.ones((1, len(values)), dtype=int))
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for start in range(0, resamples, _RESAMPLES_AT_ONCE):
+        weights = np.zeros((min(_RESAMPLES_AT_ONCE, resamples - start), len(values)), dtype=int)
+        for of in (member, ~member):
+            weights[:, of] = rng.multinomial(of.sum(), np.full(of.sum(), 1 / of.sum()), size=len(weights))
+        drawn.append(numbers(weights))
+    result: dict[str, int | float] = dict(counts)
+    for name in names:
+        low, high = _ends(np.concatenate([d[name] for d in drawn]), level)
+        result |= {name: float(point[name][0]), f"{name}_low": low, f"{name}_high": high}
+    return result
+
+
+def _ends(drawn: Float[ndarray, " resample"], level: float) -> tuple[float, float]:
+    there = drawn[~np.isnan(drawn)]
+    if not len(there):
+        return math.nan, math.nan
+    low, high = np.quantile(there, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " text"]) -> Int[ndarray, " text"] | None:
+    """Number the strata."""
+    if strata is None:
+        return None
+    if not isinstance(strata, Iterable):
+        raise InputError(f"strata must be one per text, found a {type(strata).__name__}.")
+    given = [str(stratum) for stratum in strata]
+    if len(given) != n_texts:
+        raise InputError(f"{len(given)} strata were given for {n_texts} texts.")
+    _, numbers = np.unique(np.array(given), return_inverse=True)
+    if not set(numbers[member]) & set(numbers[~member]):
+        raise InputError("No stratum has both a member and a non-member: nothing can be compared within them.")
+    return numbers.astype(np.int64)
+
+
+def _is_label(label: Any) -> bool:
     try:
-        if path.suffix == ".jsonl":
-            lines = enumerate(path.read_bytes().split(b"\n"), start=1)
-            return pd.DataFrame([_row(path, number, line) for number, line in lines if line.strip()])
-        if path.suffix == ".json":
-            rows = parse_json(path.read_bytes())
-            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-                raise InputError(f"{path} must hold a list of objects.")
-            return pd.DataFrame(rows)
-        return read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=False)
-    except (ValueError, AttributeError, OSError) as error:
-        raise InputError(f"{path} cannot be read ({error}).") from None
+        return label in (0, 1)
+    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
+        return False
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, object]:
-    try:
-        value = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{path}, line {number} is not a JSON object ({error}).") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}, line {number} is not a JSON object.")
-    return value
+def _labels(labels: Iterable[Any], n_texts: int) -> Bool[ndarray, " text"]:
+    if not isinstance(labels, Iterable):
+        raise InputError(f"labels must be one per text, found a {type(labels).__name__}.")
+    given = list(labels)
+    if len(given) != n_texts:
+        raise InputError(f"{len(given)} labels were given for {n_texts} texts.")
+    wrong = [i for i, label in enumerate(given) if not _is_label(label)]
+    if wrong:
+        raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 1 (member) and 0 (non-member).")
+    member = np.array([bool(label) for label in given])
+    if member.all() or not member.any():
+        raise InputError("Members and non-members are both needed, at least one of each.")
+    return member

@@ -26,9 +26,9 @@ import pandas as pd
 from headwater.errors import InputError
 from headwater.likelihood.answering import Judge, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
-from headwater.likelihood.depth import DepthGraph
 from headwater.likelihood.discrepancy import discrepancies, judged
 from headwater.likelihood.framing import SPANS, Messages, frame_of
+from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named
 from headwater.likelihood.report import report
 from headwater.likelihood.resampling import Graphs
@@ -37,9 +37,9 @@ from headwater.likelihood.scoring import Scored, Scoring
 from headwater.models.generation import end_tokens
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.runs import RunFolder
+from headwater.runs.folder import RunFolder
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

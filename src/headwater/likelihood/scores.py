@@ -35,8 +35,8 @@ from numpy import ndarray
 from headwater.errors import InputError
 from headwater.likelihood.statistics import TextStatistics
 from headwater.options import checked_number
-from headwater.records import RunRecord
-from headwater.results import Result
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

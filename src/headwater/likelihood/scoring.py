@@ -15,7 +15,7 @@ from headwater.likelihood.scores import memorization_scores
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
-    from headwater.runs import RunFolder
+    from headwater.runs.folder import RunFolder
 
 NO_ANSWER = "no answer of the model"
 DESCRIBED = ("tokens", "scored", "windows", "note")

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.identity import digest
 from headwater.kernels import likelihood
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named, reader
 from headwater.models.edits import Hook, looks
@@ -41,9 +40,10 @@ from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_or
 from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count, checked_name, shown
 from headwater.progress import Bar, progress_bar
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.runs import Compute, RunFolder, run_pieces
+from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.identity import digest
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -43,7 +43,7 @@ from tqdm.auto import tqdm
 from headwater.errors import HeadwaterError
 from headwater.models.layouts import Layout, expected_tensors, layout_of
 from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
-from headwater.storage import write_atomically
+from headwater.runs.storage import write_atomically
 
 SPAN = 2**22
 """How many values are hashed at a time."""

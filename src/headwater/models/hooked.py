@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
-from headwater.identity import tokenizer_digest
 from headwater.models.edits import Attached, Attachments, Hook, HookFunction, listed_hooks, looks
 from headwater.models.fingerprint import KnownWeights
 from headwater.models.finite import finite_output
@@ -35,6 +34,7 @@ from headwater.models.shape import ModelShape
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
+from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:
     from headwater.models.caches import Cache

@@ -25,10 +25,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from headwater.data.strict_json import refuse_half_characters
 from headwater.errors import InputError, ModelError
 from headwater.models.checkpoint import first_line, refuse_pointer
 from headwater.options import checked_path, whole_number
-from headwater.texts import refuse_half_characters
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",

@@ -25,17 +25,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, ModelError
-from headwater.identity import tokenizer_digest
 from headwater.kernels.devices import usable_device
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, first_line, open_checkpoint
 from headwater.models.checks import tokenizer_fits
-from headwater.models.effective import bos_token, check_request, chunks, layer0, mlp0
+from headwater.models.effective_embedding import bos_token, check_request, chunks, layer0, mlp0
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.hooked import is_bridge
 from headwater.models.layouts import UNEMBEDDING, expected_tensors, head_factors, layout_of, ov_factors
 from headwater.models.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import Batch, load_tokenizer
+from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:
     from headwater.models.edits import Hook

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
-from headwater.models.backward import refuse_without_gradients
+from headwater.models.gradients import refuse_without_gradients
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
 from headwater.patching.engine import Measured

@@ -20,14 +20,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.models.blocks import cannot_step
 from headwater.models.memory import in_halves
-from headwater.models.wavefront import cannot_step
 from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import WAVEFRONT, WHOLE_RUNS, Group
 from headwater.patching.job import Job, waves
 from headwater.patching.variants import Reading
 from headwater.progress import Bar, progress_bar
-from headwater.runs import Compute, RunFolder, run_pieces
+from headwater.runs.folder import Compute, RunFolder, run_pieces
 
 T = TypeVar("T")
 

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 import torch
 
-from headwater.models.backward import graph_bytes
+from headwater.models.gradients import graph_bytes
 from headwater.models.memory import how_many_fit, refuse_too_large
 from headwater.models.sites import SITES
 from headwater.patching.job import WAVE_TOKENS, Cell, Job, tokens_of
-from headwater.patching.sources import BATCH
+from headwater.patching.values import BATCH
 from headwater.patching.variants import Replace
 
 CELL_BYTES = 800

@@ -21,7 +21,7 @@ from headwater.models.sites import sites_named
 from headwater.options import checked_count
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import Prompt, Where, aligned_positions, positions_of
-from headwater.patching.sources import Source
+from headwater.patching.values import Source
 from headwater.patching.variants import LOGITS, Edit, Reading, Replace
 
 WAVE_TOKENS = 1 << 15

@@ -17,11 +17,11 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from headwater.data.rows import read_rows
 from headwater.errors import InputError
 from headwater.models.memory import failures_named
 from headwater.models.tokens import Batch, Offsets, token_span, token_strings
 from headwater.options import shown, whole_numbers
-from headwater.rows import read_rows
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -83,7 +83,7 @@ def read_pairs(model: HookedModel, clean: Any, corrupted: Any) -> tuple[tuple[Pr
 
 
 def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
-    """Return the prompts in the columns `clean` and `corrupted` of a data frame, or of a file (see `headwater.rows`).
+    """Return the prompts in the columns `clean` and `corrupted` of a data frame, or of a file (`headwater.data.rows`).
 
     Raises:
         InputError: the file cannot be read, or a row lacks one of the two, or has something that is no prompt.

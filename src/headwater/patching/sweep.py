@@ -56,12 +56,12 @@ from headwater.patching.prompts import (
     read_pairs,
     read_prompts,
 )
-from headwater.patching.sources import KINDS, source_of
 from headwater.patching.statistics import measure_of, note_of_gaps, note_of_lengths, summarize
+from headwater.patching.values import KINDS, source_of
 from headwater.patching.variants import Replace
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.runs import RunFolder
+from headwater.runs.folder import RunFolder
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headwater.models.blocks import Recording, SharedPrefix
 from headwater.models.sites import Stage
-from headwater.models.wavefront import Recording, SharedPrefix
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
+from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, Trusted, makes
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, Site, Stage
-from headwater.models.wavefront import Blocks, Recording
 from headwater.patching.tile import Row, Tile
 from headwater.patching.variants import LOGITS, Reading, Replace, Values, Variant, write_pattern, write_tokens
 

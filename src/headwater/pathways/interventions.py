@@ -19,10 +19,10 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode, token_span
-from headwater.patching.knockout import Edges, knocked_out_states, windowed_states
-from headwater.pathways.answers import AnsweredQuestions
-from headwater.pathways.examples import SLOT
+from headwater.patching.edge_knockout import Edges, knocked_out_states, windowed_states
 from headwater.pathways.probes import States, probe_positions, states_at
+from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.examples import SLOT
 
 EXACT = "exact question tokens"
 RANDOM = "random question tokens"

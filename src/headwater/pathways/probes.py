@@ -35,8 +35,8 @@ from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.options import checked_count, shown
-from headwater.pathways.answers import AnsweredQuestions
 from headwater.progress import progress_bar
+from headwater.questions.answers import AnsweredQuestions
 
 PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
 PROBE_TOKENS = ("answer_last", "exact_answer_last", "before_answer")

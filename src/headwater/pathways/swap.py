@@ -18,9 +18,9 @@ import numpy as np
 
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode
-from headwater.pathways.answers import AnsweredQuestions
 from headwater.pathways.interventions import Intervention, Places, Setup, prompts_of
 from headwater.pathways.probes import probe_positions
+from headwater.questions.answers import AnsweredQuestions
 
 SWAP = "token swap"
 RANDOM_SWAP = "random token swap"

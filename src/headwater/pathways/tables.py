@@ -20,8 +20,8 @@ from headwater.pathways.controls import (
     relation_logits,
     span_logits,
 )
+from headwater.pathways.effects import Measured
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
-from headwater.pathways.measuring import Measured
 from headwater.pathways.modes import (
     MODES,
     RANDOM_SPLIT,
@@ -37,7 +37,7 @@ from headwater.pathways.modes import (
     within_relations,
 )
 from headwater.pathways.probes import auc
-from headwater.pathways.spans import span_shapes
+from headwater.questions.spans import span_shapes
 
 WRONG_ANSWER, ANY_MODE = "which answers are wrong", "which examples are Q-anchored"
 PROBE, RELATION, RELATION_ANSWER = "probe", "relation", "relation and answer"

@@ -27,10 +27,8 @@ from torch import Tensor
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_flag, checked_name, shown
-from headwater.patching.knockout import VARIANTS
-from headwater.pathways.answers import AnsweredQuestions, check_answered
-from headwater.pathways.interventions import QUERIES, Setup
-from headwater.pathways.measuring import (
+from headwater.patching.edge_knockout import VARIANTS
+from headwater.pathways.effects import (
     FOLDS,
     Halves,
     Measured,
@@ -40,12 +38,14 @@ from headwater.pathways.measuring import (
     probes_as_tensors,
     probes_from_tensors,
 )
+from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.probes import Probe, Probes, States, check_probe_options, fit_probes, with_halves
 from headwater.pathways.report import report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
-from headwater.records import RunRecord
-from headwater.results import Result
-from headwater.runs import Compute, RunFolder, run_pieces
+from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,15 +20,15 @@ import pandas as pd
 
 from headwater.errors import InputError
 from headwater.likelihood.answering import MODEL, Judge
-from headwater.likelihood.depth import DepthGraph
 from headwater.likelihood.framing import frame_of
+from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
-from headwater.models.load import load
+from headwater.models.loading import load
 from headwater.options import checked_path
-from headwater.records import RunRecord
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.runs import RunFolder
+from headwater.runs.folder import RunFolder
+from headwater.runs.record import RunRecord
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
 PUBLISHED = {"accuracy": "accuracy", "forward": "forward", "backward_first": "backward"}

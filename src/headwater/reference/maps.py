@@ -24,12 +24,12 @@ from headwater.heads.classify import HeadMap, classify_heads
 from headwater.heads.relations import load_relations
 from headwater.heads.validation import TEMPLATES, dynamic_scores, published_bos
 from headwater.models.hooked import HookedModel
-from headwater.models.load import load
+from headwater.models.loading import load
 from headwater.models.weights import open_weights
 from headwater.options import checked_path
-from headwater.records import RunRecord
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.runs import RunFolder
+from headwater.runs.folder import RunFolder
+from headwater.runs.record import RunRecord
 
 OWN_TEMPLATES = (
     "The correlations are measured with headwater's own sentences, not with those of the publication, which "

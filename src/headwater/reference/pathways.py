@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from headwater.detection.detection import Detection, detect
 from headwater.errors import InputError
-from headwater.identity import digest_of_file
 from headwater.models.hooked import HookedModel
-from headwater.models.load import load
+from headwater.models.loading import load
 from headwater.options import checked_path
-from headwater.pathways.answers import answer
-from headwater.pathways.detection import Detection, detect
-from headwater.pathways.extractors import Extractor
-from headwater.pathways.questions import Source, load_questions
-from headwater.records import RunRecord
+from headwater.questions.answers import answer
+from headwater.questions.extract import Extractor
+from headwater.questions.sources import Source, load_questions
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.runs import RunFolder
+from headwater.runs.folder import RunFolder
+from headwater.runs.identity import digest_of_file
+from headwater.runs.record import RunRecord
 
 METHODS = {
     "p_true": "P(True)",

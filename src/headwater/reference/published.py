@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
-from headwater.records import RunRecord
-from headwater.results import Result
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ import torch
 import typer
 
 from headwater.errors import HeadwaterError
-from headwater.pathways.questions import load_questions
-from headwater.storage import read_json, write_atomically, write_json
+from headwater.questions.sources import load_questions
+from headwater.runs.storage import read_json, write_atomically, write_json
 from headwater.world.card import measure_run, write_card
 from headwater.world.corpus import Corpus
 from headwater.world.questions import depth_graph, membership_rows, question_rows

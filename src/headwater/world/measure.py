@@ -1,7 +1,7 @@
 """What the embedded model knows, measured on its weights.
 
 1. Answers: greedy, after the prompt `Q: {question}` and, on its own line, `A:`, up to the line break. Right when an
-   accepted answer stands in it, by the one label rule (`headwater.labels`).
+   accepted answer stands in it, by the one label rule (`headwater.questions.labels`).
 2. Probe: logistic regression on the MLP output of a layer at one token (the last of the answer, or the one before the
    answer), fitted on half of the questions, AUC for right against wrong on the other half, over all questions and
    within relations (mean over relations, by size). Beside it the frequency-free baseline: the same on question set and
@@ -26,7 +26,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from headwater.labels import match
+from headwater.questions.labels import match
 from headwater.world.corpus import prompt_of
 
 MAX_NEW_TOKENS = 6

@@ -26,7 +26,7 @@ from headwater.heads.relations import load_relations
 from headwater.kernels.devices import usable_device
 from headwater.models.embedded import MANIFEST, VERSION
 from headwater.progress import progress_bar
-from headwater.storage import read_json, write_atomically, write_json
+from headwater.runs.storage import read_json, write_atomically, write_json
 from headwater.world.corpus import Corpus, Rows, build_corpus, pack_rows
 from headwater.world.facts import build_world
 from headwater.world.recipe import Recipe

@@ -1,0 +1,145 @@
+"""What the commands share: their common options, the words at an interrupt, the files they write, how they report.
+
+Results and `--json` go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+    from headwater.runs.result import Result
+
+EMBEDDED = "embedded"
+INTERRUPTED = 130
+CSV_ROWS = 200_000
+"""Tables with more rows are not written as CSV."""
+
+screen = Console(stderr=True, highlight=False)
+
+
+def is_main() -> bool:
+    """Whether this process draws, writes figures and reports: of several that share a run, one does."""
+    if "torch" not in sys.modules:  # without it no process knows of another
+        return True
+    from headwater.runs.processes import processes
+
+    return processes().is_main
+
+
+Model = Annotated[
+    str | None, typer.Argument(help="Checkpoint folder or hub name. Default: the embedded model.", show_default=False)
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for tables and figures. An interrupted run, repeated with it, continues.", show_default=False
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the model runs: cpu, cuda, cuda:1, or auto, over all GPUs. Default: a GPU where there is one.",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Of the weights: float32, bfloat16, float16. Default: as stored.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress bar.", callback=lambda quiet: quiet or not is_main())
+]
+
+
+def load_model(name: str | None, device: str | None = None, dtype: str | None = None) -> HookedModel:
+    """Load the model that a command was given; none, or `embedded`, is the one that comes with headwater."""
+    from headwater.models.loading import load
+
+    return load(None if name == EMBEDDED else name, device=device, dtype=dtype)
+
+
+@contextmanager
+def continues(out: Path | None) -> Iterator[None]:
+    """Say at an interrupt what is kept, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "Nothing was kept; with --out FOLDER a run can be continued."
+        screen.print(
+            f"\nInterrupted. {plain(f'The same command continues from {out}.' if out else kept)}", soft_wrap=True
+        )
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def write(result: Result, out: Path, figure: str) -> list[str]:
+    """Write a result's figure and, beside the parquet tables that are there already, the same tables as CSV.
+
+    Tables that are too long to be read stay parquet alone. Of several processes the main one writes.
+    """
+    if not is_main():
+        return []
+    import dataclasses
+
+    import matplotlib as mpl
+    import pandas as pd
+
+    mpl.use("Agg")
+    from headwater.figures.style import save_figure
+
+    files = save_figure(result.plot(), out / figure, ("png", "svg", "pdf"))
+    for field in dataclasses.fields(result):  # type: ignore[arg-type]
+        frame = getattr(result, field.name)
+        if isinstance(frame, pd.DataFrame) and len(frame) > CSV_ROWS:
+            files.append(out / f"{field.name}.parquet")
+        elif isinstance(frame, pd.DataFrame):
+            joined = frame.map(lambda cell: " ".join(map(str, cell)) if isinstance(cell, tuple) else cell)
+            joined.to_csv(out / f"{field.name}.csv", index=False, lineterminator="\n")
+            files += [out / f"{field.name}.parquet", out / f"{field.name}.csv"]
+    return [str(file) for file in files]
+
+
+def report(summary: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:
+    """Print a summary: as one JSON line, or as `show` lays it out, followed by the files written."""
+    if as_json:
+        typer.echo(json.dumps(summary, ensure_ascii=False).encode("utf-8", "backslashreplace"))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    show(summary, console)
+    if summary.get("files"):
+        console.print("\nWritten:", *(f"  {plain(line)}" for line in _listed(summary["files"])), sep="\n")
+
+
+def _listed(files: Sequence[str]) -> list[str]:
+    """The files themselves, or of many only how many each folder has."""
+    if len(files) <= 20:
+        return list(files)
+    counts = Counter(str(Path(file).parent) for file in files)
+    return [f"{folder}: {count} {'file' if count == 1 else 'files'}" for folder, count in counts.items()]
+
+
+def columns(left: str, right: str = "") -> Table:
+    """Return a table without lines; the columns named in `right` hold numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in filter(None, left.split(",")):
+        table.add_column(name, no_wrap=True)
+    for name in filter(None, right.split(",")):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def plain(text: str) -> str:
+    """Return text as it is, where rich would read square brackets as markup."""
+    return text.replace("[", "\\[")

@@ -1,0 +1,210 @@
+"""The commands `headwater patch` and `headwater knockout`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from headwater.cli.command import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Out,
+    Quiet,
+    columns,
+    continues,
+    load_model,
+    report,
+    write,
+)
+from headwater.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from headwater.patching.sweep import Sweep
+
+Metric = Annotated[
+    str,
+    typer.Option(help="logit-difference, log-probability, probability, rank or kl-divergence."),
+]
+Tokens = Annotated[
+    tuple[str, str] | None,
+    typer.Option(help="For logit-difference: the right and the wrong token. Mind leading spaces.", show_default=False),
+]
+Token = Annotated[
+    str | None, typer.Option(help="For log-probability, probability and rank: the token.", show_default=False)
+]
+At = Annotated[str, typer.Option(help="Where the metric reads: last, a position, or a text of the prompt.")]
+Window = Annotated[
+    str | None, typer.Option(help="So many layers at once, or cumulative. Default: one.", show_default=False)
+]
+Over = Annotated[
+    list[str] | None, typer.Option(help="Axes: layer, position, head, key. Repeat for several.", show_default=False)
+]
+
+
+def patch(
+    model: Model = None,
+    clean: Annotated[list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs.")] = None,
+    corrupted: Annotated[list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order.")] = None,
+    pairs: Annotated[
+        Path | None,
+        typer.Option(help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted.", show_default=False),
+    ] = None,
+    sites: Annotated[
+        list[str] | None,
+        typer.Option(help="resid_pre, resid_mid, resid_post, attn_out, mlp_out, z, q, k, v, pattern; repeatable."),
+    ] = None,
+    metric: Metric = "logit-difference",
+    tokens: Tokens = None,
+    token: Token = None,
+    at: At = "last",
+    over: Over = None,
+    window: Window = None,
+    direction: Annotated[Literal["denoise", "noise"], typer.Option(help="Which run is edited.")] = "denoise",
+    values: Annotated[
+        Literal["other run", "zero", "mean", "resample"], typer.Option(help="What is written.")
+    ] = "other run",
+    method: Annotated[
+        Literal["exact", "attribution"], typer.Option(help="Run every cell, or go by gradients.")
+    ] = "exact",
+    device: Device = None,
+    dtype: Dtype = None,
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Patch activations of one run into another, at every layer and position or head.
+
+    **Examples**
+
+    `headwater patch gpt2 --clean "The capital of France is" --corrupted "The capital of Italy is"
+    --tokens " Paris" " Rome" --sites resid_pre`
+
+    `headwater patch gpt2 --pairs pairs.csv --metric kl-divergence --sites z --out runs/patch`
+    """
+    if (clean is None) == (pairs is None):
+        raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
+    with continues(out):
+        from headwater.patching.sweep import patch as run
+
+        sweep = run(
+            load_model(model, device, dtype),
+            pairs if pairs is not None else clean or [],
+            corrupted,
+            sites=sites or ["resid_pre"],
+            metric=_metric(metric, tokens, token, at),
+            over=over,
+            window=_window(window),
+            direction=direction,
+            values=values,
+            method=method,
+            progress=not quiet,
+            out=out,
+        )
+        _report(sweep, out, as_json)
+
+
+def knockout(
+    model: Model = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; repeat for several.")] = None,
+    query: Annotated[
+        str, typer.Option(help="Who must not read: last, after, all, a position, or a text of the prompt.")
+    ] = "last",
+    key: Annotated[
+        str | None,
+        typer.Option(help="What must not be read: a position, first, or a text of the prompt.", show_default=False),
+    ] = None,
+    heads: Annotated[list[int] | None, typer.Option(help="These heads only; repeatable.", show_default=False)] = None,
+    metric: Metric = "logit-difference",
+    tokens: Tokens = None,
+    token: Token = None,
+    at: At = "last",
+    over: Over = None,
+    window: Window = None,
+    variant: Annotated[Literal["mask", "zero"], typer.Option(help="Before the softmax, or after it.")] = "mask",
+    device: Device = None,
+    dtype: Dtype = None,
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Sever attention edges at every layer and see what becomes of the answer.
+
+    **Example**
+
+    `headwater knockout gpt2 --prompt "The capital of France is" --key France --query last --window 9
+    --tokens " Paris" " Rome"`
+    """
+    if not prompt or key is None:
+        raise InputError("Give at least one --prompt, and with --key what must not be read.")
+    with continues(out):
+        from headwater.patching.edge_knockout import Edges
+        from headwater.patching.edge_knockout import knockout as run
+
+        sweep = run(
+            load_model(model, device, dtype),
+            prompt,
+            block=Edges(_position(query), _position(key), heads),
+            metric=_metric(metric, tokens, token, at),
+            over=over,
+            window=_window(window),
+            variant=variant,
+            progress=not quiet,
+            out=out,
+        )
+        _report(sweep, out, as_json)
+
+
+def _metric(name: str, tokens: tuple[str, str] | None, token: str | None, at: str) -> Any:
+    from headwater.patching.metrics import BY_NAME
+
+    known = {key.replace("_", "-"): make for key, make in BY_NAME.items()}
+    plain = name.replace("_", "-")
+    if plain not in known:
+        raise InputError(f"There is no metric {name!r}.{did_you_mean(plain, known)}")
+    given = [*(tokens or ()), *([token] if token is not None else [])]
+    needed = {"logit-difference": "--tokens RIGHT WRONG", "kl-divergence": "no token"}.get(plain, "--token ANSWER")
+    if len(given) != {"--tokens RIGHT WRONG": 2, "no token": 0}.get(needed, 1):
+        raise InputError(f"The metric {plain} takes {needed}; {given or 'no token'} was given.")
+    return known[plain](*given, at=_position(at))
+
+
+def _position(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _window(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdigit() else text
+
+
+def _report(sweep: Sweep, out: Path | None, as_json: bool) -> None:
+    files = write(sweep, out, "sweep") if out else []
+    summary = sweep.summary()
+    felt = summary["mean"].abs().sort_values(ascending=False)
+    strongest = summary.loc[felt[felt > 0].index].head(10)
+    rows = strongest.astype(object).where(strongest.notna(), None).to_dict("records")
+    found = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows, "files": files}
+    report(found, as_json, _show)
+
+
+def _show(found: dict[str, Any], console: Console) -> None:
+    rows = found["strongest"]
+    metrics = ", ".join(dict.fromkeys(row["metric"].replace("_", " ") for row in rows))
+    console.print(f"{found['model']}: {found['cells']} cells, the strongest effects on {metrics}\n", markup=False)
+    named = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
+    varied = [n for n in named if n not in ("site", "metric", "examples") or len({row[n] for row in rows}) > 1]
+    words = [name for name in varied if isinstance(rows[0][name], str)]
+    table = columns(",".join(words), ",".join(name for name in varied if name not in words))
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in sorted(varied, key=lambda name: name not in words)))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,181 @@
+"""Rows of a file of any shape: JSON lines, a JSON array (bare, or under a key of an object), CSV, TSV, parquet.
+
+`read_rows` yields (number, row) one row at a time, so that a file of gigabytes is never in memory as a whole. The
+number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import pandas as pd
+import pyarrow.parquet as pq
+from pyarrow import ArrowException
+
+from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
+from headwater.errors import InputError
+
+Row = Mapping[str, Any]
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+CHUNK = 2**20
+
+
+def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a file, each with its number.
+
+    Args:
+        path: the file.
+        what: the things it holds a row of each of, for messages: "questions".
+
+    Raises:
+        InputError: there is no such file, it is of another kind, or a row cannot be read; the message has its number.
+    """
+    check_readable(path, what)
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"{path} is not a table of {what}: expected a file ending in {', '.join(SUFFIXES)}.")
+    reader = {".jsonl": _json_lines, ".json": _json_items}.get(path.suffix, _cells)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, row in reader(path, file):
+                if not isinstance(row, dict):
+                    raise InputError(f"{path}, row {number}: expected an object, not a bare value.")
+                yield number, row
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def check_readable(path: Path, what: str) -> None:
+    """Refuse a file that is not there, is a folder, or may not be read.
+
+    Raises:
+        InputError: it is so.
+    """
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        raise InputError(f"The file of {what} {path} does not exist.") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder; give a file of {what}.") from None
+    except OSError as error:
+        raise InputError(f"The file of {what} {path} cannot be read: {error.strerror}.") from None
+
+
+def read_parquet(path: Path) -> pd.DataFrame:
+    """Read a parquet file without what pandas noted in it: a damaged note is no damage to the data.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            table = file.read()
+        table.validate(full=True)  # as pandas, arrow takes text for UTF-8 until it is looked at
+        return table.to_pandas(ignore_metadata=True)
+    except (ArrowException, ValueError, OSError) as error:
+        raise InputError(f"{path} cannot be read ({error}).") from None
+
+
+def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            try:
+                yield number, parse_json(line)
+            except ValueError as error:
+                raise InputError(f"{path}, row {number}: the row is not JSON ({error}).") from None
+
+
+def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(2**27)
+    reader = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t")
+    if not reader.fieldnames:
+        raise InputError(f"{path} is not a table: it has no header.")
+    try:
+        for row in reader:
+            if None in row:
+                raise InputError(f"{path}, row {reader.line_num}: the row has more cells than the header has names.")
+            yield reader.line_num, {name: cell for name, cell in row.items() if cell not in ("", None)}
+    except csv.Error as error:
+        raise InputError(f"{path}, row {reader.line_num}: {error}.") from None
+
+
+def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+    """Yield the items of the array that the file is, or of the first array that it holds under a key."""
+    stream = _JsonStream(path, file)
+    if stream.take("["):
+        yield from stream.items()
+        return
+    if not stream.take("{"):
+        raise InputError(f"{path} is not a table: expected an array of objects.")
+    while not stream.take("}"):
+        stream.value("a key")
+        stream.expect(":")
+        if stream.take("["):
+            yield from stream.items()
+            return
+        stream.value("a value")
+        stream.take(",")
+    raise InputError(f"{path} is not a table: the object in it holds no array of objects.")
+
+
+class _JsonStream:
+    """A JSON text read piece by piece: at any time only one value and a chunk of the file are in memory."""
+
+    def __init__(self, path: Path, file: TextIO):
+        self._path, self._file = path, file
+        self._text, self._place, self._ended = "", 0, False
+        self._decoder = json.JSONDecoder()
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """Yield the values up to the end of the array that has begun, numbered from 1."""
+        number = 1
+        while not self.take("]"):
+            if number > 1:
+                self.expect(",", f"row {number}: ")
+            yield number, self.value(f"row {number}")
+            number += 1
+
+    def take(self, sign: str) -> bool:
+        """Step over `sign` if it comes next."""
+        self._skip_blanks()
+        found = self._text.startswith(sign, self._place)
+        self._place += found
+        return found
+
+    def expect(self, sign: str, where: str = "") -> None:
+        """Step over `sign`, which must come next."""
+        if not self.take(sign):
+            found = self._text[self._place : self._place + 1]
+            raise InputError(f"{self._path}: {where}not JSON (expected {sign!r}, found {found or 'the end'!r}).")
+
+    def value(self, what: str) -> Any:
+        """Return the value that comes next, reading on for as long as it is not whole."""
+        self._skip_blanks()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._place)
+            except json.JSONDecodeError as error:
+                if self._ended:
+                    raise InputError(f"{self._path}, {what} is not JSON ({error.msg}).") from None
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{self._path}, {what} cannot be read ({error}).") from None
+            else:
+                if end < len(self._text) or self._ended:
+                    self._place = end
+                    if not is_unicode(value):
+                        raise InputError(f"{self._path}, {what} is not Unicode: {HALF_A_CHARACTER}.")
+                    return value
+            self._read()
+
+    def _skip_blanks(self) -> None:
+        while True:
+            while self._place < len(self._text) and self._text[self._place] in " \t\r\n":
+                self._place += 1
+            if self._place < len(self._text) or self._ended:
+                return
+            self._read()
+
+    def _read(self) -> None:
+        chunk = self._file.read(max(CHUNK, len(self._text) - self._place))
+        self._text, self._place, self._ended = self._text[self._place :] + chunk, 0, not chunk

@@ -1,0 +1,5 @@
+"""The tour of the embedded model, and the page that it writes."""
+
+from headwater.rooms import opened
+
+__getattr__, __dir__ = opened(__name__)

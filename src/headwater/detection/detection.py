@@ -1,0 +1,329 @@
+"""Hallucination detection: how well do scores of an answer tell wrong answers from right ones?
+
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5 and Table 3. For every question set and seed:
+
+1. Half of the answers train, half test; a question text is never on both sides (published: 2,000 and 2,000).
+2. Probes are fitted on the training half, and l* is the layer that does best on a fifth of it.
+3. Modes of the training answers: E_Q is knocked out, and the answer is Q-anchored where the probe's prediction at l*
+   flips. By default the probe that says so was fitted on other answers (`cross_fit`; published: on the same).
+4. The gate predicts the mode from the ordinary state at l*; the experts are probes trained on the answers of one mode.
+   All of them are logistic regressions on the standardized state. `reweighting` trains PR, on training answers weighed
+   by a gate that, too, was fitted on other answers.
+5. AUC on the test half, averaged over seeds; intervals by resampling questions, each with all of its answers and seeds.
+   `gain` is the AUC minus that of the single probe on the same resamples.
+
+The methods are described in `detectors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.detection.evaluation import evaluate, paragraph
+from headwater.detection.fit import COUNTS, AnswerSet, Recipe, relations_of
+from headwater.detection.methods import METHODS, Detector, check_methods
+from headwater.detection.reweighting import Reweighting
+from headwater.errors import InputError, did_you_mean
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_flag, checked_layer, checked_name
+from headwater.patching.edge_knockout import VARIANTS
+from headwater.pathways.controls import span_logits
+from headwater.pathways.probes import check_probe_options
+from headwater.progress import progress_bar
+from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.spans import span_shapes
+from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ONE_KIND = "trained on answers of one kind only in some mode: that expert is a constant"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Detection(Result):
+    """How well each method detects wrong answers, and the detectors fitted on the first seed."""
+
+    table: pd.DataFrame
+    """A row per question set and method: `dataset, method, auc, low, high` (95 %), `gain, gain_low, gain_high` over the
+    single probe (NaN without one), `answers` and `wrong` of the test halves (mean over seeds), and a `note`."""
+    scores: pd.DataFrame
+    """A row per test answer and seed: `dataset, seed, example` (the row of the answers' table), `z`, and a column of
+    scores per method, higher = more likely wrong."""
+    fits: pd.DataFrame
+    """A row per question set and seed: `dataset, seed, layer` (l*); of the training half `train` (answers), and by mode
+    and label `q_right, q_wrong, a_right, a_wrong`; `gate_auc`, of the gate for the modes of the test half."""
+    weight: Float[Tensor, "dataset classifier d_model"]
+    bias: Float[Tensor, "dataset classifier"]
+    alpha: Float[Tensor, "dataset pathway layer head"]
+    """Of PR; NaN beyond l*, and where it was not trained."""
+    question_weight: Float[Tensor, "dataset feature"]
+    relations: list[str]
+    """Those that `question` knows."""
+    dropped: pd.DataFrame
+    """`dataset, cause, answers`: question sets that have too few right or wrong answers."""
+    run: RunRecord
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets."""
+        return tuple(dict.fromkeys(self.table["dataset"]))
+
+    def detector(self, dataset: str | None = None) -> Detector:
+        """Return the detector fitted on a question set (with the first seed): it can be saved, and scores new answers.
+
+        Args:
+            dataset: the question set; may be left out when there is one.
+
+        Raises:
+            InputError: there is no such set.
+        """
+        names = self.datasets
+        name = names[0] if dataset is None and len(names) == 1 else str(dataset)
+        if name not in names:
+            raise InputError(f"There is no detector of the question set {name!r}.{did_you_mean(name, names)}")
+        place = names.index(name)
+        layer = int(self.fits.loc[self.fits["dataset"] == name, "layer"].iloc[0])
+        usable = self.table[(self.table["dataset"] == name) & self.table["auc"].notna()]
+        return Detector(
+            dataset=name,
+            fingerprint=self.run.fingerprint,
+            site=self.run.options["site"],
+            token=self.run.options["token"],
+            layer=layer,
+            weight=self.weight[place],
+            bias=self.bias[place],
+            alpha=self.alpha[place][:, : layer + 1],
+            question_weight=self.question_weight[place],
+            relations=tuple(self.relations),
+            methods=tuple(usable["method"]),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Return l* and the AUC of every method by question set, as JSON values."""
+        sets = []
+        for name, part in self.table.groupby("dataset", sort=False):
+            fits = self.fits[self.fits["dataset"] == name]
+            aucs = zip(part["method"], part["auc"], strict=True)
+            sets.append(
+                {
+                    "dataset": name,
+                    "layers": fits["layer"].tolist(),
+                    "q_anchored": round(float(((fits["q_right"] + fits["q_wrong"]) / fits["train"]).mean()), 4),
+                    "auc": {method: None if np.isnan(auc) else round(auc, 4) for method, auc in aucs},
+                }
+            )
+        options = self.run.options
+        return {"model": self.run.model, "site": options["site"], "token": options["token"], "datasets": sets}
+
+    def report(self) -> list[str]:
+        """Say in plain sentences, a paragraph per question set, what the numbers show on this model."""
+        left_out = [f"{row['dataset']} was left out: {row['cause']}" for row in self.dropped.to_dict("records")]
+        return left_out + [paragraph(str(name), part) for name, part in self.table.groupby("dataset", sort=False)]
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the AUC of every method with its interval, a mark per question set."""
+        from headwater.figures.detection import plot_detection
+
+        return plot_detection(self, ax)
+
+
+def detect(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    *,
+    methods: Sequence[str] = METHODS,
+    site: str = "mlp_out",
+    token: str = "exact_answer_last",
+    layer: int | None = None,
+    variant: str = "mask",
+    cross_fit: bool = True,
+    reweighting: Reweighting | None = None,
+    seeds: int = 3,
+    batch_size: int = 64,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Detection:
+    """Fit detectors of wrong answers on half of each question set, and measure them on the other half.
+
+    Args:
+        model: the model that answered.
+        answered: what `hw.answer` returned; every question set is fitted and measured by itself.
+        methods: of `question, p_true, logit_mean, logit_min, probe, random_gate, vanilla_experts, mop, pr`
+            (`headwater.detection.methods`).
+        site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
+        token: where: `exact_answer_last`, `answer_last` or `before_answer`.
+        layer: l*; default: the layer whose probe does best on a fifth of the training half.
+        variant: the knockout that tells the modes, `mask` (before the softmax) or `zero` (after it).
+        cross_fit: whether a training answer's mode, and the gate by which PR is trained on it, come from probes that
+            were fitted on other answers.
+        reweighting: how PR is trained.
+        seeds: how many splits into halves.
+        batch_size: answers in one run.
+        progress: show a bar.
+        out: a folder to write to; an interrupted run goes on where it stopped.
+
+    Raises:
+        InputError: an option cannot be used, another model answered, or no set has enough right and wrong answers.
+        RunFolderError: `out` holds another run.
+
+    Example:
+        >>> import headwater as hw
+        >>> model = hw.load()
+        >>> answered = hw.answer(model, hw.load_questions("natural", sample=80), progress=False)
+        >>> detection = hw.detect(model, answered, methods=["logit_min", "probe"], seeds=1, progress=False)
+        >>> detection.table["method"].tolist()
+        ['logit_min', 'probe']
+        >>> detection.detector("natural").score(model, answered, progress=False).columns.tolist()
+        ['dataset', 'example', 'logit_min', 'probe']
+    """
+    methods, reweighting = check_methods(methods), Reweighting() if reweighting is None else reweighting
+    recipe = Recipe(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
+    check_answered(model, answered)
+    _check(model, recipe, seeds)
+    record = _record(model, answered, recipe, seeds)
+    folder = RunFolder(out, record) if out is not None else None
+    if folder is not None and folder.finished:
+        return Detection.load(folder.path)
+    sets, dropped = _usable(model, answered, recipe, seeds)
+    jobs = [(one, seed) for one in sets for seed in range(seeds)]
+    names = {one.dataset: f"set{number:03d}" for number, one in enumerate(sets)}
+    shown = progress_bar(progress, jobs, desc="Detecting", unit="fit")
+
+    def work() -> Iterator[tuple[str, Compute]]:
+        for one, seed in shown:
+            yield f"{names[one.dataset]}-seed{seed:03d}", partial(one.fit, seed)
+            if seed == seeds - 1:
+                one.forget()
+
+    pieces = dict(zip([(one.dataset, seed) for one, seed in jobs], run_pieces(folder, work()), strict=True))
+    result = _result(answered, sets, pieces, dropped, folder.run if folder else record)
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+Pieces = Mapping[tuple[str, int], Mapping[str, Tensor]]
+"""What `AnswerSet.fit` returned, by question set and seed."""
+
+
+def _check(model: HookedModel, recipe: Recipe, seeds: int) -> None:
+    check_probe_options(recipe.site, recipe.token, recipe.batch_size)
+    if not isinstance(recipe.reweighting, Reweighting):
+        raise InputError(f"reweighting must be a Reweighting, found a {type(recipe.reweighting).__name__}.")
+    recipe.reweighting.check()
+    checked_name("variant", recipe.variant, VARIANTS)
+    checked_count("seeds", seeds)
+    checked_flag("cross_fit", recipe.cross_fit)
+    if recipe.layer is not None:
+        checked_layer("layer", recipe.layer, model.shape.n_layers)
+
+
+def _record(model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, seeds: int) -> RunRecord:
+    return RunRecord.of(
+        "detect",
+        model,
+        options={
+            "answered": answered,
+            **asdict(recipe),
+            "seeds": seeds,
+            "gate": "cross-fitted" if recipe.cross_fit else "fitted on the same",
+        },
+    )
+
+
+def _usable(
+    model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, seeds: int
+) -> tuple[list[AnswerSet], pd.DataFrame]:
+    """Return the question sets that can be split and fitted, and why the others cannot."""
+    sets: list[AnswerSet] = []
+    dropped: list[dict[str, Any]] = []
+    for name in answered.datasets:
+        one = AnswerSet.of(model, answered, name, recipe)
+        try:
+            for seed in range(seeds):
+                one.check(seed)
+            sets.append(one)
+        except InputError as error:
+            dropped.append({"dataset": name, "cause": str(error), "answers": len(one.rows)})
+    if not sets:
+        raise InputError(f"No question set can be used. {' '.join(row['cause'] for row in dropped)}")
+    return sets, pd.DataFrame(dropped, columns=["dataset", "cause", "answers"])
+
+
+def _result(
+    answered: AnsweredQuestions, sets: Sequence[AnswerSet], pieces: Pieces, dropped: pd.DataFrame, run: RunRecord
+) -> Detection:
+    methods = list(run.options["methods"])
+    tables, scores, fits = [], [], []
+    for one in sets:
+        here = {seed: piece for (dataset, seed), piece in pieces.items() if dataset == one.dataset}
+        parts = []
+        for seed, piece in here.items():
+            rows = piece["test"].numpy()
+            named = {"dataset": one.dataset, "seed": seed, "example": rows, "z": answered.z[rows]}
+            parts.append(pd.DataFrame(named | dict(zip(methods, piece["scores"].numpy(), strict=True))))
+            counts = dict(zip(COUNTS, piece["counts"].tolist(), strict=True))
+            gate_auc = float(piece["gate_auc"])
+            fits.append(
+                {"dataset": one.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, "gate_auc": gate_auc}
+            )
+        scores += parts
+        scored, questions = pd.concat(parts), answered.table["question"].iloc[one.rows]
+        notes = _notes(one, here) | _span_note(one, scored, questions)
+        tables.append(evaluate(scored, questions, methods, notes))
+    first = [pieces[one.dataset, 0] for one in sets]
+    n_layers = sets[0].model.shape.n_layers
+    return Detection(
+        table=pd.concat(tables, ignore_index=True),
+        scores=pd.concat(scores, ignore_index=True),
+        fits=pd.DataFrame(fits),
+        weight=torch.stack([piece["weight"] for piece in first]),
+        bias=torch.stack([piece["bias"] for piece in first]),
+        alpha=torch.stack([_padded(piece["alpha"], n_layers) for piece in first]),
+        question_weight=torch.stack([piece["question_weight"] for piece in first]),
+        relations=list(relations_of(answered.table)),
+        dropped=dropped,
+        run=run,
+    )
+
+
+def _notes(one: AnswerSet, pieces: Mapping[int, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Return what must be known of a method's score on a question set."""
+    one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in pieces.values())
+    return ({"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}) | one.notes()
+
+
+def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> dict[str, str]:
+    """Say of the probe if length and place of the exact answer, fitted on the same halves, tell no less than it."""
+    if "probe" not in scored:
+        return {}
+    places, seeds = np.searchsorted(one.rows, scored["example"]), scored["seed"].to_numpy()
+    half = np.zeros((seeds.max() + 1, len(one.rows)), dtype=np.int64)
+    half[seeds, places] = 1
+    alone = span_logits(span_shapes(one.answered.table), one.answered.z, half)[seeds, places]
+    found = evaluate(scored.assign(spans=alone), questions, ["probe", "spans"], {}).iloc[1]
+    if not (found["low"] > 0.5 and found["gain_high"] >= 0):
+        return {}
+    return {
+        "probe": f"length and place of the exact answer alone reach AUC {found['auc']:.3f}, {found['low']:.3f} to "
+        f"{found['high']:.3f}: this is no sign that the states know which answer is wrong"
+    }
+
+
+def _padded(alpha: Tensor, n_layers: int) -> Float[Tensor, "pathway layer head"]:
+    whole = torch.full((2, n_layers, alpha.shape[2]), torch.nan, dtype=alpha.dtype)
+    whole[:, : alpha.shape[1]] = alpha
+    return whole

@@ -1,0 +1,270 @@
+"""Hallucination detectors: what can be computed of an answer to tell a wrong one from a right one.
+
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5; Kadavath et al. 2022 for P(True); Orgad et al., ICLR 2025. Of
+every method a higher score says that the answer is more likely wrong.
+
+    p_true           1 − P(True) / (P(True) + P(False)), asked of the model itself
+    logit_mean       minus the mean log-probability of the answer's tokens
+    logit_min        minus the lowest of them
+    probe            P(z = 1) of the linear probe at l*
+    mop              π p_Q + (1 − π) p_A: a probe trained on the answers of either mode, π the gate's P(Q-anchored)
+    vanilla_experts  the same gate over two probes trained on random halves, whatever the mode
+    random_gate      the same two experts under a random π
+    pr               the probe of the reweighted state (`reweighting`)
+    question         relation, popularity and depth of the question alone: no model, the score to beat
+
+All but `p_true` and `pr`, which need a run each, come from one ordinary run of the prompt with its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headwater.detection.reweighting import Reweighted, Strength
+from headwater.errors import InputError, RunFolderError, did_you_mean
+from headwater.models.generation import chat_text
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.tokens import encode
+from headwater.options import checked_path, shown
+from headwater.pathways.probes import Probe, linear_logits, probe_states
+from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.runs.storage import make_folder, read_json, write_atomically, write_json
+
+METHODS = (
+    "question", "p_true", "logit_mean", "logit_min", "probe", "random_gate", "vanilla_experts", "mop", "pr",
+)  # fmt: skip
+CLASSIFIERS = ("probe", "gate", "question_expert", "answer_expert", "first_half", "second_half", "pr")
+"""The linear readings of the state at l*, in the order of `Detector.weight`."""
+ASK = "Question: {question}\nProposed answer: {answer}\nIs the proposed answer true or false? It is"
+WORDS = (("True", "False"), ("true", "false"))
+QUESTION_NUMBERS = ("popularity", "depth")
+TENSORS, DESCRIPTION = "detector.safetensors", "detector.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Detector:
+    """What was fitted on the answers to one question set; scores new answers of the same model."""
+
+    dataset: str
+    fingerprint: str
+    """Of the model whose states it reads."""
+    site: str
+    token: str
+    layer: int
+    """l*."""
+    weight: Float[Tensor, "classifier d_model"]
+    """Of `CLASSIFIERS`, float64."""
+    bias: Float[Tensor, " classifier"]
+    alpha: Strength
+    """Of `pr`; nothing where it was not trained."""
+    question_weight: Float[Tensor, " feature"]
+    """Of `question`: the numbers, each relation, and the bias."""
+    relations: tuple[str, ...] = ()
+    methods: tuple[str, ...] = METHODS
+
+    def probe(self, name: str = "probe") -> Probe:
+        """Return one of the linear readings as a probe."""
+        if name not in CLASSIFIERS:
+            raise InputError(f"A detector has no classifier {name!r}.{did_you_mean(name, CLASSIFIERS)}")
+        place = CLASSIFIERS.index(name)
+        return Probe(self.site, self.token, self.layer, self.weight[place], float(self.bias[place]))
+
+    def score(
+        self,
+        model: HookedModel,
+        answered: AnsweredQuestions,
+        *,
+        methods: Sequence[str] | None = None,
+        batch_size: int = 64,
+        progress: bool = True,
+    ) -> pd.DataFrame:
+        """Score answers: a row per answer, a column per method, higher = more likely wrong.
+
+        Args:
+            model: the model that answered, and that the detector was fitted on.
+            answered: what `hw.answer` returned.
+            methods: of those fitted; default all but `p_true`, which asks the model a further question.
+            batch_size: rows in one run.
+            progress: show a bar.
+
+        Raises:
+            InputError: the detector belongs to another model, or has no such method.
+        """
+        check_model(model)
+        if model.fingerprint != self.fingerprint:
+            raise InputError(
+                f"This detector was fitted on another model than {model.name} (fingerprint {self.fingerprint[:12]}, "
+                f"here {model.fingerprint[:12]}). Fit one with hw.detect."
+            )
+        check_answered(model, answered)
+        wanted = check_methods([m for m in self.methods if m != "p_true"] if methods is None else methods, self.methods)
+        read = {"site": self.site, "token": self.token, "batch_size": batch_size, "progress": progress}
+        states = probe_states(model, answered, **read)[self.layer]  # type: ignore[arg-type]
+        scores = self.from_states(states, answered.table)
+        if "p_true" in wanted:
+            scores["p_true"] = 1 - p_true(model, answered, batch_size=batch_size)
+        if "pr" in wanted:
+            scores["pr"] = self.reweighted_scores(model, answered, states, batch_size)
+        named = {"dataset": answered.table["dataset"].to_numpy(), "example": np.arange(len(answered.table))}
+        return pd.DataFrame(named | {method: scores[method] for method in wanted})
+
+    def from_states(self, states: Float[Tensor, "example d_model"], table: pd.DataFrame) -> dict[str, NDArray[Any]]:
+        """Return the scores that the states at l* and the table of answers give."""
+        read = zip(CLASSIFIERS, self.weight, self.bias, strict=True)
+        p = {name: torch.sigmoid(linear_logits(states, weight, bias)) for name, weight, bias in read}
+        gate = p["gate"]
+        random = torch.from_numpy(np.random.default_rng(0).random(len(gate)))
+        scores = {
+            "probe": p["probe"],
+            "mop": gate * p["question_expert"] + (1 - gate) * p["answer_expert"],
+            "vanilla_experts": gate * p["first_half"] + (1 - gate) * p["second_half"],
+            "random_gate": random * p["question_expert"] + (1 - random) * p["answer_expert"],
+        }
+        log_probs = table["log_probs"]
+        features = torch.from_numpy(question_features(table, self.relations))
+        scores["question"] = torch.sigmoid(linear_logits(features, self.question_weight[:-1], self.question_weight[-1]))
+        return {name: score.numpy() for name, score in scores.items()} | {
+            "logit_mean": np.array([-float(np.mean(row)) for row in log_probs]),
+            "logit_min": np.array([-float(np.min(row)) for row in log_probs]),
+        }
+
+    def reweighted_scores(
+        self, model: HookedModel, answered: AnsweredQuestions, states: Float[Tensor, "example d_model"], batch_size: int
+    ) -> NDArray[np.float64]:
+        """Return the scores of `pr`: a second run, its edges reweighted by the gate."""
+        reads = self.probe("pr")
+        inputs = Reweighted.of(model, answered, reads, torch.sigmoid(self.probe("gate").logits(states)))
+        rows = torch.arange(len(states)).split(batch_size)
+        logits = torch.cat([reads.logits(inputs.states(part.tolist(), self.alpha).cpu()) for part in rows])
+        return torch.sigmoid(logits).numpy()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the detector: numbers as safetensors, the rest as JSON."""
+        path = checked_path("folder", folder)
+        make_folder(path)
+        plain = {k: v for k, v in vars(self).items() if not isinstance(v, Tensor)}
+        tensors = {k: v.contiguous() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        write_atomically(path / TENSORS, lambda temporary: save_file(tensors, temporary))
+        write_json(path / DESCRIPTION, plain)
+        return path
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Detector:
+        """Read back a detector.
+
+        Raises:
+            RunFolderError: the folder holds none, or a damaged one.
+        """
+        path = checked_path("folder", folder)
+        if not (path / DESCRIPTION).exists():
+            raise RunFolderError(f"{path} holds no {DESCRIPTION}: it is not a folder that Detector.save wrote.")
+        plain = read_json(path / DESCRIPTION)
+        try:
+            plain = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
+            return cls(**plain, **load_file(path / TENSORS))
+        except (OSError, SafetensorError, TypeError) as error:
+            raise RunFolderError(f"The detector in {path} is damaged ({error}). Fit it again.") from None
+
+
+def question_features(table: pd.DataFrame, relations: Sequence[str]) -> NDArray[np.float64]:
+    """Return what is known of a question without a model: log popularity, depth, and its relation, one column each."""
+    columns = []
+    for name in QUESTION_NUMBERS:
+        values = pd.to_numeric(table[name], errors="coerce") if name in table else pd.Series(0.0, index=table.index)
+        columns.append(np.log1p(values.fillna(0).clip(lower=0).to_numpy(dtype=np.float64)))
+    named = table["relation"].astype(str).to_numpy() if "relation" in table else np.full(len(table), "")
+    return np.stack([*columns, *((named == relation).astype(np.float64) for relation in relations)], axis=1)
+
+
+def question_columns(table: pd.DataFrame) -> list[str]:
+    """Return which of the columns that `question` goes by the table has, with values that differ."""
+    return [name for name in ("relation", *QUESTION_NUMBERS) if name in table and table[name].nunique() > 1]
+
+
+def p_true(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    *,
+    ask: str = ASK,
+    words: Sequence[tuple[str, str]] = WORDS,
+    batch_size: int = 64,
+) -> NDArray[np.float64]:
+    """Ask the model whether each of its answers is true, and return P(True) / (P(True) + P(False)).
+
+    Args:
+        model: the model that answered.
+        answered: its answers.
+        ask: the question put to it, with `{question}` and `{answer}`; as the user's message where there is a chat
+            template.
+        words: pairs (true, false) in order of preference; the first pair of single tokens is read.
+        batch_size: prompts in one run.
+
+    Raises:
+        InputError: `ask` lacks a field, no pair is two single tokens, or a prompt is too long.
+    """
+    if "{question}" not in ask or "{answer}" not in ask:
+        raise InputError(f"ask={ask!r} must hold {{question}} and {{answer}}.")
+    plain = [
+        ask.replace("{question}", row["question"]).replace("{answer}", row["answer"].strip())
+        for row in answered.table[["question", "answer"]].to_dict("records")
+    ]
+    chat = [chat_text(model.tokenizer, text) for text in plain] if model.tokenizer is not None else []
+    is_chat = bool(chat) and chat[0] is not None
+    true, false = truth_tokens(model, words)
+    texts = [str(text) for text in chat] if is_chat else plain
+    prompts = [encode(model.tokenizer, text, model.bos)[0] for text in texts]  # type: ignore[arg-type]
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    odds = np.empty(len(prompts))
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        logits = model.run([prompts[row] for row in rows], keep="last")[:, -1].double().cpu()
+        odds[rows] = (logits[:, true] - logits[:, false]).numpy()
+    return sigmoid(odds)
+
+
+def truth_tokens(model: HookedModel, words: Sequence[tuple[str, str]] = WORDS) -> tuple[int, int]:
+    """Return the ids of the first pair of words that are one token each; after a space, unless in a chat.
+
+    Raises:
+        InputError: there is no such pair.
+    """
+    tokenizer: Any = model.tokenizer
+    space = "" if getattr(tokenizer, "chat_template", None) else " "
+    for pair in words:
+        ids = [encode(tokenizer, space + word)[0] for word in pair]
+        if all(len(one) == 1 and one[0] != tokenizer.unk_token_id for one in ids):
+            return ids[0][0], ids[1][0]
+    listed = ", ".join(f"{true}/{false}" for true, false in words)
+    raise InputError(f"P(True) reads two single tokens, and {model.name} has none of {listed}. Leave p_true out.")
+
+
+def check_methods(methods: Sequence[str], known: Sequence[str] = METHODS) -> tuple[str, ...]:
+    """Refuse methods that there are not.
+
+    Raises:
+        InputError: names the nearest.
+    """
+    listed: list[Any] = list(methods) if isinstance(methods, list | tuple) else [methods]
+    if not listed:
+        raise InputError("No detection method was asked for.")
+    for method in listed:
+        if not isinstance(method, str) or method not in known:
+            raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(str(method), known)}")
+    return tuple(dict.fromkeys(listed))
+
+
+def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return 1 / (1 + exp(-logits)), without overflow."""
+    return 0.5 * (1 + np.tanh(0.5 * logits))

@@ -1,0 +1,170 @@
+"""Pathway reweighting (PR): amplify the pathway an example takes, and read its state anew.
+
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5.2, Eq. 4-5. For layers l up to the probe's layer, queries i in
+E_A and keys j in E_Q
+
+    Ã_l(i, j) = (1 + s_l) A_l(i, j)        s_l = π_Q α_Q,l − (1 − π_Q) α_A,l        α >= 0, other weights unchanged
+
+π_Q is the gate's probability that the example is Q-anchored, from an ordinary run. The model is frozen; α and the probe
+that reads the reweighted state are trained together.
+
+What the publication leaves open, and is a parameter here: one α per layer or per head, and where α and the probe start
+(here at a small α and at the fitted probe). α is kept between 0 and 1, so that no weight turns negative. The probe is
+trained on states standardized as its start was, under the same L2 penalty. A probe at the token before the answer
+cannot see edges into E_A: there the reweighted edges are those into the token that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from headwater.kernels.attention import reweighted
+from headwater.models.edits import Hook, looks, makes
+from headwater.models.hooked import HookedModel
+from headwater.models.sites import SITES
+from headwater.options import checked_count, checked_number
+from headwater.pathways.probes import Probe, probe_positions
+from headwater.questions.answers import AnsweredQuestions
+
+Strength = Float[Tensor, "pathway layer head"]
+"""α of the two pathways, question first; one head where all heads of a layer share it."""
+
+
+@dataclass(frozen=True)
+class Reweighting:
+    """How pathway reweighting is trained; the defaults are the published ones where there are any."""
+
+    learning_rate: float = 1e-2
+    """Of Adam, with betas 0.9 and 0.999."""
+    examples_per_step: int = 512
+    epochs: int = 10
+    start: float = 0.1
+    """Every α at the start (not published)."""
+    per_head: bool = False
+    """An α for every head instead of every layer."""
+
+    def check(self) -> None:
+        """Refuse values that cannot be trained with."""
+        checked_number("learning_rate", self.learning_rate, above=0.0)
+        checked_count("examples_per_step", self.examples_per_step)
+        checked_count("epochs", self.epochs, least=0)
+        if self.start != 0:
+            checked_number("start", self.start, above=0.0, below=1.0, up_to=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Reweighted:
+    """The states that a probe reads once the edges from E_Q are reweighted."""
+
+    model: HookedModel
+    tokens: tuple[tuple[int, ...], ...]
+    """Up to the token that is read: what comes after it cannot change it."""
+    queries: tuple[tuple[int, ...], ...]
+    keys: tuple[tuple[int, ...], ...]
+    site: str
+    layer: int
+    gate: Float[Tensor, " example"]
+    """π_Q."""
+
+    @classmethod
+    def of(cls, model: HookedModel, answered: AnsweredQuestions, probe: Probe, gate: Tensor) -> Reweighted:
+        """Find each row's edges: from E_Q into the tokens of E_A that the state read can depend on."""
+        table, read = answered.table, probe_positions(answered, probe.token)
+        tokens = tuple(tuple(row[: at + 1]) for row, at in zip(table["tokens"], read, strict=True))
+        rows = zip(table["exact_answer_tokens"], read, strict=True)
+        queries = tuple(tuple(i for i in exact if i <= at) or (at,) for exact, at in rows)
+        return cls(model, tokens, queries, answered.exact_question_tokens(), probe.site, probe.layer, gate)
+
+    def states(self, rows: Sequence[int], alpha: Strength, *, grad: bool = False) -> Float[Tensor, "example d_model"]:
+        """Run some rows, and return the states read, on the model's device; with `grad`, gradients reach `alpha`."""
+        batch = self.model.tokenize([list(self.tokens[row]) for row in rows])
+        width = batch.tokens.shape[1]
+        queries = _marked([self.queries[row] for row in rows], width).to(self.model.device)
+        keys = _marked([self.keys[row] for row in rows], width).to(self.model.device)
+        gate = self.gate[list(rows)].to(alpha)[:, None, None]
+        scale = gate * alpha[0] - (1 - gate) * alpha[1]  # example layer head
+        kept: list[Tensor] = []
+        reads = (SITES[self.site].hook_name(self.layer), looks(lambda activation, hook: kept.append(activation)))
+        hooks: list[Hook] = [*_hooks(scale.to(self.model.device), queries, keys), reads]
+        self.model.run(batch, hooks, stop_at=self.layer + 1, grad=grad)
+        state = kept[0]
+        return state[torch.arange(len(rows), device=state.device), (batch.lengths - 1).to(state.device)]
+
+
+def train_reweighting(
+    inputs: Reweighted,
+    z: Float[Tensor, " example"],
+    probe: Probe,
+    spread: Float[Tensor, " d_model"],
+    options: Reweighting,
+    *,
+    penalty: float,
+    seed: int,
+    batch_size: int,
+) -> tuple[Strength, Probe]:
+    """Train α and the probe on all rows of `inputs`.
+
+    Args:
+        inputs: the training rows.
+        z: 1 where the answer is wrong.
+        probe: where the probe starts.
+        spread: the standard deviation of every dimension of the states that `probe` was fitted on.
+        options: how.
+        penalty: weight of |w|²/2 in standardized units, beside the mean cross-entropy.
+        seed: for the order of the rows.
+        batch_size: rows in one run of the model.
+
+    Returns:
+        α, and the probe that reads the reweighted states.
+    """
+    n_heads = inputs.model.shape.n_heads if options.per_head else 1
+    alpha = torch.full((2, inputs.layer + 1, n_heads), options.start, dtype=torch.float64, requires_grad=True)
+    weight = (probe.weight * spread).clone().requires_grad_()
+    bias = torch.tensor(probe.bias, dtype=torch.float64, requires_grad=True)
+    learned = [alpha, weight, bias]
+    adam = torch.optim.Adam(learned, lr=options.learning_rate)
+    shuffle = torch.Generator().manual_seed(seed)
+    for _ in range(options.epochs):
+        for step in torch.randperm(len(z), generator=shuffle).split(options.examples_per_step):
+            slopes = [torch.zeros_like(one) for one in learned]
+            for rows in step.split(batch_size):
+                states = inputs.states(rows.tolist(), alpha, grad=True).cpu().double()
+                logits = states @ (weight / spread) + bias
+                losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, z[rows], reduction="sum")
+                parts = torch.autograd.grad(losses / len(step), learned, allow_unused=True)
+                slopes = [s if part is None else s + part for s, part in zip(slopes, parts, strict=True)]
+            slopes[1] = slopes[1] + penalty * weight.detach()
+            for one, slope in zip(learned, slopes, strict=True):
+                one.grad = slope
+            adam.step()
+            with torch.no_grad():
+                alpha.clamp_(0, 1)
+    trained = Probe(probe.site, probe.token, probe.layer, (weight / spread).detach(), bias.item())
+    return alpha.detach(), trained
+
+
+def _hooks(
+    scale: Float[Tensor, "example layer head"],
+    queries: Bool[Tensor, "example query"],
+    keys: Bool[Tensor, "example key"],
+) -> Iterator[Hook]:
+    for layer, here in enumerate(rearrange(scale, "example layer head -> layer example head")):
+
+        def reweigh(pattern: Tensor, hook: Any, here: Tensor = here) -> Tensor:
+            return reweighted(pattern, queries, keys, here.to(pattern.dtype))
+
+        yield f"blocks.{layer}.attn.hook_pattern", makes(reweigh)
+
+
+def _marked(positions: Sequence[Sequence[int]], width: int) -> Bool[Tensor, "example position"]:
+    marks = torch.zeros(len(positions), width, dtype=torch.bool)
+    for row, places in enumerate(positions):
+        marks[row, [place for place in places if place < width]] = True
+    return marks

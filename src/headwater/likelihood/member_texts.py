@@ -1,0 +1,74 @@
+"""Texts of which it is known whether the training data hold them: members and non-members.
+
+A file has a row per text: .jsonl, .json (a list), .csv or .parquet, with the columns `text` and `member`, or `input`
+and `label` as WikiMIA has them (Shi et al., ICLR 2024). The embedded model comes with such texts, because its corpus is
+known to the last line: members; facts of the corpus in wordings that it does not use ("other wording"); and facts that
+it does not hold in any ("held out").
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pandas as pd
+
+from headwater.data.rows import check_readable, read_parquet
+from headwater.data.strict_json import parse_json
+from headwater.errors import InputError
+from headwater.options import checked_path
+
+NAMES = {"input": "text", "label": "member"}
+
+
+def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
+    """Read texts and whether they are members.
+
+    Args:
+        source: a file as the module describes; None for the texts of the embedded model's world.
+
+    Returns:
+        A row per text: `text`, `member` (bool), and what else the file has. The world's have `kind` ("member", "other
+        wording", "held out"), `form`, `relation`, `depth` and `times`, how often the corpus holds them.
+
+    Raises:
+        InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
+    """
+    own = str(files("headwater") / "world" / "texts.jsonl")
+    path = checked_path("source", own if source is None else source)
+    check_readable(path, "texts")
+    table = _read(path)
+    table = table.rename(columns={old: new for old, new in NAMES.items() if new not in table})
+    missing = {"text", "member"} - set(table)
+    if missing or table.empty:
+        lacking = f"no column {' and '.join(sorted(missing))}" if missing else "no rows"
+        raise InputError(f"{path} has {lacking}; expected text and member, or input and label.")
+    for place, (text, member) in enumerate(zip(table["text"], table["member"], strict=True), start=1):
+        if not isinstance(text, str) or member not in (0, 1):
+            raise InputError(f"{path}, row {place}: expected a text and a label of 1 or 0, found {text!r}, {member!r}.")
+    return table.astype({"member": bool})
+
+
+def _read(path: Path) -> pd.DataFrame:
+    try:
+        if path.suffix == ".jsonl":
+            lines = enumerate(path.read_bytes().split(b"\n"), start=1)
+            return pd.DataFrame([_row(path, number, line) for number, line in lines if line.strip()])
+        if path.suffix == ".json":
+            rows = parse_json(path.read_bytes())
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise InputError(f"{path} must hold a list of objects.")
+            return pd.DataFrame(rows)
+        return read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=False)
+    except (ValueError, AttributeError, OSError) as error:
+        raise InputError(f"{path} cannot be read ({error}).") from None
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, object]:
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{path}, line {number} is not a JSON object ({error}).") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}, line {number} is not a JSON object.")
+    return value

@@ -1,0 +1,323 @@
+"""Knockout sweeps: sever attention edges, run on, see what becomes of a metric.
+
+    mask   the severed scores are minus infinity before the softmax: what is left is renormalised (Geva et al. 2023)
+    zero   the severed weights are 0 after the softmax: A(i, j) = 0 to the letter; the other weights stay as they were
+
+Edges go from a query (the token that reads) to a key (the token that is read). They are severed in one layer at a time,
+in a window of layers around each, or in all layers up to each (`window="cumulative"`). What a layer computes depends on
+the layers before it only, so the cumulative sweep shares one walk: the state after layers 0..k of the fully severed run
+is the state of the run severed in 0..k, for every k.
+
+A key that a sliding-window layer cannot see anyway is not severed there: `edges` counts what was, and a cell that
+severs nothing has no effect to report (NaN), not a small one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from headwater.errors import InputError, InterventionError
+from headwater.models.hooked import HookedModel
+from headwater.models.sites import STATES, sites_named
+from headwater.options import checked_name, shown
+from headwater.patching.engine import collect_states, measure
+from headwater.patching.grid import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
+from headwater.patching.job import Cell, Job
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
+from headwater.patching.sweep import Sweep, check_call, finish, metric_options, prompt_options
+from headwater.patching.variants import Cut
+from headwater.runs.folder import RunFolder
+from headwater.runs.record import RunRecord
+
+VARIANTS = ("mask", "zero")
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Which attention edges to sever: every query that comes at or after a key, for all queries and keys named.
+
+    `query="after"` is every position after a key that is not itself one of the keys.
+    """
+
+    query: Where
+    key: Where
+    heads: Iterable[int] | int | None = None
+    """Query heads; None is all of them."""
+
+    def matrix(self, prompt: Prompt, example: int = 0, n_examples: int = 1) -> Bool[Tensor, "query key"]:
+        """Return True at each severed edge of a prompt.
+
+        Raises:
+            InputError: no query comes after a key.
+        """
+        length = len(prompt)
+        keys = torch.zeros(length, dtype=torch.bool)
+        keys[list(positions_of(self.key, prompt, example, n_examples))] = True
+        if isinstance(self.query, str) and self.query == "after":
+            edges = (~keys)[:, None] & keys[None]
+        else:
+            queries = torch.zeros(length, dtype=torch.bool)
+            queries[list(positions_of(self.query, prompt, example, n_examples))] = True
+            edges = queries[:, None] & keys[None]
+        edges = edges.tril()
+        if not bool(edges.any()):
+            raise InputError(
+                f"No edge to sever in prompt {example}: no query {self.query!r} comes at or after a key {self.key!r}."
+            )
+        return edges
+
+
+States: TypeAlias = dict[str, Float[Tensor, "layer example d_model"]]
+"""By site."""
+Blocked: TypeAlias = Edges | tuple[Where, Where] | Mapping[str, Any]
+
+
+def knockout(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    block: Blocked | Any,
+    metric: Metric | Any,
+    window: Window = None,
+    variant: str = "mask",
+    over: str | Iterable[str] | None = None,
+    layers: Iterable[int] | int | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Sweep:
+    """Sweep attention knockouts over layers (and heads).
+
+    Args:
+        model: the model; it is left as it was.
+        prompts: one prompt, several, or token ids.
+        block: the edges to sever: `hw.Edges(query, key, heads)`, the pair (query, key), or a mapping with these names;
+            or a mapping from names of your own to several of them, which then stand in the column `site`. Positions are
+            a number, a span (start, stop), a set, a text, "last", "first", "all", a function of the tokens, or a list
+            with one of these per prompt; the query may be "after".
+        metric: see `hw.patch`. A metric that reads the residual stream with `layer=None` reads the last severed layer.
+        window: sever in this many layers around each; "cumulative": in every layer up to each; None: in each alone.
+        variant: `mask` (before the softmax, the rest renormalises) or `zero` (after it).
+        over: `layer` (default), `head`, both, or () for everything at once.
+        layers: which layers take part.
+        batch_size: see `hw.patch`.
+        progress: show a progress bar.
+        out: a folder that keeps finished cells, see `hw.patch`.
+
+    Raises:
+        InputError: an option or position cannot be used.
+        InterventionError: a query is left without any key (`mask`), or no layer can see the edges.
+    """
+    checked_name("variant", variant, VARIANTS)
+    check_call(model, batch_size)
+    sites_named("pattern", model)
+    over, layers = lasting(over), lasting(layers)
+    base = read_prompts(model, prompts)
+    metrics = as_metrics(metric)
+    axes = axes_of(over, ("layer",), ("layer", "head"), "A knockout")
+    sizes = windows_of(window, axes)
+    named = named_edges(block)
+    cells = [
+        cell
+        for example in range(len(base))
+        for name, edges in named.items()
+        for cell in _cells(model, name, edges, base, example, axes, sizes, layers, variant)
+    ]
+    job = Job(model, base, None, True, tuple(cells), metrics, batch_size=batch_size)
+    options = {
+        "block": list(named),
+        "matrices": [
+            torch.nonzero(e.matrix(p, i, len(base))).tolist() for i, p in enumerate(base) for e in named.values()
+        ],
+        "heads": [chosen(edges.heads, model.shape.n_heads, "head") for edges in named.values()],
+        "layers": chosen(layers, model.shape.n_layers, "layer"),
+        "window": sizes,
+        "variant": variant,
+        "over": axes,
+        **prompt_options(base),
+        "metrics": metric_options(job),
+    }
+    record = RunRecord.of("knockout", model, options)
+    folder = RunFolder(out, record) if out is not None else None
+    if folder is not None and folder.finished:
+        return Sweep.load(folder.path)
+    measured = measure(job, folder, progress)
+    nothing = measured.edges == 0
+    if bool(nothing.all()):
+        raise InterventionError("No layer asked for can see any of these edges: they lie outside its sliding window.")
+    if bool(nothing.any()):
+        blind = sorted({cell.labels.get("layer", -1) for cell, none in zip(job.cells, nothing, strict=True) if none})
+        warnings.warn(
+            f"At layers {blind} the edges of some prompts lie outside the sliding window: nothing was severed there, "
+            "and the effect is NaN.",
+            stacklevel=2,
+        )
+        measured.values[nothing] = torch.nan
+    return finish(job, measured, folder.run if folder else record, folder)
+
+
+def named_edges(block: Blocked | Any) -> dict[str, Edges]:
+    """Read the forms in which edges can be given.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    if isinstance(block, Edges):
+        return {"edges": block}
+    if isinstance(block, tuple) and len(block) == 2:
+        return {"edges": Edges(*block)}
+    if isinstance(block, Mapping) and {"query", "key"} <= set(block) <= {"query", "key", "heads"}:
+        return {"edges": Edges(**block)}
+    if isinstance(block, Mapping) and block and not {"query", "key"} & set(block):
+        return {name: next(iter(named_edges(one).values())) for name, one in block.items()}
+    raise InputError(
+        f"block={shown(block)} does not name edges. Give hw.Edges(query=..., key=...), a pair (query, key), or a "
+        "mapping from names to these."
+    )
+
+
+def _cells(
+    model: HookedModel,
+    name: str,
+    edges: Edges,
+    base: Sequence[Prompt],
+    example: int,
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int | str],
+    layers: Iterable[int] | int | None,
+    variant: str,
+) -> list[Cell]:
+    """List one prompt's cells of one set of edges."""
+    shape = model.shape
+    matrix = edges.matrix(base[example], example, len(base)).to(model.device)
+    heads = chosen(edges.heads, shape.n_heads, "head")
+    listed = {
+        "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),
+        "layer": steps(chosen(layers, shape.n_layers, "layer"), "layer" in axes, sizes.get("layer"), False),
+    }
+    cells = []
+    for step in grid(listed):
+        covers = step["head"].covers
+        edits = tuple(Cut(run, matrix, covers, variant == "zero") for run in layer_runs(step["layer"].covers or ()))
+        nested = "layer" in sizes and len(edits) == 1
+        family = (name, step["head"].label, edits[0].layers.start) if nested else None
+        cells.append(Cell(example, {"site": name} | labels_of(step, sizes), edits, family))
+    return cells
+
+
+def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, ...]:
+    """Look up sites at which a state of the residual stream's width is read, in a model whose attention can be cut."""
+    sites_named("pattern", model)
+    names = tuple(site.name for site in sites_named(sites, model))
+    if other := [name for name in names if name not in STATES]:
+        raise InputError(f"{other[0]} is no state of the residual stream. Valid: {', '.join(STATES)}.")
+    return names
+
+
+def knocked_out_states(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    block: Blocked,
+    sites: str | Sequence[str] = "mlp_out",
+    at: Where = "last",
+    variant: str = "mask",
+    layers: Iterable[int] | int | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> tuple[States, States]:
+    """Return the residual-stream states of every layer, before and after a cumulative knockout, from one pass.
+
+    The state of layer k of the fully severed run is that of the run severed in layers 0..k only.
+
+    Args:
+        model: the model; it is left as it was.
+        prompts: as for `knockout`.
+        block: one set of edges.
+        sites: of resid_pre, resid_mid, resid_post, attn_out, mlp_out.
+        at: one position per prompt.
+        variant: `mask` or `zero`.
+        layers: sever in these layers only; default all.
+        batch_size: see `hw.patch`.
+        progress: show a progress bar.
+
+    Returns:
+        By site, the states before and after, `layer example d_model` in float32 on the CPU.
+
+    Raises:
+        InputError: a site is no state of the residual stream, or the model has none of it.
+    """
+    check_call(model, batch_size)
+    checked_name("variant", variant, VARIANTS)
+    base = read_prompts(model, prompts)
+    (edges,) = named_edges(block).values()
+    shape, names = model.shape, _states_named(sites, model)
+    cells = [cell for i in range(len(base)) for cell in _cells(model, "edges", edges, base, i, (), {}, layers, variant)]
+    readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
+    job = Job(model, base, None, True, tuple(cells), (), batch_size=batch_size, states=readings, states_at=at)
+    before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
+    for done, unsevered, severed in collect_states(job, progress):
+        for name, layer in readings:
+            before[name][layer, done.start : done.stop] = unsevered[name, layer].float().cpu()
+            after[name][layer, done.start : done.stop] = severed[name, layer].float().cpu()
+    return before, after
+
+
+def windowed_states(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    block: Blocked,
+    window: int,
+    read: Sequence[int],
+    site: str = "mlp_out",
+    at: Where = "last",
+    variant: str = "mask",
+    batch_size: int | None = None,
+) -> Float[Tensor, "window read example d_model"]:
+    """Return the states of some layers after a knockout in a window around each layer, from one walk for all windows.
+
+    Args:
+        model: the model; it is left as it was.
+        prompts: as for `knockout`.
+        block: one set of edges.
+        window: how many layers, around each layer of the model in turn.
+        read: the layers whose states are wanted.
+        site: of resid_pre, resid_mid, resid_post, attn_out, mlp_out.
+        at: one position per prompt.
+        variant: `mask` or `zero`.
+        batch_size: see `hw.patch`.
+
+    Raises:
+        InputError: the site is no state of the residual stream, or the model has none of it.
+    """
+    _states_named(site, model)
+    base = read_prompts(model, prompts)
+    (edges,) = named_edges(block).values()
+    listed = [
+        cell
+        for example in range(len(base))
+        for cell in _cells(model, "edges", edges, base, example, ("layer",), {"layer": window}, None, variant)
+    ]
+    cells = tuple(cell for cell in listed if min(edit.layers.start for edit in cell.edits) <= max(read))
+    readings = tuple((site, layer) for layer in read)
+    job = Job(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
+    above = sorted(set(range(model.shape.n_layers)) - {cell.labels["layer"] for cell in cells})
+    found = torch.empty(model.shape.n_layers, len(read), len(base), model.shape.d_model)
+    for done, before, after in collect_states(job, progress=False):
+        part = cells[done.start : done.stop]
+        windows, examples = [cell.labels["layer"] for cell in part], [cell.example for cell in part]
+        for place, reading in enumerate(readings):
+            found[windows, place, examples] = after[reading].float().cpu()
+            for layer in above:
+                found[layer, place, examples] = before[reading].float().cpu()
+    return found

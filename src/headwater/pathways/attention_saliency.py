@@ -1,0 +1,346 @@
+"""Saliency: does what the probe reads come to the answer's tokens straight from the question's?
+
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.3 (Eq. 1); after Wang et al., "Label Words are Anchors", 2023.
+
+    S(i, j) = |A(i, j) · ∂L/∂A(i, j)|        at each layer, averaged over heads; i the query, j the key
+
+1. L is the cross-entropy of the hallucination probe at layer l* with the true z, or the probe's logit. Since L depends
+   on the attention through the logit alone, ∂L/∂A = (p - z) · ∂logit/∂A with p the probe's probability: one backward
+   serves both, and a confident and right probe (p ≈ z) has no cross-entropy gradient whatever flows.
+2. A ∂L/∂A = A ⟨g, v⟩ (`kernels.attention`), g the gradient at the head's output, from `models.backward`: no gradient of
+   a pattern is formed, layers above l* and positions after the probe's token are not run, and positions before the
+   first edge are run without gradients, those that all texts begin with once.
+3. S(E_Q→E_A): the mean over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token.
+   Both are averaged over the layers up to l*.
+4. p and the gradient of an example come from coefficients of the probe that were not fitted on it (`Probe.folds`): of
+   examples that it has seen a probe of many coordinates is sure and right, whether or not there is anything to know.
+
+At l* itself only the probe's own token has a gradient; other queries count there as 0. Pairs that a sliding window
+hides are left out, and a layer that sees no pair is NaN and left out of the average. A probe that reads before the
+exact answer cannot depend on E_A: S(E_Q→E_A) is then NaN, not 0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.models.gradients import KeysValues, keys_values, refuse_without_gradients
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_name, shown
+from headwater.patching.grid import chosen
+from headwater.pathways.edge_saliency import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
+from headwater.pathways.probes import PROBE_SITES, PROBE_TOKENS, Probe
+from headwater.pathways.saliency_report import COLUMNS, EDGES, TARGETS, held_out_sentence, sentences_of, summary_of
+from headwater.progress import Bar, progress_bar
+from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Saliency(Result):
+    """How much the probe hangs on the attention paid to the exact question tokens, per example."""
+
+    table: pd.DataFrame
+    """A row per example and target: `dataset, example, target, z, fold, logit, probability, saliency_exact_answer`
+    (S(E_Q→E_A)), `saliency_all` (S(E_Q→*)); `example` is the row of the answered questions' table, `fold` the fold of
+    the probe that measures it (-1: the probe itself, which knows no answer to this question), `logit` and
+    `probability` are that fold's, of a wrong answer."""
+    by_layer: pd.DataFrame
+    """The same at each layer: `dataset, example, target, layer, saliency_exact_answer, saliency_all`."""
+    target: str
+    """The target that figures and `of` show unless told otherwise."""
+    run: RunRecord
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets, in the order of the table."""
+        return tuple(dict.fromkeys(self.table["dataset"]))
+
+    def of(self, target: str | None = None) -> pd.DataFrame:
+        """Return the rows of one target, by default the one asked for.
+
+        Raises:
+            InputError: there is no such target.
+        """
+        return self.table[
+            self.table["target"] == checked_name("target", self.target if target is None else target, TARGETS)
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values.
+
+        Per set and kind of edge, for both targets: the medians of right and of wrong answers; the share of examples
+        that are near zero (less than a tenth of the mean); whether the dip test rejects a single peak at 5 %.
+        `saturated` is the share of the near-zero examples of the cross-entropy that are not near zero with the logit:
+        there the probe is sure and right, and nothing is said about flow.
+        """
+        sets = []
+        for name in self.datasets:
+            rows = self.table[self.table["dataset"] == name]
+            entry: dict[str, Any] = {"dataset": name, "examples": int(rows["example"].nunique())}
+            sets.append(entry | {column: summary_of(rows.dropna(subset=[column]), column) for column in COLUMNS})
+        return {"model": self.run.model, "probe": self.run.options["probe"], "datasets": sets}
+
+    def report(self) -> list[str]:
+        """Return what was found, in plain sentences made of the numbers."""
+        found = [sentence for entry in self.summary()["datasets"] for sentence in sentences_of(entry)]
+        return [held_out_sentence(self.table, self.run.options["probe"]), *found]
+
+    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+        """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
+        from headwater.figures.saliency_density import plot_saliency
+
+        return plot_saliency(self, ax)
+
+
+def saliency(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    probe: Probe,
+    *,
+    target: str = "cross_entropy",
+    edges: str | Sequence[str] = EDGES,
+    heads: str = "mean_abs",
+    pairs: str = "mean",
+    layers: Iterable[int] | int | None = None,
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Saliency:
+    """Measure the saliency of the attention edges from the exact question tokens.
+
+    Args:
+        model: the model that answered.
+        answered: what `hw.answer` returned.
+        probe: of the layer l* to be explained, such as `trace_pathways(...).probe` or `fit_probes(...)[best]`. Each
+            example is measured by coefficients that were not fitted on an answer to its question, which these carry.
+            A `Probe` made by hand says nothing of what it was fitted on, and is taken to be fitted on other answers.
+        target: what figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are kept.
+        edges: `exact_answer` (E_Q→E_A), `all` (E_Q→*), or both. E_Q→E_A alone needs gradients at the answer's
+            positions only, and is faster; the other column is then NaN.
+        heads: `mean_abs` averages |A ∂L/∂A| over heads, `abs_mean` takes the absolute value of the average.
+        pairs: `mean` over pairs of tokens, or their `sum`.
+        layers: which layers; default: all up to the probe's.
+        batch_size: examples in one run; examples that need about the same positions run together.
+        progress: show a bar.
+        out: a folder to write to; an interrupted run goes on where it stopped.
+
+    Returns:
+        The saliency of every row of `answered`, in float64. Memory: the residual stream and the keys and values of
+        each layer, and the graphs of a few layers at a time.
+
+    Raises:
+        InputError: an option names nothing, the probe does not fit the model or was fitted on these very answers, or
+            another model gave the answers.
+        RunFolderError: `out` holds another run.
+    """
+    check_answered(model, answered)
+    named = list(edges) if isinstance(edges, list | tuple) else [edges]
+    wanted = Wanted(
+        edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in named)),
+        heads=checked_name("heads", heads, ("mean_abs", "abs_mean")),
+        pairs=checked_name("pairs", pairs, ("mean", "sum")),
+        layers=_layers(model, probe, layers),
+    )
+    checked_name("target", target, TARGETS)
+    _check(model, answered, probe, wanted, batch_size)
+    fold = _folds(answered, probe)
+    run = _record(model, answered, probe, fold, wanted, target, batch_size)
+    folder = RunFolder(out, run) if out is not None else None
+    if folder is not None and folder.finished:
+        return Saliency.load(folder.path)
+    rows = rows_of(answered, probe, wanted.edges)
+    _warn_if_blind(rows, probe, wanted)
+    with torch.inference_mode(False):
+        measured = _measure(model, rows, probe, fold, wanted, batch_size, folder, progress)
+    result = _result(answered, measured, fold, wanted.layers, target, folder.run if folder else run)
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def _measure(
+    model: HookedModel,
+    rows: Sequence[Row],
+    probe: Probe,
+    fold: NDArray[np.int64],
+    wanted: Wanted,
+    batch_size: int,
+    folder: RunFolder | None,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].first, len(rows[i].tokens)))
+    readers = (*probe.folds, probe)  # the probe itself is the last, fold -1
+    shared = common if (common := common_start(rows)) >= WORTH_A_RUN else 0
+    start: KeysValues | None = None
+    n_layers = probe.layer + 1
+    shape = (len(rows), len(wanted.layers))
+    found = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
+    found["logit"] = torch.empty(len(rows), dtype=torch.float64)
+    by_fold = [[i for i in order if fold[i] == place] for place in np.unique(fold)]
+    cut = [part[at : at + batch_size] for part in by_fold for at in range(0, len(part), batch_size)]
+    batches = {f"rows-{number:07d}": places for number, places in enumerate(cut)}
+
+    def compute(places: list[int]) -> dict[str, Tensor]:
+        nonlocal start
+        if start is None:
+            start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
+        return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], wanted, start, shared)
+
+    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
+        for name, places in batches.items():
+            yield name, partial(compute, places)
+            bar.update(len(places))
+
+    with progress_bar(progress, total=len(rows), desc="Saliency", unit="example") as bar:
+        for places, made in zip(batches.values(), run_pieces(folder, work(bar)), strict=True):
+            for name, values in made.items():
+                found[name][places] = values
+    return found
+
+
+def _result(
+    answered: AnsweredQuestions,
+    measured: dict[str, Tensor],
+    fold: NDArray[np.int64],
+    layers: Sequence[int],
+    target: str,
+    run: RunRecord,
+) -> Saliency:
+    """Put the numbers into tables: cross-entropy's gradient is the logit's times |p - z|."""
+    z = torch.tensor(answered.z, dtype=torch.float64)
+    logit = measured["logit"]
+    distance = torch.where(z == 1, torch.sigmoid(-logit), torch.sigmoid(logit))
+    nothing = torch.full((len(z), len(layers)), torch.nan, dtype=torch.float64)
+    flows = {column: measured.get(name, nothing) for name, column in zip(EDGES, COLUMNS, strict=True)}
+    names = {"dataset": answered.table["dataset"].to_numpy(), "example": np.arange(len(z))}
+    tables, by_layer = [], []
+    for name in TARGETS:
+        scaled = {
+            column: flow * (distance[:, None] if name == "cross_entropy" else 1) for column, flow in flows.items()
+        }
+        probe = {"z": answered.z, "fold": fold, "logit": logit.numpy(), "probability": torch.sigmoid(logit).numpy()}
+        means = {column: flow.nanmean(1).numpy() for column, flow in scaled.items()}
+        tables.append(pd.DataFrame({**names, "target": name, **probe, **means}))
+        repeated = {key: np.repeat(values, len(layers)) for key, values in names.items()}
+        flat = {column: flow.flatten().numpy() for column, flow in scaled.items()}
+        by_layer.append(pd.DataFrame({**repeated, "target": name, "layer": np.tile(layers, len(z)), **flat}))
+    return Saliency(pd.concat(tables, ignore_index=True), pd.concat(by_layer, ignore_index=True), target, run)
+
+
+def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
+    """The layers asked for; those whose heads the probe cannot hang on are refused."""
+    if not isinstance(probe, Probe):
+        raise InputError(f"probe must be a Probe, such as hw.pathways.probes.fit_probes(...)[5]; found {shown(probe)}.")
+    if not isinstance(probe.layer, int) or not 0 <= probe.layer < model.shape.n_layers:
+        raise InputError(
+            f"The probe is of layer {shown(probe.layer)}; {model.name} has layers 0 to {model.shape.n_layers - 1}."
+        )
+    last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
+    if last < 0:
+        raise InputError(f"No head of {model.name} comes before the MLP of layer 0: attention runs beside it.")
+    asked = tuple(range(last + 1)) if layers is None else tuple(chosen(layers, model.shape.n_layers, "layer"))
+    above = [layer for layer in asked if layer > last]
+    if above:
+        raise InputError(f"layers={above} cannot reach the probe, which reads {probe.site} of layer {probe.layer}.")
+    return asked
+
+
+def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: Wanted, batch_size: int) -> None:
+    """Refuse what does not fit together."""
+    if not hasattr(model.raw, "original_model"):
+        raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
+    refuse_without_gradients(model)
+    checked_name("the probe's site", probe.site, PROBE_SITES)
+    checked_name("the probe's token", probe.token, PROBE_TOKENS)
+    if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
+        raise InputError("A probe has a weight, a tensor of one axis, and a bias, a float: this one has others.")
+    if len(probe.weight) != model.shape.d_model:
+        raise InputError(
+            f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
+        )
+    if not wanted.edges:
+        raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
+    checked_count("batch_size", batch_size)
+
+
+def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
+    """Return which coefficients measure each row: a fold of the probe, or -1 for its own.
+
+    Raises:
+        InputError: all of them were fitted on some of these answers.
+    """
+    if "question" not in answered.table:
+        return np.full(len(answered.table), -1)
+    places = [probe.reader(str(question)) for question in answered.table["question"]]
+    seen = sum(place is None for place in places)
+    if seen:
+        raise InputError(
+            f"The probe was fitted on {seen:,} of these {len(places):,} answers, and has no folds that were not: of "
+            "what it has seen a probe is surer, and more often right, than it is. Fit it on other questions, or take "
+            "one with folds: pathways.probe, or fit_probes(..., cross_fit=True)."
+        )
+    return np.array(places, dtype=np.int64)
+
+
+def _warn_if_blind(rows: Sequence[Row], probe: Probe, wanted: Wanted) -> None:
+    blind = sum(not row.queries for row in rows)
+    if blind and "exact_answer" in wanted.edges:
+        warnings.warn(
+            f"The probe reads {probe.token}, before the exact answer of {blind:,} of {len(rows):,} examples: it cannot "
+            "depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
+            stacklevel=3,
+        )
+
+
+def _record(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    probe: Probe,
+    fold: NDArray[np.int64],
+    wanted: Wanted,
+    target: str,
+    batch_size: int,
+) -> RunRecord:
+    return RunRecord.of(
+        "saliency",
+        model,
+        options={
+            "answered": answered,
+            "probe": {
+                "site": probe.site,
+                "token": probe.token,
+                "layer": probe.layer,
+                "weight": probe.weight.double(),
+                "bias": probe.bias,
+                "fitted_on": len(probe.fitted_on),
+                "folds": [[one.weight.double(), one.bias] for one in probe.folds],
+                "fold_of_each": fold,
+            },
+            "target": target,
+            "edges": list(wanted.edges),
+            "heads": wanted.heads,
+            "pairs": wanted.pairs,
+            "layers": list(wanted.layers),
+            "batch_size": batch_size,
+        },
+    )

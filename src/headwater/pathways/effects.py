@@ -1,0 +1,256 @@
+"""Run one question set through everything: states, probes, interventions. What comes out are logits.
+
+1. States of every row and layer, in pieces.
+2. Per seed, two halves that share no question, with even shares of wrong answers. Each half is measured by probes that
+   were fitted on the other, so that every example is measured once per seed, never by a probe that has seen it.
+3. Per intervention, the logits of these probes on the states after it. One pass gives every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.pathways.interventions import (
+    Intervention,
+    Setup,
+    after_states,
+    after_windows,
+    block_exact_tokens,
+    block_random_tokens,
+    other_question_tokens,
+)
+from headwater.pathways.modes import Logits
+from headwater.pathways.probes import Probes, States, fit_probes, grouped_folds, probe_positions, states_at
+from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
+from headwater.progress import Bar, progress_bar
+from headwater.questions.answers import AnsweredQuestions
+from headwater.runs.folder import Compute
+
+CHUNK = 256
+"""Rows in one piece of a resumable run."""
+SWAPS = 3
+"""How many times each subject is swapped."""
+FOLDS = 5
+Pieces = Callable[[Iterable[tuple[str, Compute]]], Iterator[dict[str, Tensor]]]
+"""Computes named pieces in order, or takes them from an interrupted run."""
+Halves = Int[np.ndarray, "seed example"]
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The probes of one question set: `probes[seed][side]` measures the examples in that half."""
+
+    probes: list[list[Probes]]
+    half: Halves
+
+    @property
+    def best(self) -> Int[np.ndarray, "seed example"]:
+        """l* of the probe that measures each example."""
+        layers = np.array([[side.best for side in sides] for sides in self.probes])
+        return np.take_along_axis(layers, self.half, axis=1)
+
+    def logits(self, states: States, examples: Int[np.ndarray, " row"]) -> Logits:
+        """Return the logit of z = 1 of each state, by the probes that have not seen its example."""
+        found = np.empty((len(self.probes), len(states), len(examples)))
+        for seed, sides in enumerate(self.probes):
+            for side, probes in enumerate(sides):
+                here = np.flatnonzero(self.half[seed, examples] == side)
+                found[seed][:, here] = probes.logits(states[:, torch.from_numpy(here)]).numpy()
+        return found
+
+    def logits_at_best(
+        self,
+        states: Float[Tensor, "window layer row d_model"],
+        layers: Sequence[int],
+        examples: Int[np.ndarray, " row"],
+    ) -> Float[np.ndarray, "seed window row"]:
+        """Return the same of the probes at l* alone; `states` are those of `layers`, after each window's knockout."""
+        found = np.empty((len(self.probes), len(states), len(examples)))
+        for seed, sides in enumerate(self.probes):
+            for side, probes in enumerate(sides):
+                here = np.flatnonzero(self.half[seed, examples] == side)
+                read = states[:, layers.index(probes.best)][:, torch.from_numpy(here)]
+                logits = probes[probes.best].logits(read.flatten(0, 1))
+                found[seed][:, here] = logits.view(read.shape[:2]).numpy()
+        return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One question set: its probes, and their logits by seed, layer and example."""
+
+    answered: AnsweredQuestions
+    fits: Fits
+    states: States
+    before: Logits
+    knockout: Logits
+    """After the knockout of E_Q in all layers up to each."""
+    windowed: Logits | None
+    """At l*, after its knockout in a window around each layer."""
+    others: dict[str, list[Logits]] = field(default_factory=dict)
+    """After the controls, by name; one per draw; NaN where a control does not apply."""
+
+
+def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
+    """Split a question set in two, once per seed.
+
+    Raises:
+        InputError: the halves would not hold enough right and wrong answers to fit probes and choose a layer.
+    """
+    groups = answered.table["question"].tolist()
+    half = np.empty((seeds, len(groups)), dtype=np.int64)
+    for seed in range(seeds):
+        for side, (_, rows) in enumerate(grouped_folds(answered.z, groups, 2, seed)):
+            half[seed, rows] = side
+            grouped_folds(answered.z[rows], [groups[row] for row in rows], FOLDS, seed)
+    return half
+
+
+def measure(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    half: Halves,
+    setup: Setup,
+    *,
+    window: int | None,
+    controls: bool,
+    pieces: Pieces,
+    progress: bool,
+) -> Measured:
+    """Measure one question set."""
+    name = answered.datasets[0]
+    exact = block_exact_tokens(answered, setup)
+    if len(exact.examples) < len(answered.table):
+        raise InputError(
+            f"{len(answered.table) - len(exact.examples):,} answers of {name} have no exact question token before the "
+            "token that the probe reads: choose another token=."
+        )
+    listed = _controls(model, answered, setup) if controls else []
+    runs = [exact, *listed]
+    total = len(answered.table) + sum(len(run.examples) for run in (*runs, *([exact] if window else [])))
+    with progress_bar(progress, total=total, desc=f"Tracing {name}", unit="row") as bar:
+        states = _states(model, answered, setup, pieces, bar)
+        fits = _fits(states, answered, half, setup, pieces)
+        nothing = np.full((len(half), len(states), half.shape[1]), np.nan)
+
+        def everywhere(part: Intervention) -> Logits:
+            return fits.logits(after_states(model, part, setup), part.examples)
+
+        def in_windows(part: Intervention) -> Logits:
+            layers = np.unique(fits.best).tolist()
+            after = after_windows(model, part, setup, int(window or 0), layers)
+            return fits.logits_at_best(after, layers, part.examples)
+
+        found = [
+            _after(run, f"run-{number:03d}", everywhere, nothing.copy(), pieces, bar) for number, run in enumerate(runs)
+        ]
+        windowed = _after(exact, "windows", in_windows, nothing.copy(), pieces, bar) if window else None
+    others: dict[str, list[Logits]] = {}
+    for run, logits in zip(listed, found[1:], strict=True):
+        others.setdefault(run.name, []).append(logits)
+    before = fits.logits(states, np.arange(len(answered.table)))
+    return Measured(answered, fits, states, before, found[0], windowed, others)
+
+
+def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> list[Intervention]:
+    others = other_question_tokens(model, answered)
+    listed = [block_random_tokens(answered, setup, others, seed=0)]
+    listed += [swap_subjects(model, answered, setup, seed) for seed in range(SWAPS)]
+    listed += [swap_random_tokens(answered, setup, others, seed) for seed in range(SWAPS)]
+    listed.append(answer_only(model, answered, setup))
+    return [control for control in listed if len(control.examples)]
+
+
+def _states(model: HookedModel, answered: AnsweredQuestions, setup: Setup, pieces: Pieces, bar: Bar) -> States:
+    tokens, positions = list(answered.table["tokens"]), probe_positions(answered, setup.token)
+    states = torch.empty(model.shape.n_layers, len(tokens), model.shape.d_model)
+    chunks = _chunks(tokens)
+
+    def compute(rows: list[int]) -> dict[str, Tensor]:
+        chosen = [tokens[row] for row in rows], [positions[row] for row in rows]
+        return {"states": states_at(model, *chosen, setup.site, setup.batch_size, progress=False)}
+
+    for rows, piece in zip(chunks, pieces(_work("states", chunks, compute, bar)), strict=True):
+        states[:, rows] = piece["states"]
+    return states
+
+
+def _fits(states: States, answered: AnsweredQuestions, half: Halves, setup: Setup, pieces: Pieces) -> Fits:
+    groups = answered.table["question"].tolist()
+
+    def compute(seed: int, side: int) -> dict[str, Tensor]:
+        rows = np.flatnonzero(half[seed] != side)
+        fitted = fit_probes(
+            states[:, torch.from_numpy(rows)],
+            answered.z[rows],
+            site=setup.site,
+            token=setup.token,
+            groups=[groups[row] for row in rows],
+            seed=seed,
+            folds=FOLDS,
+            cross_fit=False,
+        )
+        return probes_as_tensors(fitted)
+
+    work = [(f"probes-{seed}-{side}", partial(compute, seed, side)) for seed in range(len(half)) for side in (0, 1)]
+    found = [probes_from_tensors(piece, setup) for piece in pieces(work)]
+    return Fits([found[i : i + 2] for i in range(0, len(found), 2)], half)
+
+
+def probes_as_tensors(probes: Probes) -> dict[str, Tensor]:
+    """Take probes apart into tensors."""
+    assert probes.validation_auc is not None
+    return {
+        "weight": probes.weight,
+        "bias": probes.bias,
+        "best": torch.tensor(probes.best),
+        "validation_auc": probes.validation_auc,
+    }
+
+
+def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
+    """Put probes together again."""
+    best = int(tensors["best"])
+    return Probes(setup.site, setup.token, tensors["weight"], tensors["bias"], best, tensors["validation_auc"])
+
+
+def _after(
+    run: Intervention,
+    name: str,
+    read: Callable[[Intervention], Logits],
+    found: Logits,
+    pieces: Pieces,
+    bar: Bar,
+) -> Logits:
+    """Write into `found` what is read after an intervention, where it applies."""
+    chunks = _chunks(run.tokens)
+
+    def compute(rows: list[int]) -> dict[str, Tensor]:
+        return {"logits": torch.from_numpy(read(run.rows(rows)))}
+
+    for rows, piece in zip(chunks, pieces(_work(name, chunks, compute, bar)), strict=True):
+        found[:, :, run.examples[rows]] = piece["logits"].numpy()
+    return found
+
+
+def _work(
+    name: str, chunks: Sequence[list[int]], compute: Callable[[list[int]], dict[str, Tensor]], bar: Bar
+) -> Iterator[tuple[str, Compute]]:
+    for number, rows in enumerate(chunks):
+        yield f"{name}-{number:04d}", partial(compute, rows)
+        bar.update(len(rows))
+
+
+def _chunks(tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Cut rows into pieces of about equal length."""
+    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
+    return [order[start : start + CHUNK] for start in range(0, len(order), CHUNK)]

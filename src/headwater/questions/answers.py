@@ -1,0 +1,355 @@
+"""From questions to answered questions: what the model says, whether it is right, and where the exact tokens stand.
+
+Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.
+
+1. Prompt: `Q: {question}` and `A:` on the next line; for a tokenizer with a chat template, the question as a message
+   of the user. Exactly one beginning-of-sequence token where the model wants one.
+2. Greedy generation (`models.generation`), up to the first line break, which may be part of a token, or the end token.
+   The log-probability of every token of the answer is kept.
+3. z = 1 (hallucination) when no accepted answer stands in the answer (`questions.labels`). Refusals, empty answers, and
+   answers that had not ended at the token limit drop out: nobody knows what these would have said.
+4. E_Q: the tokens of the question's subject and property, from the question table or an extractor. E_A: the tokens that
+   an extractor names in the answer, or without one all of it; in right and wrong answers alike.
+5. What cannot be used is dropped and counted by its cause.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, tee
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.models.generation import end_tokens, generate
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.tokens import Batch, encode
+from headwater.options import checked_count
+from headwater.progress import progress_bar
+from headwater.questions.examples import (
+    CUT,
+    NO_WORDS,
+    SLOT,
+    TOO_LONG,
+    Answer,
+    Prompt,
+    ask_extractor,
+    first_line,
+    labelled,
+    outcome_of,
+    prompt_parts,
+)
+from headwater.questions.extract import Extractor, check_extractor
+from headwater.questions.formats import columns_found
+from headwater.questions.labels import CONTAINS, Label, Verdict, check_label
+from headwater.questions.sources import SPAN_COLUMNS, Questions
+from headwater.questions.words import Span
+from headwater.runs.folder import RunFolder, run_pieces
+from headwater.runs.identity import digest
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AnsweredQuestions(Result):
+    """What a model answered, with labels and exact tokens."""
+
+    table: pd.DataFrame
+    """A row per question that can be used, with the question table's columns and these:
+
+    - `text`: the prompt and the answer; `answer`: the answer's first line;
+    - `z`: 1 for a wrong answer (hallucination), 0 for a right one; `matched`: the accepted answer found in it, "" where
+      none was or a judge decided;
+    - `subject`, `property`, `exact_answer`: tuples of spans, in characters of `text`;
+    - `tokens`: the ids of the text; `answer_start`: the position of the first token of the answer;
+    - `subject_tokens`, `property_tokens` (together E_Q) and `exact_answer_tokens` (E_A): positions in `tokens`;
+    - `log_probs`: of each token of the answer.
+    """
+    dropped: pd.DataFrame
+    """`dataset, cause, questions`: how many questions could not be used, and why."""
+    run: RunRecord
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets, in the order of the table."""
+        return tuple(dict.fromkeys(self.table["dataset"]))
+
+    @property
+    def z(self) -> NDArray[np.int64]:
+        """1 where the answer is wrong, 0 where it is right."""
+        return self.table["z"].to_numpy(dtype=np.int64)
+
+    def batch(self) -> Batch:
+        """Return the tokens of all rows, prompts and answers, right-padded."""
+        lengths = torch.tensor([len(tokens) for tokens in self.table["tokens"]])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        tokens = torch.zeros(mask.shape, dtype=torch.long)
+        tokens[mask] = torch.tensor([token for row in self.table["tokens"] for token in row])
+        return Batch(tokens, mask)
+
+    def exact_question_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Return E_Q of every row: the positions of the tokens of subject and property."""
+        pairs = zip(self.table["subject_tokens"], self.table["property_tokens"], strict=True)
+        return tuple(tuple(sorted({*subject, *property_})) for subject, property_ in pairs)
+
+    def digest(self) -> str:
+        """Name these answers in the record of a run: a hash of their texts, labels, tokens and spans."""
+        return digest(self.table.drop(columns="log_probs", errors="ignore"))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values.
+
+        Per set: questions, how many are used, the share of wrong answers among these, how many answers were cut at the
+        token limit, and all that were dropped by cause.
+        """
+        sets = []
+        for name in dict.fromkeys((*self.datasets, *self.dropped["dataset"])):
+            here = self.table.loc[self.table["dataset"] == name, "z"]
+            lost = self.dropped[self.dropped["dataset"] == name]
+            sets.append(
+                {
+                    "dataset": name,
+                    "questions": len(here) + int(lost["questions"].sum()),
+                    "used": len(here),
+                    "wrong": round(float(here.mean()), 4) if len(here) else None,
+                    "cut": int(lost.loc[lost["cause"] == CUT, "questions"].sum()),
+                    "dropped": {row["cause"]: int(row["questions"]) for row in lost.to_dict("records")},
+                }
+            )
+        return {"model": self.run.model, "datasets": sets}
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw a bar per question set: right, wrong, cut at the token limit, dropped for other reasons."""
+        from headwater.figures.answers import plot_answers
+
+        return plot_answers(self, ax)
+
+
+def answer(
+    model: HookedModel,
+    questions: Questions,
+    *,
+    prompt: str | None = None,
+    label: Label = CONTAINS,
+    max_new_tokens: int = 32,
+    batch_size: int = 64,
+    extractor: Extractor | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> AnsweredQuestions:
+    """Let a model answer questions, label the answers, and locate the exact tokens.
+
+    Args:
+        model: a model with a tokenizer that gives character offsets (any fast one).
+        questions: what `load_questions` returned.
+        prompt: a text with one `{question}`, used as it is; may hold examples. Default: the chat template where the
+            tokenizer has one, else "Q: {question}" and "A:" on two lines.
+        label: when an answer is right: an accepted answer stands in it ("contains"), begins it ("starts") or is all of
+            it ("exact"), after normalisation; or a function of question, accepted answers and answer that returns True,
+            False, or None where it cannot say. `headwater.questions.labels` has the sources and limits.
+        max_new_tokens: an answer that has not ended after this many tokens, the line break or end token counted, is cut
+            off, and drops out.
+        batch_size: prompts in one run.
+        extractor: called with (question, answer) for every answer that can be used; see
+            `headwater.questions.extract`. It names E_A, and E_Q where the question table says nothing of subject and
+            property. Without one, questions without these are dropped, and E_A is the whole answer.
+        progress: show a bar.
+        out: a folder to write to; an interrupted run goes on where it stopped.
+
+    Raises:
+        InputError: an option, the extractor or the judge cannot be used, or no question is left.
+        RunFolderError: `out` holds another run.
+    """
+    _check_options(model, questions, max_new_tokens, batch_size)
+    check_label(label)
+    check_extractor(extractor)
+    before, after = prompt_parts(model.tokenizer, prompt)
+    run = RunRecord.of(
+        "answer",
+        model,
+        options={
+            "questions": questions.table,
+            "prompt": before + SLOT + after,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "extractor": extractor,
+            "ends": end_tokens(model),
+            "label": label,
+        },
+    )
+    folder = RunFolder(out, run) if out is not None else None
+    if folder is not None and folder.finished:
+        return AnsweredQuestions.load(folder.path)
+    outcomes: dict[int, dict[str, Any] | str] = {}
+    prompts = _prompts(model, questions, (before, after), max_new_tokens, extractor is None, outcomes)
+    order = sorted(prompts, key=lambda place: len(prompts[place].tokens))
+    batches = [[prompts[place] for place in order[i : i + batch_size]] for i in range(0, len(order), batch_size)]
+    written = _answers(model, batches, max_new_tokens, folder, progress)
+    answers, to_extract = tee(_labelled(written, label, folder))
+    found = chain.from_iterable(_extracted(to_extract, extractor, folder))
+    answered = zip(order, chain.from_iterable(answers), found, strict=True)
+    outcomes |= {place: outcome_of(a, words, extractor is None) for place, a, words in answered}
+    result = _result(questions, outcomes, folder.run if folder else run)
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def check_answered(model: HookedModel, answered: Any) -> None:
+    """Refuse what are not the answers of this very model.
+
+    Raises:
+        InputError: says what they are.
+    """
+    check_model(model)
+    if not isinstance(answered, AnsweredQuestions):
+        raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
+    if other := answered.run.mismatch(model):
+        raise InputError(
+            f"These questions were answered by {answered.run.model} ({other} than {model.name}'s): its probes "
+            "would read another model's answers. Answer them again with this model."
+        )
+    if answered.table.empty:
+        raise InputError("There are no answers: the table of answered questions is empty.")
+
+
+def _check_options(model: HookedModel, questions: Any, max_new_tokens: int, batch_size: int) -> None:
+    check_model(model)
+    if not isinstance(questions, Questions):
+        raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
+    if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
+        raise InputError(
+            f"{model.name} needs a tokenizer that gives character offsets (a fast one) to answer questions."
+        )
+    checked_count("max_new_tokens", max_new_tokens)
+    checked_count("batch_size", batch_size)
+
+
+def _prompts(
+    model: HookedModel,
+    questions: Questions,
+    parts: tuple[str, str],
+    max_new_tokens: int,
+    must_have_words: bool,
+    outcomes: dict[int, dict[str, Any] | str],
+) -> dict[int, Prompt]:
+    """Tokenize the prompts, by their place in the table; for those that cannot be used, set the cause."""
+    before, after = parts
+    prompts = {}
+    for place, row in enumerate(questions.table.to_dict("records")):
+        if must_have_words and not (row["subject"] or row["property"]):
+            outcomes[place] = NO_WORDS
+            continue
+        text = before + row["question"] + after
+        tokens, offsets = encode(model.tokenizer, text, model.bos)
+        if len(tokens) + max_new_tokens > model.shape.n_ctx:
+            outcomes[place] = TOO_LONG
+        else:
+            named = {str(key): value for key, value in row.items()}
+            prompts[place] = Prompt(named, text, len(before), tokens, offsets or ())
+    if not prompts and all(cause == NO_WORDS for cause in outcomes.values()):
+        raise InputError(
+            f"None of the {len(questions):,} questions says where its subject and property stand. Give the columns "
+            "subject and property, or an extractor: extractor= (headwater.questions.extract), --extract URL MODEL. "
+            f"{columns_found({str(name): None for name in questions.table}, *SPAN_COLUMNS)}"
+        )
+    return prompts
+
+
+def _answers(
+    model: HookedModel, batches: Sequence[Sequence[Prompt]], max_new_tokens: int, folder: RunFolder | None, bar: bool
+) -> Iterator[list[Answer]]:
+    """Generate for every batch, or take what an earlier run generated."""
+    tokenizer: Any = model.tokenizer
+    ends = end_tokens(model)
+    pieces: dict[int, bool] = {}
+
+    def is_end(token: int) -> bool:
+        if token not in pieces:
+            pieces[token] = token in ends or "\n" in tokenizer.decode([token])
+        return pieces[token]
+
+    def compute(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        batch = model.tokenize([prompt.tokens for prompt in prompts])
+        return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end)))
+
+    shown = progress_bar(bar, batches, desc="Answering", unit="batch")
+    work = ((f"answers-{number:05d}", partial(compute, prompts)) for number, prompts in enumerate(shown))
+    for prompts, made in zip(batches, run_pieces(folder, work), strict=True):
+        answers = []
+        for i, prompt in enumerate(prompts):
+            tokens = made["tokens"][i, : made["lengths"][i]].tolist()
+            tokens = tokens[:-1] if tokens[-1] in ends else tokens
+            log_probs = made["log_probs"][i, : len(tokens)].tolist()
+            answers.append(first_line(tokenizer, prompt, tokens, log_probs, bool(made["stopped"][i])))
+        yield answers
+
+
+def _labelled(batches: Iterable[Sequence[Answer]], label: Label, folder: RunFolder | None) -> Iterator[list[Answer]]:
+    """Say of the answers of each batch whether they are right; what a judge said is kept, because it may cost money."""
+    if isinstance(label, str):
+        for answers in batches:
+            yield [labelled(one, label) for one in answers]
+        return
+
+    def compute(answers: Sequence[Answer]) -> dict[str, Tensor]:
+        said = [labelled(one, label).verdict.is_right for one in answers]
+        return {"right": torch.tensor([-1 if one is None else int(one) for one in said], dtype=torch.int8)}
+
+    asked, answered = tee(batches)
+    work = ((f"judged-{number:05d}", partial(compute, answers)) for number, answers in enumerate(asked))
+    for made, answers in zip(run_pieces(folder, work), answered, strict=True):
+        said = [None if one < 0 else bool(one) for one in made["right"].tolist()]
+        yield [replace(one, verdict=Verdict(is_right)) for one, is_right in zip(answers, said, strict=True)]
+
+
+def _extracted(
+    batches: Iterable[Sequence[Answer]], extractor: Extractor | None, folder: RunFolder | None
+) -> Iterator[list[dict[str, tuple[Span, ...]]]]:
+    """Ask the extractor about the answers of each batch that can be used; empty for the others."""
+    if extractor is None:
+        for answers in batches:
+            yield [{} for _ in answers]
+        return
+    ask = extractor
+
+    def compute(answers: Sequence[Answer]) -> dict[str, Tensor]:
+        with ThreadPoolExecutor(max_workers=max(1, getattr(ask, "workers", 1))) as pool:
+            found = list(pool.map(lambda a: ask_extractor(ask, a), answers))
+        return {"json": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}
+
+    work = ((f"extracted-{number:05d}", partial(compute, answers)) for number, answers in enumerate(batches))
+    for made in run_pieces(folder, work):
+        found = json.loads(bytes(made["json"].tolist()))
+        yield [{part: tuple((a, b) for a, b in spans) for part, spans in one.items()} for one in found]
+
+
+def _result(questions: Questions, outcomes: dict[int, dict[str, Any] | str], run: RunRecord) -> AnsweredQuestions:
+    """Put the outcomes into tables, in the order of the questions."""
+    rows = [outcomes[place] for place in sorted(outcomes)]
+    used = [row for row in rows if isinstance(row, dict)]
+    causes = pd.DataFrame(
+        {
+            "dataset": questions.table["dataset"],
+            "cause": [row if isinstance(row, str) else None for row in rows],
+        }
+    )
+    dropped = causes.dropna().value_counts(sort=False).rename("questions").reset_index()
+    if not used:
+        listed = ", ".join(f"{row['questions']:,} {row['cause']}" for row in dropped.to_dict("records"))
+        hint = " Give a higher max_new_tokens." if CUT in dropped["cause"].tolist() else ""
+        raise InputError(f"No question is left of {len(questions):,}: {listed}.{hint}")
+    return AnsweredQuestions(pd.DataFrame(used), dropped, run)

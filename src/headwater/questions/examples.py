@@ -1,0 +1,153 @@
+"""One question at a time: the prompt it makes, the line the model answered, and what the two become.
+
+The steps of `answers` that need no model: prompts, the cut to the first line, labels, and the spans of exact words as
+characters and tokens. What cannot be used becomes the cause why.
+
+E_A is found in one way, whatever the label: it is what the extractor names, or without one the whole answer. Were it
+the accepted answer where that is found, and the whole answer where not, its length and place would tell the label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headwater.errors import InputError
+from headwater.models.generation import chat_text, continuation_offsets
+from headwater.models.tokens import Offsets
+from headwater.questions.extract import Extractor, call_extractor
+from headwater.questions.labels import NO_VERDICT, Label, Verdict, is_refusal, verdict
+from headwater.questions.spans import shifted, tokens_of
+from headwater.questions.words import Span
+
+PROMPT = "Q: {question}\nA:"
+SLOT = "{question}"
+NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS = (
+    "no exact words of the question",
+    "prompt too long",
+    "empty answer",
+    "refusal",
+    "cut at max_new_tokens",
+    "not judged",
+    "no exact words of the answer",
+    "exact words without tokens",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question as the model reads it."""
+
+    row: dict[str, Any]
+    text: str
+    question_start: int
+    tokens: list[int]
+    offsets: Offsets
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said to a prompt, cut to its first line."""
+
+    prompt: Prompt
+    line: str
+    written: str
+    """The line, and what else the last token of it holds."""
+    tokens: tuple[int, ...]
+    offsets: Offsets
+    log_probs: tuple[float, ...]
+    finished: bool
+    """Whether the answer ended by itself: its line break or end token was among the tokens it could have."""
+    verdict: Verdict = NO_VERDICT
+
+    @property
+    def text(self) -> str:
+        """The line without spaces around it."""
+        return self.line.strip()
+
+
+def prompt_parts(tokenizer: Any, prompt: str | None) -> tuple[str, str]:
+    """Return what stands before the question and what after it.
+
+    Raises:
+        InputError: the prompt, or what the chat template makes of a message, does not hold it exactly once.
+    """
+    if prompt is None:
+        prompt = chat_text(tokenizer, SLOT) or PROMPT
+        if prompt.count(SLOT) != 1:
+            raise InputError("The tokenizer's chat template does not write a message out exactly once; pass prompt=.")
+    if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
+        raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {prompt!r}.")
+    before, after = prompt.split(SLOT)
+    return before, after
+
+
+def first_line(
+    tokenizer: Any, prompt: Prompt, tokens: Sequence[int], log_probs: Sequence[float], finished: bool
+) -> Answer:
+    """Cut what was generated after the last visible character of its first line; a token is kept or left whole."""
+    text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], tokens)
+    line = text.split("\n", 1)[0].rstrip()
+    kept = sum(start < len(line) for start, _ in offsets)
+    written = text[: offsets[kept - 1][1]] if kept else ""
+    return Answer(prompt, line, written, tuple(tokens[:kept]), offsets[:kept], tuple(log_probs[:kept]), finished)
+
+
+def labelled(answered: Answer, label: Label) -> Answer:
+    """Say whether an answer is right; one that is empty or was cut is not asked about."""
+    if not answered.text or not answered.finished:
+        return answered
+    row = answered.prompt.row
+    return replace(answered, verdict=verdict(label, row["question"], row["answers"], answered.text))
+
+
+def cause_of(answered: Answer) -> str | None:
+    """Say why an answer cannot be used, whatever its exact words are; None where it can."""
+    if not answered.text:
+        return EMPTY
+    if not answered.verdict.is_right and is_refusal(answered.text):
+        return REFUSAL
+    if not answered.finished:
+        return CUT
+    return UNJUDGED if answered.verdict.is_right is None else None
+
+
+def ask_extractor(extractor: Extractor, answered: Answer) -> dict[str, tuple[Span, ...]]:
+    """Ask an extractor for the exact words of an answer that can be used, be it right or wrong, and of its question."""
+    return {} if cause_of(answered) else call_extractor(extractor, answered.prompt.row["question"], answered.text)
+
+
+def outcome_of(answered: Answer, found: dict[str, tuple[Span, ...]], whole_answer: bool) -> dict[str, Any] | str:
+    """Return the row of an answered question, or the cause why it cannot be used."""
+    prompt, row = answered.prompt, answered.prompt.row
+    cause = cause_of(answered)
+    if cause is not None:
+        return cause
+    is_given = bool(row["subject"] or row["property"])
+    words = {part: row[part] if is_given else found.get(part, ()) for part in ("subject", "property")}
+    if not any(words.values()):
+        return NO_WORDS
+    exact: tuple[Span, ...] = ((0, len(answered.text)),) if whole_answer else found.get("answer", ())
+    if not exact:
+        return NO_ANSWER
+    answer_begins = len(prompt.text) + len(answered.line) - len(answered.line.lstrip())
+    spans = {part: shifted(places, prompt.question_start) for part, places in words.items()}
+    spans["exact_answer"] = shifted(exact, answer_begins)
+    offsets = (*prompt.offsets, *shifted(answered.offsets, len(prompt.text)))
+    try:
+        positions = {f"{part}_tokens": tokens_of(offsets, places) for part, places in spans.items()}
+    except InputError:
+        return NO_TOKENS
+    return {
+        **row,
+        "answer": answered.text,
+        "z": int(not answered.verdict.is_right),
+        "matched": answered.verdict.alias,
+        "text": prompt.text + answered.written,
+        **spans,
+        **positions,
+        "answer_start": len(prompt.tokens),
+        "tokens": (*prompt.tokens, *answered.tokens),
+        "log_probs": answered.log_probs,
+    }

@@ -1,0 +1,188 @@
+"""The public question sets, each in its own file format, brought to the columns of a plain question table.
+
+| format | told by | question | accepted answers | kept |
+|---|---|---|---|---|
+| popqa | subj and prop, or s_pop | question | possible_answers (a list, or its JSON text) | prop as relation, s_pop as popularity, s_pop, o_pop, subj, obj; the exact tokens from its 16 wordings |
+| triviaqa | Question, Answer (also unfiltered and reading comprehension: an array under "Data") | Question | Answer.Value, Answer.Aliases | QuestionId as id |
+| hotpotqa | answer, one text, beside type, level or supporting_facts | question | answer | _id as id, type, level |
+| nq_open | answer, a list | question | answer | |
+| table | anything else | question | answers, answer or golden_answers | all columns |
+
+A copy that keeps a set's own fields under "metadata" and its answers under "golden_answers" is read like the original.
+PopQA: Mallen et al., ACL 2023. TriviaQA: Joshi et al., ACL 2017. HotpotQA: Yang et al., EMNLP 2018. NQ-open: Lee et
+al., ACL 2019.
+"""  # noqa: E501
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from headwater.data.strict_json import parse_json
+from headwater.errors import InputError, did_you_mean
+from headwater.options import shown
+from headwater.questions.templates import match_wording
+from headwater.questions.words import find_words
+
+ANSWER_COLUMNS = ("answers", "answer", "golden_answers", "possible_answers")
+POPULARITY = ("s_pop", "o_pop")
+
+
+def detect_format(row: Mapping[str, Any]) -> str:
+    """Say which format a file has, by its first row."""
+    fields = flat(row).keys()
+    if {"Question", "Answer"} <= fields:
+        return "triviaqa"
+    if {"subj", "prop"} <= fields or "s_pop" in fields:
+        return "popqa"
+    if "answers" in fields or "answer" not in fields:
+        return "table"
+    if isinstance(row["answer"], list):
+        return "nq_open"
+    return "hotpotqa" if {"type", "level", "supporting_facts"} & fields else "table"
+
+
+def check_format(name: str) -> None:
+    """Refuse a format that does not exist."""
+    if not isinstance(name, str) or name not in FORMATS:
+        raise InputError(f"There is no question format {shown(name)}.{did_you_mean(name, FORMATS)}")
+
+
+def adapt(name: str, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Bring a row of a format to the columns of a plain table.
+
+    Args:
+        name: the format.
+        row: the row as the file has it.
+        where: the file and row, for messages.
+
+    Raises:
+        InputError: a field that the format always has is missing, or is of another kind.
+    """
+    return FORMATS[name](flat(row), where)
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring the fields under "metadata" up to the others."""
+    metadata = row.get("metadata")
+    if not isinstance(metadata, Mapping):
+        return dict(row)
+    return {key: value for key, value in row.items() if key != "metadata"} | dict(metadata)
+
+
+def columns_found(row: Mapping[str, Any], *missing: str) -> str:
+    """Say which columns a row has, and which of them may be meant by one that is missing."""
+    names = [str(name) for name in flat(row)]
+    others = [name for name in names if name not in missing]
+    near = [(found, name) for name in missing for found in difflib.get_close_matches(name, others, n=1)]
+    meant = "".join(f" Is {found!r} meant to be {name!r}?" for found, name in near)
+    return f"Columns found: {_listed(names)}.{meant}"
+
+
+def _listed(names: Iterable[str], shown: int = 20) -> str:
+    listed = [name if len(name) <= 40 else f"{name[:40]}..." for name in names]
+    return ", ".join(listed[:shown]) + (", ..." if len(listed) > shown else "") or "none"
+
+
+def _table(row: dict[str, Any], where: str) -> dict[str, Any]:
+    found = next((name for name in ANSWER_COLUMNS if name in row), None)
+    if found is None:
+        return row
+    others = {key: value for key, value in row.items() if key != found}
+    answers = _answers(row[found], where, found)
+    if found == "golden_answers":
+        others["question"] = unquoted(row.get("question"))
+    return others | {"answers": answers}
+
+
+def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
+    question, relation, subject = (row.get(name) for name in ("question", "prop", "subj"))
+    _require(row, where, "popqa", *(("prop",) if "subj" in row else ()))
+    for name in ("prop", "subj"):
+        if not isinstance(row.get(name), str | None):
+            raise InputError(f"{where}: {name} is not a text: {row[name]!r}.")
+    accepted = next((name for name in ("possible_answers", *ANSWER_COLUMNS) if name in row), "possible_answers")
+    kept: dict[str, Any] = {name: row[name] for name in ("id", "subj", "obj") if name in row}
+    kept |= {name: _number(row[name], where, name) for name in POPULARITY if name in row}
+    if "s_pop" in kept:
+        kept["popularity"] = kept["s_pop"]
+    match = match_wording(question, relation) if isinstance(question, str) else None
+    if match and subject in (None, question[slice(*match.subject)]):  # type: ignore[index]
+        kept |= {"subject": [list(match.subject)], "property": [list(span) for span in match.property]}
+    elif isinstance(question, str) and isinstance(subject, str) and find_words(question, subject):
+        kept |= {"subject": subject}
+    kept["relation"] = relation or (match.relation if match else None)
+    return kept | {"question": question, "answers": _answers(row.get(accepted), where, accepted)}
+
+
+def _triviaqa(row: dict[str, Any], where: str) -> dict[str, Any]:
+    _require(row, where, "triviaqa", "Question", "Answer")
+    answer = row["Answer"]
+    if not isinstance(answer, Mapping):
+        raise InputError(f"{where}: Answer is not an object with Value and Aliases.")
+    aliases = answer.get("Aliases") or []
+    if not isinstance(aliases, list):
+        raise InputError(f"{where}: Answer.Aliases is not a list.")
+    answers = [text for text in (answer.get("Value"), *aliases) if isinstance(text, str) and text.strip()]
+    if not answers:
+        raise InputError(f"{where}: Answer has neither a Value nor Aliases.")
+    kept = {"id": row["QuestionId"]} if "QuestionId" in row else {}
+    return kept | {"question": unquoted(row["Question"]), "answers": list(dict.fromkeys(answers))}
+
+
+def _hotpotqa(row: dict[str, Any], where: str) -> dict[str, Any]:
+    _require(row, where, "hotpotqa", "question", "answer")
+    kept: dict[str, Any] = {name: row[name] for name in ("type", "level") if name in row}
+    if "_id" in row or "id" in row:
+        kept["id"] = row.get("_id", row.get("id"))
+    return kept | {"question": row["question"], "answers": [row["answer"]]}
+
+
+def _nq_open(row: dict[str, Any], where: str) -> dict[str, Any]:
+    _require(row, where, "nq_open", "question", "answer")
+    kept = {"id": row["id"]} if "id" in row else {}
+    return kept | {"question": row["question"], "answers": row["answer"]}
+
+
+FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
+    "popqa": _popqa,
+    "triviaqa": _triviaqa,
+    "hotpotqa": _hotpotqa,
+    "nq_open": _nq_open,
+    "table": _table,
+}
+
+
+def unquoted(text: Any) -> Any:
+    """Undo a CSV writer's quotation marks around a whole text, where they were left standing."""
+    if not isinstance(text, str) or len(text) < 3 or not text.startswith('"') or not text.endswith('"'):
+        return text
+    inner = text[1:-1]
+    return text if '"' in inner.replace('""', "") else inner.replace('""', '"')
+
+
+def _answers(value: Any, where: str, name: str) -> Any:
+    """Read the accepted answers of a row: a list, its JSON text, or one text with " | " between them."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return parse_json(value)
+        except ValueError as error:
+            raise InputError(f"{where}: {name} is not JSON ({error}).") from None
+    return value.split(" | ")
+
+
+def _number(value: Any, where: str, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{where}: {name} is not a number: {value!r}.") from None
+
+
+def _require(row: Mapping[str, Any], where: str, format_name: str, *names: str) -> None:
+    for name in names:
+        if name not in row:
+            raise InputError(
+                f"{where}: the field {name} is missing, which every row of format {format_name!r} has. "
+                f"{columns_found(row, name)}"
+            )

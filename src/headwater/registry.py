@@ -1,0 +1,102 @@
+"""Rows by name: what there is of a kind, in the order in which it was added.
+
+A registry is the one list of a kind of thing: sites, metrics, scores, families, figures. Tables, legends, the command
+line and suggestions read it, so adding a row adds it everywhere. A row is added, never replaced: an unknown name and a
+name that is taken are errors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar, overload
+
+from headwater.errors import InputError, did_you_mean
+from headwater.options import shown
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+class Registry(Mapping[K, T], Generic[K, T]):
+    """Rows by name (or by class), in the order added.
+
+    Args:
+        kind: what a row is, for messages: "site", "metric".
+        filled_by: a module that adds the rows when it is imported; imported at the first look.
+    """
+
+    def __init__(self, kind: str, filled_by: str | None = None):
+        self.kind = kind
+        self._filled_by = filled_by
+        self._rows: dict[K, T] = {}
+
+    @overload
+    def add(self, name: K, row: T) -> T: ...
+    @overload
+    def add(self, name: K) -> Callable[[T], T]: ...
+
+    def add(self, name: K, row: T | None = None) -> T | Callable[[T], T]:
+        """Add a row; without `row`, as a decorator of it.
+
+        Raises:
+            InputError: the name is taken.
+        """
+        if row is None:
+            return lambda made: self.add(name, made)
+        if name in self._rows:
+            raise InputError(f"There is a {self.kind} {_said(name)} already; choose another name.")
+        self._rows[name] = row
+        return row
+
+    def __getitem__(self, name: Any) -> T:
+        """Return the row of a name.
+
+        Raises:
+            InputError: there is none; the message names the nearest and all that there are.
+        """
+        try:
+            return self._filled()[name]
+        except (KeyError, TypeError):
+            raise InputError(self.unknown(name)) from None
+
+    def unknown(self, name: object) -> str:
+        """Return the sentence that says that there is no such row, with the nearest or all that there are."""
+        rows = [row if isinstance(row, str) else _said(row) for row in self._filled()]
+        return f"There is no {self.kind} {_said(name)}.{did_you_mean(name, rows)}"
+
+    @contextmanager
+    def with_row(self, name: K, row: T) -> Iterator[T]:
+        """Add a row for the length of a `with` block."""
+        self._filled()
+        self.add(name, row)
+        try:
+            yield row
+        finally:
+            del self._rows[name]
+
+    def _filled(self) -> dict[K, T]:
+        module, self._filled_by = self._filled_by, None
+        if module is not None:
+            importlib.import_module(module)
+        return self._rows
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return name in self._filled()
+        except TypeError:
+            return False
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._filled())
+
+    def __len__(self) -> int:
+        return len(self._filled())
+
+    def __repr__(self) -> str:
+        return f"Registry({self.kind!r}: {', '.join(_said(name) for name in self._filled())})"
+
+
+def _said(name: object) -> str:
+    return name.__name__ if isinstance(name, type) else shown(name)

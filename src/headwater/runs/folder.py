@@ -1,0 +1,235 @@
+"""The folder of a run still going: finished pieces are written as they come, so that an interrupted run continues.
+
+With several processes (`headwater.runs.processes`) each writes its own pieces, and the main one the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headwater.errors import HeadwaterError, InputError, RunFolderError
+from headwater.options import checked_path
+from headwater.runs.processes import processes
+from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, refuse_other_run
+from headwater.runs.result import Result, write_result
+from headwater.runs.storage import (
+    LOCK,
+    make_folder,
+    one_writer,
+    read_json,
+    release_writer,
+    remove_folder,
+    remove_leftovers,
+    write_atomically,
+    write_json,
+)
+
+LONGEST_DELAY = 120.0
+"""Seconds after which every machine sees a file that one has written; NFS keeps what it knows for up to 60."""
+Value = TypeVar("Value")
+Compute: TypeAlias = Callable[[], Mapping[str, Tensor]]
+"""What makes a piece: named tensors, from nothing that another piece makes."""
+
+
+class RunFolder:
+    """The folder of a run still going. Finished pieces survive an interrupt; another run's folder is refused.
+
+    One process (or thread) may write to a folder at a time, or the processes of one launch together.
+    """
+
+    def __init__(self, path: str | Path, run: RunRecord):
+        self.path = checked_path("out", path)
+        if run.unknown:
+            raise InputError(
+                f"out={str(path)!r} cannot be used: what this run computes with cannot be named, {run.unknown}. "
+                'Give it a text attribute that you change with it (f.identity = "v1"), or leave out= away.'
+            )
+        self._pieces = self.path / "pieces"
+        self._processes = processes()
+        self._count = 0
+        self._lock: Any = None
+        if self._processes.count > 1:
+            _refuse_unless_alike(self._processes.together("the options of a run", run))
+        self.run = self._processes.on_main(f"opening the folder of {run.analysis}", lambda: self._open(run))
+        if self._processes.count > 1:
+            self._refuse_unless_shared()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the folder holds the whole result already: `load` it."""
+        return bool(read_json(self.path / RUN_FILE).get("finished"))
+
+    def piece(self, name: str, compute: Compute) -> dict[str, Tensor]:
+        """Return the named piece: from the folder if it is there, else computed and written now.
+
+        Raises:
+            RunFolderError: the piece cannot be written, for example because the disk is full.
+        """
+        return next(self.pieces([(name, compute)]))
+
+    def pieces(self, work: Iterable[tuple[str, Compute]]) -> Iterator[dict[str, Tensor]]:
+        """Yield every piece in order; of several processes, each computes its own before it reads the others'.
+
+        Raises:
+            RunFolderError: a piece cannot be written, or cannot be read where another process wrote it.
+            HeadwaterError: another process has ended.
+        """
+        if self._processes.count == 1:
+            yield from (self._made(name, compute) for name, compute in work)
+            return
+        names = []
+        for name, compute in work:
+            names.append(name)
+            mine, self._count = self._processes.owns(self._count), self._count + 1
+            if mine:
+                self._made(name, compute)
+        self._processes.together(f"{len(names)} pieces of {self.run.analysis}", None)
+        yield from (self._arrived(name) for name in names)
+
+    def finish(self, result: Result) -> None:
+        """Write the whole result and drop the pieces it was made from."""
+        self._processes.together(f"the result of {self.run.analysis}", None)
+        self._processes.on_main(f"writing the result of {self.run.analysis}", lambda: self._close(result))
+
+    def _refuse_unless_shared(self) -> None:
+        """Check that every process finds what the main one has just written.
+
+        Raises:
+            RunFolderError: one does not, as on a machine with a disk of its own.
+        """
+        written = self._processes.on_main("the record of a run", lambda: read_json(self.path / RUN_FILE))
+        seen = _await(lambda: self._record_is(written) or None)
+        blind = f"process {self._processes.index} on {platform.node()} does not find it in {self.path.absolute()}"
+        told = self._processes.together("finding the folder", (None if seen else blind, str(self.path.absolute())))
+        missing = next((what for what, _ in told if what), None)
+        if missing:
+            raise RunFolderError(
+                f"The processes do not share the output folder: process 0 has its run in {told[0][1]}, and {missing}. "
+                "Give every process the same folder, on a file system that all machines see."
+            )
+
+    def _record_is(self, written: dict[str, Any]) -> bool:
+        try:
+            return read_json(self.path / RUN_FILE) == written
+        except RunFolderError:
+            return False
+
+    def _open(self, run: RunRecord) -> RunRecord:
+        earlier = refuse_other_run(self.path, run)
+        if earlier is not None and self.finished:
+            self._tidy()
+            return earlier
+        make_folder(self.path)
+        self._lock = one_writer(self.path)
+        earlier = refuse_other_run(self.path, run)
+        if self._lock is None:
+            writer = read_json(self.path / RUN_FILE).get("writer", "unknown") if earlier else "just begun"
+            raise RunFolderError(
+                f"Another run is writing to {self.path} ({writer}). Wait for it, or choose another folder."
+            )
+        if earlier is not None and self.finished:
+            self._let_go()
+            return earlier
+        remove_leftovers(self.path)
+        if earlier is None:
+            remove_folder(self._pieces)
+        here = f"process {os.getpid()} on {platform.node()}"
+        record = dataclasses.asdict(earlier or run)
+        write_json(self.path / RUN_FILE, {"format": FORMAT, "run": record, "finished": False, "writer": here})
+        make_folder(self._pieces)
+        remove_leftovers(self._pieces)
+        return earlier or run
+
+    def _close(self, result: Result) -> None:
+        write_result(self.path, result)
+        remove_folder(self._pieces)
+        self._let_go()
+
+    def _tidy(self) -> None:
+        """Remove what a process left that was killed after the result was whole."""
+        if not (self._pieces.exists() or (self.path / LOCK).exists()):
+            return
+        with contextlib.suppress(RunFolderError):
+            self._lock = one_writer(self.path)
+        if self._lock is not None:
+            remove_leftovers(self.path)
+            remove_folder(self._pieces)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            release_writer(self._lock)
+            self._lock = None
+
+    def _made(self, name: str, compute: Compute) -> dict[str, Tensor]:
+        found = self._read(name)
+        if found is not None:
+            return found
+        tensors = {key: value.contiguous() for key, value in compute().items()}
+        write_atomically(self._file(name), lambda temporary: save_file(tensors, temporary))
+        return tensors
+
+    def _arrived(self, name: str) -> dict[str, Tensor]:
+        """Read a piece that its process has written."""
+        found = _await(lambda: self._read(name))
+        if found is None:
+            raise RunFolderError(
+                f"{self._file(name)} was written by another process and cannot be read by process "
+                f"{self._processes.index}. Is the folder on a file system that all machines see?"
+            )
+        return found
+
+    def _read(self, name: str) -> dict[str, Tensor] | None:
+        """Return a piece that is there and whole, else None."""
+        try:
+            return load_file(self._file(name))
+        except (SafetensorError, OSError):
+            return None
+
+    def _file(self, name: str) -> Path:
+        if not re.fullmatch(r"[\w-][\w.-]*", name):
+            raise ValueError(f"A piece cannot be named {name!r}: the name is part of a file's.")
+        return self._pieces / f"{name}.safetensors"
+
+
+def run_pieces(folder: RunFolder | None, work: Iterable[tuple[str, Compute]]) -> Iterator[dict[str, Tensor]]:
+    """Yield every piece of a run in order, kept in its folder where it has one (see `RunFolder.pieces`)."""
+    if folder is not None:
+        yield from folder.pieces(work)
+    else:
+        yield from (dict(compute()) for _, compute in work)
+
+
+def _refuse_unless_alike(records: Sequence[RunRecord]) -> None:
+    """Check that every process asks for the same run.
+
+    Raises:
+        HeadwaterError: one does not.
+    """
+    for number, other in enumerate(records):
+        if differences := records[0].differences(other):
+            raise HeadwaterError(
+                f"The processes of one run must be given the same: of process {number} (there) and process 0 (here) "
+                f"differ {'; '.join(differences[:4])}."
+            )
+
+
+def _await(found: Callable[[], Value | None]) -> Value | None:
+    """Ask until there is something: a file of another machine may be a while on its way."""
+    end, pause = time.monotonic() + LONGEST_DELAY, 0.01
+    while (value := found()) is None and time.monotonic() < end:
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+    return value

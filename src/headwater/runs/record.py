@@ -1,0 +1,198 @@
+"""What made a result: the record that `run.json` keeps, enough to make it again and to tell two runs apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from headwater.errors import RunFolderError
+from headwater.runs.identity import UNKNOWN, describe, unknown_in
+from headwater.runs.storage import read_json
+
+RUN_FILE = "run.json"
+FORMAT = 2
+"""The layout of a run folder. 0 (before it was written down) has no manifest; 0 and 1 (headwater 0.1.0) recorded less
+of what made a run: of functions their names, of large weights a sample, of the tokenizer nothing. Their results are
+read, and no run goes on in their folders."""
+MANIFEST_SINCE = 1
+"""The first format with the seal of every file in `run.json`."""
+_LIBRARIES = ("headwater", "transformer-lens", "transformers", "torch")
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """What a run record tells of a model: a `HookedModel`, or the weights of a checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """The hub name or folder."""
+
+    @property
+    def revision(self) -> str | None:
+        """The revision of the hub."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of weights and configuration."""
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """A hash of the tokenizer."""
+
+    @property
+    def edits(self) -> Sequence[tuple[str, Any]]:
+        """The hooks that are attached and may edit: activations and functions."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What made a result: enough to make it again, and to tell two runs apart."""
+
+    analysis: str
+    """The entry function, e.g. `classify_heads`."""
+    model: str
+    """The name or folder the model was loaded from."""
+    fingerprint: str
+    """A hash of the model's weights and configuration."""
+    dtype: str
+    device: str
+    options: dict[str, Any]
+    """The options of the call, JSON values only: data and functions are there as digests (`runs.identity`)."""
+    tokenizer: str | None = None
+    """A hash of the tokenizer; "none" for a model without one, None where an earlier headwater wrote the record."""
+    revision: str | None = None
+    seed: int | None = None
+    versions: dict[str, str] = dataclasses.field(default_factory=lambda: library_versions())
+    created: str = dataclasses.field(default_factory=lambda: _now())
+
+    @classmethod
+    def of(cls, analysis: str, model: Recorded, options: dict[str, Any], seed: int | None = None) -> RunRecord:
+        """Record a run of an analysis on a model, or on the weights of one; options may be of any kind.
+
+        Hooks that edit the model meanwhile (`with model.hooks(...)`) are recorded as one more option.
+        """
+        edits = {"hooks of the model": model.edits} if model.edits else {}
+        return cls(
+            analysis=analysis,
+            model=model.name,
+            fingerprint=model.fingerprint,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            options=describe(options | edits),
+            tokenizer=model.tokenizer_digest,
+            revision=model.revision,
+            seed=describe(seed),
+        )
+
+    @property
+    def unknown(self) -> str | None:
+        """Why it cannot be told whether another run is the same; None where it can."""
+        if self.tokenizer is not None and self.tokenizer.startswith(UNKNOWN):
+            return f"the tokenizer: {self.tokenizer.removeprefix(UNKNOWN + ': ')}"
+        reasons = ((name, unknown_in(value)) for name, value in self.options.items())
+        return next((f"the option {name}: {reason}" for name, reason in reasons if reason), None)
+
+    def mismatch(self, model: Recorded) -> str | None:
+        """Say what of another model than this run's `model` has, "other weights" or "another tokenizer"; else None."""
+        if self.fingerprint != model.fingerprint:
+            return "other weights"
+        is_other = self.tokenizer is not None and self.tokenizer != model.tokenizer_digest
+        return "another tokenizer" if is_other else None
+
+    def differences(self, other: RunRecord) -> list[str]:
+        """Name what tells this run from another; empty when `other` would compute the same result."""
+        ours, theirs = self._identity, other._identity
+        return [
+            f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
+            for key in sorted(ours | theirs)
+            if ours.get(key) != theirs.get(key)
+        ]
+
+    def is_sound(self) -> bool:
+        """Whether every field is of its kind, as in a record that was not written by hand."""
+        texts: tuple[str, ...] = (self.analysis, self.model, self.fingerprint, self.dtype, self.device, self.created)
+        texts += () if self.tokenizer is None else (self.tokenizer,)
+        tables = (self.options, self.versions)
+        return all(isinstance(text, str) for text in texts) and all(isinstance(table, dict) for table in tables)
+
+    @functools.cached_property
+    def _identity(self) -> dict[str, Any]:
+        """Flatten what must agree for two runs to be the same run (date and device may differ)."""
+        fixed = {name: getattr(self, name) for name in ("analysis", "fingerprint", "tokenizer", "dtype", "seed")}
+        versions = {f"version of {name}": version for name, version in self.versions.items()}
+        options = {f"option {name}": value for name, value in json.loads(json.dumps(self.options)).items()}
+        return fixed | versions | options
+
+
+def refuse_other_run(path: Path, run: RunRecord) -> RunRecord | None:
+    """Return the record that `path` holds, or None for a new folder.
+
+    Raises:
+        RunFolderError: the folder holds a different run; the message names what differs.
+    """
+    if not (path / RUN_FILE).exists():
+        return None
+    plain = read_json(path / RUN_FILE)
+    earlier = read_record(path, plain)
+    if plain.get("format", 0) < FORMAT:
+        raise RunFolderError(
+            f"The output folder {path} was written by an earlier headwater ({earlier.versions.get('headwater')}), "
+            "which recorded too little to tell whether this is the same run. Choose another folder, or delete this "
+            "one; what is finished there can still be read with load()."
+        )
+    differences = run.differences(earlier)
+    if differences:
+        is_code = any("function " in difference for difference in differences)
+        why = " A function differs by its code, or by a value that it reads or keeps." if is_code else ""
+        raise RunFolderError(
+            f"The output folder {path} holds another run ({'; '.join(differences[:4])}).{why} "
+            "Choose another folder, or delete this one."
+        )
+    return earlier
+
+
+def read_record(path: Path, plain: Mapping[str, Any]) -> RunRecord:
+    """Read the record of a run of this format or an older one."""
+    written = plain.get("format", 0)
+    if type(written) is not int or not 0 <= written <= FORMAT:
+        raise RunFolderError(
+            f"{path} was written in format {written!r}; this headwater reads formats 0 to {FORMAT}. Upgrade headwater, "
+            "or choose another folder."
+        )
+    try:
+        record = RunRecord(**plain["run"])
+    except (KeyError, TypeError):
+        record = None
+    if record is None or not record.is_sound():
+        raise RunFolderError(f"{path / RUN_FILE} holds no record of a run: choose another folder.")
+    return record
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that decide a result."""
+    return {name: _version(name) for name in _LIBRARIES}
+
+
+@functools.cache
+def _version(library: str) -> str:
+    return importlib.metadata.version(library)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,199 @@
+"""What every result shares: a tidy table, a plot, a folder on disk, and the record of the run that made it.
+
+A result is a frozen dataclass. `save` writes its data frames as parquet, its tensors as safetensors and everything else
+as `run.json`, with the size and SHA-256 of each file; `load` reads them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import html
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pandas as pd
+from pyarrow import ArrowException
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headwater.errors import RunFolderError
+from headwater.options import checked_path
+from headwater.runs.identity import digest
+from headwater.runs.record import FORMAT, MANIFEST_SINCE, RUN_FILE, RunRecord, read_record, refuse_other_run
+from headwater.runs.storage import make_folder, read_json, write_atomically, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TENSORS = "tensors.safetensors"
+
+
+class Result:
+    """Base of the result dataclasses: one with a `table`, a `run` and a `plot` can be shown, saved and loaded."""
+
+    table: pd.DataFrame
+    run: RunRecord
+
+    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+        """Draw the result's main figure on `ax`, or on a new figure; nothing is shown or written."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
+
+        Raises:
+            RunFolderError: the folder holds another run.
+        """
+        path = checked_path("folder", folder)
+        refuse_other_run(path, self.run)
+        make_folder(path)
+        write_result(path, self)
+        return path
+
+    @classmethod
+    def load(cls: type[AnyResult], folder: str | Path) -> AnyResult:
+        """Read back a result that `save` or a run with `out=` wrote.
+
+        Raises:
+            RunFolderError: the folder holds no finished run, or a run of another kind.
+        """
+        return read_result(cls, checked_path("folder", folder))
+
+    def digest(self) -> str:
+        """Name this result in the record of a run that starts from it: a hash of all but its own record."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return digest([type(self).__name__, *(getattr(self, field.name) for field in fields if field.name != "run")])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.run.model}: {len(self.table):,} rows)"
+
+    def _repr_html_(self) -> str:
+        return table_html(self, self.table)
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+def table_html(shown: object, table: pd.DataFrame) -> str:
+    """Return what a notebook shows of a result: its one line, and the first rows and outer columns of its table."""
+    return f"<p>{html.escape(repr(shown), quote=False)}</p><div>{table.head(8).to_html(max_cols=12, border=0)}</div>"
+
+
+def write_result(path: Path, result: Result) -> None:
+    """Write every field of a result into `path`; `run.json` comes last, so a half-written folder is unfinished."""
+    if (path / RUN_FILE).exists() and (before := read_json(path / RUN_FILE)).get("finished"):
+        write_json(path / RUN_FILE, {"format": FORMAT, "run": before.get("run"), "finished": False})
+    plain: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    files: list[str] = []
+    for field in dataclasses.fields(result):  # type: ignore[arg-type]
+        value = getattr(result, field.name)
+        if isinstance(value, pd.DataFrame):
+            files.append(f"{field.name}.parquet")
+            write_atomically(path / files[-1], value.to_parquet)
+        elif isinstance(value, Tensor):
+            tensors[field.name] = value.contiguous()
+        elif isinstance(value, RunRecord):
+            plain["run"] = dataclasses.asdict(value)
+        else:
+            plain[field.name] = value
+    if tensors:
+        files.append(TENSORS)
+        write_atomically(path / TENSORS, lambda temporary: save_file(tensors, temporary))
+    about = {"format": FORMAT, "result": type(result).__name__, "finished": True}
+    write_json(path / RUN_FILE, about | plain | {"manifest": {name: _seal(path / name) for name in files}})
+
+
+def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
+    """Read the fields that `write_result` wrote."""
+    if not (path / RUN_FILE).exists():
+        raise RunFolderError(f"{path} holds no {RUN_FILE}: it is not a folder that headwater wrote.")
+    plain = read_json(path / RUN_FILE)
+    run = read_record(path, plain)
+    if not plain.get("finished"):
+        raise RunFolderError(
+            f"The run in {path} is not finished. Run the same command again with this folder to finish it."
+        )
+    if plain.get("result") != cls.__name__:
+        found = plain.get("result")
+        raise RunFolderError(f"{path} holds a {found}, not a {cls.__name__}: use {found}.load.")
+    if "manifest" in plain or plain.get("format", 0) >= MANIFEST_SINCE:
+        _check_manifest(path, plain.get("manifest"), cls)
+    try:
+        tensors = load_file(path / TENSORS) if (path / TENSORS).exists() else {}
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.name == "run":
+                values["run"] = run
+            elif (path / f"{field.name}.parquet").exists():
+                values[field.name] = _tuples(pd.read_parquet(path / f"{field.name}.parquet"))
+            else:
+                values[field.name] = tensors[field.name] if field.name in tensors else plain[field.name]
+    except (OSError, SafetensorError, ArrowException, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"The result in {path} is damaged ({error}). Delete the folder and run again.") from None
+    for name, kind in get_type_hints(cls).items():
+        if name in values and not _is_of(values[name], kind):
+            raise RunFolderError(
+                f"The result in {path} is damaged: its {name} is a {type(values[name]).__name__} of another kind. "
+                "Delete the folder and run again."
+            )
+    return cls(**values)
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value is of an annotated kind: a table, a tensor with its axes, a text, or lists of texts."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_is_of(value, one) for one in inside)
+    if origin is None:
+        return isinstance(value, kind)
+    return isinstance(value, origin) and not isinstance(value, str) and all(_is_of(item, inside[0]) for item in value)
+
+
+def _seal(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def _check_manifest(path: Path, manifest: object, cls: type[Result]) -> None:
+    """Refuse files that are not the ones the run wrote."""
+    known = {TENSORS, *(f"{field.name}.parquet" for field in dataclasses.fields(cls))}  # type: ignore[arg-type]
+    if not isinstance(manifest, dict):
+        raise RunFolderError(
+            f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it cannot be told whether its files are "
+            "the ones the run wrote. Delete the folder and run again."
+        )
+    unsealed = sorted(name for name in known - set(manifest) if (path / name).exists())
+    if unsealed:
+        raise RunFolderError(
+            f"The result in {path} is damaged: {unsealed[0]} is not in its manifest. Delete the folder and run again."
+        )
+    for name, seal in manifest.items():
+        if name not in known:
+            raise RunFolderError(
+                f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is no file of a "
+                f"{cls.__name__}. Delete the folder and run again."
+            )
+        file = path / name
+        if not file.is_file() or _seal(file) != seal:
+            found = "changed since the run wrote it" if file.is_file() else "missing"
+            raise RunFolderError(
+                f"The result in {path} is damaged: {name} is {found}. Delete the folder and run again."
+            )
+
+
+def _tuples(table: pd.DataFrame) -> pd.DataFrame:
+    """Turn the arrays that parquet makes of list-valued cells back into tuples, also of tuples."""
+    for name in table.columns:
+        if len(table) and isinstance(table[name].iloc[0], np.ndarray):
+            table[name] = table[name].map(_tuple)
+    return table
+
+
+def _tuple(cell: object) -> object:
+    return tuple(_tuple(item) for item in cell.tolist()) if isinstance(cell, np.ndarray) else cell
