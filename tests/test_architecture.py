@@ -73,7 +73,6 @@ CYCLES = {
         "figures.sweep patching.sweep",
         "figures.validation heads.ablation heads.validation",
         "kernels.likelihood kernels.likelihood_triton",
-        "models.caches models.edits models.finite models.hooked models.sites",
     )
 }
 """Sets of files that still import one another in a circle; the list may only become shorter."""

@@ -27,8 +27,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.activations import NewGELUActivation
 
+from headwater.models.checks import finite_output
 from headwater.models.edits import looks
-from headwater.models.finite import finite_output
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

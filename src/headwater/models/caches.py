@@ -26,7 +26,7 @@ from headwater.options import checked_count, checked_flag, shown, whole_numbers
 from headwater.progress import progress_bar
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
+    from headwater.models.model import Model
 
 Site: TypeAlias = Literal["resid_pre", "resid_mid", "resid_post"]
 """Where a layer's residual stream is read: before the layer, between attention and MLP, after the layer."""
@@ -74,7 +74,7 @@ class Cache:
 
 
 def fill_cache(
-    model: HookedModel,
+    model: Model,
     inputs: Inputs,
     *,
     residual: bool | str = True,

@@ -19,7 +19,7 @@ import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Int
@@ -27,17 +27,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.models.caches import Cache, fill_cache
+from headwater.models.checks import finite_output
 from headwater.models.edits import Attached, Attachments, Hook, HookFunction, listed_hooks, looks
 from headwater.models.fingerprint import KnownWeights
-from headwater.models.finite import finite_output
 from headwater.models.shape import ModelShape
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.identity import tokenizer_digest
-
-if TYPE_CHECKING:
-    from headwater.models.caches import Cache
 
 Keep: TypeAlias = Literal["last"] | Sequence[int] | Int[Tensor, " kept"] | None
 """The positions whose logits are wanted: all (None), each row's last real token, or these columns."""
@@ -267,8 +265,6 @@ class HookedModel:
         progress: bool = True,
     ) -> Cache:
         """Run the model and keep what is asked for; see `headwater.models.caches.fill_cache`."""
-        from headwater.models.caches import fill_cache
-
         return fill_cache(
             self,
             inputs,

@@ -25,7 +25,7 @@ from torch import Tensor
 from headwater.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
+    from headwater.models.model import Model
     from headwater.models.shape import ModelShape
 
 
@@ -133,7 +133,7 @@ def place_named(hook: str) -> tuple[Site, int] | None:
 _BY_HOOK = {site.hook: site for site in SITES.values()}
 
 
-def sites_named(names: str | Iterable[str], model: HookedModel) -> tuple[Site, ...]:
+def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
     """Look sites up by name.
 
     Raises:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
 from headwater.models.blocks import Blocks, Recording
+from headwater.models.checks import not_finite
 from headwater.models.edits import Hook, makes
-from headwater.models.finite import not_finite
 from headwater.models.memory import is_out_of_memory
 from headwater.models.sites import SITES, Stage
 from headwater.models.tokens import Batch, pad_id

@@ -14,9 +14,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
-from headwater.models.checks import edges_are_cut
+from headwater.models.checks import edges_are_cut, finite_output
 from headwater.models.edits import Hook, looks, makes
-from headwater.models.finite import finite_output
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SCORES_HOOK, SITES
 from headwater.models.tokens import Batch
