@@ -5,9 +5,9 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.patching.averages import bootstrap_interval, sign_flip_p
 from headwater.patching.metrics import answer_ids, as_metrics
 from headwater.patching.prompts import Prompt, positions_of, side_by_side
-from headwater.patching.statistics import bootstrap_interval, sign_flip_p
 from tests.tiny import tiny_tokenizer
 
 

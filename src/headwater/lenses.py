@@ -40,9 +40,9 @@ from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import unembedding_head
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_count, checked_name
+from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
-from headwater.patching.statistics import summarize
 from headwater.progress import Bar, progress_bar
 from headwater.runs.folder import Compute, RunFolder, run_pieces
 from headwater.runs.record import RunRecord

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from headwater.pathways.bootstrap import interval, resampled_questions, weighted_auc
+from headwater.stats.resample import interval, resampled_questions, weighted_auc
 
 NAMES = {
     "question": "relation, popularity",

@@ -32,9 +32,9 @@ from headwater.figures.style import (
     model_title,
     style,
 )
-from headwater.pathways.bootstrap import interval, resamples
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES, WITHIN
+from headwater.stats.resample import interval, resamples
 
 if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways

@@ -20,7 +20,7 @@ from headwater.figures.fonts import drawable
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import FAINT, SETS, style, whole_numbers
 from headwater.options import shown as said
-from headwater.patching.statistics import cell_means, measure_of, summarize
+from headwater.patching.averages import cell_means, measure_of, summarize
 
 if TYPE_CHECKING:
     from headwater.patching.sweep import Sweep

@@ -3,8 +3,8 @@
 A head belongs to a category when it implements, or suppresses, at least one relation of that category.
 
 - `rule="published"` (Elhelo & Geva, ACL 2025): a relation counts when its score reaches the threshold.
-- `rule="controlled"`: the chance-corrected score, `excess`, reaches the threshold (`nulls.chance_corrected`: how far
-  the head has come from what its habits score to perfection); the null model of `nulls` is rejected at a
+- `rule="controlled"`: the chance-corrected score, `excess`, reaches the threshold (`chance_corrected`: how far the head
+  has come from what its habits score to perfection); shuffled targets (`stats.significance`) are rejected at a
   false-discovery rate of 5 % over all heads, relations and both signs; and the excess still reaches the threshold when
   only those items count as hits whose target beats the source itself. Where only this last condition fails the head is
   copying, and is marked so. A head without habits has excess = score: the threshold means what it does in the
@@ -14,9 +14,9 @@ A head belongs to a category when it implements, or suppresses, at least one rel
 import numpy as np
 import pandas as pd
 
-from headwater.heads.nulls import Numbers, chance_corrected
 from headwater.heads.relations import CATEGORIES
 from headwater.options import checked_name
+from headwater.stats.significance import Numbers, chance_corrected
 
 RULES = ("controlled", "published")
 UNCLASSIFIED = "unclassified"

@@ -11,7 +11,7 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 2. x_s is the token's embedding at layer 0, and from layer 1 on what the first block makes of it.
 3. Every layer's heads are scored on all relations, layer by layer (`scores`).
 4. The null model: what would shuffled targets have scored? p-values, then false-discovery control over heads,
-   relations and both signs (`nulls`).
+   relations and both signs (`stats.significance`).
 5. A rule says which scores count, and the categories of these relations are the head's categories (`categories`).
 """
 

@@ -5,7 +5,7 @@
    smallest: suppression)? An item with several accepted targets hits when one of them does.
 3. The score is the share of a relation's items that hit. `beyond_copying` counts only hits whose target beats the
    source token itself, which a head that merely copies cannot do (a target that is the source counts as beating it).
-4. For the null model, every source meets every item's targets: `nulls.permutation_moments` of those hits.
+4. For the null model, every source meets every item's targets: `permutation_moments` of those hits.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.heads.nulls import permutation_moments
 from headwater.heads.relations import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32
 from headwater.kernels.ov import OVMaps
+from headwater.stats.significance import permutation_moments
 
 
 @dataclass(frozen=True)

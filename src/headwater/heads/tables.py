@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from headwater.heads.categories import add_excess
-from headwater.heads.nulls import Numbers, permutation_p_values, q_values, wilson_interval
 from headwater.heads.relations import TokenRelation
+from headwater.stats.significance import Numbers, permutation_p_values, q_values, wilson_interval
 
 
 def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[TokenRelation]) -> pd.DataFrame:

@@ -30,6 +30,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import Site, sites_named
 from headwater.options import checked_count, checked_kind, checked_name, checked_seed
+from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, summarize
 from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.grid import (
@@ -56,7 +57,6 @@ from headwater.patching.prompts import (
     read_pairs,
     read_prompts,
 )
-from headwater.patching.statistics import measure_of, note_of_gaps, note_of_lengths, summarize
 from headwater.patching.values import KINDS, source_of
 from headwater.patching.variants import Replace
 from headwater.runs.folder import RunFolder
@@ -148,7 +148,7 @@ class Sweep(Result):
         Raises:
             InputError: the sweeps do not have the same cells.
         """
-        from headwater.patching.statistics import agreement
+        from headwater.patching.averages import agreement
 
         return agreement(self.table, checked_kind("exact", exact, Sweep, "hw.patch(...)").table)
 

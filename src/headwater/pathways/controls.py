@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.special import logit as log_odds
 
-from headwater.pathways.bootstrap import Counts, interval, member_means, weighted_auc
 from headwater.pathways.modes import MODES, Effects
 from headwater.pathways.probes import States, fit_linear, linear_logits
+from headwater.stats.resample import Counts, interval, member_means, weighted_auc
 
 FEWEST_OF_A_MODE = 10
 PRIOR = 2.0

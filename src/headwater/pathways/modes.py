@@ -36,8 +36,8 @@ from scipy.stats import combine_pvalues, false_discovery_control
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
-from headwater.pathways.bootstrap import Counts, member_means
-from headwater.pathways.dip import critical_dip, dip, dip_p
+from headwater.stats.dip import critical_dip, dip, dip_p
+from headwater.stats.resample import Counts, member_means
 
 MODES = ("Q-anchored", "A-anchored")
 PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT = "per layer", "best layer", "cross-fitted", "random tokens"

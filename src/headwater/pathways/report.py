@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError
-from headwater.pathways.bootstrap import FEWEST
 from headwater.pathways.controls import ALL
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.modes import (
@@ -44,6 +43,7 @@ from headwater.pathways.tables import (
     SPANS,
     WRONG_ANSWER,
 )
+from headwater.stats.resample import FEWEST
 
 if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from headwater.pathways.dip import critical_dip, dip
+from headwater.stats.dip import critical_dip, dip
 
 TARGETS = ("cross_entropy", "logit")
 EDGES = ("exact_answer", "all")

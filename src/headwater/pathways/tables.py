@@ -10,7 +10,6 @@ import pandas as pd
 from jaxtyping import Int
 from numpy.typing import NDArray
 
-from headwater.pathways.bootstrap import Counts, resampled_questions
 from headwater.pathways.controls import (
     aware_logits,
     by_intervention,
@@ -38,6 +37,7 @@ from headwater.pathways.modes import (
 )
 from headwater.pathways.probes import auc
 from headwater.questions.spans import span_shapes
+from headwater.stats.resample import Counts, resampled_questions
 
 WRONG_ANSWER, ANY_MODE = "which answers are wrong", "which examples are Q-anchored"
 PROBE, RELATION, RELATION_ANSWER = "probe", "relation", "relation and answer"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from headwater.heads.nulls import permutation_moments, permutation_p_values, q_values, wilson_interval
+from headwater.stats.significance import permutation_moments, permutation_p_values, q_values, wilson_interval
 from tests import chance
 
 
