@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import min_k as peer
 from benchmarks.report import Row
-from headwater.kernels import likelihood
+from headwater.kernels import likelihood, likelihood_blocked
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.likelihood.scores import SHARES, lowest_means_of_text
 
@@ -105,7 +105,7 @@ def run(machine: Machine, device: str, shape: LikelihoodShape | None = None) -> 
 
 def our_statistics(inputs: Inputs) -> likelihood.TokenStatistics:
     """Headwater: the five statistics."""
-    return likelihood.token_statistics(inputs.hidden, inputs.head, inputs.target)
+    return likelihood_blocked.token_statistics(inputs.hidden, inputs.head, inputs.target)
 
 
 def our_scores(inputs: Inputs) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwater.errors import InputError
-from headwater.kernels import devices, likelihood
+from headwater.kernels import devices, likelihood_blocked
 from headwater.kernels.likelihood import UnembeddingHead
 from tests.second_device import card, second_device
 
@@ -40,7 +40,7 @@ def test_likelihoods_are_full_float32_for_a_caller_who_chose_fewer_bits(fast_pro
         "logits",
         lambda *given, **options: seen.append(torch.get_float32_matmul_precision()) or logits(*given, **options),
     )
-    likelihood.token_statistics(torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3]))
+    likelihood_blocked.token_statistics(torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3]))
     assert set(seen) == {"highest"}
 
 
@@ -80,7 +80,9 @@ def test_products_are_full_float32_after_torchs_newer_switches_and_these_are_as_
     with devices.full_float32():
         seen += [precision(switch) for switch in SWITCHES]
     assert seen == ["ieee", "ieee"]
-    found = likelihood.token_statistics(torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3]))
+    found = likelihood_blocked.token_statistics(
+        torch.randn(3, 8), UnembeddingHead(torch.randn(8, 20)), torch.tensor([1, 2, 3])
+    )
     assert len(found.rank) == 3
     assert [precision(switch) for switch in SWITCHES] == before
 

@@ -1,7 +1,5 @@
 """The head map: a mark per head in its category's colour, counts in a legend that covers nothing, nothing global."""
 
-from dataclasses import dataclass
-
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -13,20 +11,19 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.head_map import MARKS, plot_head_map
 from headwater.heads.categories import LABELS, label_counts, label_of
+from headwater.heads.classify import HeadMap
 from headwater.heads.relations import CATEGORIES
+from headwater.runs.record import RunRecord
 from tests import chance
 
 
-@dataclass(frozen=True)
-class Map:
-    """What the figure needs of a HeadMap."""
-
-    title: str
-    categories: pd.DataFrame
-    table: pd.DataFrame
+def map_of(title: str, categories: pd.DataFrame, table: pd.DataFrame) -> HeadMap:
+    """What the figure needs of a head map."""
+    run = RunRecord("classify_heads", title, "abc", "float32", "cpu", {"rule": "controlled"})
+    return HeadMap(table, categories, pd.DataFrame(), run)
 
 
-def random_map(n_layers: int, n_heads: int, title: str = "model", share: float = 0.3) -> Map:
+def random_map(n_layers: int, n_heads: int, title: str = "model", share: float = 0.3) -> HeadMap:
     rng = chance.rng()
     rows = []
     for layer in range(n_layers):
@@ -37,7 +34,7 @@ def random_map(n_layers: int, n_heads: int, title: str = "model", share: float =
     table = categories[["layer", "head"]].assign(
         excess=rng.uniform(0.15, 1, len(rows)), implemented=categories["label"] != "unclassified"
     )
-    return Map(title, categories, table.assign(suppression_excess=0.0, suppressed=False))
+    return map_of(title, categories, table.assign(suppression_excess=0.0, suppressed=False))
 
 
 SIZES = [(1, 8), (5, 8), (12, 1), (48, 25), (80, 64)]
@@ -132,7 +129,7 @@ def test_marks_of_a_label_grow_with_the_heads_best_excess_of_either_sign_and_the
         excess=table["suppression_excess"], suppression_excess=table["excess"], suppressed=table["implemented"]
     ).assign(implemented=False)
     for shown in (table, turned):
-        ax = plot_head_map(Map("model", head_map.categories, shown))
+        ax = plot_head_map(map_of("model", head_map.categories, shown))
         assert ax.get_legend().get_title().get_text() == "area: excess"
         excess = table.set_index(["layer", "head"])["excess"]
         for collection in ax.collections:
@@ -147,7 +144,7 @@ def test_marks_of_a_label_grow_with_the_heads_best_excess_of_either_sign_and_the
 def test_marks_of_a_map_without_a_null_model_are_of_one_size_and_the_legend_says_nothing_of_it():
     head_map = random_map(6, 8)
     unknown = head_map.table.assign(excess=np.nan, suppression_excess=np.nan)
-    ax = plot_head_map(Map("model", head_map.categories, unknown))
+    ax = plot_head_map(map_of("model", head_map.categories, unknown))
     assert all(len(set(collection.get_sizes())) == 1 for collection in ax.collections)
     assert not ax.get_legend().get_title().get_text()
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.kernels import likelihood
-from headwater.kernels.likelihood import UnembeddingHead, token_statistics, token_statistics_reference
+from headwater.kernels import likelihood_blocked
+from headwater.kernels.likelihood import UnembeddingHead, token_statistics_reference
+from headwater.kernels.likelihood_blocked import token_statistics
 
 
 def problem(tokens=7, d_model=24, d_vocab=501, spread=1.0, dtype=torch.float32, seed=0, **head):
@@ -39,7 +40,7 @@ def assert_equal(found, expected, atol=1e-5):
 def test_one_pass_equals_the_formula_whatever_the_tiles_and_the_dtype(tokens, d_vocab, spread, dtype, workspace, seed):
     hidden, head, target = problem(tokens, 24, d_vocab, spread, dtype, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(likelihood, "WORKSPACE_BYTES", workspace)
+        patch.setattr(likelihood_blocked, "WORKSPACE_BYTES", workspace)
         found = token_statistics(hidden, head, target)
     assert_equal(found, token_statistics_reference(hidden, head, target), atol=1e-5 * max(1, spread**2))
 
@@ -109,9 +110,9 @@ def test_vocabularies_of_large_models_are_as_exact(d_vocab, spread):
 
 def test_no_tile_of_a_large_vocabulary_exceeds_the_workspace():
     for d_model, rows in ((4096, 512), (8192, 512), (64, 1)):
-        tiles = likelihood._tiles(128_256, rows, d_model)
+        tiles = likelihood_blocked._tiles(128_256, rows, d_model)
         width = max(tile.stop - tile.start for tile in tiles)
-        assert 4 * width * (d_model + 3 * rows) <= likelihood.WORKSPACE_BYTES
+        assert 4 * width * (d_model + 3 * rows) <= likelihood_blocked.WORKSPACE_BYTES
         assert tiles[0].start == 0
         assert tiles[-1].stop == 128_256
         assert all(a.stop == b.start for a, b in pairwise(tiles))

@@ -66,6 +66,18 @@ def test_a_registry_is_filled_by_its_module_at_the_first_look(tmp_path, monkeypa
     assert list(LATE) == ["late"]
 
 
+def test_a_registry_may_be_filled_by_all_files_of_a_package(tmp_path, monkeypatch):
+    (tmp_path / "fills_much").mkdir()
+    (tmp_path / "fills_much" / "__init__.py").write_text("")
+    for name in ("first", "second"):
+        line = f"import tests.test_registry as here\nhere.LATE.add({name!r}, 1)\n"
+        (tmp_path / "fills_much" / f"{name}.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    global LATE
+    LATE = Registry("row", filled_by="fills_much")
+    assert sorted(LATE) == ["first", "second"]
+
+
 def test_rows_keyed_by_classes_are_named_by_them():
     registry: Registry[type, str] = Registry("figure")
     registry.add(int, "whole")

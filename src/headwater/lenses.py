@@ -82,9 +82,7 @@ class DirectAttribution(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
         """Draw the mean contribution of every head and MLP as a map, or of layers or components as bars."""
-        from headwater.figures.direct_attribution import plot_direct_attribution
-
-        return plot_direct_attribution(self, ax)
+        return self._drawn(ax)
 
 
 def direct_logit_attribution(

@@ -8,6 +8,7 @@ name that is taken are errors.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, overload
@@ -24,7 +25,8 @@ class Registry(Mapping[K, T], Generic[K, T]):
 
     Args:
         kind: what a row is, for messages: "site", "metric".
-        filled_by: a module that adds the rows when it is imported; imported at the first look.
+        filled_by: a module, or a package with all its modules, that add rows when they are imported; imported at the
+            first look.
     """
 
     def __init__(self, kind: str, filled_by: str | None = None):
@@ -77,9 +79,11 @@ class Registry(Mapping[K, T], Generic[K, T]):
             del self._rows[name]
 
     def _filled(self) -> dict[K, T]:
-        module, self._filled_by = self._filled_by, None
-        if module is not None:
-            importlib.import_module(module)
+        if self._filled_by is not None:
+            filling = importlib.import_module(self._filled_by)
+            for module in pkgutil.iter_modules(getattr(filling, "__path__", ()), f"{self._filled_by}."):
+                importlib.import_module(module.name)
+            self._filled_by = None
         return self._rows
 
     def __contains__(self, name: object) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -135,9 +135,7 @@ class Detection(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the AUC of every method with its interval, a mark per question set."""
-        from headwater.figures.detection import plot_detection
-
-        return plot_detection(self, ax)
+        return cast("Axes", self._drawn(ax))
 
 
 def detect(

@@ -1,15 +1,12 @@
 """The figure of answered questions: how many were answered rightly, wrongly, not to the end, or cannot be used."""
 
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.figures.fonts import label
 from headwater.figures.style import BLUE, FAINT, INK, ORANGE, legend_above, model_title, style
-
-if TYPE_CHECKING:
-    from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.answers import AnsweredQuestions
+from headwater.runs.result import DRAWINGS
 
 INKS = {"right": "white", "wrong": INK, "cut off": "white", "dropped": INK}
 ROOM = 0.06
@@ -17,7 +14,8 @@ ROOM = 0.06
 COLORS = {"right": BLUE, "wrong": ORANGE, "cut off": FAINT, "dropped": "#d0d0d0"}
 
 
-def plot_answers(answered: "AnsweredQuestions", ax: Axes | None = None) -> Axes:
+@DRAWINGS.add(AnsweredQuestions)
+def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     """Draw a bar per question set: the share answered rightly, wrongly, cut at the token limit, and dropped otherwise.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,9 +34,8 @@ from headwater.figures.style import (
     style,
     whole_numbers,
 )
-
-if TYPE_CHECKING:
-    from headwater.likelihood.profile import DepthProfile
+from headwater.likelihood.profile import DepthProfile
+from headwater.runs.result import DRAWINGS
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
 DEPTH_MARKS = ("o", "s", "^", "D", "v")
@@ -47,6 +46,12 @@ COLUMNS = 4
 AVERAGE = "Depthwise Average\nMIN-K% (nats)"
 LONG, LONG_TITLE = 16, 6.5
 """Characters from which on a title is long, beside other panels, and its font size."""
+
+
+@DRAWINGS.add(DepthProfile)
+def plot_depth_profile(profile: DepthProfile, ax: Axes | None = None) -> Axes | Figure:
+    """Draw one profile: boxes and densities, or on a given `ax` the boxes alone."""
+    return depth_profiles([profile]) if ax is None else plot_boxes(profile, ax)
 
 
 def depth_profiles(profiles: Sequence[DepthProfile], labels: Sequence[str] | None = None) -> Figure:

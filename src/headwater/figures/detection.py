@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from headwater.detection.detection import Detection
 from headwater.detection.evaluation import NAMES
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.style import FAINT, LINES_ARE, MARKS_ONLY, SETS, model_title, style
-
-if TYPE_CHECKING:
-    from headwater.detection.detection import Detection
+from headwater.runs.result import DRAWINGS
 
 
+@DRAWINGS.add(Detection)
 def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
     """Draw a row per method, a mark and interval per question set; chance is the dashed line.
 

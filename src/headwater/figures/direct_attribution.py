@@ -6,8 +6,6 @@ What has no layer, the embedding and the bias, stands in the title. Several prom
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -16,15 +14,15 @@ from matplotlib.figure import Figure
 
 from headwater.figures.style import BLUE, FAINT, ORANGE, PURPLE, model_title, style, whole_numbers
 from headwater.figures.sweep import DIVERGING
-
-if TYPE_CHECKING:
-    from headwater.lenses import DirectAttribution
+from headwater.lenses import DirectAttribution
+from headwater.runs.result import DRAWINGS
 
 LABEL = "Contribution to the logit difference"
 NAMES = {"embed": "Embedding", "head": "Heads", "mlp": "MLPs", "bias": "Biases"}
 COLOURS = {"embed": PURPLE, "head": BLUE, "mlp": ORANGE, "bias": FAINT}
 
 
+@DRAWINGS.add(DirectAttribution)
 def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -> Axes | Figure:
     """Draw what each part contributes, the mean over prompts.
 

@@ -7,7 +7,7 @@ every mark is as large as one of excess 1. The legend counts the heads.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -19,10 +19,9 @@ from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, RED, style, whole_numbers
 from headwater.heads.categories import LABELS, UNCLASSIFIED, best_excess, label_counts
+from headwater.heads.classify import HeadMap
 from headwater.options import checked_count
-
-if TYPE_CHECKING:
-    from headwater.heads.classify import HeadMap
+from headwater.runs.result import DRAWINGS
 
 MARKS = dict(
     zip(
@@ -56,7 +55,8 @@ LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.5, 0.165
 LABEL_COLUMN, COUNT_COLUMN, LETTER = 1.2, 0.6, 0.085
 
 
-def plot_head_map(head_map: "HeadMap", ax: Axes | None = None) -> Axes:
+@DRAWINGS.add(HeadMap)
+def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     """Draw one head map, on `ax` or on a new figure of fitting size.
 
     Args:
@@ -99,7 +99,7 @@ def plot_head_map(head_map: "HeadMap", ax: Axes | None = None) -> Axes:
     return ax
 
 
-def head_maps(maps: Sequence["HeadMap"], columns: int | None = None) -> Figure:
+def head_maps(maps: Sequence[HeadMap], columns: int | None = None) -> Figure:
     """Draw several head maps in one figure, each with its own ranges of layers and heads, with one legend for all.
 
     Args:
@@ -127,7 +127,7 @@ def head_maps(maps: Sequence["HeadMap"], columns: int | None = None) -> Figure:
     return figure
 
 
-def _listed(maps: Sequence["HeadMap"]) -> list["HeadMap"]:
+def _listed(maps: Sequence[HeadMap]) -> list[HeadMap]:
     listed = list(maps) if isinstance(maps, Sequence) else []
     if not listed or not all(hasattr(one, "categories") for one in listed):
         raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
@@ -140,27 +140,27 @@ def _axes(figure: Figure, left: float, bottom: float, width: float, height: floa
     return figure.add_axes((left / x, bottom / y, width / x, height / y))
 
 
-def _panel_width(head_map: "HeadMap") -> float:
+def _panel_width(head_map: HeadMap) -> float:
     """The width that spaces layers as heads are spaced, within reason."""
     n_layers, n_heads = _extent(head_map)
     return PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5)
 
 
-def _count_column(head_map: "HeadMap") -> float:
+def _count_column(head_map: HeadMap) -> float:
     return max(COUNT_COLUMN, LETTER * len(head_map.title)) + GAP
 
 
-def _extent(head_map: "HeadMap") -> tuple[int, int]:
+def _extent(head_map: HeadMap) -> tuple[int, int]:
     return int(head_map.categories["layer"].max()) + 1, int(head_map.categories["head"].max()) + 1
 
 
-def _shown(maps: Sequence["HeadMap"]) -> list[str]:
+def _shown(maps: Sequence[HeadMap]) -> list[str]:
     """The labels in the legend: the single categories always, several categories where there is such a head."""
     present = {label for head_map in maps for label in head_map.categories["label"]}
     return [label for label in LABELS if label in present or not label.endswith("categories")]
 
 
-def _draw(head_map: "HeadMap", ax: Axes) -> None:
+def _draw(head_map: HeadMap, ax: Axes) -> None:
     n_layers, n_heads = _extent(head_map)
     ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
     ax.set_title(drawn_label(head_map.title))
@@ -176,7 +176,7 @@ def _draw(head_map: "HeadMap", ax: Axes) -> None:
         ax.scatter(heads["layer"], heads["head"], s=area, c=color, marker=shape, linewidths=0, label=str(label))
 
 
-def _has_excess(head_map: "HeadMap") -> bool:
+def _has_excess(head_map: HeadMap) -> bool:
     return bool(head_map.table["excess"].notna().any())
 
 
@@ -190,7 +190,7 @@ def _mark(label: str) -> Line2D:
     return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=size, markeredgewidth=0)
 
 
-def _legend_table(figure: Figure, maps: Sequence["HeadMap"], width: float, height: float) -> None:
+def _legend_table(figure: Figure, maps: Sequence[HeadMap], width: float, height: float) -> None:
     """One legend for all maps: a line per label, a column of head counts per map."""
     shown = _shown(maps)
     ax = _axes(figure, (figure.get_size_inches()[0] - width) / 2, 0.0, width, height)

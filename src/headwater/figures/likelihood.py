@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,12 +17,11 @@ from headwater.figures.style import (
     style,
     whole_numbers,
 )
-
-if TYPE_CHECKING:
-    from headwater.likelihood.files import ScoredTexts
-    from headwater.likelihood.members import Membership
-    from headwater.likelihood.scores import MemorizationScores
-    from headwater.likelihood.statistics import TextStatistics
+from headwater.likelihood.files import ScoredTexts
+from headwater.likelihood.members import BASELINE, Membership
+from headwater.likelihood.scores import MemorizationScores
+from headwater.likelihood.statistics import TextStatistics
+from headwater.runs.result import DRAWINGS
 
 QUARTILES = np.array([0.25, 0.5, 0.75])
 KIND_COLORS = {"min_k": BLUE, "min_k++": ORANGE, "gap_k": GREEN}
@@ -32,6 +29,7 @@ NAMES = {"min_k": "Min-K%", "min_k++": "Min-K%++", "gap_k": "Gap-K%"}
 KIND_MARKS = {"min_k": "o", "min_k++": "s", "gap_k": "^"}
 
 
+@DRAWINGS.add(TextStatistics)
 def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
     """Draw how the log-probabilities of tokens are distributed; with several layers, their quartiles by layer.
 
@@ -58,6 +56,7 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@DRAWINGS.add(MemorizationScores)
 def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
     """Draw the median over texts, and the quartiles, of Min-K%, Min-K%++ and Gap-K% against K, at the last layer.
 
@@ -81,6 +80,7 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@DRAWINGS.add(Membership)
 def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
     """Draw the AUC of each score, at its K, with its interval, beside the baseline that never sees the model.
 
@@ -88,8 +88,6 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         membership: a result of `membership`; of several layers the last is drawn.
         ax: where to draw; by default a new figure.
     """
-    from headwater.likelihood.members import BASELINE
-
     table = membership.table
     if "layer" in table:
         table = table[table["layer"].isna() | (table["layer"] == table["layer"].max())]
@@ -116,6 +114,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@DRAWINGS.add(ScoredTexts)
 def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
     """Draw how the texts of a file are distributed over Min-K% (its K nearest 20 %), as a histogram.
 

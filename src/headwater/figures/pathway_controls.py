@@ -7,7 +7,7 @@ is shown.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -32,9 +32,7 @@ from headwater.pathways.controls import ALL
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.modes import MODES
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
-
-if TYPE_CHECKING:
-    from headwater.pathways.trace import Pathways
+from headwater.pathways.trace import Pathways
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},

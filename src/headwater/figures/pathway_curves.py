@@ -9,7 +9,7 @@ number of examples in each mode at l*.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -36,9 +36,8 @@ from headwater.figures.style import (
 )
 from headwater.options import shown as said
 from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER, RANDOM_SPLIT
-
-if TYPE_CHECKING:
-    from headwater.pathways.trace import Pathways
+from headwater.pathways.trace import Pathways
+from headwater.runs.result import DRAWINGS
 
 COLORS = {
     "Q-anchored": (BLUE, GREEN, PURPLE, PINK),
@@ -102,6 +101,7 @@ def delta_p(
     return figure
 
 
+@DRAWINGS.add(Pathways)
 def plot_delta_p(
     pathways: Pathways, ax: Axes | None = None, *, split_by: str | None = None, value: str = "delta_p"
 ) -> Axes | Figure:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.style import FAINT, INK, style
-
-if TYPE_CHECKING:
-    from headwater.reference.published import Reproduction
+from headwater.reference.published import Reproduction
+from headwater.runs.result import DRAWINGS
 
 COLUMNS = 3
 
 
-def plot_reproduction(reproduction: Reproduction, ax: Any = None) -> Figure:
+@DRAWINGS.add(Reproduction)
+def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Figure:
     """Draw every number that was published and measured.
 
     Raises:

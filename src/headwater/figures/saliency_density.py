@@ -10,7 +10,7 @@ density. Beyond two sets, each further two get a row of panels of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -26,9 +26,8 @@ from scipy.stats import gaussian_kde
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.style import DASHED, model_title, style
-
-if TYPE_CHECKING:
-    from headwater.pathways.attention_saliency import Saliency
+from headwater.pathways.attention_saliency import Saliency
+from headwater.runs.result import DRAWINGS
 
 KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
 FILLS = {
@@ -98,6 +97,7 @@ def saliency(results: Sequence[Saliency], *, target: str | None = None, log_scal
     return figure
 
 
+@DRAWINGS.add(Saliency)
 def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
     """Draw one run, on `ax` or on a figure of its own."""
     if ax is None:

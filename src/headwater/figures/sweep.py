@@ -7,7 +7,7 @@ see) are hatched, never shown as zero. Several examples are averaged; a curve ca
 from __future__ import annotations
 
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -21,9 +21,8 @@ from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import FAINT, SETS, style, whole_numbers
 from headwater.options import shown as said
 from headwater.patching.averages import cell_means, measure_of, summarize
-
-if TYPE_CHECKING:
-    from headwater.patching.sweep import Sweep
+from headwater.patching.sweep import Sweep
+from headwater.runs.result import DRAWINGS
 
 DIVERGING = "RdBu_r"
 UNSEEN, HATCH = "#f4f4f4", "#cfcfcf"
@@ -35,6 +34,7 @@ TOKEN = 0.13
 """Inches that a token needs along an axis."""
 
 
+@DRAWINGS.add(Sweep)
 def plot_sweep(
     sweep: Sweep,
     ax: Axes | None = None,
@@ -45,24 +45,7 @@ def plot_sweep(
     normalize: str | None = None,
     **fixed: int,
 ) -> Axes | Figure:
-    """Draw a sweep.
-
-    Args:
-        sweep: what `hw.patch` or `hw.knockout` gave.
-        ax: where to draw; only for a single panel.
-        site: draw this site alone; default: a panel for each.
-        metric: draw this metric alone; default: a panel for each.
-        value: `effect` or `normalized_effect`.
-        normalize: see `Sweep.summary`.
-        **fixed: `layer=`, `position=`, `head=`, `kv_head=` or `key=`: draw this one alone (needed where there are three
-            axes).
-
-    Raises:
-        InputError: there is nothing of that name, or more than a figure can show.
-
-    Warns:
-        UserWarning: see `Sweep.summary`.
-    """
+    """Draw a sweep: what `Sweep.plot` says."""
     table = sweep.table
     for column, wanted in {"site": site, "metric": metric, **fixed}.items():
         if wanted is not None:

@@ -1,7 +1,5 @@
 """Figures of head validation: static–dynamic correlations per relation, and accuracy as heads are removed."""
 
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
@@ -18,15 +16,15 @@ from headwater.figures.style import (
     style,
     whole_numbers,
 )
-
-if TYPE_CHECKING:
-    from headwater.heads.ablation import HeadAblation
-    from headwater.heads.validation import DynamicScores
+from headwater.heads.ablation import HeadAblation
+from headwater.heads.validation import DynamicScores
+from headwater.runs.result import DRAWINGS
 
 CONTEXT_LOOKS = {"without": (BLUE, "o"), "with": (ORANGE, "s")}
 
 
-def plot_correlations(scores: "DynamicScores", ax: Axes | None = None) -> Axes:
+@DRAWINGS.add(DynamicScores)
+def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
     """Draw the correlation of static and dynamic scores with its interval, a line per relation and context.
 
     Args:
@@ -54,7 +52,8 @@ def plot_correlations(scores: "DynamicScores", ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_ablation(ablation: "HeadAblation", ax: Axes | None = None) -> Axes:
+@DRAWINGS.add(HeadAblation)
+def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     """Draw accuracy against the number of heads removed.
 
     Args:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
@@ -75,9 +75,7 @@ class HeadAblation(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw accuracy against the number of heads removed: the relation's heads, random heads, and the controls."""
-        from headwater.figures.validation import plot_ablation
-
-        return plot_ablation(self, ax)
+        return cast("Axes", self._drawn(ax))
 
 
 def ablate_heads(

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -142,9 +142,7 @@ class HeadMap(Result):
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw layer by head, a mark per head in the colour of its category."""
-        from headwater.figures.head_map import plot_head_map
-
-        return plot_head_map(self, ax)
+        return cast("Axes", self._drawn(ax))
 
     def salient(
         self,

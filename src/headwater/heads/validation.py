@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
@@ -71,9 +71,7 @@ class DynamicScores(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the correlations, a line per relation."""
-        from headwater.figures.validation import plot_correlations
-
-        return plot_correlations(self, ax)
+        return cast("Axes", self._drawn(ax))
 
 
 def dynamic_scores(

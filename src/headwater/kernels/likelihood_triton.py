@@ -156,7 +156,7 @@ def token_statistics(
     target: Int[Tensor, "token"],
     precision: str = "highest",
 ) -> TokenStatistics:
-    """Return the statistics of `likelihood.token_statistics`; beside them only five numbers per token and share exist.
+    """Return what `likelihood_blocked.token_statistics` does, holding only five numbers per token and share.
 
     Args:
         hidden: the final hidden states at the scored positions, after the final norm.

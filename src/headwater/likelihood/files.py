@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import numpy as np
 import pandas as pd
@@ -69,9 +69,7 @@ class ScoredTexts(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw how the texts are distributed over Min-K%."""
-        from headwater.figures.likelihood import plot_scored_texts
-
-        return plot_scored_texts(self, ax)
+        return cast("Axes", self._drawn(ax))
 
 
 def score_file(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -54,9 +54,7 @@ class Membership(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the AUC of each score with its interval, and the baseline's."""
-        from headwater.figures.likelihood import plot_membership
-
-        return plot_membership(self, ax)
+        return cast("Axes", self._drawn(ax))
 
 
 def membership(

@@ -129,9 +129,7 @@ class DepthProfile(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
         """Draw Min-K% by depth and the density of the score gap; on a given `ax`, the boxes alone."""
-        from headwater.figures.depth_profile import depth_profiles, plot_boxes
-
-        return depth_profiles([self]) if ax is None else plot_boxes(self, ax)
+        return self._drawn(ax)
 
 
 def memorization(

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import pandas as pd
 
 from headwater.likelihood.comparisons import POPULARITY
-
-if TYPE_CHECKING:
-    from headwater.likelihood.profile import DepthProfile
+from headwater.runs.record import RunRecord
 
 SPANS = {
     "question": "the question",
@@ -30,13 +28,36 @@ SCORES = {
 }
 
 
-def report(profile: DepthProfile) -> list[str]:
+@runtime_checkable
+class Profiled(Protocol):
+    """What a report reads of a depth profile: tables and properties of `DepthProfile`."""
+
+    table: pd.DataFrame
+    depthwise: pd.DataFrame
+    judged: pd.DataFrame
+    comparisons: pd.DataFrame
+    run: RunRecord
+
+    @property
+    def main(self) -> str:
+        """The score of the figure."""
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The depths of the questions."""
+
+    @property
+    def cut(self) -> int:
+        """How many answers had not ended."""
+
+
+def report(profile: Profiled) -> list[str]:
     """Return a paragraph per question that the figure asks."""
     parts = [_what(profile), _by_depth(profile), _controls(profile), _answers(profile), _gaps(profile)]
     return [part for part in (*parts, _popularity(profile)) if part]
 
 
-def _what(profile: DepthProfile) -> str:
+def _what(profile: Profiled) -> str:
     options, table = profile.run.options, profile.table
     scored = table["scored"] > 0
     share = options["k"][0]
@@ -56,7 +77,7 @@ def _what(profile: DepthProfile) -> str:
     return " ".join(lines)
 
 
-def _by_depth(profile: DepthProfile) -> str:
+def _by_depth(profile: Profiled) -> str:
     medians = (-profile.depthwise.groupby("depth")[profile.main].median()).dropna()
     unit = "graph averages" if profile.run.options["aggregate"] == "group" else "questions"
     said = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in medians.items())
@@ -73,7 +94,7 @@ def _by_depth(profile: DepthProfile) -> str:
     return " ".join(lines)
 
 
-def _controls(profile: DepthProfile) -> str:
+def _controls(profile: Profiled) -> str:
     lines = []
     if len(profile.depths) > 1:
         ends = f"{profile.depths[0]}-{profile.depths[-1]}"
@@ -93,7 +114,7 @@ def _controls(profile: DepthProfile) -> str:
     return " ".join(lines)
 
 
-def _answers(profile: DepthProfile) -> str:
+def _answers(profile: Profiled) -> str:
     scores, limit = profile.run.options["scores"], profile.run.options["max_new_tokens"]
     cut = f"{profile.cut:,} answers had not ended after {limit:,} tokens and are not judged. " if profile.cut else ""
     if not scores or profile.table["score"].isna().all():
@@ -114,7 +135,7 @@ def _answers(profile: DepthProfile) -> str:
     return text[:-1] + "."
 
 
-def _gaps(profile: DepthProfile) -> str:
+def _gaps(profile: Profiled) -> str:
     rows = {row["control"]: row for row in _rows(profile, "gap", profile.main)}
     if not rows or math.isnan(rows["quartile 75 - 25"]["value"]):
         return ""
@@ -127,7 +148,7 @@ def _gaps(profile: DepthProfile) -> str:
     )
 
 
-def _popularity(profile: DepthProfile) -> str:
+def _popularity(profile: Profiled) -> str:
     rows = _rows(profile, f"spearman with {POPULARITY}", profile.main)
     said = ", ".join(f"{_plain(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
     return (
@@ -138,7 +159,7 @@ def _popularity(profile: DepthProfile) -> str:
     )
 
 
-def _rows(profile: DepthProfile, measure: str, score: str, control: str | None = None) -> list[dict[str, Any]]:
+def _rows(profile: Profiled, measure: str, score: str, control: str | None = None) -> list[dict[str, Any]]:
     table: pd.DataFrame = profile.comparisons
     found = table[(table["measure"] == measure) & (table["score"] == score)]
     found = found if control is None else found[found["control"] == control]

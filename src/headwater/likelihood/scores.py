@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
@@ -70,9 +70,7 @@ class MemorizationScores(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw Min-K%, Min-K%++ and Gap-K% against K: the median over texts, and the quartiles."""
-        from headwater.figures.likelihood import plot_scores
-
-        return plot_scores(self, ax)
+        return cast("Axes", self._drawn(ax))
 
 
 def column(score: str, k: float) -> str:

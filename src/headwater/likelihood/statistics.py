@@ -8,8 +8,8 @@
 4. Read it through a lens: the logit lens (the final norm), or a tuned lens and then the final norm (Belrose et al.
    2023). At the final layer the logit lens is the model's own output, in bfloat16 and float16 too: what it multiplies
    with W_U there is in its dtype (`headwater.models.unembedding`), and the logits are not rounded to it.
-5. Take the statistics in one pass over tiles of the vocabulary (`headwater.kernels.likelihood`): the logits of all of
-   it are never held.
+5. Take the statistics in one pass over tiles of the vocabulary (`headwater.kernels.likelihood_blocked`): the logits of
+   all of it are never held.
 
 A token is scored if something stands before it. Where a model wants no BOS (GPT-NeoX, Phi, Qwen) a text's first token
 is therefore not scored, and a text of one token has nothing to score; such texts stay in `texts` with a note.
@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.kernels import likelihood
+from headwater.kernels import likelihood_blocked
+from headwater.kernels.likelihood import TokenStatistics
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named, reader
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import check_model
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 Span: TypeAlias = tuple[int, int] | None
 """The characters (start, end) of a text whose tokens are scored; None for all."""
 
-STATISTICS = likelihood.TokenStatistics._fields
+STATISTICS = TokenStatistics._fields
 EMPTY = "empty text"
 NOT_UNICODE = "not UTF-8"
 NOTHING_BEFORE = "one token, and nothing before it: the model wants no BOS"
@@ -81,9 +82,7 @@ class TextStatistics(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw how the log-probabilities are distributed; with several layers, their quartiles by layer."""
-        from headwater.figures.likelihood import plot_statistics
-
-        return plot_statistics(self, ax)
+        return cast("Axes", self._drawn(ax))
 
 
 class _Window(NamedTuple):
@@ -274,7 +273,7 @@ def _measurer(
         found = []
         for layer in layers:
             hidden = normalise(read(kept.pop(layer), layer))
-            found.append(likelihood.token_statistics(hidden, head, target.to(hidden.device)))
+            found.append(likelihood_blocked.token_statistics(hidden, head, target.to(hidden.device)))
         return {name: torch.stack([getattr(one, name).cpu() for one in found]) for name in STATISTICS}
 
     return measure

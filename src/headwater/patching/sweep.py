@@ -133,11 +133,34 @@ class Sweep(Result):
         named = [name for name in COORDINATES if name in self.table.columns]
         return named if self.table["example"].nunique() == 1 else [name for name in named if name != "token"]
 
-    def plot(self, ax: Axes | None = None, **options: Any) -> Axes | Figure:
-        """Draw layer × position or layer × head as a heat map centred at 0, or the curve over layers."""
-        from headwater.figures.sweep import plot_sweep
+    def plot(
+        self,
+        ax: Axes | None = None,
+        *,
+        site: str | None = None,
+        metric: str | None = None,
+        value: str = "effect",
+        normalize: str | None = None,
+        **fixed: int,
+    ) -> Axes | Figure:
+        """Draw layer × position or layer × head as a heat map centred at 0, or the curve over layers.
 
-        return plot_sweep(self, ax, **options)
+        Args:
+            ax: where to draw; only for a single panel.
+            site: draw this site alone; default: a panel for each.
+            metric: draw this metric alone; default: a panel for each.
+            value: `effect` or `normalized_effect`.
+            normalize: see `summary`.
+            **fixed: `layer=`, `position=`, `head=`, `kv_head=` or `key=`: draw this one alone (needed where there are
+                three axes).
+
+        Raises:
+            InputError: there is nothing of that name, or more than a figure can show.
+
+        Warns:
+            UserWarning: see `summary`.
+        """
+        return self._drawn(ax, site=site, metric=metric, value=value, normalize=normalize, **fixed)
 
     def agreement(self, exact: Sweep) -> pd.DataFrame:
         """Compare an approximate sweep with the exact one, cell by cell.

@@ -106,9 +106,7 @@ class Saliency(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
         """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
-        from headwater.figures.saliency_density import plot_saliency
-
-        return plot_saliency(self, ax)
+        return self._drawn(ax)
 
 
 def saliency(

@@ -7,7 +7,7 @@ layer; the report names the one chosen most often. Two intervals that do not ove
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -43,13 +43,29 @@ from headwater.pathways.tables import (
     SPANS,
     WRONG_ANSWER,
 )
+from headwater.runs.record import RunRecord
 from headwater.stats.resample import FEWEST
 
-if TYPE_CHECKING:
-    from headwater.pathways.trace import Pathways
+
+@runtime_checkable
+class Traced(Protocol):
+    """What a report reads of a trace: the tables of `Pathways`."""
+
+    modes: pd.DataFrame
+    auc: pd.DataFrame
+    curves_at_best: pd.DataFrame
+    controls_at_best: pd.DataFrame
+    baselines: pd.DataFrame
+    components: pd.DataFrame
+    dropped: pd.DataFrame
+    run: RunRecord
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets."""
 
 
-def report_of(pathways: Pathways) -> list[str]:
+def report_of(pathways: Traced) -> list[str]:
     """Return the sentences, question set by question set, and what to conclude for the model.
 
     Raises:
@@ -69,7 +85,7 @@ def report_of(pathways: Pathways) -> list[str]:
     return [*sentences, _conclusion(pathways)]
 
 
-def _conclusion(pathways: Pathways) -> str:
+def _conclusion(pathways: Traced) -> str:
     """Say where two modes are found, and where that could not be asked."""
     verdicts = {name: _View(pathways, name).verdict(EXACT, WITHIN) for name in pathways.datasets}
     tested = [name for name, verdict in verdicts.items() if verdict not in (TOO_FEW, NO_RELATIONS)]
@@ -80,8 +96,8 @@ def _conclusion(pathways: Pathways) -> str:
     return f"Two modes survive the controls on {where} ({'; '.join([said, *untested])})."
 
 
-def summary_of(pathways: Pathways) -> dict[str, Any]:
-    """Return the numbers worth a glance, as JSON values.
+def findings_of(pathways: Traced) -> list[dict[str, Any]]:
+    """Return the numbers worth a glance of every question set, as JSON values.
 
     Raises:
         InputError: the result is of a version that did not test one mode within relations.
@@ -109,10 +125,10 @@ def summary_of(pathways: Pathways) -> dict[str, Any]:
                 "two_modes_survive": survives(pathways, dataset),
             }
         )
-    return {"model": pathways.run.model, "best_layer": pathways.best_layer, "datasets": sets}
+    return sets
 
 
-def survives(pathways: Pathways, dataset: str) -> bool:
+def survives(pathways: Traced, dataset: str) -> bool:
     """Say whether two modes survive the controls.
 
     1. Within relations and predictions, the logit changes of E_Q's knockout have two modes (`modes.decided`): all
@@ -131,7 +147,7 @@ def survives(pathways: Pathways, dataset: str) -> bool:
     return view.verdict(EXACT, WITHIN) == TWO and exact[1] > random[2]
 
 
-def _refuse_untested(pathways: Pathways) -> None:
+def _refuse_untested(pathways: Traced) -> None:
     if "gain" not in pathways.components:
         raise InputError(
             "This result is of headwater 0.1.0, which said two modes of what one population shows too, and compared "
@@ -142,7 +158,7 @@ def _refuse_untested(pathways: Pathways) -> None:
 class _View:
     """One question set's numbers at l*."""
 
-    def __init__(self, pathways: Pathways, dataset: str):
+    def __init__(self, pathways: Traced, dataset: str):
         self.pathways = pathways
         self.dataset = dataset
         self.auc = self._own(pathways.auc)

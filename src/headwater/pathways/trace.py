@@ -40,7 +40,7 @@ from headwater.pathways.effects import (
 )
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.probes import Probe, Probes, States, check_probe_options, fit_probes, with_halves
-from headwater.pathways.report import report_of, summary_of
+from headwater.pathways.report import findings_of, report_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.runs.folder import Compute, RunFolder, run_pieces
@@ -170,17 +170,22 @@ class Pathways(Result):
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values."""
-        return summary_of(self)
+        sets = findings_of(self)
+        return {"model": self.run.model, "best_layer": self.best_layer, "datasets": sets}
 
     def report(self) -> list[str]:
         """Return what holds on this model and what does not, in plain sentences made of the numbers."""
         return report_of(self)
 
-    def plot(self, ax: Axes | None = None, **options: Any) -> Axes | Figure:
-        """Draw ΔP against the layer; see `headwater.figures.delta_p`."""
-        from headwater.figures.pathway_curves import plot_delta_p
+    def plot(self, ax: Axes | None = None, *, split_by: str | None = None, value: str = "delta_p") -> Axes | Figure:
+        """Draw ΔP against the layer: on `ax` with a small legend below, or as a figure of its own.
 
-        return plot_delta_p(self, ax, **options)
+        Args:
+            ax: where to draw.
+            split_by: see `headwater.figures.delta_p`.
+            value: `delta_p` or `delta_logit`.
+        """
+        return self._drawn(ax, split_by=split_by, value=value)
 
 
 def trace_pathways(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, tee
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -133,9 +133,7 @@ class AnsweredQuestions(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw a bar per question set: right, wrong, cut at the token limit, dropped for other reasons."""
-        from headwater.figures.answers import plot_answers
-
-        return plot_answers(self, ax)
+        return cast("Axes", self._drawn(ax))
 
 
 def answer(

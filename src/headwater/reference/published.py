@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
@@ -21,6 +21,7 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from headwater.models.shape import ModelShape
@@ -95,11 +96,9 @@ class Reproduction(Result):
             "source": self.source,
         }
 
-    def plot(self, ax: Any = None) -> Figure:
+    def plot(self, ax: Axes | None = None) -> Figure:
         """Draw measured against published, a panel per quantity."""
-        from headwater.figures.reproduction import plot_reproduction
-
-        return plot_reproduction(self, ax)
+        return cast("Figure", self._drawn(ax))
 
 
 def published_numbers(kind: str) -> Published:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import html
+from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from headwater.errors import RunFolderError
 from headwater.options import checked_path
+from headwater.registry import Registry
 from headwater.runs.identity import digest
 from headwater.runs.record import FORMAT, MANIFEST_SINCE, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.runs.storage import make_folder, read_json, write_atomically, write_json
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TENSORS = "tensors.safetensors"
+DRAWINGS: Registry[type, Callable[..., Any]] = Registry("figure of a result", filled_by="headwater.figures")
+"""What draws a result, by its class: a function of the result, `ax`, and the options of the class's `plot`."""
 
 
 class Result:
@@ -40,8 +44,17 @@ class Result:
     run: RunRecord
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
-        """Draw the result's main figure on `ax`, or on a new figure; nothing is shown or written."""
-        raise NotImplementedError
+        """Draw the result's main figure on `ax`, or on a new figure; nothing is shown or written.
+
+        Raises:
+            InputError: `DRAWINGS` has no figure of this class.
+        """
+        return self._drawn(ax)
+
+    def _drawn(self, ax: Axes | None, **options: Any) -> Axes | Figure:
+        """Draw with what is registered for the result's class, or for the nearest that it inherits from."""
+        drawn: Axes | Figure = nearest(DRAWINGS, type(self))(self, ax, **options)
+        return drawn
 
     def save(self, folder: str | Path) -> Path:
         """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
@@ -77,6 +90,16 @@ class Result:
 
 
 AnyResult = TypeVar("AnyResult", bound=Result)
+T = TypeVar("T")
+
+
+def nearest(rows: Registry[type, T], kind: type) -> T:
+    """Return the row of a class, or of the nearest class that it inherits from.
+
+    Raises:
+        InputError: there is none.
+    """
+    return rows[next((base for base in kind.__mro__ if base in rows), kind)]
 
 
 def table_html(shown: object, table: pd.DataFrame) -> str:
