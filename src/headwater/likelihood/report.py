@@ -32,11 +32,25 @@ SCORES = {
 class Profiled(Protocol):
     """What a report reads of a depth profile: tables and properties of `DepthProfile`."""
 
-    table: pd.DataFrame
-    depthwise: pd.DataFrame
-    judged: pd.DataFrame
-    comparisons: pd.DataFrame
-    run: RunRecord
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row per node."""
+
+    @property
+    def depthwise(self) -> pd.DataFrame:
+        """What the boxes are drawn of."""
+
+    @property
+    def judged(self) -> pd.DataFrame:
+        """Accuracy and discrepancies."""
+
+    @property
+    def comparisons(self) -> pd.DataFrame:
+        """Differences between depths, and their controls."""
+
+    @property
+    def run(self) -> RunRecord:
+        """What made it."""
 
     @property
     def main(self) -> str:

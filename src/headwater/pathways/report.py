@@ -51,14 +51,37 @@ from headwater.stats.resample import FEWEST
 class Traced(Protocol):
     """What a report reads of a trace: the tables of `Pathways`."""
 
-    modes: pd.DataFrame
-    auc: pd.DataFrame
-    curves_at_best: pd.DataFrame
-    controls_at_best: pd.DataFrame
-    baselines: pd.DataFrame
-    components: pd.DataFrame
-    dropped: pd.DataFrame
-    run: RunRecord
+    @property
+    def modes(self) -> pd.DataFrame:
+        """A row per example and seed, at l*."""
+
+    @property
+    def auc(self) -> pd.DataFrame:
+        """AUCs of every fit."""
+
+    @property
+    def curves_at_best(self) -> pd.DataFrame:
+        """Mean changes at l* of each fit."""
+
+    @property
+    def controls_at_best(self) -> pd.DataFrame:
+        """Flip rates and changes of every intervention at l*."""
+
+    @property
+    def baselines(self) -> pd.DataFrame:
+        """AUCs with intervals, and their differences."""
+
+    @property
+    def components(self) -> pd.DataFrame:
+        """One mode or two."""
+
+    @property
+    def dropped(self) -> pd.DataFrame:
+        """Question sets left out."""
+
+    @property
+    def run(self) -> RunRecord:
+        """What made it."""
 
     @property
     def datasets(self) -> tuple[str, ...]:
