@@ -18,7 +18,7 @@ checkpoint has them: nothing is folded, and nothing needs to be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,7 @@ from headwater.options import checked_count, checked_name
 from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
-from headwater.progress import Bar, progress_bar
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -127,29 +126,18 @@ def direct_logit_attribution(
         "positions": [list(places) for places in where],
         "by": by,
     }
-    record = RunRecord.of("direct_logit_attribution", model, options)
-    folder = RunFolder(out, record) if out is not None else None
-    if folder is not None and folder.finished:
-        return DirectAttribution.load(folder.path)
-    writer = _Writer(model, read, where, torch.stack([correct, wrong], 1))
 
-    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
-        for start in range(0, len(read), batch_size):
-            examples = range(start, min(start + batch_size, len(read)))
-            yield f"examples-{start:06d}", partial(writer.measure, examples)
-            bar.update(len(examples))
+    def work(run: Run) -> DirectAttribution:
+        writer = _Writer(model, read, where, torch.stack([correct, wrong], 1))
+        batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
+        with run.bar("prompts", "prompt", len(read)) as bar:
+            pieces = list(run.pieces("examples", batches, writer.measure, bar, len))
+        contributions, totals = (torch.cat([piece[name] for piece in pieces]) for name in ("contributions", "totals"))
+        table = _table(contributions, writer.parts, where, by)
+        return DirectAttribution(table, _totals(totals, where, correct, wrong), run.record)
 
-    with progress_bar(progress, total=len(read), desc="prompts", unit="prompt") as bar:
-        pieces = list(run_pieces(folder, work(bar)))
-    contributions, totals = (torch.cat([piece[name] for piece in pieces]) for name in ("contributions", "totals"))
-    result = DirectAttribution(
-        _table(contributions, writer.parts, where, by),
-        _totals(totals, where, correct, wrong),
-        folder.run if folder is not None else record,
-    )
-    if folder is not None:
-        folder.finish(result)
-    return result
+    name = "direct_logit_attribution"
+    return carry_out(DirectAttribution, name, model, options, work, out=out, progress=progress)
 
 
 def _answers(

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,10 +38,9 @@ from headwater.options import checked_count, checked_flag, checked_layer, checke
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.controls import span_logits
 from headwater.pathways.probes import check_probe_options
-from headwater.progress import progress_bar
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.spans import span_shapes
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -191,26 +189,24 @@ def detect(
     recipe = Recipe(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
     check_answered(model, answered)
     _check(model, recipe, seeds)
-    record = _record(model, answered, recipe, seeds)
-    folder = RunFolder(out, record) if out is not None else None
-    if folder is not None and folder.finished:
-        return Detection.load(folder.path)
-    sets, dropped = _usable(model, answered, recipe, seeds)
-    jobs = [(one, seed) for one in sets for seed in range(seeds)]
-    names = {one.dataset: f"set{number:03d}" for number, one in enumerate(sets)}
-    shown = progress_bar(progress, jobs, desc="Detecting", unit="fit")
+    gate = "cross-fitted" if recipe.cross_fit else "fitted on the same"
+    options = {"answered": answered, **asdict(recipe), "seeds": seeds, "gate": gate}
 
-    def work() -> Iterator[tuple[str, Compute]]:
-        for one, seed in shown:
-            yield f"{names[one.dataset]}-seed{seed:03d}", partial(one.fit, seed)
-            if seed == seeds - 1:
-                one.forget()
+    def work(run: Run) -> Detection:
+        sets, dropped = _usable(model, answered, recipe, seeds)
+        with run.bar("Detecting", "fit", len(sets) * seeds) as bar:
+            fitted = list(run.pieces("fit", _one_after_another(sets, seeds), lambda one: one[0].fit(one[1]), bar))
+        keys = [(one.dataset, seed) for one in sets for seed in range(seeds)]
+        return _result(answered, sets, dict(zip(keys, fitted, strict=True)), dropped, run.record)
 
-    pieces = dict(zip([(one.dataset, seed) for one, seed in jobs], run_pieces(folder, work()), strict=True))
-    result = _result(answered, sets, pieces, dropped, folder.run if folder else record)
-    if folder is not None:
-        folder.finish(result)
-    return result
+    return carry_out(Detection, "detect", model, options, work, out=out, progress=progress)
+
+
+def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[AnswerSet, int]]:
+    """Yield each question set with each seed, and drop the states of a set when it is done."""
+    for one in sets:
+        yield from ((one, seed) for seed in range(seeds))
+        one.forget()
 
 
 Pieces = Mapping[tuple[str, int], Mapping[str, Tensor]]
@@ -227,19 +223,6 @@ def _check(model: HookedModel, recipe: Recipe, seeds: int) -> None:
     checked_flag("cross_fit", recipe.cross_fit)
     if recipe.layer is not None:
         checked_layer("layer", recipe.layer, model.shape.n_layers)
-
-
-def _record(model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, seeds: int) -> RunRecord:
-    return RunRecord.of(
-        "detect",
-        model,
-        options={
-            "answered": answered,
-            **asdict(recipe),
-            "seeds": seeds,
-            "gate": "cross-fitted" if recipe.cross_fit else "fitted on the same",
-        },
-    )
 
 
 def _usable(

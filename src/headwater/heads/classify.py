@@ -17,7 +17,7 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,8 +49,7 @@ from headwater.models.loading import load
 from headwater.models.shape import ModelShape
 from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
-from headwater.progress import progress_bar
-from headwater.runs.folder import RunFolder, run_pieces
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -246,25 +245,21 @@ def classify_heads(
     usable = [(relation, k) for relation, k in zip(tokenized, ks, strict=True) if relation.usable]
     if not usable:
         raise _nothing_usable(tokenized, weights.name)
-    run = RunRecord.of("classify_heads", weights, options)
-    folder = RunFolder(out, run) if out is not None else None
-    if folder and folder.finished:
-        return HeadMap.load(folder.path)
-    bar = progress_bar(progress, range(weights.shape.n_layers), desc="Scoring heads", unit="layer")
-    with LayersAhead(weights) as read_layer:
-        scorer = LayerScorer(
-            weights, read_layer, suite_pairs(*zip(*usable, strict=True)), rule == "controlled", options
-        )
-        layers = list(run_pieces(folder, ((f"layer_{layer:03d}", partial(scorer, layer)) for layer in bar)))
-    table = score_table(layers, [relation for relation, _ in usable])
-    table = table.assign(**apply_rule(table, rule, threshold))
-    categories = head_categories(table)
-    if attention:
-        categories = categories.merge(attention_classes(_hooked(model)), on=["layer", "head"])
-    result = HeadMap(table, categories, relation_table(tokenized, ks), folder.run if folder else run)
-    if folder:
-        folder.finish(result)
-    return result
+
+    def work(run: Run) -> HeadMap:
+        n_layers = weights.shape.n_layers
+        with LayersAhead(weights) as read_layer, run.bar("Scoring heads", "layer", n_layers) as bar:
+            pairs = suite_pairs(*zip(*usable, strict=True))
+            scorer = LayerScorer(weights, read_layer, pairs, rule == "controlled", options)
+            layers = list(run.pieces("layer", range(n_layers), scorer, bar))
+        table = score_table(layers, [relation for relation, _ in usable])
+        table = table.assign(**apply_rule(table, rule, threshold))
+        categories = head_categories(table)
+        if attention:
+            categories = categories.merge(attention_classes(_hooked(model)), on=["layer", "head"])
+        return HeadMap(table, categories, relation_table(tokenized, ks), run.record)
+
+    return carry_out(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
 
 
 def published_k(relation: Relation, shape: ModelShape) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,9 +24,8 @@ from headwater.likelihood.graph import HIGHEST_SCORE, LOWEST_SCORE, DepthGraph, 
 from headwater.models.generation import end_tokens, generate
 from headwater.models.tokens import encode
 from headwater.options import checked_name, shown
-from headwater.progress import progress_bar
 from headwater.questions.labels import match
-from headwater.runs.folder import RunFolder, run_pieces
+from headwater.runs.analysis import Run
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -86,13 +84,13 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str) -> 
 
 
 def answered_and_scored(
+    run: Run,
     model: HookedModel,
     graph: DepthGraph,
     plan: Plan,
     judge: Judge,
     frame: Frame,
     options: dict[str, Any],
-    folder: RunFolder | None,
 ) -> pd.DataFrame:
     """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node.
 
@@ -101,7 +99,7 @@ def answered_and_scored(
     table = graph.table
     given, cut = table["model_answer"].tolist(), [False] * len(table)
     if plan.answers == MODEL:
-        by_question = _answers(model, list(dict.fromkeys(table["question"])), frame, options, folder)
+        by_question = _answers(model, list(dict.fromkeys(table["question"])), frame, options, run)
         written = [by_question[question] for question in table["question"]]
         given = [one.text if one else None for one in written]
         cut = [one is not None and not one.ended for one in written]
@@ -110,7 +108,7 @@ def answered_and_scored(
         asked = label_score if plan.scores == LABEL else judge if callable(judge) else None
         whole = [None if is_cut else answer for answer, is_cut in zip(given, cut, strict=True)]
         keys = list(zip(table["question"], table["answers"], whole, strict=True))
-        known = _scores(asked, list(dict.fromkeys(keys)), options["progress"], folder)
+        known = _scores(asked, list(dict.fromkeys(keys)), run)
         scores = np.array([known[key] for key in keys])
     if not plan.answers:
         given = [None] * len(table)
@@ -122,12 +120,10 @@ def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
     return float(HIGHEST_SCORE if match(answer, accepted) else LOWEST_SCORE)
 
 
-def _scores(
-    judge: Any, keys: Sequence[tuple[Any, ...]], progress: bool, folder: RunFolder | None
-) -> dict[tuple[Any, ...], float]:
+def _scores(judge: Any, keys: Sequence[tuple[Any, ...]], run: Run) -> dict[tuple[Any, ...], float]:
     """Ask a judge about each different answer; what it said is kept, because judges may be slow, or cost money."""
     parts = [keys[start : start + JUDGED_AT_ONCE] for start in range(0, len(keys), JUDGED_AT_ONCE)]
-    with progress_bar(progress, total=len(keys), desc="Judging", unit="answer") as bar:
+    with run.bar("Judging", "answer", len(keys)) as bar:
 
         def compute(part: Sequence[tuple[Any, ...]]) -> dict[str, Tensor]:
             scores = []
@@ -136,8 +132,8 @@ def _scores(
                 bar.update()
             return {"score": torch.tensor(scores, dtype=torch.float64)}
 
-        work = ((f"judged-{number:06d}", partial(compute, part)) for number, part in enumerate(parts))
-        found = [score for piece in run_pieces(folder, work) for score in piece["score"].tolist()]
+        made = run.pieces("judged", parts, compute, bar, len)
+        found = [score for piece in made for score in piece["score"].tolist()]
     return dict(zip(keys, found, strict=True))
 
 
@@ -155,11 +151,11 @@ def _judged(judge: Any, question: str, accepted: Sequence[str], answer: str | No
 
 
 def _answers(
-    model: HookedModel, questions: Sequence[str], frame: Frame, options: dict[str, Any], folder: RunFolder | None
+    model: HookedModel, questions: Sequence[str], frame: Frame, options: dict[str, Any], run: Run
 ) -> dict[str, Written | None]:
     """Let the model answer; None where a question leaves no room for an answer.
 
-    The options are `max_new_tokens`, `first_line`, `batch_size` and `progress`.
+    The options are `max_new_tokens`, `first_line` and `batch_size`.
     """
     room = model.shape.n_ctx - options["max_new_tokens"]
     ids = {question: encode(model.tokenizer, frame.asking(question), model.bos)[0] for question in questions}  # type: ignore[arg-type]
@@ -167,15 +163,12 @@ def _answers(
     size = options["batch_size"]
     parts = [order[start : start + size] for start in range(0, len(order), size)]
     written: dict[str, Written | None] = dict.fromkeys(questions)
-    with progress_bar(options["progress"], total=len(order), desc="Answering", unit="question") as bar:
 
-        def compute(part: list[str]) -> dict[str, Tensor]:
-            found = _generated(model, [ids[question] for question in part], options)
-            bar.update(len(part))
-            return found
+    def compute(part: list[str]) -> dict[str, Tensor]:
+        return _generated(model, [ids[question] for question in part], options)
 
-        work = ((f"answers-{number:06d}", partial(compute, part)) for number, part in enumerate(parts))
-        for part, piece in zip(parts, run_pieces(folder, work), strict=True):
+    with run.bar("Answering", "question", len(order)) as bar:
+        for part, piece in zip(parts, run.pieces("answers", parts, compute, bar, len), strict=True):
             for row, question in enumerate(part):
                 tokens = piece["tokens"][row, : piece["lengths"][row]].tolist()
                 text = _text(model, ids[question], tokens, options["first_line"])

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -28,8 +27,7 @@ from headwater.likelihood.scores import SHARES, checked_shares, memorization_sco
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
 from headwater.options import checked_flag, checked_path, shown
-from headwater.progress import Bar, progress_bar
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import digest_of_file
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -114,15 +112,7 @@ def score_file(
         check_model(reference, "reference")
     shares, lowercase = checked_shares(k), checked_flag("lowercase", lowercase)
     options: dict[str, Any] = {"file": digest_of_file(path), "field": field, "k": shares}
-    options |= {"reference": reference, "lowercase": lowercase}
-    run = RunRecord.of(
-        "score_file",
-        model,
-        options=options | {"long": long, "stride": stride},
-    )
-    folder = RunFolder(out, run) if out is not None else None
-    if folder is not None and folder.finished:
-        return ScoredTexts.load(folder.path)
+    options |= {"reference": reference, "lowercase": lowercase, "long": long, "stride": stride}
     reading = {"long": long, "stride": stride, "batch_size": batch_size, "progress": False}
 
     def columns_of(texts: list[str | None]) -> dict[str, Tensor]:
@@ -137,19 +127,14 @@ def score_file(
         ]
         return {str(name): torch.from_numpy(wide[name].to_numpy(copy=True)) for name in wide}
 
-    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
-        for number, texts in enumerate(_chunks(_texts(path, field))):
-            yield f"texts-{number:08d}", partial(columns_of, texts)
-            bar.update(len(texts))
+    def work(run: Run) -> ScoredTexts:
+        with model.held(), (reference or model).held(), run.bar("Scoring", " texts") as bar:
+            pieces = list(run.pieces("texts", _chunks(_texts(path, field)), columns_of, bar, len))
+        if not pieces:
+            raise InputError(f"{path} holds no texts.")
+        return ScoredTexts(_table(pieces), run.record)
 
-    with model.held(), (reference or model).held(), progress_bar(progress, desc="Scoring", unit=" texts") as bar:
-        pieces = list(run_pieces(folder, work(bar)))
-    if not pieces:
-        raise InputError(f"{path} holds no texts.")
-    result = ScoredTexts(_table(pieces), folder.run if folder is not None else run)
-    if folder is not None:
-        folder.finish(result)
-    return result
+    return carry_out(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
 
 
 def _texts(path: Path, field: str) -> Iterator[str | None]:

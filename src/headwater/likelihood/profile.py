@@ -37,7 +37,7 @@ from headwater.likelihood.scoring import Scored, Scoring
 from headwater.models.generation import end_tokens
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
-from headwater.runs.folder import RunFolder
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -205,26 +205,17 @@ def memorization(
         "lens": lens_named(lens), "judge": judge, "ends": end_tokens(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
     }  # fmt: skip
-    run = RunRecord.of(
-        "memorization",
-        model,
-        options,
-        seed=seed,
-    )
-    folder = RunFolder(out, run) if out is not None else None
-    if folder is not None and folder.finished:
-        return DepthProfile.load(folder.path)
-    running = {"batch_size": batch_size, "progress": progress}
-    writing = {"max_new_tokens": max_new_tokens, "first_line": context == "raw"}
-    nodes = graph.table.drop(columns=["model_answer", "score"])
-    nodes = nodes.join(answered_and_scored(model, graph, plan, judge, frame, running | writing, folder))
-    scoring = Scoring(model, frame, span, read, lens, shares, running, folder)
-    scored = scoring.score(nodes)
-    shuffled = scoring.score_shuffled(nodes, seed) if controls else None
-    result = _profile(nodes, scored, shuffled, folder.run if folder is not None else run)
-    if folder is not None:
-        folder.finish(result)
-    return result
+    writing = {"max_new_tokens": max_new_tokens, "first_line": context == "raw", "batch_size": batch_size}
+
+    def work(run: Run) -> DepthProfile:
+        nodes = graph.table.drop(columns=["model_answer", "score"])
+        nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, frame, writing))
+        scoring = Scoring(run, model, frame, span, read, lens, shares, batch_size)
+        scored = scoring.score(nodes)
+        shuffled = scoring.score_shuffled(nodes, seed) if controls else None
+        return _profile(nodes, scored, shuffled, run.record)
+
+    return carry_out(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)
 
 
 def _profile(nodes: pd.DataFrame, scored: Scored, shuffled: Scored | None, run: RunRecord) -> DepthProfile:

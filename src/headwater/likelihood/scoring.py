@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ from headwater.likelihood.scores import memorization_scores
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
-    from headwater.runs.folder import RunFolder
+    from headwater.runs.analysis import Run
 
 NO_ANSWER = "no answer of the model"
 DESCRIBED = ("tokens", "scored", "windows", "note")
@@ -40,15 +40,14 @@ class Scored(NamedTuple):
 class Scoring:
     """How nodes are scored."""
 
+    run: Run
     model: HookedModel
     frame: Frame
     span: str
     layers: list[int]
     lens: Lens
     shares: list[float]
-    options: dict[str, Any]
-    """`batch_size` and `progress`."""
-    folder: RunFolder | None
+    batch_size: int
 
     def score(self, nodes: pd.DataFrame) -> Scored:
         """Score the nodes as they are."""
@@ -74,7 +73,7 @@ class Scoring:
         number_of = [numbers.setdefault(one, len(numbers)) for one in written]
         stats = framed_statistics(
             self.model, list(numbers), self.layers, self.lens,
-            out=self.folder.path / name if self.folder is not None else None, **self.options,
+            batch_size=self.batch_size, progress=self.run.progress, out=self.run.below(name),
         )  # fmt: skip
         wide = memorization_scores(stats, k=self.shares).wide()
         kept = ["text", "layer", *DESCRIBED, *filter(SCORES.match, map(str, wide))]

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -40,8 +39,8 @@ from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count, checked_name, shown
-from headwater.progress import Bar, progress_bar
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.progress import Bar
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -140,31 +139,21 @@ def token_statistics(
     checked_count("batch_size", batch_size)
     options = {"texts": digest([str(text) for text in texts]), "count": len(texts), "spans": spans or []}
     options |= {"layers": list(chosen), "lens": lens_named(lens), "long": long, "stride": stride}
-    run = RunRecord.of(
-        "token_statistics",
-        model,
-        options=options | {"layer_column": layers != "final"},
-    )
-    folder = RunFolder(out, run) if out is not None else None
-    if folder is not None and folder.finished:
-        return TextStatistics.load(folder.path)
-    described, windows = _windows(model, texts, spans, long, _stride(stride, model.shape.n_ctx))
-    measure = _measurer(model, chosen, read) if windows else None
+    options |= {"layer_column": layers != "final"}
 
-    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
-        for start in range(0, len(windows), WINDOWS_PER_PIECE):
-            part = windows[start : start + WINDOWS_PER_PIECE]
-            assert measure is not None
-            yield f"windows-{start:08d}", partial(_measure_windows, model, part, measure, batch_size, bar)
-            bar.update(start + len(part) - bar.n)
+    def work(run: Run) -> TextStatistics:
+        described, windows = _windows(model, texts, spans, long, _stride(stride, model.shape.n_ctx))
+        parts = [windows[start : start + WINDOWS_PER_PIECE] for start in range(0, len(windows), WINDOWS_PER_PIECE)]
+        with run.bar("Scoring", "text", len(windows)) as bar:
+            measure = _measurer(model, chosen, read) if windows else None
 
-    with progress_bar(progress, total=len(windows), desc="Scoring", unit="text") as bar:
-        pieces = list(run_pieces(folder, work(bar)))
-    table = _table(model, pieces, chosen, with_layer=layers != "final")
-    result = TextStatistics(table, described, folder.run if folder is not None else run)
-    if folder is not None:
-        folder.finish(result)
-    return result
+            def compute(part: Sequence[_Window]) -> dict[str, Tensor]:
+                return _measure_windows(model, part, measure, batch_size, bar)
+
+            pieces = list(run.pieces("windows", parts, compute, bar, len))
+        return TextStatistics(_table(model, pieces, chosen, with_layer=layers != "final"), described, run.record)
+
+    return carry_out(TextStatistics, "token_statistics", model, options, work, out=out, progress=progress)
 
 
 def _windows(
@@ -283,9 +272,9 @@ def _measurer(
 def _measure_windows(
     model: HookedModel,
     windows: Sequence[_Window],
-    measure: Callable[[Batch, Tensor, Tensor], dict[str, Tensor]],
+    measure: Callable[[Batch, Tensor, Tensor], dict[str, Tensor]] | None,
     batch_size: int,
-    bar: Any,
+    bar: Bar,
 ) -> dict[str, Tensor]:
     """Measure windows, those of like length together."""
     by_length = sorted(windows, key=lambda window: len(window.ids))
@@ -300,6 +289,7 @@ def _measure_windows(
         places = [(row, place) for row, window in enumerate(group) for place in window.scored]
         rows, columns = torch.tensor(places).T
         batch = Batch(tokens, torch.arange(width) < lengths[:, None]).named(window.text for window in group)
+        assert measure is not None
         found = measure(batch, rows, columns)
         text, shift = (torch.tensor([getattr(w, name) for w in group])[rows] for name in ("text", "shift"))
         parts.append(found | {"text": text, "position": columns + shift, "token_id": tokens[rows, columns]})

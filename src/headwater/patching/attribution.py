@@ -26,11 +26,11 @@ from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import GRADIENTS, Group
 from headwater.patching.job import Cell, Job, waves
 from headwater.patching.variants import LOGITS, Replace
-from headwater.progress import progress_bar
+from headwater.runs.analysis import Run
 
 
 @torch.inference_mode(False)
-def attribute(job: Job, progress: bool = True) -> Measured:
+def attribute(job: Job, run: Run) -> Measured:
     """Approximate a patching sweep.
 
     Raises:
@@ -45,7 +45,7 @@ def attribute(job: Job, progress: bool = True) -> Measured:
     values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
     most = examples_at_once(job, gradients=True)
     groups = dict.fromkeys(examples for examples, _ in waves(job))
-    with progress_bar(progress, total=n_cells, desc="cells", unit="cell") as bar, job.model.lock:
+    with run.bar("cells", "cell", n_cells) as bar, job.model.lock:
 
         def attribute_group(examples: range) -> None:
             group = Group(job, examples, GRADIENTS)

@@ -28,15 +28,14 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import STATES, sites_named
 from headwater.options import checked_name, shown
-from headwater.patching.engine import collect_states, measure
+from headwater.patching.engine import Measured, collect_states, measure
 from headwater.patching.grid import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
 from headwater.patching.job import Cell, Job
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
-from headwater.patching.sweep import Sweep, check_call, finish, metric_options, prompt_options
+from headwater.patching.sweep import Sweep, check_call, metric_options, prompt_options, sweep_of
 from headwater.patching.variants import Cut
-from headwater.runs.folder import RunFolder
-from headwater.runs.record import RunRecord
+from headwater.runs.analysis import Run, carry_out
 
 VARIANTS = ("mask", "zero")
 
@@ -146,11 +145,21 @@ def knockout(
         **prompt_options(base),
         "metrics": metric_options(job),
     }
-    record = RunRecord.of("knockout", model, options)
-    folder = RunFolder(out, record) if out is not None else None
-    if folder is not None and folder.finished:
-        return Sweep.load(folder.path)
-    measured = measure(job, folder, progress)
+
+    def work(run: Run) -> Sweep:
+        measured = measure(job, run)
+        _leave_out_what_was_not_severed(job, measured)
+        return sweep_of(job, measured, run)
+
+    return carry_out(Sweep, "knockout", model, options, work, out=out, progress=progress)
+
+
+def _leave_out_what_was_not_severed(job: Job, measured: Measured) -> None:
+    """Set the effect of cells to NaN that sever nothing, and warn of them.
+
+    Raises:
+        InterventionError: these are all.
+    """
     nothing = measured.edges == 0
     if bool(nothing.all()):
         raise InterventionError("No layer asked for can see any of these edges: they lie outside its sliding window.")
@@ -159,10 +168,9 @@ def knockout(
         warnings.warn(
             f"At layers {blind} the edges of some prompts lie outside the sliding window: nothing was severed there, "
             "and the effect is NaN.",
-            stacklevel=2,
+            stacklevel=5,
         )
         measured.values[nothing] = torch.nan
-    return finish(job, measured, folder.run if folder else record, folder)
 
 
 def named_edges(block: Blocked | Any) -> dict[str, Edges]:

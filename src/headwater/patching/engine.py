@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -26,8 +25,8 @@ from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import WAVEFRONT, WHOLE_RUNS, Group
 from headwater.patching.job import Job, waves
 from headwater.patching.variants import Reading
-from headwater.progress import Bar, progress_bar
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.progress import progress_bar
+from headwater.runs.analysis import Run
 
 T = TypeVar("T")
 
@@ -46,21 +45,20 @@ class Measured:
     engine: str = WAVEFRONT
 
 
-def measure(job: Job, folder: RunFolder | None = None, progress: bool = True) -> Measured:
-    """Run the sweep."""
+def measure(job: Job, run: Run) -> Measured:
+    """Measure the cells of a sweep, a wave in a piece."""
     n_cells, n_metrics = len(job.cells), len(job.metrics)
     values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
     edges = torch.full((n_cells,), torch.nan, dtype=torch.float64)
     walker = _Walker(job)
     planned = list(waves(job))
 
-    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
-        for number, (examples, cells) in enumerate(planned):
-            yield f"wave-{number:05d}", partial(walker.measure, examples, cells)
-            bar.update(len(cells))
+    def compute(wave: tuple[range, range]) -> dict[str, Tensor]:
+        return walker.measure(*wave)
 
-    with progress_bar(progress, total=n_cells, desc="cells", unit="cell") as bar:
-        for (_, cells), piece in zip(planned, run_pieces(folder, work(bar)), strict=True):
+    with run.bar("cells", "cell", n_cells) as bar:
+        pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
+        for (_, cells), piece in zip(planned, pieces, strict=True):
             for table, name in ((values, "values"), (unedited, "unedited"), (other, "other"), (edges, "edges")):
                 table[cells.start : cells.stop] = piece[name]
             if bool(piece["whole"]):
@@ -134,5 +132,5 @@ class _Walker:
         warnings.warn(
             f"{self.job.model.name} is swept with one whole run per cell, because {reason}. Results are the same; it "
             "takes longer.",
-            stacklevel=6,
+            stacklevel=8,
         )

@@ -30,6 +30,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import Site, sites_named
 from headwater.options import checked_count, checked_kind, checked_name, checked_seed
+from headwater.patching.attribution import attribute
 from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, summarize
 from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
@@ -59,7 +60,7 @@ from headwater.patching.prompts import (
 )
 from headwater.patching.values import KINDS, source_of
 from headwater.patching.variants import Replace
-from headwater.runs.folder import RunFolder
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -265,17 +266,11 @@ def patch(
         **prompt_options(first, second, pool),
         "metrics": metric_options(job),
     }
-    record = RunRecord.of("patch", model, options, seed)
-    folder = RunFolder(out, record) if out is not None else None
-    if folder is not None and folder.finished:
-        return Sweep.load(folder.path)
-    if method == "attribution":
-        from headwater.patching.attribution import attribute
 
-        measured = attribute(job, progress=progress)
-    else:
-        measured = measure(job, folder, progress)
-    return finish(job, measured, folder.run if folder else record, folder)
+    def work(run: Run) -> Sweep:
+        return sweep_of(job, attribute(job, run) if method == "attribution" else measure(job, run), run)
+
+    return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
 
 
 def check_call(model: Any, batch_size: Any) -> int | None:
@@ -352,13 +347,9 @@ def _cells(
         yield Cell(example, labels, edits, family)
 
 
-def finish(job: Job, measured: Measured, record: RunRecord, folder: RunFolder | None) -> Sweep:
-    """Make the result of what was measured, and write it where a run folder waits for it."""
-    tokens = tuple(prompt.strings for prompt in job.base)
-    sweep = Sweep(tabulate(job, measured), record, tokens, measured.engine)
-    if folder is not None:
-        folder.finish(sweep)
-    return sweep
+def sweep_of(job: Job, measured: Measured, run: Run) -> Sweep:
+    """Make the result of what was measured."""
+    return Sweep(tabulate(job, measured), run.record, tuple(prompt.strings for prompt in job.base), measured.engine)
 
 
 def tabulate(job: Job, measured: Measured) -> pd.DataFrame:

@@ -23,9 +23,8 @@ exact answer cannot depend on E_A: S(E_Q→E_A) is then NaN, not 0.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +42,8 @@ from headwater.patching.grid import chosen
 from headwater.pathways.edge_saliency import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.probes import PROBE_SITES, PROBE_TOKENS, Probe
 from headwater.pathways.saliency_report import COLUMNS, EDGES, TARGETS, held_out_sentence, sentences_of, summary_of
-from headwater.progress import Bar, progress_bar
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -161,18 +159,16 @@ def saliency(
     checked_name("target", target, TARGETS)
     _check(model, answered, probe, wanted, batch_size)
     fold = _folds(answered, probe)
-    run = _record(model, answered, probe, fold, wanted, target, batch_size)
-    folder = RunFolder(out, run) if out is not None else None
-    if folder is not None and folder.finished:
-        return Saliency.load(folder.path)
-    rows = rows_of(answered, probe, wanted.edges)
-    _warn_if_blind(rows, probe, wanted)
-    with torch.inference_mode(False):
-        measured = _measure(model, rows, probe, fold, wanted, batch_size, folder, progress)
-    result = _result(answered, measured, fold, wanted.layers, target, folder.run if folder else run)
-    if folder is not None:
-        folder.finish(result)
-    return result
+    options = _options(answered, probe, fold, wanted) | {"target": target, "batch_size": batch_size}
+
+    def work(run: Run) -> Saliency:
+        rows = rows_of(answered, probe, wanted.edges)
+        _warn_if_blind(rows, probe, wanted)
+        with torch.inference_mode(False):
+            measured = _measure(model, rows, probe, fold, wanted, batch_size, run)
+        return _result(answered, measured, fold, wanted.layers, target, run.record)
+
+    return carry_out(Saliency, "saliency", model, options, work, out=out, progress=progress)
 
 
 def _measure(
@@ -182,8 +178,7 @@ def _measure(
     fold: NDArray[np.int64],
     wanted: Wanted,
     batch_size: int,
-    folder: RunFolder | None,
-    progress: bool,
+    run: Run,
 ) -> dict[str, Tensor]:
     """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
     order = sorted(range(len(rows)), key=lambda i: (rows[i].first, len(rows[i].tokens)))
@@ -196,7 +191,6 @@ def _measure(
     found["logit"] = torch.empty(len(rows), dtype=torch.float64)
     by_fold = [[i for i in order if fold[i] == place] for place in np.unique(fold)]
     cut = [part[at : at + batch_size] for part in by_fold for at in range(0, len(part), batch_size)]
-    batches = {f"rows-{number:07d}": places for number, places in enumerate(cut)}
 
     def compute(places: list[int]) -> dict[str, Tensor]:
         nonlocal start
@@ -204,13 +198,8 @@ def _measure(
             start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
         return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], wanted, start, shared)
 
-    def work(bar: Bar) -> Iterator[tuple[str, Compute]]:
-        for name, places in batches.items():
-            yield name, partial(compute, places)
-            bar.update(len(places))
-
-    with progress_bar(progress, total=len(rows), desc="Saliency", unit="example") as bar:
-        for places, made in zip(batches.values(), run_pieces(folder, work(bar)), strict=True):
+    with run.bar("Saliency", "example", len(rows)) as bar:
+        for places, made in zip(cut, run.pieces("rows", cut, compute, bar, len), strict=True):
             for name, values in made.items():
                 found[name][places] = values
     return found
@@ -306,39 +295,26 @@ def _warn_if_blind(rows: Sequence[Row], probe: Probe, wanted: Wanted) -> None:
         warnings.warn(
             f"The probe reads {probe.token}, before the exact answer of {blind:,} of {len(rows):,} examples: it cannot "
             "depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
-            stacklevel=3,
+            stacklevel=5,
         )
 
 
-def _record(
-    model: HookedModel,
-    answered: AnsweredQuestions,
-    probe: Probe,
-    fold: NDArray[np.int64],
-    wanted: Wanted,
-    target: str,
-    batch_size: int,
-) -> RunRecord:
-    return RunRecord.of(
-        "saliency",
-        model,
-        options={
-            "answered": answered,
-            "probe": {
-                "site": probe.site,
-                "token": probe.token,
-                "layer": probe.layer,
-                "weight": probe.weight.double(),
-                "bias": probe.bias,
-                "fitted_on": len(probe.fitted_on),
-                "folds": [[one.weight.double(), one.bias] for one in probe.folds],
-                "fold_of_each": fold,
-            },
-            "target": target,
-            "edges": list(wanted.edges),
-            "heads": wanted.heads,
-            "pairs": wanted.pairs,
-            "layers": list(wanted.layers),
-            "batch_size": batch_size,
+def _options(answered: AnsweredQuestions, probe: Probe, fold: NDArray[np.int64], wanted: Wanted) -> dict[str, Any]:
+    """Return what a saliency depends on."""
+    return {
+        "answered": answered,
+        "probe": {
+            "site": probe.site,
+            "token": probe.token,
+            "layer": probe.layer,
+            "weight": probe.weight.double(),
+            "bias": probe.bias,
+            "fitted_on": len(probe.fitted_on),
+            "folds": [[one.weight.double(), one.bias] for one in probe.folds],
+            "fold_of_each": fold,
         },
-    )
+        "edges": list(wanted.edges),
+        "heads": wanted.heads,
+        "pairs": wanted.pairs,
+        "layers": list(wanted.layers),
+    }

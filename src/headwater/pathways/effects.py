@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -31,17 +30,15 @@ from headwater.pathways.interventions import (
 from headwater.pathways.modes import Logits
 from headwater.pathways.probes import Probes, States, fit_probes, grouped_folds, probe_positions, states_at
 from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
-from headwater.progress import Bar, progress_bar
+from headwater.progress import Bar
 from headwater.questions.answers import AnsweredQuestions
-from headwater.runs.folder import Compute
+from headwater.runs.analysis import Run
 
 CHUNK = 256
 """Rows in one piece of a resumable run."""
 SWAPS = 3
 """How many times each subject is swapped."""
 FOLDS = 5
-Pieces = Callable[[Iterable[tuple[str, Compute]]], Iterator[dict[str, Tensor]]]
-"""Computes named pieces in order, or takes them from an interrupted run."""
 Halves = Int[np.ndarray, "seed example"]
 
 
@@ -116,6 +113,7 @@ def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
 
 
 def measure(
+    run: Run,
     model: HookedModel,
     answered: AnsweredQuestions,
     half: Halves,
@@ -123,8 +121,6 @@ def measure(
     *,
     window: int | None,
     controls: bool,
-    pieces: Pieces,
-    progress: bool,
 ) -> Measured:
     """Measure one question set."""
     name = answered.datasets[0]
@@ -135,11 +131,11 @@ def measure(
             "token that the probe reads: choose another token=."
         )
     listed = _controls(model, answered, setup) if controls else []
-    runs = [exact, *listed]
-    total = len(answered.table) + sum(len(run.examples) for run in (*runs, *([exact] if window else [])))
-    with progress_bar(progress, total=total, desc=f"Tracing {name}", unit="row") as bar:
-        states = _states(model, answered, setup, pieces, bar)
-        fits = _fits(states, answered, half, setup, pieces)
+    interventions = [exact, *listed]
+    total = len(answered.table) + sum(len(one.examples) for one in (*interventions, *([exact] if window else [])))
+    with run.bar(f"Tracing {name}", "row", total) as bar:
+        states = _states(run, model, answered, setup, bar)
+        fits = _fits(run, states, answered, half, setup)
         nothing = np.full((len(half), len(states), half.shape[1]), np.nan)
 
         def everywhere(part: Intervention) -> Logits:
@@ -151,12 +147,13 @@ def measure(
             return fits.logits_at_best(after, layers, part.examples)
 
         found = [
-            _after(run, f"run-{number:03d}", everywhere, nothing.copy(), pieces, bar) for number, run in enumerate(runs)
+            _after(run, f"run-{number:03d}", one, everywhere, nothing.copy(), bar)
+            for number, one in enumerate(interventions)
         ]
-        windowed = _after(exact, "windows", in_windows, nothing.copy(), pieces, bar) if window else None
+        windowed = _after(run, "windows", exact, in_windows, nothing.copy(), bar) if window else None
     others: dict[str, list[Logits]] = {}
-    for run, logits in zip(listed, found[1:], strict=True):
-        others.setdefault(run.name, []).append(logits)
+    for one, logits in zip(listed, found[1:], strict=True):
+        others.setdefault(one.name, []).append(logits)
     before = fits.logits(states, np.arange(len(answered.table)))
     return Measured(answered, fits, states, before, found[0], windowed, others)
 
@@ -170,7 +167,7 @@ def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> 
     return [control for control in listed if len(control.examples)]
 
 
-def _states(model: HookedModel, answered: AnsweredQuestions, setup: Setup, pieces: Pieces, bar: Bar) -> States:
+def _states(run: Run, model: HookedModel, answered: AnsweredQuestions, setup: Setup, bar: Bar) -> States:
     tokens, positions = list(answered.table["tokens"]), probe_positions(answered, setup.token)
     states = torch.empty(model.shape.n_layers, len(tokens), model.shape.d_model)
     chunks = _chunks(tokens)
@@ -179,15 +176,16 @@ def _states(model: HookedModel, answered: AnsweredQuestions, setup: Setup, piece
         chosen = [tokens[row] for row in rows], [positions[row] for row in rows]
         return {"states": states_at(model, *chosen, setup.site, setup.batch_size, progress=False)}
 
-    for rows, piece in zip(chunks, pieces(_work("states", chunks, compute, bar)), strict=True):
+    for rows, piece in zip(chunks, run.pieces("states", chunks, compute, bar, len), strict=True):
         states[:, rows] = piece["states"]
     return states
 
 
-def _fits(states: States, answered: AnsweredQuestions, half: Halves, setup: Setup, pieces: Pieces) -> Fits:
+def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, setup: Setup) -> Fits:
     groups = answered.table["question"].tolist()
 
-    def compute(seed: int, side: int) -> dict[str, Tensor]:
+    def compute(one: tuple[int, int]) -> dict[str, Tensor]:
+        seed, side = one
         rows = np.flatnonzero(half[seed] != side)
         fitted = fit_probes(
             states[:, torch.from_numpy(rows)],
@@ -201,8 +199,8 @@ def _fits(states: States, answered: AnsweredQuestions, half: Halves, setup: Setu
         )
         return probes_as_tensors(fitted)
 
-    work = [(f"probes-{seed}-{side}", partial(compute, seed, side)) for seed in range(len(half)) for side in (0, 1)]
-    found = [probes_from_tensors(piece, setup) for piece in pieces(work)]
+    sides = [(seed, side) for seed in range(len(half)) for side in (0, 1)]
+    found = [probes_from_tensors(piece, setup) for piece in run.pieces("probes", sides, compute)]
     return Fits([found[i : i + 2] for i in range(0, len(found), 2)], half)
 
 
@@ -224,30 +222,22 @@ def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
 
 
 def _after(
-    run: Intervention,
-    name: str,
+    run: Run,
+    stage: str,
+    intervention: Intervention,
     read: Callable[[Intervention], Logits],
     found: Logits,
-    pieces: Pieces,
     bar: Bar,
 ) -> Logits:
     """Write into `found` what is read after an intervention, where it applies."""
-    chunks = _chunks(run.tokens)
+    chunks = _chunks(intervention.tokens)
 
     def compute(rows: list[int]) -> dict[str, Tensor]:
-        return {"logits": torch.from_numpy(read(run.rows(rows)))}
+        return {"logits": torch.from_numpy(read(intervention.rows(rows)))}
 
-    for rows, piece in zip(chunks, pieces(_work(name, chunks, compute, bar)), strict=True):
-        found[:, :, run.examples[rows]] = piece["logits"].numpy()
+    for rows, piece in zip(chunks, run.pieces(stage, chunks, compute, bar, len), strict=True):
+        found[:, :, intervention.examples[rows]] = piece["logits"].numpy()
     return found
-
-
-def _work(
-    name: str, chunks: Sequence[list[int]], compute: Callable[[list[int]], dict[str, Tensor]], bar: Bar
-) -> Iterator[tuple[str, Compute]]:
-    for number, rows in enumerate(chunks):
-        yield f"{name}-{number:04d}", partial(compute, rows)
-        bar.update(len(rows))
 
 
 def _chunks(tokens: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -11,9 +11,7 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, with the controls that it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,6 @@ from headwater.pathways.effects import (
     FOLDS,
     Halves,
     Measured,
-    Pieces,
     halves,
     measure,
     probes_as_tensors,
@@ -43,7 +40,7 @@ from headwater.pathways.probes import Probe, Probes, States, check_probe_options
 from headwater.pathways.report import findings_of, report_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -234,30 +231,27 @@ def trace_pathways(
     """
     setup, controls = Setup(site, token, variant, edges, batch_size), checked_flag("controls", controls)
     _check(model, answered, setup, window, seeds)
-    run = _record(model, answered, setup, window, seeds, controls)
-    folder = RunFolder(out, run) if out is not None else None
-    if folder is not None and folder.finished:
-        return Pathways.load(folder.path)
-    usable, dropped = _usable(answered, seeds)
-    parts, fits, pooled = [], [], []
-    half_of: dict[str, int] = {}
-    for number, (name, half) in enumerate(usable.items()):
-        rows = np.flatnonzero(answered.table["dataset"] == name)
-        own = AnsweredQuestions(answered.table.iloc[rows].reset_index(drop=True), answered.dropped, answered.run)
-        pieces = partial(_pieces, folder, f"{number:02d}")
-        options: dict[str, Any] = {"window": window, "controls": controls, "pieces": pieces, "progress": progress}
-        measured = measure(model, own, half, setup, **options)
-        parts.append(tables_of(measured, rows.tolist(), controls))
-        fits.append(measured.fits)
-        pooled.append(_sampled(measured, half_of))
-        del measured  # of a large model its states are gigabytes, and the next set's are coming
-    probes = _pooled(pooled, setup, partial(_pieces, folder, POOLED))
-    listed = [(name, fit.probes) for name, fit in zip(usable, fits, strict=True)]
-    fields: dict[str, Any] = stacked(parts) | _fit_fields(listed, probes)
-    result = Pathways(**fields, dropped=dropped, run=folder.run if folder else run)
-    if folder is not None:
-        folder.finish(result)
-    return result
+    options = {"answered": answered, **vars(setup), "window": window, "seeds": seeds, "controls": controls}
+    options |= {"tests": TESTS}
+
+    def work(run: Run) -> Pathways:
+        usable, dropped = _usable(answered, seeds)
+        parts, fits, pooled = [], [], []
+        half_of: dict[str, int] = {}
+        for number, (name, half) in enumerate(usable.items()):
+            rows = np.flatnonzero(answered.table["dataset"] == name)
+            own = AnsweredQuestions(answered.table.iloc[rows].reset_index(drop=True), answered.dropped, answered.run)
+            measured = measure(run.part(f"{number:02d}"), model, own, half, setup, window=window, controls=controls)
+            parts.append(tables_of(measured, rows.tolist(), controls))
+            fits.append(measured.fits)
+            pooled.append(_sampled(measured, half_of))
+            del measured  # of a large model its states are gigabytes, and the next set's are coming
+        probes = _pooled(run.part(POOLED), pooled, setup)
+        listed = [(name, fit.probes) for name, fit in zip(usable, fits, strict=True)]
+        fields: dict[str, Any] = stacked(parts) | _fit_fields(listed, probes)
+        return Pathways(**fields, dropped=dropped, run=run.record)
+
+    return carry_out(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
 
 
 def _check(model: HookedModel, answered: Any, setup: Setup, window: int | None, seeds: int) -> None:
@@ -273,24 +267,6 @@ def _check(model: HookedModel, answered: Any, setup: Setup, window: int | None, 
     checked_count("seeds", seeds)
     if window is not None:
         checked_count("window", window)
-
-
-def _record(
-    model: HookedModel, answered: AnsweredQuestions, setup: Setup, window: int | None, seeds: int, controls: bool
-) -> RunRecord:
-    return RunRecord.of(
-        "trace_pathways",
-        model,
-        options={
-            "answered": answered,
-            **vars(setup),
-            "window": window,
-            "seeds": seeds,
-            "controls": controls,
-            "tests": TESTS,
-        },
-        seed=0,
-    )
 
 
 def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves], pd.DataFrame]:
@@ -320,10 +296,6 @@ def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves],
     return usable, pd.DataFrame(causes, columns=["dataset", "cause", "examples"])
 
 
-def _pieces(folder: RunFolder | None, prefix: str, work: Iterable[tuple[str, Compute]]) -> Iterator[dict[str, Tensor]]:
-    return run_pieces(folder, ((f"{prefix}-{name}", compute) for name, compute in work))
-
-
 @dataclass(frozen=True)
 class _Sample:
     """The examples of a question set that go into the pooled probes."""
@@ -348,12 +320,12 @@ def _sampled(measured: Measured, halves_before: dict[str, int]) -> _Sample:
     )
 
 
-def _pooled(samples: list[_Sample], setup: Setup, pieces: Pieces) -> list[Probes]:
+def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
     """Fit probes on all question sets together: on all examples, and for each half of them on the other half."""
     groups = [question for sample in samples for question in sample.questions]
     z, half = (np.concatenate([getattr(sample, name) for sample in samples]) for name in ("z", "half"))
 
-    def compute() -> dict[str, Tensor]:
+    def compute(samples: list[_Sample]) -> dict[str, Tensor]:
         states = torch.cat([sample.states for sample in samples], 1)
         options: dict[str, Any] = {"site": setup.site, "token": setup.token, "groups": groups, "folds": FOLDS}
         probes = with_halves(fit_probes(states, z, **options, cross_fit=False), states, z, groups, half)
@@ -361,7 +333,7 @@ def _pooled(samples: list[_Sample], setup: Setup, pieces: Pieces) -> list[Probes
         weight, bias = (torch.stack([getattr(one, name) for one in together]) for name in ("weight", "bias"))
         return probes_as_tensors(probes) | {"weight": weight, "bias": bias}
 
-    (found,) = pieces([("probes", compute)])
+    (found,) = run.pieces("probes", [samples], compute)
     each = zip(found["weight"], found["bias"], strict=True)
     return [probes_from_tensors(found | {"weight": weight, "bias": bias}, setup) for weight, bias in each]
 

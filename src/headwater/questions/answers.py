@@ -19,7 +19,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +34,7 @@ from headwater.models.generation import end_tokens, generate
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
 from headwater.options import checked_count
-from headwater.progress import progress_bar
+from headwater.progress import Bar
 from headwater.questions.examples import (
     CUT,
     NO_WORDS,
@@ -54,7 +53,7 @@ from headwater.questions.formats import columns_found
 from headwater.questions.labels import CONTAINS, Label, Verdict, check_label
 from headwater.questions.sources import SPAN_COLUMNS, Questions
 from headwater.questions.words import Span
-from headwater.runs.folder import RunFolder, run_pieces
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -175,35 +174,29 @@ def answer(
     check_label(label)
     check_extractor(extractor)
     before, after = prompt_parts(model.tokenizer, prompt)
-    run = RunRecord.of(
-        "answer",
-        model,
-        options={
-            "questions": questions.table,
-            "prompt": before + SLOT + after,
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size,
-            "extractor": extractor,
-            "ends": end_tokens(model),
-            "label": label,
-        },
-    )
-    folder = RunFolder(out, run) if out is not None else None
-    if folder is not None and folder.finished:
-        return AnsweredQuestions.load(folder.path)
-    outcomes: dict[int, dict[str, Any] | str] = {}
-    prompts = _prompts(model, questions, (before, after), max_new_tokens, extractor is None, outcomes)
-    order = sorted(prompts, key=lambda place: len(prompts[place].tokens))
-    batches = [[prompts[place] for place in order[i : i + batch_size]] for i in range(0, len(order), batch_size)]
-    written = _answers(model, batches, max_new_tokens, folder, progress)
-    answers, to_extract = tee(_labelled(written, label, folder))
-    found = chain.from_iterable(_extracted(to_extract, extractor, folder))
-    answered = zip(order, chain.from_iterable(answers), found, strict=True)
-    outcomes |= {place: outcome_of(a, words, extractor is None) for place, a, words in answered}
-    result = _result(questions, outcomes, folder.run if folder else run)
-    if folder is not None:
-        folder.finish(result)
-    return result
+    options = {
+        "questions": questions.table,
+        "prompt": before + SLOT + after,
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "extractor": extractor,
+        "ends": end_tokens(model),
+        "label": label,
+    }
+
+    def work(run: Run) -> AnsweredQuestions:
+        outcomes: dict[int, dict[str, Any] | str] = {}
+        prompts = _prompts(model, questions, (before, after), max_new_tokens, extractor is None, outcomes)
+        order = sorted(prompts, key=lambda place: len(prompts[place].tokens))
+        batches = [[prompts[place] for place in order[i : i + batch_size]] for i in range(0, len(order), batch_size)]
+        with run.bar("Answering", "batch", len(batches)) as bar:
+            answers, to_extract = tee(_labelled(_answers(model, batches, max_new_tokens, run, bar), label, run))
+            found = chain.from_iterable(_extracted(to_extract, extractor, run))
+            answered = zip(order, chain.from_iterable(answers), found, strict=True)
+            outcomes |= {place: outcome_of(a, words, extractor is None) for place, a, words in answered}
+        return _result(questions, outcomes, run.record)
+
+    return carry_out(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
 
 
 def check_answered(model: HookedModel, answered: Any) -> None:
@@ -268,7 +261,7 @@ def _prompts(
 
 
 def _answers(
-    model: HookedModel, batches: Sequence[Sequence[Prompt]], max_new_tokens: int, folder: RunFolder | None, bar: bool
+    model: HookedModel, batches: Sequence[Sequence[Prompt]], max_new_tokens: int, run: Run, bar: Bar
 ) -> Iterator[list[Answer]]:
     """Generate for every batch, or take what an earlier run generated."""
     tokenizer: Any = model.tokenizer
@@ -284,9 +277,7 @@ def _answers(
         batch = model.tokenize([prompt.tokens for prompt in prompts])
         return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end)))
 
-    shown = progress_bar(bar, batches, desc="Answering", unit="batch")
-    work = ((f"answers-{number:05d}", partial(compute, prompts)) for number, prompts in enumerate(shown))
-    for prompts, made in zip(batches, run_pieces(folder, work), strict=True):
+    for prompts, made in zip(batches, run.pieces("answers", batches, compute, bar), strict=True):
         answers = []
         for i, prompt in enumerate(prompts):
             tokens = made["tokens"][i, : made["lengths"][i]].tolist()
@@ -296,7 +287,7 @@ def _answers(
         yield answers
 
 
-def _labelled(batches: Iterable[Sequence[Answer]], label: Label, folder: RunFolder | None) -> Iterator[list[Answer]]:
+def _labelled(batches: Iterable[Sequence[Answer]], label: Label, run: Run) -> Iterator[list[Answer]]:
     """Say of the answers of each batch whether they are right; what a judge said is kept, because it may cost money."""
     if isinstance(label, str):
         for answers in batches:
@@ -308,14 +299,13 @@ def _labelled(batches: Iterable[Sequence[Answer]], label: Label, folder: RunFold
         return {"right": torch.tensor([-1 if one is None else int(one) for one in said], dtype=torch.int8)}
 
     asked, answered = tee(batches)
-    work = ((f"judged-{number:05d}", partial(compute, answers)) for number, answers in enumerate(asked))
-    for made, answers in zip(run_pieces(folder, work), answered, strict=True):
+    for made, answers in zip(run.pieces("judged", asked, compute), answered, strict=True):
         said = [None if one < 0 else bool(one) for one in made["right"].tolist()]
         yield [replace(one, verdict=Verdict(is_right)) for one, is_right in zip(answers, said, strict=True)]
 
 
 def _extracted(
-    batches: Iterable[Sequence[Answer]], extractor: Extractor | None, folder: RunFolder | None
+    batches: Iterable[Sequence[Answer]], extractor: Extractor | None, run: Run
 ) -> Iterator[list[dict[str, tuple[Span, ...]]]]:
     """Ask the extractor about the answers of each batch that can be used; empty for the others."""
     if extractor is None:
@@ -329,8 +319,7 @@ def _extracted(
             found = list(pool.map(lambda a: ask_extractor(ask, a), answers))
         return {"json": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}
 
-    work = ((f"extracted-{number:05d}", partial(compute, answers)) for number, answers in enumerate(batches))
-    for made in run_pieces(folder, work):
+    for made in run.pieces("extracted", batches, compute):
         found = json.loads(bytes(made["json"].tolist()))
         yield [{part: tuple((a, b) for a, b in spans) for part, spans in one.items()} for one in found]
 

@@ -27,8 +27,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.options import checked_path
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.runs.folder import RunFolder
-from headwater.runs.record import RunRecord
+from headwater.runs.analysis import Run, carry_out
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
 PUBLISHED = {"accuracy": "accuracy", "forward": "forward", "backward_first": "backward"}
@@ -78,19 +77,16 @@ def reproduce_depth(
         progress=progress,
         out=checked_path("out", out) / "profile" if out is not None else None,
     )
-    run = RunRecord.of("reproduce_depth", model, {"published": name, "profile": profile.run.options})
-    folder = RunFolder(out, run) if out is not None else None
-    if folder and folder.finished:
-        return Reproduction.load(folder.path)
-    notes = [] if name else [no_numbers(model.name, reference)]
-    if graph.table["score"].isna().all():
-        notes.append(OWN_SCORES)
-    notes += _asked(profile)
-    rows = compare_depth(profile.judged, reference.models[name] if name else {})
-    result = Reproduction(compared(rows), name, reference.source, [*notes, *graph.notes], run)
-    if folder:
-        folder.finish(result)
-    return result
+    options = {"published": name, "profile": profile.run.options}
+
+    def work(run: Run) -> Reproduction:
+        notes = [] if name else [no_numbers(model.name, reference)]
+        notes += [OWN_SCORES] if graph.table["score"].isna().all() else []
+        rows = compare_depth(profile.judged, reference.models[name] if name else {})
+        notes += [*_asked(profile), *graph.notes]
+        return Reproduction(compared(rows), name, reference.source, notes, run.record)
+
+    return carry_out(Reproduction, "reproduce_depth", model, options, work, out=out, progress=progress)
 
 
 def _asking(model: HookedModel) -> dict[str, Any]:

@@ -28,8 +28,7 @@ from headwater.models.loading import load
 from headwater.models.weights import open_weights
 from headwater.options import checked_path
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.runs.folder import RunFolder
-from headwater.runs.record import RunRecord
+from headwater.runs.analysis import Run, carry_out
 
 OWN_TEMPLATES = (
     "The correlations are measured with headwater's own sentences, not with those of the publication, which "
@@ -68,7 +67,7 @@ def reproduce_maps(
     reference = published_numbers("maps")
     name = reference.name_of(weights.name, weights.shape, published)
     bos = published_bos(model) if correlations and isinstance(model, HookedModel) else None
-    options = {
+    options: dict[str, Any] = {
         "published": name,
         "correlations": correlations,
         "templates": list(templates) if correlations else [],
@@ -81,21 +80,21 @@ def reproduce_maps(
         progress=progress,
         out=checked_path("out", out) / "heads" if out is not None else None,
     )
-    run = RunRecord.of("reproduce_maps", weights, options | {"heads": head_map.run.options})
-    folder = RunFolder(out, run) if out is not None else None
-    if folder and folder.finished:
-        return Reproduction.load(folder.path)
-    numbers = reference.models[name]["relations"] if name else {}
-    pieces = [compare_scores(head_map, numbers)]
-    notes = [] if name else [no_numbers(weights.name, reference)]
-    if correlations and isinstance(model, HookedModel):
-        measured = dynamic_scores(model, head_map, relations=relations, templates=templates, bos=bos, progress=progress)
-        pieces.append(compare_correlations(measured.correlations, numbers))
-        notes += [OWN_TEMPLATES] if tuple(templates) == TEMPLATES else []
-    result = Reproduction(compared(pd.concat(pieces, ignore_index=True)), name, reference.source, notes, run)
-    if folder:
-        folder.finish(result)
-    return result
+    options |= {"heads": head_map.run.options}
+
+    def work(run: Run) -> Reproduction:
+        numbers = reference.models[name]["relations"] if name else {}
+        pieces = [compare_scores(head_map, numbers)]
+        notes = [] if name else [no_numbers(weights.name, reference)]
+        if correlations and isinstance(model, HookedModel):
+            asked: dict[str, Any] = {"relations": relations, "templates": templates, "bos": bos, "progress": progress}
+            measured = dynamic_scores(model, head_map, **asked)
+            pieces.append(compare_correlations(measured.correlations, numbers))
+            notes += [OWN_TEMPLATES] if tuple(templates) == TEMPLATES else []
+        table = compared(pd.concat(pieces, ignore_index=True))
+        return Reproduction(table, name, reference.source, notes, run.record)
+
+    return carry_out(Reproduction, "reproduce_maps", weights, options, work, out=out, progress=progress)
 
 
 def compare_scores(head_map: HeadMap, numbers: Mapping[str, Any]) -> pd.DataFrame:

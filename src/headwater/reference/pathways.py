@@ -27,9 +27,8 @@ from headwater.questions.answers import answer
 from headwater.questions.extract import Extractor
 from headwater.questions.sources import Source, load_questions
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.runs.folder import RunFolder
+from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import digest_of_file
-from headwater.runs.record import RunRecord
 
 METHODS = {
     "p_true": "P(True)",
@@ -90,25 +89,22 @@ def reproduce_pathways(
     name = reference.name_of(model.name, model.shape, published)
     options = {"sample": sample, "methods": list(methods), "token": token, "seeds": seeds}
     named = {"published": name, "questions": [_content(source) for source in sources], "extractor": extractor}
-    run = RunRecord.of("reproduce_pathways", model, options | named)
-    folder = RunFolder(out, run) if out is not None else None
-    if folder and folder.finished:
-        return Reproduction.load(folder.path)
-    numbers = reference.models[name] if name else {}
-    pieces = []
-    for number, source in enumerate(sources):
-        part = folder.path / f"set_{number}" if folder else None
+
+    def work(run: Run) -> Reproduction:
+        numbers = reference.models[name] if name else {}
         shared: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-        drawn = load_questions(source, sample=sample)
-        answered = answer(model, drawn, extractor=extractor, out=part / "answers" if part else None, **shared)
         fitting: dict[str, Any] = {"methods": methods, "token": token, "seeds": seeds}
-        detection = detect(model, answered, out=part / "detection" if part else None, **fitting, **shared)
-        pieces.append(compare_detection(detection, numbers))
-    notes = [NOT_STATED] if name else [no_numbers(model.name, reference), NOT_STATED]
-    result = Reproduction(compared(pd.concat(pieces, ignore_index=True)), name, reference.source, notes, run)
-    if folder:
-        folder.finish(result)
-    return result
+        pieces = []
+        for number, source in enumerate(sources):
+            drawn, below = load_questions(source, sample=sample), f"set_{number}"
+            answered = answer(model, drawn, extractor=extractor, out=run.below(f"{below}/answers"), **shared)
+            detection = detect(model, answered, out=run.below(f"{below}/detection"), **fitting, **shared)
+            pieces.append(compare_detection(detection, numbers))
+        notes = [NOT_STATED] if name else [no_numbers(model.name, reference), NOT_STATED]
+        table = compared(pd.concat(pieces, ignore_index=True))
+        return Reproduction(table, name, reference.source, notes, run.record)
+
+    return carry_out(Reproduction, "reproduce_pathways", model, options | named, work, out=out, progress=progress)
 
 
 def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.DataFrame:

@@ -1,0 +1,120 @@
+"""What every analysis does around its own work: say what it is, continue or read what is there, keep what it makes.
+
+1. The record says who computes what: weights, tokenizer, edits, options (`runs.record`).
+2. With `out=`, the folder is opened: another run's is refused, and a finished result is read and returned.
+3. The work is done, in named pieces where it is long: each piece is in the folder as soon as it is made, is read from
+   there when the run is repeated, and is made by one of several processes (`runs.folder`).
+4. The result is written, and returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from headwater.options import checked_flag
+from headwater.progress import Bar, progress_bar
+from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.record import Recorded, RunRecord
+from headwater.runs.result import Result
+
+Item = TypeVar("Item")
+R = TypeVar("R", bound=Result)
+
+
+@dataclass(frozen=True)
+class Run:
+    """An analysis that is going on."""
+
+    record: RunRecord
+    folder: RunFolder | None = None
+    progress: bool = True
+    prefix: str = ""
+    """Stands before the names of its pieces."""
+
+    def bar(self, desc: str, unit: str, total: int | None = None) -> Bar:
+        """Open the bar of a stage; it counts without being shown where the run shows none."""
+        return progress_bar(self.progress, total=total, desc=desc, unit=unit)
+
+    def pieces(
+        self,
+        stage: str,
+        items: Iterable[Item],
+        compute: Callable[[Item], Mapping[str, Tensor]],
+        bar: Bar | None = None,
+        size: Callable[[Item], int] = lambda item: 1,
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield what `compute` makes of each item, in their order, or made of it in an earlier, interrupted run.
+
+        Args:
+            stage: the name of the pieces; every stage of an analysis has its own.
+            items: drawn one by one; with several processes all of them before the first is yielded.
+            compute: makes a piece of an item: named tensors, from nothing that another piece makes.
+            bar: what counts the items that are done.
+            size: what an item counts.
+
+        Raises:
+            RunFolderError: a piece cannot be written, or cannot be read where another process wrote it.
+        """
+
+        def work() -> Iterator[tuple[str, Compute]]:
+            done = bar.n if bar is not None else 0
+            for number, item in enumerate(items):
+                yield f"{self.prefix}{stage}-{number:06d}", partial(compute, item)
+                done += size(item)
+                if bar is not None:
+                    bar.update(done - bar.n)
+
+        yield from run_pieces(self.folder, work())
+
+    def part(self, name: str) -> Run:
+        """Return the same run for a part of it, whose stages are named after the part."""
+        return replace(self, prefix=f"{self.prefix}{name}-")
+
+    def below(self, name: str) -> Path | None:
+        """Return the `out=` of another analysis that this one calls."""
+        return self.folder.path / name if self.folder is not None else None
+
+
+def carry_out(
+    kind: type[R],
+    analysis: str,
+    model: Recorded,
+    options: dict[str, Any],
+    work: Callable[[Run], R],
+    *,
+    out: str | Path | None,
+    seed: int | None = None,
+    progress: bool = True,
+) -> R:
+    """Return what `work` makes, or what an earlier run of the same kept in `out`.
+
+    Args:
+        kind: the class of the result.
+        analysis: the name of the entry function.
+        model: whose weights and tokenizer are recorded.
+        options: all that decides the result: names, numbers, tables, functions (`runs.identity`).
+        work: makes the result.
+        out: the folder, or None.
+        seed: of what is drawn at random.
+        progress: whether bars are shown.
+
+    Raises:
+        InputError: with `out`, an option cannot be told from another.
+        RunFolderError: `out` holds another run, or another process writes to it.
+    """
+    progress = checked_flag("progress", progress)
+    record = RunRecord.of(analysis, model, options, seed)
+    if out is None:
+        return work(Run(record, progress=progress))
+    folder = RunFolder(out, record)
+    if folder.finished:
+        return kind.load(folder.path)
+    result = work(Run(folder.run, folder, progress))
+    folder.finish(result)
+    return result
