@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.models.alterations import KnownModules
 from headwater.models.caches import Cache, fill_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Attached, Attachments, Hook, HookFunction, listed_hooks, looks
@@ -36,6 +37,7 @@ from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.identity import tokenizer_digest
+from headwater.runs.record import HOOKS, PAST_HOOKS
 
 Keep: TypeAlias = Literal["last"] | Sequence[int] | Int[Tensor, " kept"] | None
 """The positions whose logits are wanted: all (None), each row's last real token, or these columns."""
@@ -85,6 +87,7 @@ class HookedModel:
         self._attachments = Attachments(raw)
         self._own_graph = False
         self._weights = KnownWeights(raw, shape)
+        self._modules = KnownModules(raw)
         self._held: tuple[str, str] | None = None
 
     def __repr__(self) -> str:
@@ -128,9 +131,18 @@ class HookedModel:
         return tokenizer_digest(self.tokenizer) + begins
 
     @property
-    def edits(self) -> list[Hook]:
-        """The hooks that are attached now (`with model.hooks(...)`) and may edit what the model computes."""
-        return self._attachments.edits()
+    def interventions(self) -> dict[str, Any]:
+        """What acts in the model now beside its weights, by the option that records it in a run.
+
+        The hooks that `with model.hooks(...)` has attached and that may edit; and what was put into the model past
+        them since it was loaded (`headwater.models.alterations`).
+        """
+        found = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
+        return {option: what for option, what in found.items() if what}
+
+    def settle(self) -> None:
+        """Take what stands in the model's modules now for what belongs there: it has been loaded."""
+        self._modules = KnownModules(self.raw)
 
     def digest(self) -> str:
         """Name this model in the identity of what holds it."""

@@ -222,6 +222,7 @@ def _checked(model: HookedModel, seen: Seen | None = None) -> HookedModel:
     if model.tokenizer is not None:
         checks.tokenizer_fits(model.tokenizer, model.shape.d_vocab)
     agree(model, seen)
+    model.settle()
     return model
 
 

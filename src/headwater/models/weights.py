@@ -13,7 +13,7 @@ that Qwen3 and Gemma 3 put on them. Gemma 2 and 3 apply one more norm to the sum
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,6 @@ from headwater.models.tokens import Batch, load_tokenizer
 from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:
-    from headwater.models.edits import Hook
     from headwater.models.hooked import HookedModel
 
 PINNED_AT_MOST = 2**29
@@ -130,9 +129,9 @@ class WeightSource(ABC):
         """Hash of the tokenizer."""
 
     @property
-    def edits(self) -> "list[Hook]":
-        """The hooks that may edit what is run for them: none, but on a model in memory."""
-        return []
+    def interventions(self) -> Mapping[str, Any]:
+        """What acts in the model beside them, by the option that records it: nothing, but on a model in memory."""
+        return {}
 
     @property
     @abstractmethod
@@ -335,9 +334,9 @@ class LoadedWeights(WeightSource):
         return self.model.tokenizer_digest
 
     @property
-    def edits(self) -> "list[Hook]":
-        """The hooks that may edit what is run for them."""
-        return self.model.edits
+    def interventions(self) -> Mapping[str, Any]:
+        """What acts in the model beside them, by the option that records it."""
+        return self.model.interventions
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -53,8 +53,8 @@ class RunFolder:
         self.path = checked_path("out", path)
         if run.unknown:
             raise InputError(
-                f"out={str(path)!r} cannot be used: what this run computes with cannot be named, {run.unknown}. "
-                'Give it a text attribute that you change with it (f.identity = "v1"), or leave out= away.'
+                f"out={str(path)!r} cannot be used: what this run computes with cannot be named, {run.unknown}, "
+                "or leave out= away."
             )
         self._pieces = self.path / "pieces"
         self._processes = processes()

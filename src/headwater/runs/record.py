@@ -7,7 +7,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +24,9 @@ of what made a run: of functions their names, of large weights a sample, of the 
 read, and no run goes on in their folders."""
 MANIFEST_SINCE = 1
 """The first format with the seal of every file in `run.json`."""
+HOOKS, PAST_HOOKS = "hooks of the model", "past model.hooks"
+"""The options that record what `with model.hooks(...)` attached, and what was put into the model in other ways."""
+NAME_IT = 'Give it a text attribute that you change with it (f.identity = "v1")'
 _LIBRARIES = ("headwater", "transformer-lens", "transformers", "torch")
 
 
@@ -48,8 +51,8 @@ class Recorded(Protocol):
         """A hash of the tokenizer."""
 
     @property
-    def edits(self) -> Sequence[tuple[str, Any]]:
-        """The hooks that are attached and may edit: activations and functions."""
+    def interventions(self) -> Mapping[str, Any]:
+        """What acts in the model beside its weights, by the option that records it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,16 +88,16 @@ class RunRecord:
     def of(cls, analysis: str, model: Recorded, options: dict[str, Any], seed: int | None = None) -> RunRecord:
         """Record a run of an analysis on a model, or on the weights of one; options may be of any kind.
 
-        Hooks that edit the model meanwhile (`with model.hooks(...)`) are recorded as one more option.
+        Hooks that edit the model meanwhile (`with model.hooks(...)`), and what was put into it past them, are recorded
+        as options too.
         """
-        edits = {"hooks of the model": model.edits} if model.edits else {}
         return cls(
             analysis=analysis,
             model=model.name,
             fingerprint=model.fingerprint,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
-            options=describe(options | edits),
+            options=describe(options | dict(model.interventions)),
             tokenizer=model.tokenizer_digest,
             revision=model.revision,
             seed=describe(seed),
@@ -102,11 +105,16 @@ class RunRecord:
 
     @property
     def unknown(self) -> str | None:
-        """Why it cannot be told whether another run is the same; None where it can."""
+        """Why it cannot be told whether another run is the same, and what to do; None where it can."""
         if self.tokenizer is not None and self.tokenizer.startswith(UNKNOWN):
-            return f"the tokenizer: {self.tokenizer.removeprefix(UNKNOWN + ': ')}"
-        reasons = ((name, unknown_in(value)) for name, value in self.options.items())
-        return next((f"the option {name}: {reason}" for name, reason in reasons if reason), None)
+            return f"the tokenizer: {self.tokenizer.removeprefix(UNKNOWN + ': ')}. {NAME_IT}"
+        for name, value in self.options.items():
+            reason = unknown_in(value)
+            if reason and name == PAST_HOOKS:
+                return f"{reason}, put into the model past model.hooks. Use `with model.hooks(...)` instead"
+            if reason:
+                return f"the option {name}: {reason}. {NAME_IT}"
+        return None
 
     def mismatch(self, model: Recorded) -> str | None:
         """Say what of another model than this run's `model` has, "other weights" or "another tokenizer"; else None."""

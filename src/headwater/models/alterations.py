@@ -1,0 +1,219 @@
+"""What was put into a model past `model.hooks`: what its modules hold now that did not stand there when it was loaded.
+
+Looked at whenever a run is recorded; where nothing is found, weights and config say what the model computes.
+
+1. Hooks of torch or TransformerLens on a module, and methods patched on a module or its class: what they compute cannot
+   be named. Those of libraries belong to a model as it is loaded (TransformerLens, accelerate and peft hook what they
+   wrap); a hook or a `forward` that was written elsewhere counts whenever it came.
+2. Numbers and texts that a module keeps, such as the eps of a norm, and which class it is: named by their values.
+
+Numbers kept in tuples, lists or other objects are not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.nn.modules import module as torch_modules
+
+from headwater.runs.identity import UNKNOWN
+
+Function: TypeAlias = Callable[..., Any]
+
+LIBRARIES = frozenset(
+    ["accelerate", "builtins", "headwater", "peft", "torch", "transformer_lens", "transformers", "transformers_modules"]
+)
+"""Whose hooks and classes belong to a model; `transformers_modules` is the code that a checkpoint brings."""
+MOVERS = frozenset(("accelerate", "builtins", "headwater"))
+"""Whose hooks and methods may come and go: they compute what was there before, or are recorded otherwise."""
+HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+"""By the attribute in which torch keeps them: what they are called."""
+NOT_LOOKED_AT = frozenset(vars(torch.nn.Module())) - {"training"} | {
+    "context_level",
+    "max_seq_len_cached",
+    "processor",
+    "tokenizer",
+}
+"""Attributes that torch keeps for itself, that change with use, or that the record of a run has in another place."""
+PLAIN = frozenset((bool, int, float, str, type(None)))
+SHOWN = 3
+"""How many places a message names."""
+
+
+class Held(NamedTuple):
+    """What one module holds beside weights and submodules."""
+
+    kind: type
+    values: dict[str, Any]
+    methods: dict[str, Function]
+    hooks: dict[str, list[Function]]
+
+
+class KnownModules:
+    """The modules of a model as they were when it was loaded, to compare with as they are now."""
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+        self._before = {path: _belonging(_held(module)) for path, module in _modules(raw)}
+        self._forwards = {held.kind: _forward(held.kind) for held in self._before.values()}
+
+    def alterations(self) -> list[Any]:
+        """Return what is other than it was, for the record of a run; nothing for a model as it was loaded.
+
+        Returns:
+            Texts that name values, and where there is something that cannot be named an object that says so under
+            `UNKNOWN`.
+        """
+        values, unnamed = list[str](), list(_everywhere())
+        unnamed += [f"a forward of the class {k.__name__}" for k, f in self._forwards.items() if _forward(k) is not f]
+        gone = dict(self._before)
+        for path, module in _modules(self._raw):
+            held, before = _held(module), gone.pop(path, None)
+            if before == held:
+                continue
+            name = _readable(path, module)
+            if before is None or before.kind is not held.kind:
+                named = values if _sources(held.kind) <= LIBRARIES else unnamed
+                named.append(f"{name} is a {held.kind.__name__}")
+                before = Held(held.kind, {}, {}, {})
+            values += _other_values(name, before.values, held.values)
+            unnamed += [f"{what} of {name}" for what in _other_methods(before.methods, held.methods)]
+            unnamed += [f"{what} on {name}" for what in _other_hooks(before, held)]
+        values += [f"{_readable(path)} is gone" for path in gone]
+        if unnamed:
+            more = f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else ""
+            return [*values, {UNKNOWN: f"{', '.join(unnamed[:SHOWN])}{more}"}]
+        return values
+
+
+def _modules(raw: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield every module of a bridge, and of the model that it wraps those that the bridge itself does not hold."""
+    seen: set[torch.nn.Module] = set()
+    yield from raw.named_modules(seen)
+    original = raw.__dict__.get("original_model", getattr(raw, "original_model", None))
+    if isinstance(original, torch.nn.Module):
+        yield from original.named_modules(seen, "original_model")
+
+
+def _readable(path: str, module: Any = None) -> str:
+    """Name a module as `model.hooks` does where it can."""
+    if _is_hook_point(type(module)) and isinstance(module.name, str):
+        return module.name
+    return re.sub(r"\b_original_component\b\.?", "", path).strip(".") or "the model"
+
+
+def _held(module: torch.nn.Module) -> Held:
+    """Look at a module: some hundreds are looked at whenever a run is recorded."""
+    values: dict[str, Any] = {}
+    methods: dict[str, Function] = {}
+    kept, kind = vars(module), type(module)
+    for name, value in kept.items():
+        if name in NOT_LOOKED_AT:
+            continue
+        if type(value) in PLAIN:
+            if name[0] != "_":
+                values[name] = value
+        elif callable(value) and not isinstance(value, torch.nn.Module) and _is_method(kind, name):
+            methods[name] = value
+    hooks = {key: list(kept[key].values()) for key in HOOKS if kept[key]}
+    return Held(kind, values, methods, hooks)
+
+
+def _is_method(kind: type, name: str) -> bool:
+    """Whether a function that an object keeps may be called by it: torch keeps compiled ones under private names."""
+    return name[0] != "_" or callable(getattr(kind, name, None))
+
+
+def _belonging(held: Held) -> Held:
+    """Return what a module may hold when it is loaded: of hooks and of its `forward`, those of libraries."""
+    methods = {name: f for name, f in held.methods.items() if name != "forward" or _sources(f) <= LIBRARIES}
+    hooks = {key: [hook for hook in hooks if _sources(hook) <= LIBRARIES] for key, hooks in held.hooks.items()}
+    return held._replace(methods=methods, hooks={key: listed for key, listed in hooks.items() if listed})
+
+
+def _other_values(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for key in [*now, *(key for key in before if key not in now)]:
+        if key not in now:
+            yield f"{name}.{key} is gone"
+        elif key not in before or before[key] != now[key]:
+            yield f"{name}.{key} = {now[key]!r}"
+
+
+def _other_methods(before: Mapping[str, Function], now: Mapping[str, Function]) -> Iterator[str]:
+    for name in before | now:
+        one, other = before.get(name), now.get(name)
+        if one is not other and not _sources(one, other) <= MOVERS:
+            yield f"a {name}" if other is not None else f"no longer a {name} of its own"
+
+
+def _other_hooks(before: Held, now: Held) -> Iterator[str]:
+    """Name the hooks that came or went, but for those by which a library watches the modules that it wraps."""
+    usual = MOVERS if _is_hook_point(now.kind) else LIBRARIES  # there TransformerLens puts what it was given
+    for key, what in HOOKS.items():
+        known, left = set(map(id, before.hooks.get(key, ()))), set(map(id, now.hooks.get(key, ())))
+        came = [hook for hook in now.hooks.get(key, ()) if id(hook) not in known]
+        went = [hook for hook in before.hooks.get(key, ()) if id(hook) not in left]
+        yield from (f"a {what}" for hook in came if not _is_usual(hook, usual))
+        yield from (f"no longer a {what}" for hook in went if not _is_usual(hook, usual))
+
+
+def _is_usual(hook: Function, usual: frozenset[str]) -> bool:
+    sources = _sources(hook)
+    return sources <= LIBRARIES and bool((sources - {"builtins"}) & usual)
+
+
+def _is_hook_point(kind: type) -> bool:
+    return any(base.__name__ == "HookPoint" for base in kind.__mro__)
+
+
+def _everywhere() -> Iterator[str]:
+    """Name the hooks that torch calls at every module of every model."""
+    for key, what in HOOKS.items():
+        if any(not _sources(hook) <= LIBRARIES for hook in getattr(torch_modules, f"_global{key}").values()):
+            yield f"a {what} on all modules of torch"
+
+
+def _forward(kind: type) -> Any:
+    return getattr(kind, "forward", None)
+
+
+def _sources(*functions: Any) -> set[str]:
+    """Return the packages in which functions, and the functions that they wrap, were written."""
+    found, waiting, seen = set[str](), [f for f in functions if f is not None], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one) in weakref.ProxyTypes:
+            continue
+        if isinstance(one, functools.partial):
+            waiting += [one.func, *filter(callable, [*one.args, *one.keywords.values()])]
+        elif isinstance(one, types.MethodType):
+            waiting.append(one.__func__)
+        elif isinstance(one, types.FunctionType):  # functools.wraps copies __module__ from another function
+            found.add(str(one.__globals__.get("__name__")).split(".")[0])
+            waiting += filter(callable, _contents(one))
+        else:
+            named = one if isinstance(one, type | types.BuiltinFunctionType) else type(one)
+            found.add((named.__module__ or "builtins").split(".")[0])
+    return found
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
