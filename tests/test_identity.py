@@ -218,6 +218,46 @@ def test_what_has_no_identity_says_where_it_stands():
     assert digest(named) != digest(type("Other", (), {"identity": "gpt, prompt 4", "__call__": len})())
 
 
+class Leaves:
+    """Leaves out of a pickle what it computes with."""
+
+    def __init__(self, k, held=None):
+        self.k, self.held = k, held
+
+    def __getstate__(self):
+        return {}
+
+    def __setstate__(self, state):
+        self.k, self.held = 0, None
+
+    @functools.cached_property
+    def twice(self):
+        return 2 * self.k
+
+
+class Reduces(Leaves):
+    def __reduce__(self):
+        return Reduces, (0,)
+
+
+@pytest.mark.parametrize("kind", [Leaves, Reduces])
+def test_what_an_object_leaves_out_of_its_pickle_counts(kind):
+    before, used = kind(5), kind(5)
+    assert used.twice == 10
+    assert digest(before) == digest(used)
+    assert digest(before) != digest(kind(9))
+    assert digest(kind(5).__getstate__) != digest(kind(9).__getstate__)
+    with pytest.raises(UnknownIdentityError, match=r"^`held` is a _thread\.lock"):
+        digest(kind(5, threading.Lock()))
+
+
+def test_an_array_is_described_by_a_digest_and_a_tuple_as_a_list():
+    one, other = (describe(np.array(numbers)) for numbers in ([1, 2], [1, 3]))
+    assert isinstance(one, str)
+    assert one != other
+    assert describe((1, 2)) == [1, 2]
+
+
 def test_every_part_of_a_tokenizer_counts_and_padding_does_not():
     def changed(change):
         tokenizer = tiny_tokenizer()

@@ -1,6 +1,7 @@
 """`out=` returns the result of the same weights, tokenizer, functions and data, or refuses: never that of others."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -315,3 +316,158 @@ def test_hooks_around_an_analysis_are_part_of_the_run(tmp_path):
             table(*others)
     watched = (site, looks(lambda a, hook: None))
     assert table(watched, out=tmp_path / "plain").equals(plain)
+
+
+def doubled(*given):
+    return given[-1] * 2
+
+
+def undone(holder, name, value):
+    """Set an attribute, and return what sets it back."""
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    return lambda: setattr(holder, name, before)
+
+
+def patched_method(mlp):
+    usual = mlp.forward
+    return undone(mlp, "forward", lambda *given, **options: usual(*given, **options) * 2)
+
+
+def raw_hook(model, method):
+    getattr(model.raw, method)("blocks.1.hook_resid_post", lambda a, hook: a * 2)
+    return lambda: model.raw.reset_hooks(including_permanent=True)
+
+
+def patched_class(mlp):
+    usual = type(mlp).forward
+    return undone(type(mlp), "forward", lambda self, *given: usual(self, *given) * 2)
+
+
+UNNAMED = {
+    "add_hook": (lambda model, mlp: raw_hook(model, "add_hook"), "a forward hook on blocks.1.hook_out"),
+    "add_perma_hook": (lambda model, mlp: raw_hook(model, "add_perma_hook"), "a forward hook on blocks.1.hook_out"),
+    "a hook on a module": (
+        lambda model, mlp: mlp.register_forward_hook(doubled).remove,
+        "a forward hook on blocks.1.mlp",
+    ),
+    "a hook before a module": (
+        lambda model, mlp: mlp.register_forward_pre_hook(lambda module, given: (given[0] * 2,)).remove,
+        "a forward pre-hook on blocks.1.mlp",
+    ),
+    "a hook on the way back": (
+        lambda model, mlp: mlp.register_full_backward_hook(lambda module, into, out: None).remove,
+        "a backward hook on blocks.1.mlp",
+    ),
+    "a hook on the whole model": (
+        lambda model, mlp: model.raw.original_model.model.register_forward_hook(lambda *given: None).remove,
+        "a forward hook on original_model.model",
+    ),
+    "a hook on everything": (
+        lambda model, mlp: torch.nn.modules.module.register_module_forward_hook(lambda *given: None).remove,
+        "a forward hook on all modules of torch",
+    ),
+    "a forward of one's own": (lambda model, mlp: patched_method(mlp), "a forward of blocks.1.mlp"),
+    "a forward of a library's": (
+        lambda model, mlp: undone(mlp.act_fn, "forward", torch.relu),
+        "a forward of blocks.1.mlp.act_fn",
+    ),
+    "a forward of the class": (lambda model, mlp: patched_class(mlp), "a forward of the class LlamaMLP"),
+    "a module of one's own": (
+        lambda model, mlp: undone(mlp, "act_fn", Own()),
+        "blocks.1.mlp.act_fn is a Own",
+    ),
+}
+
+
+class Own(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+@pytest.mark.parametrize("kind", UNNAMED)
+def test_what_is_put_into_the_model_past_its_hooks_keeps_no_folder(kind, tmp_path):
+    model, (put, said) = tiny(), UNNAMED[kind]
+    mlp = model.raw.blocks[1].mlp.original_component
+    first = hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+    take_away = put(model, mlp)
+    try:
+        with pytest.raises(InputError, match=rf"{said}, put into the model past model.hooks. Use `with model.hooks"):
+            hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+        without_folder = hw.token_statistics(model, CLEAN, **QUIET)
+    finally:
+        take_away()
+    assert said in without_folder.run.unknown
+    again = hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
+    assert again.run.created == first.run.created
+
+
+VALUES = {
+    "the eps of a norm": (
+        lambda model: undone(model.raw.blocks[1].ln1.original_component, "variance_epsilon", 0.5),
+        "variance_epsilon = 0.5",
+    ),
+    "the scale of attention": (
+        lambda model: undone(model.raw.blocks[1].attn.original_component, "scaling", 2.0),
+        "scaling = 2.0",
+    ),
+    "training": (lambda model: (model.raw.train(), model.raw.eval)[1], "training = True"),
+    "another activation": (
+        lambda model: undone(model.raw.blocks[1].mlp.original_component, "act_fn", torch.nn.ReLU()),
+        "act_fn is a ReLU",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_value_changed_in_a_module_is_another_run(kind, tmp_path):
+    model, (put, said) = tiny(), VALUES[kind]
+    hw.token_statistics(model, CLEAN, out=tmp_path / "before", **QUIET)
+    take_away = put(model)
+    with pytest.raises(RunFolderError, match=rf"option past model.hooks: None there, .*{said}"):
+        hw.token_statistics(model, CLEAN, out=tmp_path / "before", **QUIET)
+    changed = hw.token_statistics(model, CLEAN, out=tmp_path / "after", **QUIET)
+    assert hw.token_statistics(model, CLEAN, out=tmp_path / "after", **QUIET).run.created == changed.run.created
+    take_away()
+    hw.token_statistics(model, CLEAN, out=tmp_path / "before", **QUIET)
+    with pytest.raises(RunFolderError, match=r"option past model\.hooks"):
+        hw.token_statistics(model, CLEAN, out=tmp_path / "after", **QUIET)
+
+
+def test_nothing_is_found_in_a_model_that_was_only_used(family):
+    model = tiny(family)
+    assert model.interventions == {}
+    model.cache([CLEAN, "A the"], **QUIET)
+    patched(model, lambda x: x[:, -1, 5])
+    hw.patch(model, CLEAN, CORRUPTED, metric=lambda x: x[:, -1, 5], sites="resid_post", method="attribution", **QUIET)
+    model.raw.run_with_cache(model.tokenize(CLEAN).tokens)
+    model.raw.original_model(model.tokenize(CLEAN).tokens, output_attentions=True, output_hidden_states=True)
+    model.raw.reset_hooks()
+    assert model.interventions == {}
+    edit = ("blocks.1.hook_resid_post", lambda a, hook: a * 2)
+    with model.hooks([edit, ("blocks.1.attn.hook_q", doubled_at)]), model.hooks([edit]):
+        assert list(model.interventions) == ["hooks of the model"]
+        assert len(model.interventions["hooks of the model"]) == 3
+    assert model.interventions == {}
+
+
+def doubled_at(activation, hook):
+    return activation * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_hooks_that_stood_there_before_loading_count_unless_they_are_of_a_library():
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+    from peft import LoraConfig, get_peft_model
+
+    hf = tiny_model("llama")
+    model = hw.load(hf)
+    add_hook_to_module(hf.model.layers[1].mlp, ModelHook())
+    add_hook_to_module(model.raw.blocks[1].mlp.original_component, ModelHook())
+    assert hw.load(hf).interventions == model.interventions == {}
+    remove_hook_from_module(model.raw.blocks[1].mlp.original_component)
+    assert model.interventions == {}
+    merged = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"])).merge_and_unload()
+    assert hw.load(merged).interventions == {}
+    hf.model.layers[1].mlp.register_forward_hook(functools.partial(doubled))
+    assert "a forward hook on blocks.1.mlp" in str(hw.load(hf).interventions)

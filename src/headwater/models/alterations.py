@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.modules import module as torch_modules
 
-from headwater.runs.identity import UNKNOWN
+from headwater.runs.identity import UNKNOWN, without_type_checks
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -30,7 +30,7 @@ LIBRARIES = frozenset(
     ["accelerate", "builtins", "headwater", "peft", "torch", "transformer_lens", "transformers", "transformers_modules"]
 )
 """Whose hooks and classes belong to a model; `transformers_modules` is the code that a checkpoint brings."""
-MOVERS = frozenset(("accelerate", "builtins", "headwater"))
+MOVERS = frozenset(("accelerate", "headwater"))
 """Whose hooks and methods may come and go: they compute what was there before, or are recorded otherwise."""
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -124,15 +124,19 @@ def _held(module: torch.nn.Module) -> Held:
         if type(value) in PLAIN:
             if name[0] != "_":
                 values[name] = value
-        elif callable(value) and not isinstance(value, torch.nn.Module) and _is_method(kind, name):
+        elif callable(value) and not isinstance(value, torch.nn.Module) and _is_method(module, name, value):
             methods[name] = value
     hooks = {key: list(kept[key].values()) for key in HOOKS if kept[key]}
     return Held(kind, values, methods, hooks)
 
 
-def _is_method(kind: type, name: str) -> bool:
-    """Whether a function that an object keeps may be called by it: torch keeps compiled ones under private names."""
-    return name[0] != "_" or callable(getattr(kind, name, None))
+def _is_method(module: torch.nn.Module, name: str, value: Any) -> bool:
+    """Whether a function that a module keeps may stand for what its class does."""
+    usual = getattr(type(module), name, None)
+    if name[0] == "_" and not callable(usual):  # torch keeps compiled calls so
+        return False
+    is_put_back = isinstance(value, types.MethodType) and value.__func__ is usual and value.__self__ is module
+    return not is_put_back
 
 
 def _belonging(held: Held) -> Held:
@@ -151,7 +155,7 @@ def _other_values(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _other_methods(before: Mapping[str, Function], now: Mapping[str, Function]) -> Iterator[str]:
-    for name in before | now:
+    for name in dict(before) | dict(now):
         one, other = before.get(name), now.get(name)
         if one is not other and not _sources(one, other) <= MOVERS:
             yield f"a {name}" if other is not None else f"no longer a {name} of its own"
@@ -159,7 +163,9 @@ def _other_methods(before: Mapping[str, Function], now: Mapping[str, Function]) 
 
 def _other_hooks(before: Held, now: Held) -> Iterator[str]:
     """Name the hooks that came or went, but for those by which a library watches the modules that it wraps."""
-    usual = MOVERS if _is_hook_point(now.kind) else LIBRARIES  # there TransformerLens puts what it was given
+    usual = (
+        MOVERS if _is_hook_point(now.kind) else LIBRARIES - {"builtins"}
+    )  # there TransformerLens puts what it was given
     for key, what in HOOKS.items():
         known, left = set(map(id, before.hooks.get(key, ()))), set(map(id, now.hooks.get(key, ())))
         came = [hook for hook in now.hooks.get(key, ()) if id(hook) not in known]
@@ -170,7 +176,7 @@ def _other_hooks(before: Held, now: Held) -> Iterator[str]:
 
 def _is_usual(hook: Function, usual: frozenset[str]) -> bool:
     sources = _sources(hook)
-    return sources <= LIBRARIES and bool((sources - {"builtins"}) & usual)
+    return sources <= LIBRARIES and bool(sources & usual)
 
 
 def _is_hook_point(kind: type) -> bool:
@@ -202,12 +208,15 @@ def _sources(*functions: Any) -> set[str]:
             waiting += [one.func, *filter(callable, [*one.args, *one.keywords.values()])]
         elif isinstance(one, types.MethodType):
             waiting.append(one.__func__)
-        elif isinstance(one, types.FunctionType):  # functools.wraps copies __module__ from another function
+        elif isinstance(one, types.FunctionType):
+            one = without_type_checks(one)  # and functools.wraps copies __module__ from another function
             found.add(str(one.__globals__.get("__name__")).split(".")[0])
             waiting += filter(callable, _contents(one))
         else:
             named = one if isinstance(one, type | types.BuiltinFunctionType) else type(one)
-            found.add((named.__module__ or "builtins").split(".")[0])
+            package = (named.__module__ or "builtins").split(".")[0]
+            if package not in LIBRARIES or not isinstance(one, torch.nn.Module):  # a library's acts on a library's
+                found.add(package)
     return found
 
 

@@ -49,8 +49,8 @@ NAMED = ("PUSH_NULL", "CACHE", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
 """Instructions between the name of a module and that of its attribute which change neither."""
 MADE_BY_PYTHON = frozenset(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __firstlineno__ __static_attributes__ "  # noqa: SIM905
-    "__parameters__ __orig_bases__ __match_args__ __dataclass_params__ __dataclass_fields__ __abstractmethods__ "
-    "_abc_impl __annotate_func__ __annotations_cache__ __annotate__ __classcell__ __type_params__".split()
+    "__parameters__ __slotnames__ __orig_bases__ __match_args__ __dataclass_params__ __dataclass_fields__ "
+    "__abstractmethods__ _abc_impl __annotate_func__ __annotations_cache__ __annotate__ __classcell__ __type_params__".split()
 )
 READ_BY_NAME = ("eval", "exec", "globals", "__import__")
 """Built-in functions by which code reads what its names do not tell."""
@@ -73,8 +73,8 @@ class UnknownIdentityError(InputError):
 def describe(options: Any) -> Any:
     """Turn options into what a record keeps of them, JSON values: data, results and functions become digests.
 
-    Equal meaning gives an equal record: a set in order, an array or tuple as a list, a number of any library as
-    Python's own. What has no identity becomes an object that says why under `UNKNOWN`.
+    Equal meaning gives an equal record: a set in order, a tuple as a list, a number of any library as Python's own.
+    An array is data, and so a digest. What has no identity becomes an object that says why under `UNKNOWN`.
     """
     if isinstance(options, np.generic):
         options = options.item()
@@ -229,7 +229,7 @@ class _Digests:
         if _says(value):
             return self.parts("said", _name_of(value), value.identity)
         if isinstance(value, types.FunctionType):
-            return self._function(_without_type_checks(value))
+            return self._function(without_type_checks(value))
         if (function := _callable_parts(value)) is not None:
             return self.parts(*function)
         return self._object(value)
@@ -336,7 +336,10 @@ class _Digests:
         return _hash("class", self.of(type(cls)), self.of(cls.__bases__), self._mapping("body", own), self.of(given))
 
     def _object(self, value: Any) -> bytes:
-        """Hash an object as pickle would write it: its class and its state."""
+        """Hash an object as pickle would write it: its class and its state.
+
+        Of a class of the user's own that says itself what pickle writes, all that the object holds counts too.
+        """
         own = getattr(value, "digest", None)
         if type(value).__module__.startswith("headwater.") and callable(own):
             return self.parts("digest", _name_of(value), own())
@@ -353,10 +356,15 @@ class _Digests:
             return _hash("global", type(value).__module__.encode(), reduced.encode())
         maker, args, state, items, pairs = (*reduced, None, None, None)[:5]
         listed = [list(items or ()), list(pairs or ())]
-        if isinstance(state, dict) and all(isinstance(key, str) for key in state):
-            state = {n: v for n, v in state.items() if not _is_computed_once(type(value), n)}
-            return _hash("object", self.of(maker), self.of(args), self._mapping("state", state), self.of(listed))
-        return self.parts("object", maker, args, state, listed)
+        parts = [self.of(maker), self.of(args), self._state(type(value), state), self.of(listed)]
+        if _writes_itself(type(value)):
+            parts.append(self._state(type(value), object.__getstate__(value)))
+        return _hash("object", *parts)
+
+    def _state(self, cls: type, state: Any) -> bytes:
+        if not (isinstance(state, dict) and all(isinstance(key, str) for key in state)):
+            return self.of(state)
+        return self._mapping("state", {n: v for n, v in state.items() if not _is_computed_once(cls, n)})
 
 
 def _hash(kind: str, *parts: bytes) -> bytes:
@@ -450,7 +458,7 @@ def _callable_parts(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _without_type_checks(function: types.FunctionType) -> types.FunctionType:
+def without_type_checks(function: types.FunctionType) -> types.FunctionType:
     """Return a function as it was before beartype or jaxtyping wrapped it: they name what they add by addresses."""
     while isinstance(wrapped := vars(function).get("__wrapped__"), types.FunctionType):
         where = str(function.__globals__.get("__name__", ""))
@@ -465,6 +473,12 @@ def _is_generated(cls: type, value: Any) -> bool:
     inner = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
     code = getattr(inner, "__code__", None)
     return dataclasses.is_dataclass(cls) and code is not None and "__create_fn__" in code.co_qualname
+
+
+def _writes_itself(cls: type) -> bool:
+    """Whether a class of the user's own decides what pickle writes of its objects, and so may leave something out."""
+    names = ("__getstate__", "__reduce__", "__reduce_ex__")
+    return any(name in vars(base) and not _is_library(base.__module__) for base in cls.__mro__ for name in names)
 
 
 def _is_computed_once(cls: type, name: str) -> bool:
