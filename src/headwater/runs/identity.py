@@ -50,7 +50,8 @@ NAMED = ("PUSH_NULL", "CACHE", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
 MADE_BY_PYTHON = frozenset(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __firstlineno__ __static_attributes__ "  # noqa: SIM905
     "__parameters__ __slotnames__ __orig_bases__ __match_args__ __dataclass_params__ __dataclass_fields__ "
-    "__abstractmethods__ _abc_impl __annotate_func__ __annotations_cache__ __annotate__ __classcell__ __type_params__".split()
+    "__abstractmethods__ __annotate_func__ __annotations_cache__ __annotate__ __classcell__ __type_params__ "
+    "_abc_impl".split()
 )
 READ_BY_NAME = ("eval", "exec", "globals", "__import__")
 """Built-in functions by which code reads what its names do not tell."""
