@@ -39,7 +39,7 @@ from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import unembedding_head
 from headwater.models.weights import LoadedWeights
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count, checked_name, shown
 from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
@@ -145,7 +145,7 @@ def _answers(
 ) -> tuple[Int[Tensor, " example"], Int[Tensor, " example"]]:
     """Return the correct and the wrong token id of each prompt."""
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or len(tokens) != 2:
-        raise InputError(f"tokens={tokens!r} must be the pair (correct, wrong), as in tokens=(' Paris', ' Rome').")
+        raise InputError(f"tokens={shown(tokens)} must be the pair (correct, wrong), as in tokens=(' Paris', ' Rome').")
     correct, wrong = (answer_ids(token, model.tokenizer, n_prompts, model.shape.d_vocab) for token in tokens)
     same = (correct == wrong).nonzero().flatten().tolist()
     if same:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError, did_you_mean, readable
 
 T = TypeVar("T")
 _A_FILE = f".{'x' * 60}.tmp"
 """A name as long as those of the files that are written into a folder."""
+LONGEST_SHOWN = 300
+"""Of a value that takes more characters the beginning is shown."""
+MOST_REPEATS = 1000
+"""The average over so many repeats is known to 3 % of how far they differ: more of them are work for nothing."""
 
 
 def checked_name(option: str, value: Any, valid: Sequence[str]) -> str:
@@ -57,9 +62,47 @@ def checked_kind(option: str, value: Any, kind: type[T], source: str) -> T:
     return value
 
 
+def is_one(value: Any) -> bool:
+    """Whether something is one thing and not several: a text, bytes, a number, a tensor or an array without axes."""
+    if isinstance(value, str | bytes):
+        return True
+    try:
+        iter(value)
+    except TypeError:  # a tensor without axes is an Iterable, and says so only here
+        return True
+    return False
+
+
+def one_or_several(value: Any) -> list[Any]:
+    """Return one thing, or what a list, an array, a column or an iterator holds, as a list."""
+    return [value] if is_one(value) else list(value)
+
+
+def has_no_order(value: Any) -> bool:
+    """Whether something is gone through by its keys or columns, or in no fixed order: a mapping, a table, a set."""
+    return isinstance(value, Mapping | AbstractSet) or hasattr(value, "columns")
+
+
+def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
+    """Return several things as a list, in their order.
+
+    Args:
+        option: what they are called.
+        value: what was given.
+        wanted: what is to be given, as "a list with a label for each text".
+
+    Raises:
+        InputError: it is one thing, or has no order.
+    """
+    if is_one(value) or has_no_order(value):
+        raise InputError(f"A {type(value).__name__} was given as {option}: give {wanted}.")
+    return list(value)
+
+
 def shown(value: Any) -> str:
-    """Write out a value on one line, as it stands in a message."""
-    return " ".join(repr(value).split())
+    """Write out a value on one line, as it stands in a message; of one that takes many characters, its beginning."""
+    text = readable(" ".join(line.strip() for line in repr(value).splitlines()))
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
 
 
 def whole_number(value: Any) -> int:
@@ -82,7 +125,9 @@ def whole_numbers(value: Any) -> list[int]:
     try:
         return [whole_number(value)]
     except TypeError:
-        return [whole_number(i) for i in value]
+        if is_one(value):
+            raise
+        return [whole_number(part) for part in value]
 
 
 def checked_count(option: str, value: Any, least: int = 1, most: int | None = None) -> int:
@@ -99,6 +144,15 @@ def checked_count(option: str, value: Any, least: int = 1, most: int | None = No
     if number < least or (most is not None and number > most):
         raise InputError(f"{option}={number} must be {limit}.")
     return number
+
+
+def checked_repeats(option: str, value: Any) -> int:
+    """Return how often something is to be done anew, such as splitting into halves, to average over it.
+
+    Raises:
+        InputError: it is something else than a whole number from 1 to 1,000.
+    """
+    return checked_count(option, value, most=MOST_REPEATS)
 
 
 def checked_seed(value: Any, option: str = "seed") -> int:

@@ -34,7 +34,7 @@ from headwater.detection.methods import METHODS, Detector, check_methods
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_flag, checked_layer, checked_name
+from headwater.options import checked_flag, checked_layer, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.controls import span_logits
 from headwater.pathways.probes import check_probe_options
@@ -166,7 +166,7 @@ def detect(
         cross_fit: whether a training answer's mode, and the gate by which PR is trained on it, come from probes that
             were fitted on other answers.
         reweighting: how PR is trained.
-        seeds: how many splits into halves.
+        seeds: how many splits into halves, at most 1,000.
         batch_size: answers in one run.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
@@ -219,7 +219,7 @@ def _check(model: HookedModel, recipe: Recipe, seeds: int) -> None:
         raise InputError(f"reweighting must be a Reweighting, found a {type(recipe.reweighting).__name__}.")
     recipe.reweighting.check()
     checked_name("variant", recipe.variant, VARIANTS)
-    checked_count("seeds", seeds)
+    checked_repeats("seeds", seeds)
     checked_flag("cross_fit", recipe.cross_fit)
     if recipe.layer is not None:
         checked_layer("layer", recipe.layer, model.shape.n_layers)

@@ -215,7 +215,7 @@ def p_true(
         InputError: `ask` lacks a field, no pair is two single tokens, or a prompt is too long.
     """
     if "{question}" not in ask or "{answer}" not in ask:
-        raise InputError(f"ask={ask!r} must hold {{question}} and {{answer}}.")
+        raise InputError(f"ask={shown(ask)} must hold {{question}} and {{answer}}.")
     plain = [
         ask.replace("{question}", row["question"]).replace("{answer}", row["answer"].strip())
         for row in answered.table[["question", "answer"]].to_dict("records")

@@ -67,7 +67,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
         InputError: `ax` is no matplotlib axes.
     """
     if not isinstance(ax, Axes | None):
-        raise InputError(f"ax={ax!r} is no matplotlib axes: leave it out for a new figure.")
+        raise InputError(f"ax=, a {type(ax).__name__}, is no matplotlib axes: leave it out for a new figure.")
     with style():
         place: dict[str, Any] = {
             "loc": "upper center",

@@ -33,7 +33,7 @@ from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_name
+from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
 from headwater.progress import progress_bar
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -106,7 +106,7 @@ def ablate_heads(
         template: what asks for a target, with one `{source}` behind a space (relations are about words behind a space);
             the target comes next.
         shots: examples in front of each question.
-        draws: sets of layer-matched random heads.
+        draws: sets of layer-matched random heads, at most 1,000.
         controls: names of control relations; by default they are chosen as the module says.
         seed: of examples, foils and random heads.
         batch_size: prompts in a run.
@@ -121,7 +121,7 @@ def ablate_heads(
     """
     checked_name("method", method, METHODS)
     shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
-    draws, batch_size = checked_count("draws", draws), checked_count("batch_size", batch_size)
+    draws, batch_size = checked_repeats("draws", draws), checked_count("batch_size", batch_size)
     top = None if top is None else checked_count("top", top)
     known = relations_of(model, head_map, relations)
     checked_name("relation", relation, list(known))
@@ -269,11 +269,7 @@ def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataF
 
 def _control_names(controls: str | Sequence[str], known: Sequence[str]) -> list[str]:
     """The control relations that were asked for, each one of the map's."""
-    try:
-        names = [controls] if isinstance(controls, str) else list(controls)
-    except TypeError:
-        raise InputError(f"controls={controls!r}: give names of relations of the map.") from None
-    return [checked_name("controls", name, known) for name in names]
+    return [checked_name("controls", name, known) for name in one_or_several(controls)]
 
 
 def _candidates(head_map: HeadMap, relation: str) -> list[str]:

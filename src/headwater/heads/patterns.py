@@ -26,7 +26,13 @@ from headwater.errors import InputError, ModelError
 from headwater.models.compat import ATTENTION_CLASSES, keys_of
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_number, checked_seed
+from headwater.models.memory import in_halves
+from headwater.options import checked_count, checked_number, checked_seed, shown
+
+MOST_SEQUENCES = 10_000
+"""The score of a head, from 0 to 1, is then exact to 0.005 however much sequences differ."""
+SEQUENCES_AT_ONCE = 64
+"""How many are in one run of the model: so memory does not grow with their number."""
 
 
 def attention_classes(
@@ -36,7 +42,7 @@ def attention_classes(
 
     Args:
         model: the model.
-        sequences: how many random sequences.
+        sequences: how many random sequences, at most 10,000.
         length: how many tokens before they are said again; fewer where the vocabulary or the context is small.
         threshold: the score from which on a head is called by a class.
         seed: of the random tokens.
@@ -50,27 +56,41 @@ def attention_classes(
         InputError: the vocabulary or the context is too small for a repeated sequence, or an option is no number.
     """
     if not isinstance(model, HookedModel):
-        raise ModelError(f"model={model!r} cannot be run: give what hw.load returns.")
-    sequences, length = checked_count("sequences", sequences), checked_count("length", length, least=2)
+        raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
+    sequences = checked_count("sequences", sequences, most=MOST_SEQUENCES)
+    length = checked_count("length", length, least=2)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     seed = checked_seed(seed)
     tokens = repeated_tokens(model, sequences, length, seed)
-    wanted = {name: torch.stack([keys_of(name, row) for row in tokens]) for name in ATTENTION_CLASSES}
-    scores = torch.zeros(len(wanted), model.shape.n_layers, model.shape.n_heads)
-
-    def score(pattern: Pattern, hook: object, layer: int) -> None:
-        for index, keys in enumerate(wanted.values()):
-            scores[index, layer] = mean_attention(pattern, keys.to(pattern.device))
-
+    parts = []
+    for start in range(0, sequences, SEQUENCES_AT_ONCE):
+        parts += in_halves(range(sequences)[start : start + SEQUENCES_AT_ONCE], partial(_scores, model, tokens))
+    scores = torch.stack([found * (rows / sequences) for found, rows in parts]).sum(0)
+    columns = dict(zip(ATTENTION_CLASSES, scores.flatten(1).numpy(), strict=True))
     layers = range(model.shape.n_layers)
-    hooks = [(f"blocks.{layer}.attn.hook_pattern", looks(partial(score, layer=layer))) for layer in layers]
-    model.run(tokens, hooks, keep=[-1])
-    columns = dict(zip(wanted, scores.flatten(1).numpy(), strict=True))
     table = pd.DataFrame({"layer": [layer for layer in layers for _ in range(model.shape.n_heads)]})
     table["head"] = list(range(model.shape.n_heads)) * model.shape.n_layers
     table = table.assign(**columns)
     best = table[list(ATTENTION_CLASSES)]
     return table.assign(attention_class=best.idxmax(axis=1).where(best.max(axis=1) >= threshold, "none"))
+
+
+def _scores(
+    model: HookedModel, tokens: Int[Tensor, "batch position"], rows: range
+) -> tuple[Float[Tensor, "class layer head"], int]:
+    """Return the scores of every head on some of the sequences, and on how many."""
+    tokens = tokens[rows.start : rows.stop]
+    wanted = [torch.stack([keys_of(name, row) for row in tokens]) for name in ATTENTION_CLASSES]
+    scores = torch.zeros(len(wanted), model.shape.n_layers, model.shape.n_heads)
+
+    def score(pattern: Pattern, hook: object, layer: int) -> None:
+        for index, keys in enumerate(wanted):
+            scores[index, layer] = mean_attention(pattern, keys.to(pattern.device))
+
+    layers = range(model.shape.n_layers)
+    hooks = [(f"blocks.{layer}.attn.hook_pattern", looks(partial(score, layer=layer))) for layer in layers]
+    model.run(tokens, hooks, keep=[-1])
+    return scores, len(tokens)
 
 
 def repeated_tokens(model: HookedModel, sequences: int, length: int, seed: int) -> Int[Tensor, "batch position"]:

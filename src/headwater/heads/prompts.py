@@ -14,6 +14,7 @@ from headwater.heads.classify import HeadMap
 from headwater.heads.relations import Relations, TokenRelation, load_relations, tokenize_relations
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, make_batch, token_span
+from headwater.options import one_or_several, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +54,9 @@ def relations_of(model: HookedModel, head_map: HeadMap, relations: Relations) ->
         InputError: there is no map, a relation of the map is not among those given, or none of its items are left.
     """
     if not isinstance(model, HookedModel):
-        raise ModelError(f"model={model!r} cannot be run: give what hw.load returns.")
+        raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
     if not isinstance(head_map, HeadMap):
-        raise InputError(f"head_map={head_map!r} is no head map: give what hw.classify_heads returns.")
+        raise InputError(f"head_map={shown(head_map)} is no head map: give what hw.classify_heads returns.")
     if other := head_map.run.mismatch(model):
         raise ModelError(
             f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has "
@@ -117,10 +118,7 @@ def checked_templates(templates: str | Sequence[str]) -> list[str]:
     Raises:
         InputError: there is none, or one is no text with `{source}` in it once.
     """
-    try:
-        checked = [templates] if isinstance(templates, str) else list(templates)
-    except TypeError:
-        raise InputError(f"templates={templates!r}: give sentences with {{source}} in them.") from None
+    checked = one_or_several(templates)
     if not checked:
         raise InputError("No templates were given: sentences with {source} in them.")
     for template in checked:
@@ -161,7 +159,7 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
 def _begun(texts: Sequence[str], model: HookedModel, bos: bool | None) -> Batch:
     """Make a batch of texts that begin with a beginning-of-sequence token, do not, or do as the model wants it."""
     if not isinstance(bos, bool | None):
-        raise InputError(f"bos={bos!r}: it is True, False, or None for what the model wants.")
+        raise InputError(f"bos={shown(bos)}: it is True, False, or None for what the model wants.")
     if bos is None:
         return model.tokenize(texts)
     token = getattr(model.tokenizer, "bos_token_id", None)
@@ -181,4 +179,4 @@ def _filled(template: str, source: str) -> str:
 
 def _check_template(template: str) -> None:
     if not isinstance(template, str) or template.count("{source}") != 1 or not is_unicode(template):
-        raise InputError(f"The template {template!r} must hold {{source}} once.")
+        raise InputError(f"The template {shown(template)} must hold {{source}} once.")

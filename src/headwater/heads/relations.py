@@ -36,7 +36,7 @@ from torch import Tensor
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, refuse_half_characters
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.models.tokens import panics_are_errors
-from headwater.options import checked_path
+from headwater.options import checked_path, has_no_order, is_one, one_or_several, shown
 
 CATEGORIES = ("algorithmic", "knowledge", "linguistic", "translation")
 MIN_PAIRS = 30
@@ -74,11 +74,11 @@ class Relation:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise InputError(f"The name of a relation is a text, not {self.name!r}.")
+            raise InputError(f"The name of a relation is a text, not {shown(self.name)}.")
         refuse_half_characters(self.name)
         if self.category is not None and not (isinstance(self.category, str) and self.category in CATEGORIES):
             hint = did_you_mean(str(self.category), CATEGORIES)
-            raise InputError(f"Relation {self.name!r}: {self.category!r} is not a category.{hint}")
+            raise InputError(f"Relation {self.name!r}: {shown(self.category)} is not a category.{hint}")
         object.__setattr__(self, "pairs", checked_pairs(self.name, self.pairs))
 
     @property
@@ -97,13 +97,12 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
     Raises:
         InputError: a pair is not one of words, has spaces around them, or half a character in them.
     """
-    listed = _listed(pairs)
-    if listed is None:
-        raise InputError(f"Relation {name!r}: pairs={pairs!r} is no list of pairs (source, target).")
+    if is_one(pairs) or has_no_order(pairs):
+        raise InputError(f"Relation {name!r}: pairs={shown(pairs)} is no list of pairs (source, target).")
     checked = []
-    for pair in listed:
+    for pair in pairs:
         try:
-            source, targets = pair
+            source, targets = one_or_several(pair)
             accepted = (targets,) if isinstance(targets, str) else tuple(targets)
             are_words = bool(accepted) and all(
                 isinstance(word, str) and word and word == word.strip() for word in (source, *accepted)
@@ -112,21 +111,13 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
             are_words = False
         if not are_words:
             raise InputError(
-                f"Relation {name!r}: {pair!r} is no pair (source, target) or (source, targets) of words without spaces "
-                "around them."
+                f"Relation {name!r}: {shown(pair)} is no pair (source, target) or (source, targets) of words without "
+                "spaces around them."
             )
         for word in (source, *accepted):
             refuse_half_characters(word)
         checked.append((source, accepted))
     return tuple(checked)
-
-
-def _listed(several: Any) -> list[Any] | None:
-    """What an iterable holds; None for what is one thing: a text, a number, a tensor without axes."""
-    try:
-        return None if isinstance(several, str | bytes) else list(several)
-    except TypeError:
-        return None
 
 
 Relations: TypeAlias = str | Path | Relation | Sequence[str | Path | Relation] | None
@@ -183,10 +174,12 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     if relations is None or isinstance(relations, str | Path):
         path = _suite() if relations is None else checked_path("relations", relations)
         found, where = _read_relations(path), relations
-    elif (parts := _listed(relations)) is not None:
-        found, where = tuple(one for part in parts for one in load_relations(part)), None
+    elif is_one(relations):
+        raise InputError(
+            f"relations={shown(relations)} is no folder, file or name of a relation, nor several of these."
+        )
     else:
-        raise InputError(f"relations={relations!r} is no folder, file or name of a relation, nor several of these.")
+        found, where = tuple(one for part in relations for one in load_relations(part)), None
     for name, times in Counter(relation.name for relation in found).items():
         if times > 1:
             held = f"{where} holds {times} relations" if where else f"{times} relations are"
@@ -209,7 +202,7 @@ def tokenize_relations(
         InputError: an unknown `multi_token`.
     """
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
-        raise InputError(f'multi_token={multi_token!r} is not known: it is None or "first".')
+        raise InputError(f'multi_token={shown(multi_token)} is not known: it is None or "first".')
     relations = tuple(relations)
     pairs = [pair for relation in relations for pair in relation.pairs]
     words = sorted({word for source, targets in pairs for word in (source, *targets)})
@@ -231,7 +224,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise ModelError(
-            f"Relations are words, and tokenizer={tokenizer!r} is no tokenizer: load the model with its own."
+            f"Relations are words, and tokenizer={shown(tokenizer)} is no tokenizer: load the model with its own."
         )
     if not words:
         return []

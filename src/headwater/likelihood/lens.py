@@ -9,9 +9,9 @@ What a lens gives goes through the model's final norm and its unembedding.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeAlias
 
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.memory import failures_named
-from headwater.options import shown
+from headwater.options import shown, whole_numbers
 from headwater.runs.identity import digest
 
 Lens: TypeAlias = str | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
@@ -40,7 +40,7 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
             raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
         return (n_layers - 1,) if layers == "final" else tuple(range(n_layers))
     try:
-        asked = [operator.index(layer) for layer in (layers if isinstance(layers, Iterable) else [layers])]
+        asked = whole_numbers(layers)
     except TypeError:
         raise InputError(f"layers={shown(layers)} are not whole numbers; the layers are 0 to {n_layers - 1}.") from None
     for layer in asked:
@@ -59,6 +59,7 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
         InputError: there is no such lens, or it lacks a layer; when it reads: its sizes are not the model's.
     """
     if isinstance(lens, Mapping):
+        _check_translators(lens)
         missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]
         if missing:
             raise InputError(f"The tuned lens has no translator for layer {missing[0]}; it has {sorted(lens)}.")
@@ -83,6 +84,15 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
     return lambda residual, layer: residual
 
 
+def _check_translators(lens: Mapping[Any, Any]) -> None:
+    """Refuse a mapping that is no tuned lens."""
+    for layer, given in lens.items():
+        if isinstance(layer, bool) or not isinstance(layer, Integral):
+            raise InputError(f"A tuned lens has a translator for each layer, a whole number; found {shown(layer)}.")
+        if not (isinstance(given, list | tuple) and [isinstance(part, Tensor) for part in given] == [True, True]):
+            raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(given)}.")
+
+
 def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:
     with failures_named("The lens"):
         found = lens(residual.float(), layer)
@@ -98,4 +108,5 @@ def lens_named(lens: Lens) -> Any:
     """Return what stands for a lens in the record of a run: a mapping is named by the hash of its numbers."""
     if not isinstance(lens, Mapping):
         return lens
+    _check_translators(lens)
     return f"tuned lens {digest([(layer, [part.double() for part in lens[layer]]) for layer in sorted(lens)])}"

@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError
-from headwater.likelihood.answering import Judge, answered_and_scored, plan_of
+from headwater.likelihood.answering import MODEL, Judge, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
 from headwater.likelihood.discrepancy import discrepancies, judged
 from headwater.likelihood.framing import SPANS, Messages, frame_of
@@ -193,10 +193,10 @@ def memorization(
     checked_name("aggregate", aggregate, AGGREGATES)
     checked_name("quartiles", quartiles, AGGREGATES)
     checked_count("batch_size", batch_size)
-    checked_count("max_new_tokens", max_new_tokens)
     controls, seed = checked_flag("controls", controls), checked_seed(seed)
     frame = frame_of(model, context, prompt)
     plan = plan_of(graph, answers, judge, span)
+    checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if plan.answers == MODEL else None)
     shares = checked_shares(k)
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     options = {

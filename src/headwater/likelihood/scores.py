@@ -34,7 +34,7 @@ from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.likelihood.statistics import TextStatistics
-from headwater.options import checked_number
+from headwater.options import checked_number, one_or_several, shown
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -144,13 +144,13 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
     Raises:
         InputError: there are none, one is out of range, or one comes twice.
     """
-    given = list(k) if isinstance(k, Iterable) and not isinstance(k, str) else [k]
+    given = one_or_several(k)
     try:
         shares = [checked_number("k", share, above=0.0, below=1.0, up_to=True) for share in given]
     except InputError:
         shares = []
     if not shares or len(set(shares)) < len(given):
-        raise InputError(f"k={k!r} must hold shares of the tokens, above 0 and at most 1, each once.")
+        raise InputError(f"k={shown(k)} must hold shares of the tokens, above 0 and at most 1, each once.")
     return shares
 
 

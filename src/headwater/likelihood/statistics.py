@@ -36,11 +36,11 @@ from headwater.models.edits import Hook, looks
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
-from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_order, token_span
+from headwater.models.tokens import Batch, encode, pad_id, token_span
 from headwater.models.unembedding import unembedding_head
-from headwater.options import checked_count, checked_name, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
+from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -129,11 +129,8 @@ def token_statistics(
         RunFolderError: `out` holds another run.
     """
     check_model(model)
-    if not isinstance(texts, Iterable):
-        raise InputError(f"texts must be a text or texts, found a {type(texts).__name__}.")
-    refuse_what_has_no_order(texts)
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    spans = _listed_spans(spans)
+    texts = [texts] if isinstance(texts, str) else checked_several("texts", texts, "a text, or a list of texts")
+    spans = None if spans is None else checked_several("spans", spans, "a list with (start, end) or None for each text")
     chosen = chosen_layers(layers, model.shape.n_layers)
     read = reader(lens, chosen, model.shape.n_layers)
     checked_count("batch_size", batch_size)
@@ -320,15 +317,6 @@ def _table(
 
 def _stride(stride: int | None, n_ctx: int) -> int:
     return max(1, n_ctx // 2) if stride is None else checked_count("stride", stride, most=n_ctx - 1)
-
-
-def _listed_spans(spans: Any) -> list[Span] | None:
-    """Return the spans, one per text, as a list."""
-    if spans is None:
-        return None
-    if not isinstance(spans, Iterable) or hasattr(spans, "columns"):
-        raise InputError(f"spans={shown(spans)} must be one (start, end) or None per text.")
-    return list(spans)
 
 
 def _checked_span(span: Span, text: str, index: int) -> Span:

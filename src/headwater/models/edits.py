@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.models.sites import SITES, Carrier, place_named
+from headwater.options import shown
 
 HookFunction: TypeAlias = Callable[..., Tensor | None]
 """Takes (activation, hook); returns what replaces the activation, or None. The activation is a copy: write into it."""
@@ -66,7 +67,7 @@ def listed_hooks(hooks: Any) -> list[Hook]:
         listed = list(hooks)
     except TypeError:
         raise InputError(
-            f"{hooks!r} is no list of hooks, which are pairs (name, function(activation, hook))."
+            f"{shown(hooks)} is no list of hooks, which are pairs (name, function(activation, hook))."
         ) from None
     for hook in listed:
         _check_hook(hook)
@@ -77,7 +78,7 @@ def _check_hook(hook: Any) -> None:
     """Refuse what is no pair of a name and a function that can be called as `function(activation, hook=...)`."""
     pair = isinstance(hook, tuple | list) and len(hook) == 2
     if not pair or not isinstance(hook[0], str) or not callable(hook[1]):
-        raise InputError(f"{hook!r} is no hook: give (name of an activation, function(activation, hook)).")
+        raise InputError(f"{shown(hook)} is no hook: give (name of an activation, function(activation, hook)).")
     if isinstance(hook[1], Trusted):
         return
     try:

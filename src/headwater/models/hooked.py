@@ -408,9 +408,9 @@ def _columns(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
     try:
         columns = torch.tensor([operator.index(i) for i in keep], dtype=torch.long)
     except TypeError:
-        raise InputError(f"keep={keep!r} is neither 'last' nor a list of positions.") from None
+        raise InputError(f"keep={shown(keep)} is neither 'last' nor a list of positions.") from None
     if columns.ndim != 1 or not len(columns) or not -width <= int(columns.min()) <= int(columns.max()) < width:
-        raise InputError(f"keep={keep} is not a list of positions of sequences of {width} tokens.")
+        raise InputError(f"keep={shown(keep)} is not a list of positions of sequences of {width} tokens.")
     return columns % width
 
 

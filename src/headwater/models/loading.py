@@ -42,7 +42,7 @@ from headwater.models.memory import refuse_too_large
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
 from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
 from headwater.models.tokens import load_tokenizer
-from headwater.options import checked_flag, checked_kind, checked_path
+from headwater.options import checked_flag, checked_kind, checked_path, shown
 
 
 def load(
@@ -350,7 +350,7 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(found, torch.dtype):
         near = did_you_mean(str(dtype), ("float32", "bfloat16", "float16"))
-        raise InputError(f"dtype={dtype!r} is no torch dtype.{near}")
+        raise InputError(f"dtype={shown(dtype)} is no torch dtype.{near}")
     return found
 
 

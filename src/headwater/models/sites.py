@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
+from headwater.options import one_or_several, shown
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -139,12 +140,12 @@ def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
     Raises:
         InputError: no such site, or the model has none of it, or one that is not what its shape says.
     """
-    asked = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+    asked = one_or_several(names)
     if not asked:
         raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
     for name in asked:
         if not isinstance(name, str) or name not in SITES:
-            raise InputError(f"There is no site {name!r}.{did_you_mean(str(name), SITES)}")
+            raise InputError(f"There is no site {shown(name)}.{did_you_mean(str(name), SITES)}")
         if name == "resid_mid" and model.shape.parallel_blocks:
             raise InputError(
                 f"resid_mid was asked for, but {model.shape.architecture} runs attention and MLP in parallel: nothing "

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeAlias
@@ -28,7 +27,7 @@ from transformers.utils import cached_file
 from headwater.data.strict_json import refuse_half_characters
 from headwater.errors import InputError, ModelError
 from headwater.models.checkpoint import first_line, refuse_pointer
-from headwater.options import checked_path, whole_number
+from headwater.options import checked_path, has_no_order, is_one, one_or_several, whole_number
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
@@ -151,7 +150,7 @@ def make_batch(
     elif isinstance(inputs, Tensor):
         batch = _from_tensor(inputs, mask, tokenizer, config)
     else:
-        parts = [inputs] if isinstance(inputs, str) else list(inputs) if isinstance(inputs, Iterable) else []
+        parts = one_or_several(inputs) if isinstance(inputs, str) or not is_one(inputs) else []
         if parts and all(isinstance(part, str) for part in parts):
             batch = _from_texts(parts, tokenizer, bos)
         else:
@@ -289,7 +288,7 @@ def refuse_what_has_no_order(inputs: Any) -> None:
             f"A {kind} was given: give texts; or, of what a tokenizer returned as tensors, "
             "model.tokenize(found['input_ids'], mask=found['attention_mask'])."
         )
-    if hasattr(inputs, "columns") or isinstance(inputs, bytes | AbstractSet):
+    if has_no_order(inputs) or isinstance(inputs, bytes):
         raise InputError(f"A {kind} was given: give a text, a list of texts, or one column of a table.")
 
 
@@ -304,7 +303,7 @@ def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos
 
 def _from_ids(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None, config: Any) -> Batch:
     """Read lists of token ids; one list of ids is one row."""
-    is_row = bool(parts) and all(not isinstance(part, Iterable) or getattr(part, "ndim", 1) == 0 for part in parts)
+    is_row = bool(parts) and all(is_one(part) for part in parts)
     try:
         rows = [[whole_number(token) for token in row] for row in ([parts] if is_row else parts)]
     except TypeError:

@@ -33,9 +33,9 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
     column = column if normalize is None else "normalized_effect"
     if column not in table.columns:
         raise InputError(
-            f"value={value!r} is not a column that can be summarized; use 'effect' or 'normalized_effect'."
+            f"value={shown(value)} is not a column that can be summarized; use 'effect' or 'normalized_effect'."
             if normalize is None
-            else f"normalize={normalize!r} needs pairs of prompts: this sweep has one run only to go by."
+            else f"normalize={shown(normalize)} needs pairs of prompts: this sweep has one run only to go by."
         )
     return normalize if normalize == "ratio of means" else column
 

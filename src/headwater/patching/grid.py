@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 from headwater.errors import InputError
-from headwater.options import checked_count, checked_name, whole_numbers
+from headwater.options import checked_count, checked_name, one_or_several, shown, whole_numbers
 
 T = TypeVar("T")
 AXES = ("layer", "position", "head", "key")
@@ -38,7 +38,7 @@ def axes_of(
     """
     if over is None:
         return default
-    names = (over,) if isinstance(over, str) or not isinstance(over, Iterable) else tuple(over)
+    names = one_or_several(over)
     for name in names:
         if checked_name("over", name, AXES) not in allowed:
             raise InputError(f"{what} has no {name} axis; it has {', '.join(allowed)}.")
@@ -55,11 +55,11 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
     by_axis: dict[str, int | str] = {}
     for axis, size in asked.items():
         if axis not in over:
-            raise InputError(f"window={window!r} is for the {axis} axis, which this sweep does not run over.")
+            raise InputError(f"window={shown(window)} is for the {axis} axis, which this sweep does not run over.")
         try:
             by_axis[axis] = "cumulative" if str(size) == "cumulative" else checked_count("window", size)
         except InputError:
-            raise InputError(f"window={size!r} is neither a number of {axis}s nor 'cumulative'.") from None
+            raise InputError(f"window={shown(size)} is neither a number of {axis}s nor 'cumulative'.") from None
     return by_axis
 
 
@@ -74,7 +74,7 @@ def chosen(indices: Iterable[int] | int | None, count: int, what: str) -> tuple[
     try:
         asked = whole_numbers(indices)
     except TypeError:
-        raise InputError(f"{what}s={indices!r} are not whole numbers; they are 0 to {count - 1}.") from None
+        raise InputError(f"{what}s={shown(indices)} are not whole numbers; they are 0 to {count - 1}.") from None
     outside = [i for i in asked if not -count <= i < count]
     if outside or not asked:
         raise InputError(f"There is no {what} {outside[0] if outside else 'asked for'}; they are 0 to {count - 1}.")

@@ -7,7 +7,7 @@ saturates. Measure a probability beside one of the others, not instead of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import failures_named
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
-from headwater.options import shown, whole_number
+from headwater.options import checked_several, is_one, shown, whole_number
 from headwater.patching.prompts import Where
 from headwater.patching.variants import LOGITS
 
@@ -154,9 +154,8 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
     Raises:
         InputError: it is none of these, or two metrics share a name.
     """
-    several = list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]
     metrics = []
-    for one in several:
+    for one in list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]:
         if isinstance(one, Metric):
             metrics.append(one)
         elif uncalled := next((name for name, maker in BY_NAME.items() if maker is one), None):
@@ -186,10 +185,10 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
     Raises:
         InputError: a text is not one token, an id is outside the vocabulary, or their number is not the prompts'.
     """
-    several = _each(answer, n_examples)
-    if len(several) != n_examples:
-        raise InputError(f"{len(several)} answer tokens were given for {n_examples} prompts.")
-    ids = [_token_id(one, tokenizer) for one in several]
+    tokens = _each(answer, n_examples)
+    if len(tokens) != n_examples:
+        raise InputError(f"{len(tokens)} answer tokens were given for {n_examples} prompts.")
+    ids = [_token_id(one, tokenizer) for one in tokens]
     outside = [i for i in ids if not 0 <= i < d_vocab]
     if outside:
         raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {d_vocab}.")
@@ -198,9 +197,9 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
 
 def _each(answer: Any, n_examples: int) -> list[Any]:
     """Give every prompt the one answer, or each its own."""
-    if isinstance(answer, str) or not isinstance(answer, Iterable):
+    if is_one(answer):
         return [answer] * n_examples
-    return [answer] * n_examples if getattr(answer, "ndim", 1) == 0 else list(answer)
+    return checked_several("an answer", answer, "a token, or a list with a token for each prompt")
 
 
 def _token_id(answer: Any, tokenizer: Tokenizer | None) -> int:
@@ -215,8 +214,8 @@ def _token_id(answer: Any, tokenizer: Tokenizer | None) -> int:
     if len(ids) != 1:
         spaced, _ = encode(tokenizer, " " + answer)
         hint = f" With a leading space, {' ' + answer!r} is one." if len(spaced) == 1 else ""
-        pieces = [tokenizer.decode([i]) for i in ids]
-        raise InputError(f"The answer {answer!r} is {len(ids)} tokens, {pieces}; a metric needs one token.{hint}")
+        pieces = shown([tokenizer.decode([i]) for i in ids])
+        raise InputError(f"The answer {answer!r} is {len(ids):,} tokens, {pieces}; a metric needs one token.{hint}")
     return int(ids[0])
 
 

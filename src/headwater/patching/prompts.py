@@ -107,7 +107,7 @@ def _cell(row: Mapping[Any, Any], name: str, where: str) -> Any:
         raise InputError(f"{where} has no {name!r}; it has {', '.join(map(str, row)) or 'nothing'}.")
     cell = row[name]
     if not isinstance(cell, str | list | tuple | np.ndarray | Tensor) or not len(cell):
-        raise InputError(f"{where}: {name} must be a text or a list of token ids, found {cell!r}.")
+        raise InputError(f"{where}: {name} must be a text or a list of token ids, found {shown(cell)}.")
     return cell if isinstance(cell, str) else list(cell)
 
 
@@ -156,8 +156,8 @@ def aligned_positions(where: Any, base: Prompt, other: Prompt | None, example: i
                 raise
     if len(found) == 2 and found[0] != found[1]:
         raise InputError(
-            f"{where!r} falls on different tokens in the two prompts of pair {example}: {found[0]} and {found[1]}.\n"
-            f"{side_by_side(base, other)}"
+            f"{shown(where)} falls on different tokens in the two prompts of pair {example}: {found[0]} and "
+            f"{found[1]}.\n{side_by_side(base, other)}"
         )
     return found[0]
 
@@ -187,7 +187,9 @@ def _positions(where: Any, prompt: Prompt) -> list[int]:
     if isinstance(where, slice):
         return list(range(length))[where]
     if isinstance(where, tuple) and len(where) != 2:
-        raise InputError(f"A tuple of positions is a span (start, stop); this one is {where!r}. Give a set instead.")
+        raise InputError(
+            f"A tuple of positions is a span (start, stop); this one is {shown(where)}. Give a set instead."
+        )
     try:
         numbers = whole_numbers(range(*where) if isinstance(where, tuple) else where)
     except TypeError:

@@ -29,8 +29,8 @@ import torch
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import Site, sites_named
-from headwater.options import checked_count, checked_kind, checked_name, checked_seed
 from headwater.patching.attribution import attribute
+from headwater.options import checked_count, checked_kind, checked_name, checked_seed, shown
 from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, summarize
 from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
@@ -238,9 +238,11 @@ def patch(
     base, other = (first, second) if base_is_clean or second is None else (second, first)
     named = sites_named(sites, model)
     if heads is not None and not any(site.has_heads for site in named):
-        raise InputError(f"heads={heads!r} was given, but {', '.join(site.name for site in named)} has no heads.")
+        raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
     if dataset is not None and checked_name("values", values, KINDS) not in ("mean", "resample"):
-        raise InputError(f"dataset= was given, but values={values!r} takes nothing from it; use 'mean' or 'resample'.")
+        raise InputError(
+            f"dataset= was given, but values={shown(values)} takes nothing from it; use 'mean' or 'resample'."
+        )
     metrics = as_metrics(metric)
     pool = read_prompts(model, dataset) if dataset is not None else None
     source = source_of(values, base, other, pool, [site.name for site in named], seed)

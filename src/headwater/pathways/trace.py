@@ -24,9 +24,9 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_flag, checked_name, shown
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.effects import (
+from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
     FOLDS,
     Halves,
     Measured,
@@ -211,7 +211,8 @@ def trace_pathways(
         edges: who may no longer attend to E_Q: every position `after` it, or the exact tokens of the `answer` alone.
         window: sever in so many layers around each instead of in all up to it, and read the probe of l*; 1 is each
             layer alone. One walk serves all windows; each costs what it changes.
-        seeds: how many times the examples are split and probes fitted; modes are cross-fitted with two and more.
+        seeds: how many times, at most 1,000, the examples are split and probes fitted; modes are cross-fitted with two
+            and more.
         controls: run the controls too (about eight more passes) and compare with baselines.
         batch_size: rows in one run.
         progress: show bars.
@@ -264,7 +265,7 @@ def _check(model: HookedModel, answered: Any, setup: Setup, window: int | None, 
             "edges='answer' severs what the exact answer reads, and token='before_answer' is read before it: nothing "
             "could change. Use another token=, or edges='after'."
         )
-    checked_count("seeds", seeds)
+    checked_repeats("seeds", seeds)
     if window is not None:
         checked_count("window", window)
 

@@ -225,7 +225,7 @@ def _check_options(model: HookedModel, questions: Any, max_new_tokens: int, batc
         raise InputError(
             f"{model.name} needs a tokenizer that gives character offsets (a fast one) to answer questions."
         )
-    checked_count("max_new_tokens", max_new_tokens)
+    checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1)
     checked_count("batch_size", batch_size)
 
 

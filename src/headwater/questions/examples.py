@@ -16,6 +16,7 @@ from typing import Any
 from headwater.errors import InputError
 from headwater.models.generation import chat_text, continuation_offsets
 from headwater.models.tokens import Offsets
+from headwater.options import shown
 from headwater.questions.extract import Extractor, call_extractor
 from headwater.questions.labels import NO_VERDICT, Label, Verdict, is_refusal, verdict
 from headwater.questions.spans import shifted, tokens_of
@@ -78,7 +79,7 @@ def prompt_parts(tokenizer: Any, prompt: str | None) -> tuple[str, str]:
         if prompt.count(SLOT) != 1:
             raise InputError("The tokenizer's chat template does not write a message out exactly once; pass prompt=.")
     if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
-        raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {prompt!r}.")
+        raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {shown(prompt)}.")
     before, after = prompt.split(SLOT)
     return before, after
 

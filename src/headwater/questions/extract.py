@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from headwater.errors import HeadwaterError, InputError
+from headwater.options import shown
 from headwater.questions.words import Span, find_words
 
 Extractor: TypeAlias = Callable[[str, str], Mapping[str, Any]]
@@ -139,7 +140,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 def check_extractor(extractor: Any) -> None:
     """Refuse what cannot be called."""
     if extractor is not None and not callable(extractor):
-        raise InputError(f"extractor must be a callable (question, answer), found {extractor!r}.")
+        raise InputError(f"extractor must be a callable (question, answer), found {shown(extractor)}.")
 
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:

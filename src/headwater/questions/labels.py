@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from headwater.errors import HeadwaterError, InputError, did_you_mean
-from headwater.options import checked_name
+from headwater.options import checked_name, shown
 from headwater.questions.words import MARKS, Span, Word, normalised_words
 
 Judge: TypeAlias = Callable[[str, Sequence[str], str], bool | None]
@@ -131,7 +131,7 @@ def check_label(label: Any) -> None:
     if callable(label) or (isinstance(label, str) and label in RULES):
         return
     raise InputError(
-        f"label={label!r} is neither one of {', '.join(RULES)} nor a function of question, accepted answers and "
+        f"label={shown(label)} is neither one of {', '.join(RULES)} nor a function of question, accepted answers and "
         f"answer.{did_you_mean(str(label), RULES)}"
     )
 
