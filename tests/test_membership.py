@@ -131,6 +131,11 @@ def test_labels_that_say_nothing_are_refused(labels, message):
         membership(scores_of([1.0, 2.0, 3.0]), labels)
 
 
+def test_more_than_a_million_resamples_are_refused():
+    with pytest.raises(InputError, match=r"^resamples=1000001 must be from 1 to 1000000[.]$"):
+        membership(scores_of([1.0, 2.0, 3.0]), [1, 0, 1], resamples=1_000_001)
+
+
 def test_the_auc_within_strata_counts_pairs_of_one_stratum(rng):
     for _ in range(20):
         n = int(rng.integers(4, 30))

@@ -70,6 +70,8 @@ def test_answers_are_single_tokens_as_written():
     assert answer_ids([" Paris", 7], tokenizer, 2, 300).tolist() == [paris, 7]
     with pytest.raises(InputError, match="With a leading space, ' Paris' is one"):
         answer_ids("Paris", tokenizer, 1, 300)
+    with pytest.raises(InputError, match=r"is 5,000 tokens, .*[.]{3} \(25,000 characters\); a metric needs one token"):
+        answer_ids("a" * 5000, tokenizer, 1, 300)
     with pytest.raises(InputError, match="outside the model's vocabulary of 5"):
         answer_ids(7, tokenizer, 1, 5)
 

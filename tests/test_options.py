@@ -6,11 +6,24 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from headwater.errors import InputError
-from headwater.options import checked_count, checked_name, checked_number, checked_path
+from headwater.options import (
+    LONGEST_SHOWN,
+    checked_count,
+    checked_name,
+    checked_number,
+    checked_path,
+    checked_repeats,
+    checked_several,
+    is_one,
+    one_or_several,
+    shown,
+    whole_numbers,
+)
 from headwater.runs.identity import describe
 
 
@@ -51,14 +64,45 @@ def test_a_caller_without_a_type_checker_is_told_too():
     code = """
 import headwater as hw
 from headwater.heads.relations import load_relations
-for use, given in ((load_relations, 3), (load_relations, [None, 3.5]), (hw.Sweep.load, 3), (hw.load_depth_graph, 3)):
+from headwater.heads.salient import salient_operations
+from headwater.models.weights import open_weights
+from headwater.patching.metrics import answer_ids
+model = hw.load()
+weights = open_weights(model)
+for use, given in (
+    (load_relations, 3),
+    (load_relations, [None, 3.5]),
+    (hw.Sweep.load, 3),
+    (hw.load_depth_graph, 3),
+    (lambda k: hw.classify_heads(model, k=k, progress=False), True),
+    (lambda layer: salient_operations(weights, layer, 0), "1"),
+    (lambda answer: answer_ids(answer, model.tokenizer, 2, 300), {5, 9}),
+    (lambda pairs: hw.Relation("r", None, pairs), {"ja": "nein"}),
+    (lambda pairs: hw.Relation("r", None, pairs), ["ja"]),
+    (lambda lens: hw.token_statistics(model, " a b", lens=lens, progress=False), {0: 1}),
+    (lambda lens: hw.token_statistics(model, " a b", lens=lens, progress=False), {"a": (1, 2)}),
+    (lambda labels: hw.membership(hw.token_statistics(model, [" a b", " c d"], progress=False), labels), {0: 0, 1: 1}),
+):
     try:
         use(given)
     except hw.HeadwaterError as error:
         print(error)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    starts = ("relations=3 is no", "relations=3.5 is no", "folder=3 must be", "source=3 must be")
+    starts = (
+        "relations=3 is no",
+        "relations=3.5 is no",
+        "folder=3 must be",
+        "source=3 must be",
+        "k=True must be a whole number, at least 1",
+        "layer='1' must be a whole number",
+        "A set was given as an answer: give a token, or a list with a token for each prompt.",
+        "Relation 'r': pairs={'ja': 'nein'} is no list of pairs",
+        "Relation 'r': 'ja' is no pair",
+        "The translator of layer 0 must be a pair of tensors (A, b), found 1.",
+        "A tuned lens has a translator for each layer, a whole number; found 'a'.",
+        "A dict was given as labels: give a list with a label for each text.",
+    )
     lines = ended.stdout.splitlines()
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == list(starts)
 
@@ -75,6 +119,48 @@ def test_numbers_of_any_library_are_counts(given):
     assert (number, type(number)) == (10, int)
     with pytest.raises(InputError, match="k=10 must be from 1 to 9"):
         checked_count("k", given, most=9)
+
+
+@pytest.mark.parametrize(
+    "given", ["z", b"z", 3, None, object, torch.tensor(2.5), np.array(2.5), np.float32(1)], ids=repr
+)
+def test_one_thing_is_one_though_it_has_the_methods_of_several(given):
+    assert is_one(given)
+    assert one_or_several(given) == [given]
+    with pytest.raises(InputError, match=r"was given as labels: give a list with a label for each text[.]$"):
+        checked_several("labels", given, "a list with a label for each text")
+
+
+@pytest.mark.parametrize(
+    "given", [[1, 2], (1, 2), iter([1, 2]), pd.Series([1, 2]), np.array([1, 2]), torch.tensor([1, 2])]
+)
+def test_what_lists_columns_arrays_and_iterators_hold_is_several(given):
+    assert [int(part) for part in checked_several("labels", given, "a list")] == [1, 2]
+
+
+@pytest.mark.parametrize("given", [{0: True}, {1, 2}, pd.DataFrame({"label": [1]})], ids=["dict", "set", "DataFrame"])
+def test_labels_are_not_taken_from_keys_or_columns_or_from_what_has_no_order(given):
+    with pytest.raises(InputError, match=f"^A {type(given).__name__} was given as labels: give a list"):
+        checked_several("labels", given, "a list")
+
+
+def test_a_layer_may_be_a_number_of_any_library_and_no_text():
+    assert whole_numbers(torch.tensor(2)) == whole_numbers(np.int8(2)) == whole_numbers([2]) == [2]
+    for given in ("2", torch.tensor(2.5), None, [2, "2"]):
+        with pytest.raises(TypeError):
+            whole_numbers(given)
+
+
+def test_what_is_shown_of_a_long_value_is_its_beginning_on_one_line():
+    assert shown(["a  b", 3]) == "['a  b', 3]"
+    assert "\n" not in shown(np.zeros((3, 3)))
+    assert shown(["ab"] * 5000) == f"{str(['ab'] * 5000)[:LONGEST_SHOWN]}... (30,000 characters)"
+
+
+def test_work_that_would_be_for_nothing_is_refused():
+    assert checked_repeats("seeds", np.int64(1000)) == 1000
+    with pytest.raises(InputError, match=r"^seeds=1001 must be from 1 to 1000[.]$"):
+        checked_repeats("seeds", 1001)
 
 
 def test_a_share_may_reach_its_upper_end_where_that_is_allowed():

@@ -1,11 +1,13 @@
 """Attention classes find what a head attends to, and agree with TransformerLens's detector."""
 
+import pandas as pd
 import pytest
 import torch
 from transformer_lens.head_detector import compute_head_attention_similarity_score, detect_head
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.heads import patterns
 from headwater.heads.patterns import attention_classes, mean_attention, repeated_tokens
 from headwater.models.compat import ATTENTION_CLASSES, keys_of
 from headwater.planted import induction, name_mover
@@ -75,6 +77,26 @@ def test_random_sequences_hold_no_special_token_and_repeat_once():
     assert not torch.isin(tokens[:, 1:], torch.tensor(model.tokenizer.all_special_ids)).any()
     assert all(len(row.unique()) == 12 for row in tokens[:, 1:13])
     assert not torch.equal(tokens, repeated_tokens(model, 5, 12, seed=2))
+
+
+def test_more_sequences_take_no_more_memory_and_none_are_lost_where_it_runs_out(monkeypatch):
+    model = hw.load(tiny_model("llama", seed=5), tokenizer=tiny_tokenizer())
+    whole = attention_classes(model, sequences=7, length=5)
+    run, sizes = type(model).run, []
+
+    def short_of_memory(self, tokens, *args, **options):
+        sizes.append(len(tokens))
+        if len(tokens) > 2:
+            raise torch.OutOfMemoryError
+        return run(self, tokens, *args, **options)
+
+    monkeypatch.setattr(type(model), "run", short_of_memory)
+    monkeypatch.setattr(patterns, "SEQUENCES_AT_ONCE", 4)
+    parts = attention_classes(model, sequences=7, length=5)
+    assert sizes == [4, 2, 2, 3, 1, 2]
+    pd.testing.assert_frame_equal(parts, whole, rtol=1e-5)
+    with pytest.raises(InputError, match=r"^sequences=10001 must be from 1 to 10000[.]$"):
+        attention_classes(model, sequences=10_001)
 
 
 def test_sequences_shrink_to_the_context_and_a_context_of_three_is_refused():

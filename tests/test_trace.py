@@ -448,9 +448,10 @@ def test_a_set_with_answers_of_one_kind_is_left_out_and_named_and_the_others_are
         ({"variant": "ablate"}, "variant='ablate' is not one of mask, zero"),
         ({"edges": "all"}, "edges='all' is not one of after, answer"),
         ({"edges": "answer", "token": "before_answer"}, "nothing could change"),
-        ({"seeds": 0}, "seeds=0 must be at least 1"),
+        ({"seeds": 0}, "seeds=0 must be from 1 to 1000"),
         ({"window": 0}, "window=0 must be at least 1"),
         ({"batch_size": 0}, "batch_size=0"),
+        ({"seeds": 1001}, "seeds=1001 must be from 1 to 1000"),
     ],
 )
 def test_options_that_cannot_be_used_are_named_in_one_line(options, message):

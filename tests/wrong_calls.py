@@ -74,7 +74,9 @@ WRONG: dict[str, Callable[[], Any]] = {
     "tensor of 2.5": lambda: torch.tensor(2.5),
     "module": lambda: hw,
 }
-FEW = ("object", "10**30", "text", "['x', 3]", "class", "array", "empty frame")
+FEW = (
+    "object", "10**30", "text", "long text", "['x', 3]", "{'a': 1}", "class", "array", "tensor of 2.5", "empty frame",
+)  # fmt: skip
 """Those that found what the others did not."""
 FEWER = ("object", "array")
 """Of functions that take long."""

@@ -36,7 +36,7 @@ from headwater.models.edits import Hook, looks
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
-from headwater.models.tokens import Batch, encode, pad_id, token_span
+from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
@@ -129,6 +129,7 @@ def token_statistics(
         RunFolderError: `out` holds another run.
     """
     check_model(model)
+    refuse_what_has_no_order(texts)
     texts = [texts] if isinstance(texts, str) else checked_several("texts", texts, "a text, or a list of texts")
     spans = None if spans is None else checked_several("spans", spans, "a list with (start, end) or None for each text")
     chosen = chosen_layers(layers, model.shape.n_layers)

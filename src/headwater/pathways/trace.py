@@ -24,9 +24,9 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.effects import (
-from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
     FOLDS,
     Halves,
     Measured,
