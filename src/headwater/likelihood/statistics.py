@@ -38,9 +38,9 @@ from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
+from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
-from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
