@@ -1,14 +1,12 @@
 """Membership tables equal scikit-learn's ROC, intervals cover the truth, and the baseline never sees the model."""
 
-import math
-
 import numpy as np
 import pandas as pd
 import pytest
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from headwater.errors import InputError
-from headwater.likelihood.members import BASELINE, Membership, auc_within, bag_of_words, membership, roc_numbers
+from headwater.likelihood.members import BASELINE, Membership, bag_of_words, membership
 from headwater.likelihood.scores import MemorizationScores, memorization_scores
 from tests import chance
 from tests.test_memorization_scores import made_up, run_record
@@ -45,16 +43,6 @@ def test_auc_and_true_positive_rates_are_those_of_the_roc_curve(ties, rng):
     assert found["tpr_at_1"] == true[false <= 0.01][-1]
     assert found["tpr_at_5"] == true[false <= 0.05][-1]
     assert (found["members"], found["nonmembers"]) == (member.sum(), (~member).sum())
-
-
-def test_weights_count_a_text_as_often_as_repeating_it(rng):
-    values, member = rng.normal(size=30).round(1), np.arange(30) < 13
-    weights = rng.integers(1, 4, (5, 30))
-    found = roc_numbers(values, member, weights)
-    for row, counts in enumerate(weights):
-        again = roc_numbers(values.repeat(counts), member.repeat(counts), np.ones((1, counts.sum()), dtype=int))
-        for name in found:
-            assert found[name][row] == pytest.approx(again[name][0])
 
 
 def test_the_interval_of_the_auc_covers_the_truth_about_as_often_as_it_says():
@@ -134,27 +122,6 @@ def test_labels_that_say_nothing_are_refused(labels, message):
 def test_more_than_a_million_resamples_are_refused():
     with pytest.raises(InputError, match=r"^resamples=1000001 must be from 1 to 1000000[.]$"):
         membership(scores_of([1.0, 2.0, 3.0]), [1, 0, 1], resamples=1_000_001)
-
-
-def test_the_auc_within_strata_counts_pairs_of_one_stratum(rng):
-    for _ in range(20):
-        n = int(rng.integers(4, 30))
-        values, strata = rng.integers(0, 6, n).astype(float), rng.integers(0, 4, n)
-        member = np.append(rng.random(n - 2) < 0.5, [True, False])
-        strata[-2:] = 0
-        weights = np.concatenate([np.ones((1, n), dtype=int), rng.integers(0, 3, (3, n))])
-        for weight, found in zip(weights, auc_within(values, member, strata, weights), strict=True):
-            pairs = [
-                (weight[i] * weight[j], (values[i] > values[j]) + (values[i] == values[j]) / 2)
-                for i in np.flatnonzero(member)
-                for j in np.flatnonzero(~member)
-                if strata[i] == strata[j]
-            ]
-            total = sum(count for count, _ in pairs)
-            expected = sum(count * won for count, won in pairs) / total if total else math.nan
-            assert found == pytest.approx(expected, nan_ok=True)
-        one = roc_numbers(values, member, weights[:1])["auc"]
-        assert auc_within(values, member, np.zeros(n, dtype=int), weights[:1]) == pytest.approx(one)
 
 
 def test_a_score_that_only_knows_the_stratum_tells_nothing_within_it(rng):

@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 import torch
 from scipy.special import expit
-from sklearn.metrics import roc_auc_score
 
 import headwater as hw
 from headwater.pathways.controls import (
@@ -33,7 +32,7 @@ from headwater.pathways.report import survives
 from headwater.pathways.tables import stacked, tables_of
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
-from headwater.stats.resample import FEWEST, member_means, resampled_questions, resamples, weighted_auc
+from headwater.stats.resample import FEWEST, member_means, resampled_questions, resamples
 from tests import chance
 
 
@@ -85,15 +84,6 @@ def test_a_mode_with_few_examples_has_a_mean_and_no_band():
     assert np.isnan(low).all()
     assert np.isnan(high).all()
     assert (examples == FEWEST - 1).all()
-
-
-@pytest.mark.oracle
-def test_aucs_of_resamples_are_those_of_scikit_learn_with_weights():
-    rng = chance.rng()
-    z, scores, counts = rng.integers(0, 2, 60), rng.normal(size=60).round(1), resamples(60, draws=20)
-    found = weighted_auc(counts, z, scores)
-    expected = [roc_auc_score(z, scores, sample_weight=row) for row in counts]
-    np.testing.assert_allclose(found, expected)
 
 
 def test_answers_to_one_question_are_drawn_together():

@@ -14,7 +14,6 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.pathways.probes import (
     Probes,
-    auc,
     fit_linear,
     fit_probes,
     grouped_folds,
@@ -225,11 +224,3 @@ def test_names_that_do_not_exist_are_refused_with_the_nearest():
         probe_states(model, answered, batch_size=0)
     with pytest.raises(InputError, match="no probe of layer 3; there are layers 0 to 2"):
         Probes("mlp_out", "answer_last", torch.zeros(3, 4), torch.zeros(3), 0)[3]
-
-
-def test_auc_is_that_of_scikit_learn_and_undefined_with_one_class():
-    rng = chance.rng()
-    z, logits = rng.integers(0, 2, 50), rng.normal(size=50).round(1)
-    z[:2] = 0, 1
-    assert auc(z, logits) == pytest.approx(roc_auc_score(z, logits))
-    assert np.isnan(auc(np.ones(4, dtype=np.int64), logits[:4]))

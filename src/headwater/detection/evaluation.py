@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from headwater.stats.resample import interval, resampled_questions, weighted_auc
+from headwater.stats.discrimination import auc
+from headwater.stats.resample import interval, resampled_questions
 
 NAMES = {
     "question": "relation, popularity",
@@ -46,7 +47,7 @@ def evaluate(
     def draws(method: str) -> NDArray[np.float64]:
         """The AUC in every resample, averaged over seeds."""
         per_seed = [
-            weighted_auc(counts[:, places.loc[part["example"]]], part["z"].to_numpy(), part[method].to_numpy())
+            auc(part[method].to_numpy(), part["z"].to_numpy(), counts=counts[:, places.loc[part["example"]]])
             for part in seeds
             if part[method].notna().all()
         ]

@@ -29,7 +29,6 @@ from headwater.pathways.interventions import Setup, after_states, block_exact_to
 from headwater.pathways.probes import (
     C,
     States,
-    auc,
     fit_linear,
     fit_probes,
     grouped_folds,
@@ -37,6 +36,7 @@ from headwater.pathways.probes import (
     probe_states,
 )
 from headwater.questions.answers import AnsweredQuestions
+from headwater.stats.discrimination import auc
 
 Reading: TypeAlias = tuple[Float[np.ndarray, " feature"], float]
 """Weight and bias of a logistic regression."""
@@ -186,7 +186,7 @@ class AnswerSet:
             "test": torch.from_numpy(self.rows[test]),
             "scores": self._scores(detector, test),
             "counts": torch.tensor(counts),
-            "gate_auc": torch.tensor(auc(flipped, gate), dtype=torch.float64),
+            "gate_auc": torch.tensor(float(auc(gate, flipped)), dtype=torch.float64),
         }
 
     def _best_layer(self, train: NDArray[np.int64], seed: int) -> int:

@@ -31,6 +31,7 @@ from headwater.likelihood.statistics import TextStatistics
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, checked_several, shown
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
+from headwater.stats.discrimination import auc, true_positives
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,50 +131,6 @@ def bag_of_words(texts: Sequence[str], member: Bool[ndarray, " text"], seed: int
     return cross_val_predict(classifier, texts, member, cv=split, method="decision_function")
 
 
-def roc_numbers(
-    values: Float[ndarray, " text"], member: Bool[ndarray, " text"], weights: Int[ndarray, "resample text"]
-) -> dict[str, Float[ndarray, " resample"]]:
-    """Return AUC and true positive rates for texts that count as often as `weights` says.
-
-    A threshold takes all texts of one value or none of them; the AUC counts ties as half.
-    """
-    order = np.argsort(-values, kind="stable")
-    last_of_value = np.append(np.diff(values[order]) != 0, True)
-
-    def passing(of: Bool[ndarray, " text"]) -> Float[ndarray, "resample threshold"]:
-        counts = np.cumsum((weights * of)[:, order], axis=1)[:, last_of_value]
-        return np.concatenate([np.zeros((len(weights), 1)), counts / counts[:, -1:]], axis=1)
-
-    true, false = passing(member), passing(~member)
-    area = (np.diff(false, axis=1) * (true[:, 1:] + true[:, :-1])).sum(axis=1) / 2
-    return {"auc": area} | {
-        name: np.where(false <= rate, true, 0.0).max(axis=1) for name, rate in FALSE_POSITIVE_RATES.items()
-    }
-
-
-def auc_within(
-    values: Float[ndarray, " text"],
-    member: Bool[ndarray, " text"],
-    strata: Int[ndarray, " text"],
-    weights: Int[ndarray, "resample text"],
-) -> Float[ndarray, " resample"]:
-    """Return the share of pairs of a member and a non-member of one stratum in which the member has the higher value.
-
-    Ties count as half, texts as often as `weights` says; NaN where no stratum has both.
-    """
-    order = np.lexsort((values, strata))
-    is_first = np.append(True, np.diff(strata[order]) != 0)
-    starts = np.flatnonzero(is_first)
-    is_new = is_first | np.append(True, np.diff(values[order]) != 0)
-    ties = np.flatnonzero(is_new)
-    members, others = (weights[:, order] * of[order] for of in (member, ~member))
-    passed = np.pad(np.cumsum(others, axis=1), ((0, 0), (1, 0)))
-    below = (passed[:, ties] + passed[:, np.append(ties[1:], len(order))]) / 2
-    won = below[:, np.cumsum(is_new) - 1] - passed[:, starts[np.cumsum(is_first) - 1]]
-    pairs = (np.add.reduceat(members, starts, axis=1) * np.add.reduceat(others, starts, axis=1)).sum(axis=1)
-    return np.where(pairs > 0, (members * won).sum(axis=1) / np.maximum(pairs, 1), math.nan)
-
-
 def _discrimination(
     values: Float[ndarray, " text"],
     member: Bool[ndarray, " text"],
@@ -187,10 +144,11 @@ def _discrimination(
     strata = strata[has_score] if strata is not None else None
 
     def numbers(weights: Int[ndarray, "resample text"]) -> dict[str, Float[ndarray, " resample"]]:
-        if strata is None:
-            return roc_numbers(values, member, weights)
-        missing = np.full(len(weights), math.nan)
-        return {"auc": auc_within(values, member, strata, weights)} | dict.fromkeys(FALSE_POSITIVE_RATES, missing)
+        found = {"auc": auc(values, member, counts=weights, strata=strata)}
+        for name, rate in FALSE_POSITIVE_RATES.items():
+            one_threshold = true_positives(values, member, rate, counts=weights) if strata is None else math.nan
+            found[name] = np.broadcast_to(one_threshold, len(weights))
+        return found
 
     counts = {"members": int(member.sum()), "nonmembers": int((~member).sum())}
     names = ("auc", *FALSE_POSITIVE_RATES)

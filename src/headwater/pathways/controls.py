@@ -28,7 +28,8 @@ from scipy.special import logit as log_odds
 
 from headwater.pathways.modes import MODES, Effects
 from headwater.pathways.probes import States, fit_linear, linear_logits
-from headwater.stats.resample import Counts, interval, member_means, weighted_auc
+from headwater.stats.discrimination import auc
+from headwater.stats.resample import Counts, interval, member_means
 
 FEWEST_OF_A_MODE = 10
 PRIOR = 2.0
@@ -188,16 +189,14 @@ def by_intervention(
 def _mean_auc(
     counts: Counts, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
 ) -> Float[np.ndarray, " resample"]:
-    truth = np.broadcast_to(truth, half.shape)
+    """Average the AUCs of each half of each seed, as far as they are defined."""
     found = []
-    for expected, halves, values in zip(truth, half, scores, strict=True):
+    for expected, halves, values in zip(np.broadcast_to(truth, half.shape), half, scores, strict=True):
         for side in (0, 1):
             here = (halves == side) & np.isfinite(values)
-            if len(np.unique(expected[here])) == 2:
-                found.append(weighted_auc(counts[:, here], expected[here], values[here]))
-    defined = np.isfinite(found).sum(0) if found else np.zeros(len(counts))
+            found.append(auc(values[here], expected[here], counts=counts[:, here]))
     with np.errstate(invalid="ignore"):
-        return np.nansum(found, axis=0) / defined if found else np.full(len(counts), np.nan)
+        return np.nansum(found, axis=0) / np.isfinite(found).sum(0)
 
 
 def _estimate(found: Float[np.ndarray, " resample"]) -> dict[str, float]:

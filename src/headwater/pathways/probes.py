@@ -26,7 +26,6 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike, NDArray
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from headwater.models.sites import SITES
 from headwater.options import checked_count, shown
 from headwater.progress import progress_bar
 from headwater.questions.answers import AnsweredQuestions
+from headwater.stats.discrimination import auc
 
 PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
 PROBE_TOKENS = ("answer_last", "exact_answer_last", "before_answer")
@@ -300,11 +300,6 @@ def grouped_folds(
     return splits
 
 
-def auc(z: NDArray[np.int64], logits: NDArray[np.float64]) -> float:
-    """Return the area under the ROC curve of logits that should be high where z = 1; NaN with one class only."""
-    return float(roc_auc_score(z, logits)) if 0 < z.sum() < len(z) else float("nan")
-
-
 def check_probe_options(site: str, token: str, batch_size: int) -> None:
     """Refuse a site, token or batch size that there is not."""
     if not isinstance(site, str) or site not in PROBE_SITES:
@@ -330,7 +325,7 @@ def _aucs(
     bias: Float[Tensor, " layer"],
 ) -> Float[Tensor, " layer"]:
     logits = Probes("", "", weight, bias, best=0).logits(states[:, torch.from_numpy(rows)])
-    return torch.tensor([auc(z[rows], logit.numpy()) for logit in logits], dtype=torch.float64)
+    return torch.tensor([float(auc(logit.numpy(), z[rows])) for logit in logits], dtype=torch.float64)
 
 
 def fit_linear(

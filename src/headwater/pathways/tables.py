@@ -35,8 +35,8 @@ from headwater.pathways.modes import (
     splits_of,
     within_relations,
 )
-from headwater.pathways.probes import auc
 from headwater.questions.spans import span_shapes
+from headwater.stats.discrimination import auc
 from headwater.stats.resample import Counts, resampled_questions
 
 WRONG_ANSWER, ANY_MODE = "which answers are wrong", "which examples are Q-anchored"
@@ -173,9 +173,9 @@ def _aucs(measured: Measured) -> pd.DataFrame:
                         "layer": layer,
                         "best": layer == probes.best,
                         "validation_auc": float(probes.validation_auc[layer]),  # type: ignore[index]
-                        "auc": auc(z[here], measured.before[seed, layer, here]),
-                        "auc_after_knockout": auc(z[here], measured.knockout[seed, layer, here]),
-                        "auc_after_random": auc(z[drawn], random[seed, layer, drawn]),
+                        "auc": float(auc(measured.before[seed, layer, here], z[here])),
+                        "auc_after_knockout": float(auc(measured.knockout[seed, layer, here], z[here])),
+                        "auc_after_random": float(auc(random[seed, layer, drawn], z[drawn])),
                     }
                 )
     return pd.DataFrame(rows)

@@ -60,19 +60,6 @@ def member_means(
     return means[0], np.where(few, np.nan, low), np.where(few, np.nan, high), examples
 
 
-def weighted_auc(counts: Counts, z: NDArray[np.int64], scores: NDArray[np.float64]) -> Float[np.ndarray, " resample"]:
-    """Return the AUC of scores in every resample; ties count half, NaN where a class is missing."""
-    _, group = np.unique(scores, return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    begins = np.flatnonzero(np.diff(group[order], prepend=-1))
-    drawn = counts[:, order]
-    positive = np.add.reduceat(drawn * z[order], begins, axis=1)
-    negative = np.add.reduceat(drawn * (1 - z[order]), begins, axis=1)
-    below = negative.cumsum(1) - negative / 2
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (positive * below).sum(1) / (positive.sum(1) * negative.sum(1))
-
-
 def interval(estimates: Float[np.ndarray, " resample *column"]) -> tuple[NDArray[np.float64], ...]:
     """Return the estimate on the data and the percentile interval over the resamples; NaN where most are undefined."""
     tail = (1 - LEVEL) / 2

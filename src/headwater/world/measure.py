@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from headwater.questions.labels import match
+from headwater.stats.discrimination import auc
 from headwater.world.corpus import prompt_of
 
 MAX_NEW_TOKENS = 6
@@ -120,9 +120,9 @@ def _auc(values: NDArray[np.float64], table: pd.DataFrame, train: NDArray[np.boo
     classifier.fit(values[train], right[train])
     scored = tested.assign(score=classifier.decision_function(values[~train]))
     mixed = [group for _, group in scored.groupby("relation") if group["right"].nunique() == 2]
-    within = [roc_auc_score(group["right"], group["score"]) for group in mixed]
+    within = [auc(group["score"].to_numpy(), group["right"].to_numpy()) for group in mixed]
     sizes = [len(group) for group in mixed]
-    return float(roc_auc_score(scored["right"], scored["score"])), float(np.average(within, weights=sizes))
+    return float(auc(scored["score"].to_numpy(), scored["right"].to_numpy())), float(np.average(within, weights=sizes))
 
 
 def ablation(
