@@ -5,7 +5,6 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.patching.averages import bootstrap_interval, sign_flip_p
 from headwater.patching.metrics import answer_ids, as_metrics
 from headwater.patching.prompts import Prompt, positions_of, side_by_side
 from tests.tiny import tiny_tokenizer
@@ -105,19 +104,3 @@ def test_two_tokenizations_are_shown_in_columns_with_their_differences_marked():
     assert "' cat'" in lines[2]
     assert "<>" in lines[2]
     assert "' dog'" in lines[2]
-
-
-def test_the_sign_flip_test_counts_all_sign_patterns():
-    effects = torch.randn(7, dtype=torch.float64).numpy() + 0.5
-    signs = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64)] * 7).numpy()
-    expected = (abs(signs @ effects) >= abs(effects.sum()) - 1e-12).mean()
-    assert sign_flip_p(effects, 0) == pytest.approx(expected)
-    assert sign_flip_p(effects[:1], 0) != sign_flip_p(effects[:1], 0)
-
-
-def test_p_values_of_effects_without_sign_are_spread_evenly_and_intervals_hold_the_mean():
-    draws = torch.randn(300, 20, dtype=torch.float64).numpy()
-    p_values = torch.tensor([sign_flip_p(effects, 0) for effects in draws[:100]])
-    assert 0.35 < float(p_values.mean()) < 0.65
-    inside = [low <= 0 <= high for low, high in (bootstrap_interval(effects, 0.95, 0) for effects in draws)]
-    assert 0.86 < sum(inside) / 300 <= 1

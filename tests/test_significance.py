@@ -1,4 +1,4 @@
-"""The permutation null: its moments, its tail against exact and simulated permutations, and what it makes of heads."""
+"""What chance gives: permuted targets against exact and simulated permutations, flipped signs, q values, Wilson."""
 
 import itertools
 import math
@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from headwater.stats.significance import permutation_moments, permutation_p_values, q_values, wilson_interval
+from headwater.stats.significance import (
+    permutation_moments,
+    permutation_p_values,
+    q_values,
+    sign_flip_p,
+    wilson_interval,
+)
 from tests import chance
 
 
@@ -153,3 +159,17 @@ def test_the_interval_is_wilsons(counts):
     ours = wilson_interval(np.array(float(hits)), np.array(float(pairs)))
     theirs = stats.binomtest(hits, pairs).proportion_ci(method="wilson")
     np.testing.assert_allclose(ours, (theirs.low, theirs.high), atol=1e-12)
+
+
+def test_the_sign_flip_test_counts_all_sign_patterns():
+    effects = torch.randn(7, dtype=torch.float64).numpy() + 0.5
+    signs = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64)] * 7).numpy()
+    expected = (abs(signs @ effects) >= abs(effects.sum()) - 1e-12).mean()
+    assert sign_flip_p(effects, 0) == pytest.approx(expected)
+    assert sign_flip_p(effects[:1], 0) != sign_flip_p(effects[:1], 0)
+
+
+def test_p_values_of_effects_without_sign_are_spread_evenly():
+    draws = torch.randn(300, 20, dtype=torch.float64).numpy()
+    p_values = torch.tensor([sign_flip_p(effects, 0) for effects in draws[:100]])
+    assert 0.35 < float(p_values.mean()) < 0.65

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import interval, resampled_questions
+from headwater.stats.resample import Draws, ends
 
 NAMES = {
     "question": "relation, popularity",
@@ -40,23 +40,28 @@ def evaluate(
     Returns:
         Rows of `Detection.table`.
     """
-    counts = resampled_questions(questions)
+    draws = Draws.of(questions)
     places = pd.Series(np.arange(len(questions)), index=questions.index)
     seeds = [part for _, part in scores.groupby("seed")]
 
-    def draws(method: str) -> NDArray[np.float64]:
+    def aucs(method: str) -> NDArray[np.float64]:
         """The AUC in every resample, averaged over seeds."""
         per_seed = [
-            auc(part[method].to_numpy(), part["z"].to_numpy(), counts=counts[:, places.loc[part["example"]]])
+            auc(
+                part[method].to_numpy(),
+                part["z"].to_numpy(),
+                counts=draws.per_example(places.loc[part["example"]].to_numpy()),
+            )
             for part in seeds
             if part[method].notna().all()
         ]
-        return np.mean(per_seed, axis=0) if per_seed else np.full(len(counts), np.nan)
+        return np.mean(per_seed, axis=0) if per_seed else np.full(len(draws.counts), np.nan)
 
-    drawn = np.stack([draws(method) for method in methods], axis=1)
-    probe = drawn[:, [methods.index("probe")]] if "probe" in methods else np.full((len(counts), 1), np.nan)
-    columns = dict(zip(("auc", "low", "high"), interval(drawn), strict=True))
-    columns |= dict(zip(("gain", "gain_low", "gain_high"), interval(drawn - probe), strict=True))
+    drawn = np.stack([aucs(method) for method in methods], axis=1)
+    probe = drawn[:, [methods.index("probe")]] if "probe" in methods else np.full((len(drawn), 1), np.nan)
+    columns = dict(zip(("auc", "low", "high"), (drawn[0], *ends(drawn)), strict=True))
+    gain = drawn - probe
+    columns |= dict(zip(("gain", "gain_low", "gain_high"), (gain[0], *ends(gain)), strict=True))
     sizes = {"answers": len(scores) / len(seeds), "wrong": scores["z"].sum() / len(seeds)}
     named = {"dataset": scores["dataset"].iloc[0], "method": methods}
     return pd.DataFrame(named | columns | sizes | {"note": [notes.get(method, "") for method in methods]})

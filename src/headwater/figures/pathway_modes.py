@@ -34,7 +34,7 @@ from headwater.figures.style import (
 )
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES, WITHIN
-from headwater.stats.resample import interval, resamples
+from headwater.stats.resample import Draws, interval
 
 if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways
@@ -160,6 +160,4 @@ def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
     if rows.empty:
         raise InputError("There are no examples to average.")
     by_example = rows.groupby("example")[column].agg(["sum", "size"]).to_numpy(dtype=float)
-    counts = resamples(len(by_example))
-    value, low, high = interval(100 * (counts @ by_example[:, 0]) / (counts @ by_example[:, 1]))
-    return float(value), float(low), float(high)
+    return interval(100 * Draws.of(range(len(by_example))).ratio(*by_example.T))

@@ -19,12 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
-from scipy.stats import norm
 from torch import Tensor
 
 from headwater.heads.classify import HeadMap
@@ -40,6 +37,7 @@ from headwater.options import checked_count
 from headwater.progress import progress_bar
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
+from headwater.stats.correlation import fisher_interval, pearson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,27 +198,11 @@ def correlate(table: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
         n_heads = len(scores[["layer", "head"]].drop_duplicates())
         for sign, suffix in (("score", ""), ("suppression", "_suppression")):
             for context in CONTEXTS:
-                r = pearson(scores[f"static{suffix}"].to_numpy(), scores[f"{context}{suffix}"].to_numpy())
+                r = float(pearson(scores[f"static{suffix}"].to_numpy(), scores[f"{context}{suffix}"].to_numpy()))
                 rows.append(
                     (relation, sign, context.removesuffix("_context"), r, *fisher_interval(r, n_heads, level), n_heads)
                 )
     return pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson", "low", "high", "heads"])
-
-
-def pearson(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    """Return the correlation of two samples; NaN where one of them does not vary."""
-    x, y = x - x.mean(), y - y.mean()
-    size = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / size if size > 1e-12 else float("nan")
-
-
-def fisher_interval(r: float, n: int, level: float) -> tuple[float, float]:
-    """Return the interval of a correlation of n pairs: tanh(artanh r ± z / √(n − 3)); NaN for fewer than four pairs."""
-    if n < 4 or np.isnan(r):
-        return float("nan"), float("nan")
-    half = norm.ppf((1 + level) / 2) / np.sqrt(n - 3)
-    centre = np.arctanh(np.clip(r, -1 + 1e-12, 1 - 1e-12))
-    return float(np.tanh(centre - half)), float(np.tanh(centre + half))
 
 
 def _rows(

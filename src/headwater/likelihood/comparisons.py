@@ -25,14 +25,15 @@ import pandas as pd
 from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
 
-from headwater.likelihood.resampling import NOTHING, Graphs, Interval, interval
+from headwater.stats.correlation import spearman
+from headwater.stats.resample import NOTHING, Draws, Interval, interval
 
 LENGTHS_APART = 20
 SHUFFLED = "_shuffled"
 POPULARITY = "popularity"
 
 
-def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: Graphs) -> pd.DataFrame:
+def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: Draws) -> pd.DataFrame:
     """Compare depths, quartile groups and ranks.
 
     Args:
@@ -40,7 +41,7 @@ def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: G
             and of `popularity`.
         scores: the columns of scores.
         main: the score of the figure, one of them.
-        graphs: of the nodes.
+        graphs: draws of the nodes, by graph.
 
     Returns:
         A row per comparison: `measure` ("depth", "gap", "spearman with gap", "... score", "... popularity"), `score`,
@@ -68,23 +69,23 @@ def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: G
     gap, at_top = nodes["gap"].to_numpy(float), depth == present[-1]
     for quartile in (25, 75):
         here = np.where(at_top & (nodes["quartile"] == quartile).to_numpy(), gap, math.nan)
-        add("gap", main, f"quartile {quartile}", str(present[-1]), graphs.mean(here))
+        add("gap", main, f"quartile {quartile}", str(present[-1]), interval(graphs.mean(here)))
     add("gap", main, "quartile 75 - 25", str(present[-1]), _between_quartiles(nodes, gap, at_top, graphs))
     for score in scores:
         values = nodes[score].to_numpy(float)
-        found = graphs.spearman(np.where(at_top, values, math.nan), gap)
+        found = rank_correlation(np.where(at_top, values, math.nan), gap, graphs)
         add("spearman with gap", score, "all nodes", str(present[-1]), found)
         for name in ("score", POPULARITY):
             if name not in nodes:
                 continue
             for one in present:
                 other = np.where(depth == one, nodes[name].to_numpy(float), math.nan)
-                add(f"spearman with {name}", score, "all nodes", str(one), graphs.spearman(values, other))
+                add(f"spearman with {name}", score, "all nodes", str(one), rank_correlation(values, other, graphs))
     return pd.DataFrame(rows)
 
 
 def between_depths(
-    values: Float[ndarray, " node"], depth: Int[ndarray, " node"], a: int, b: int, graphs: Graphs
+    values: Float[ndarray, " node"], depth: Int[ndarray, " node"], a: int, b: int, graphs: Draws
 ) -> Interval:
     """Return the difference of two depths' means over graphs, each graph's nodes averaged first."""
     found = []
@@ -92,8 +93,8 @@ def between_depths(
         here = (depth == one) & ~np.isnan(values)
         count = graphs.sums(here.astype(float))
         average = graphs.sums(np.where(here, values, 0.0)) / np.maximum(count, 1)
-        found.append(graphs.drawn(average, (count > 0).astype(float)))
-    return _difference(*found)
+        found.append(graphs.ratio_of_units(average, (count > 0).astype(float)))
+    return interval(found[1] - found[0])
 
 
 def between_equal_lengths(
@@ -102,7 +103,7 @@ def between_equal_lengths(
     tokens: Int[ndarray, " node"],
     a: int,
     b: int,
-    graphs: Graphs,
+    graphs: Draws,
 ) -> Interval:
     """Return the difference of two depths' means within lengths, weighted by the smaller number of nodes."""
     has = ~np.isnan(values)
@@ -116,15 +117,16 @@ def between_equal_lengths(
         sums.append(np.stack([graphs.sums(np.where(cell, values, 0.0)) for cell in cells], axis=1))
         counts.append(np.stack([graphs.sums(cell.astype(float)) for cell in cells], axis=1))
 
-    def difference(weights: Shaped[ndarray, "draw graph"]) -> Float[ndarray, " draw"]:
-        (count_a, count_b), (sum_a, sum_b) = ([weights @ part for part in parts] for parts in (counts, sums))
-        weight = np.minimum(count_a, count_b)
-        apart = sum_b / np.maximum(count_b, 1) - sum_a / np.maximum(count_a, 1)
-        total = weight.sum(axis=1)
-        return np.where(total > 0, (weight * apart).sum(axis=1) / np.maximum(total, 1), math.nan)
+    (count_a, count_b), (sum_a, sum_b) = ([graphs.counts @ part for part in parts] for parts in (counts, sums))
+    weight = np.minimum(count_a, count_b)
+    apart = sum_b / np.maximum(count_b, 1) - sum_a / np.maximum(count_a, 1)
+    total = weight.sum(axis=1)
+    return interval(np.where(total > 0, (weight * apart).sum(axis=1) / np.maximum(total, 1), math.nan))
 
-    one_each = np.ones((1, graphs.draws.shape[1]))
-    return interval(float(difference(one_each)[0]), difference(graphs.draws))
+
+def rank_correlation(x: Float[ndarray, " node"], y: Float[ndarray, " node"], graphs: Draws) -> Interval:
+    """Return the rank correlation over the nodes that have both values."""
+    return interval(spearman(x, y, counts=graphs.per_example()))
 
 
 def _lengths(tokens: Int[ndarray, " node"]) -> Int[ndarray, " node"]:
@@ -134,16 +136,8 @@ def _lengths(tokens: Int[ndarray, " node"]) -> Int[ndarray, " node"]:
 
 
 def _between_quartiles(
-    nodes: pd.DataFrame, gap: Float[ndarray, " node"], at_top: Shaped[ndarray, " node"], graphs: Graphs
+    nodes: pd.DataFrame, gap: Float[ndarray, " node"], at_top: Shaped[ndarray, " node"], graphs: Draws
 ) -> Interval:
-    found = []
-    for quartile in (25, 75):
-        here = at_top & (nodes["quartile"] == quartile).to_numpy() & ~np.isnan(gap)
-        found.append(graphs.drawn(graphs.sums(np.where(here, gap, 0.0)), graphs.sums(here.astype(float))))
-    return _difference(*found)
-
-
-def _difference(
-    first: tuple[float, Float[ndarray, " draw"]], second: tuple[float, Float[ndarray, " draw"]]
-) -> Interval:
-    return interval(second[0] - first[0], second[1] - first[1])
+    quartile = nodes["quartile"].to_numpy()
+    lower, upper = (graphs.mean(np.where(at_top & (quartile == one), gap, math.nan)) for one in (25, 75))
+    return interval(upper - lower)

@@ -24,7 +24,7 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
-from headwater.likelihood.resampling import Graphs
+from headwater.stats.resample import Draws, interval
 
 GOOD = 4.0
 """The mean score from which neighbours count as answered well."""
@@ -62,12 +62,12 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def judged(nodes: pd.DataFrame, graphs: Graphs) -> pd.DataFrame:
+def judged(nodes: pd.DataFrame, graphs: Draws) -> pd.DataFrame:
     """Sum the measures up: accuracy by depth, discrepancies by pair of depths and over all.
 
     Args:
         nodes: `depth, question_id, score` and what `discrepancies` gives.
-        graphs: of the nodes.
+        graphs: draws of the nodes, by graph.
 
     Returns:
         A row per measure and depths: `measure, depths` ("2", "1-2", "all"), `nodes` (that count), `value, low, high`.
@@ -78,7 +78,7 @@ def judged(nodes: pd.DataFrame, graphs: Graphs) -> pd.DataFrame:
 
     def add(measure: str, name: str, values: Float[ndarray, " node"]) -> None:
         count = int((~np.isnan(values)).sum())
-        rows.append({"measure": measure, "depths": name, "nodes": count} | graphs.mean(values)._asdict())
+        rows.append({"measure": measure, "depths": name, "nodes": count} | interval(graphs.mean(values))._asdict())
 
     for depth in depths:
         here = (nodes["depth"] == depth).to_numpy() & ~repeated

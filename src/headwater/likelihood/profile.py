@@ -31,7 +31,6 @@ from headwater.likelihood.framing import SPANS, Messages, frame_of
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named
 from headwater.likelihood.report import report
-from headwater.likelihood.resampling import Graphs
 from headwater.likelihood.scores import checked_shares
 from headwater.likelihood.scoring import Scored, Scoring
 from headwater.models.generation import end_tokens
@@ -40,6 +39,7 @@ from headwater.options import checked_count, checked_flag, checked_name, checked
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
+from headwater.stats.resample import Draws, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 AGGREGATES = ("group", "node")
-DRAWS = 1000
 FIRST_COLUMNS = (
     "group", "id", "depth", "question_id", "question", "answer", "predecessors", "successors", "tokens", "scored",
     "windows", "note",
@@ -230,7 +229,7 @@ def _profile(nodes: pd.DataFrame, scored: Scored, shuffled: Scored | None, run: 
     if not table["scored"].any():
         raise InputError(f"None of the {len(table):,} nodes has anything to score: {table['note'].iloc[0]}.")
     table["quartile"] = _quartiles(table, main, options["quartiles"])
-    graphs = Graphs.of(table["group"], DRAWS, run.seed or 0)
+    graphs = Draws.of(table["group"], seed=run.seed or 0)
     order = [*FIRST_COLUMNS, *scored.scores, *(c for c in (main + SHUFFLED,) if c in table), *JUDGED_COLUMNS]
     order += [POPULARITY] if POPULARITY in table else []
     every = nodes[["id", "group", "depth"]].merge(scored.nodes, on="id")
@@ -255,9 +254,9 @@ def _averages(nodes: pd.DataFrame, keys: list[str], scores: list[str]) -> pd.Dat
 def _by_layer(averages: pd.DataFrame, scores: list[str], seed: int) -> pd.DataFrame:
     rows = []
     for (layer, depth), part in averages.groupby(["layer", "depth"]):
-        graphs = Graphs.of(part["group"], DRAWS, seed)
+        graphs = Draws.of(part["group"], seed=seed)
         for score in scores:
-            found = graphs.mean(part[score].to_numpy(float))
+            found = interval(graphs.mean(part[score].to_numpy(float)))
             rows.append({"layer": layer, "depth": depth, "score": score} | found._asdict())
     return pd.DataFrame(rows)
 

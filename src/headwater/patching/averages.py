@@ -1,24 +1,23 @@
-"""Effects over examples: means, bootstrap intervals, sign-flip permutation tests, and how two sweeps agree."""
+"""Effects over examples: means with their intervals and p-values, what makes them doubtful, how two sweeps agree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from functools import cache
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed, shown
+from headwater.stats.correlation import pearson, spearman
+from headwater.stats.resample import NOTHING_LEFT, Draws, interval
+from headwater.stats.significance import sign_flip_p
 
 NORMALIZE = ("mean of ratios", "ratio of means")
-NO_GAP = 1e-9
-"""Where two runs differ by less, nothing can be a share of it."""
 SMALL_GAP = 0.1
 """Of the median gap: below this share a pair is named."""
 RESAMPLES = 2000
-FLIPS = 10_000
 
 
 def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
@@ -44,19 +43,21 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     """Summarize each cell over examples; see `Sweep.summary`."""
     checked_number("level", level, above=0.0, below=1.0)
     seed = checked_seed(seed)
+    draws_of = cache(lambda examples: Draws.of(range(examples), draws=RESAMPLES, seed=seed))
     rows = []
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         effects, gaps = summands(part, measure)
-        low, high = bootstrap_interval(effects, level, seed, gaps)
-        rows.append([*cell, len(effects), mean_effect(effects, gaps), low, high, sign_flip_p(effects, seed)])
+        found = interval(draws_of(len(effects)).ratio(effects, gaps), level)
+        rows.append([*cell, len(effects), *found, sign_flip_p(effects, seed)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
     return summary.astype({name: table[name].dtype for name in coordinates})
 
 
-def summands(part: pd.DataFrame, measure: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the effects of one cell by example and, for a ratio of means, the gaps that their mean is divided by."""
+def summands(part: pd.DataFrame, measure: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the effects of one cell by example and what their sum is divided by: 1 each, or each pair's gap."""
     if measure != "ratio of means":
-        return part[measure].dropna().to_numpy(), None
+        effects = part[measure].dropna().to_numpy()
+        return effects, np.ones(len(effects))
     part = part.dropna(subset=["effect"])
     return part["effect"].to_numpy(), gaps_of(part).to_numpy()
 
@@ -74,29 +75,7 @@ def cell_means(table: pd.DataFrame, columns: list[str], measure: str) -> pd.Seri
         return table.groupby(columns, dropna=False)[measure].mean()
     felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
     sums = felt.groupby(columns, dropna=False)[["effect", "gap"]].sum()
-    return (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NO_GAP)
-
-
-def mean_effect(effects: np.ndarray, gaps: np.ndarray | None = None) -> float:
-    """Return the mean effect, or with gaps its share of the mean gap; NaN where there is nothing, or no gap."""
-    if not len(effects) or (gaps is not None and abs(gaps.sum()) <= NO_GAP):
-        return np.nan
-    return float(effects.mean() if gaps is None else effects.sum() / gaps.sum() + 0.0)
-
-
-def bootstrap_interval(
-    effects: np.ndarray, level: float, seed: int, gaps: np.ndarray | None = None
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean (with gaps: of its share); NaN for fewer than two examples."""
-    if len(effects) < 2:
-        return np.nan, np.nan
-    draws = np.random.default_rng(seed).integers(len(effects), size=(RESAMPLES, len(effects)))
-    means = effects[draws].mean(1)
-    if gaps is not None:
-        divisors = gaps[draws].mean(1)
-        means = means[np.abs(divisors) > NO_GAP] / divisors[np.abs(divisors) > NO_GAP]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2]) if len(means) else (np.nan, np.nan)
-    return float(low), float(high)
+    return (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT)
 
 
 def note_of_lengths(lengths: Sequence[int], columns: Sequence[str]) -> str | None:
@@ -127,23 +106,6 @@ def note_of_gaps(table: pd.DataFrame, columns: Sequence[str], measure: str) -> s
     )
 
 
-def sign_flip_p(effects: np.ndarray, seed: int) -> float:
-    """Two-sided p of a mean this far from 0 when each example's effect could as well have had the other sign.
-
-    All sign patterns are counted up to 12 examples, 10,000 random ones beyond (the observed one among them).
-    """
-    n = len(effects)
-    if n < 2:
-        return np.nan
-    if n <= 12:
-        signs = np.array(list(product([1.0, -1.0], repeat=n)))
-    else:
-        signs = np.random.default_rng(seed).choice([1.0, -1.0], size=(FLIPS, n))
-        signs[0] = 1.0
-    observed = abs(effects.sum())
-    return float((np.abs(signs @ effects) >= observed * (1 - 1e-12)).mean())
-
-
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
     named = ("example", "site", "layer", "position", "head", "kv_head", "key", "window", "metric")
@@ -156,10 +118,7 @@ def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for (site, metric), part in both.groupby(["site", "metric"], sort=False):
         x, y = part["effect"].to_numpy(), part["effect_exact"].to_numpy()
-        varied = len(part) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0
-        pearson = stats.pearsonr(x, y).statistic if varied else np.nan
-        spearman = stats.spearmanr(x, y).statistic if varied else np.nan
         felt = np.abs(y) > 1e-6 * np.abs(y).max()
         same_sign = float((np.sign(x) == np.sign(y))[felt].mean()) if felt.any() else np.nan
-        rows.append([site, metric, len(part), pearson, spearman, same_sign])
+        rows.append([site, metric, len(part), float(pearson(x, y)), float(spearman(x, y)), same_sign])
     return pd.DataFrame(rows, columns=["site", "metric", "cells", "pearson", "spearman", "sign_agreement"])

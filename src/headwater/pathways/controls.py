@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.special import logit as log_odds
 
-from headwater.pathways.modes import MODES, Effects
+from headwater.pathways.modes import MODES, Effects, member_means
 from headwater.pathways.probes import States, fit_linear, linear_logits
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Counts, interval, member_means
+from headwater.stats.resample import Draws, interval
 
 FEWEST_OF_A_MODE = 10
 PRIOR = 2.0
@@ -123,7 +123,7 @@ def _from_other_half(
 
 
 def compare(
-    counts: Counts,
+    draws: Draws,
     truth: NDArray[np.bool_] | NDArray[np.int64],
     half: Int[np.ndarray, "seed example"],
     scores: Mapping[str, PerExample],
@@ -135,7 +135,7 @@ def compare(
     on the examples that have both scores.
 
     Args:
-        counts: resamples of the examples.
+        draws: of the examples, by question.
         truth: by seed and example, what the scores should tell.
         half: the half that each example is measured in.
         scores: by name.
@@ -144,61 +144,55 @@ def compare(
     truth = np.asarray(truth, dtype=np.int64)
     rows: list[dict[str, Any]] = []
     first, reference = next(iter(scores.items()))
-    whole = _mean_auc(counts, truth, half, reference)
+    whole = _mean_auc(draws, truth, half, reference)
     for name, values in scores.items():
-        found = whole if name == first else _mean_auc(counts, truth, half, values)
-        rows.append({"question": question, "score": name, "difference": False} | _estimate(found))
+        found = whole if name == first else _mean_auc(draws, truth, half, values)
+        rows.append({"question": question, "score": name, "difference": False} | interval(found)._asdict())
         if name != first:
             both = np.isfinite(values)
-            beside = whole if both.all() else _mean_auc(counts, truth, half, np.where(both, reference, np.nan))
-            rows.append(
-                {"question": question, "score": f"{first} − {name}", "difference": True} | _estimate(beside - found)
-            )
+            beside = whole if both.all() else _mean_auc(draws, truth, half, np.where(both, reference, np.nan))
+            difference = interval(beside - found)._asdict()
+            rows.append({"question": question, "score": f"{first} − {name}", "difference": True} | difference)
     return pd.DataFrame(rows)
 
 
 def by_intervention(
-    measured: Mapping[str, list[Effects]], q_anchored: Bool[np.ndarray, "seed example"], counts: Counts
+    measured: Mapping[str, list[Effects]], q_anchored: Bool[np.ndarray, "seed example"], draws: Draws
 ) -> pd.DataFrame:
     """Average flips and changes of every intervention by layer, for all examples and by mode.
 
     Args:
-        measured: the effects of each intervention, one per draw.
+        measured: the effects of each intervention, one per draw of its tokens.
         q_anchored: who is Q-anchored, where possible by another seed's probe.
-        counts: resamples of the examples.
+        draws: of the examples, by question.
     """
     tables = []
     groups = {ALL: np.ones_like(q_anchored), MODES[0]: q_anchored, MODES[1]: ~q_anchored}
-    for name, draws in measured.items():
+    for name, each in measured.items():
         values = {
-            "flip_rate": np.concatenate([draw.flipped for draw in draws]).astype(float),
-            "delta_p": np.concatenate([draw.delta_p for draw in draws]),
-            "delta_logit": np.concatenate([draw.delta_logit for draw in draws]),
+            "flip_rate": np.concatenate([one.flipped for one in each]).astype(float),
+            "delta_p": np.concatenate([one.delta_p for one in each]),
+            "delta_logit": np.concatenate([one.delta_logit for one in each]),
         }
-        applies = np.concatenate([draw.applies for draw in draws])
+        applies = np.concatenate([one.applies for one in each])
         for group, member in groups.items():
-            taken = np.swapaxes(applies & np.tile(member[:, None], (len(draws), 1, 1)), 1, 2)
+            taken = np.swapaxes(applies & np.tile(member[:, None], (len(each), 1, 1)), 1, 2)
             columns: dict[str, Any] = {"intervention": name, "group": group, "layer": np.arange(taken.shape[2])}
             for column, numbers in values.items():
-                mean, low, high, examples = member_means(counts, np.nan_to_num(np.swapaxes(numbers, 1, 2)), taken)
+                mean, low, high, examples = member_means(draws, np.nan_to_num(np.swapaxes(numbers, 1, 2)), taken)
                 columns |= {"examples": examples, column: mean, f"{column}_low": low, f"{column}_high": high}
             tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
 
 
 def _mean_auc(
-    counts: Counts, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
+    draws: Draws, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
 ) -> Float[np.ndarray, " resample"]:
     """Average the AUCs of each half of each seed, as far as they are defined."""
     found = []
     for expected, halves, values in zip(np.broadcast_to(truth, half.shape), half, scores, strict=True):
         for side in (0, 1):
             here = (halves == side) & np.isfinite(values)
-            found.append(auc(values[here], expected[here], counts=counts[:, here]))
+            found.append(auc(values[here], expected[here], counts=draws.per_example(here)))
     with np.errstate(invalid="ignore"):
         return np.nansum(found, axis=0) / np.isfinite(found).sum(0)
-
-
-def _estimate(found: Float[np.ndarray, " resample"]) -> dict[str, float]:
-    value, low, high = interval(found)
-    return {"value": float(value), "low": float(low), "high": float(high)}

@@ -32,12 +32,13 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from scipy.special import expit
-from scipy.stats import combine_pvalues, false_discovery_control
+from scipy.stats import combine_pvalues
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from headwater.stats.dip import critical_dip, dip, dip_p
-from headwater.stats.resample import Counts, member_means
+from headwater.stats.resample import Draws, ends
+from headwater.stats.significance import q_values
 
 MODES = ("Q-anchored", "A-anchored")
 PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT = "per layer", "best layer", "cross-fitted", "random tokens"
@@ -47,6 +48,8 @@ TWO, ONE, NO_RELATIONS = "two modes", "one mode not rejected", "relations unknow
 """What `decided` says of a question set; `TOO_FEW` too."""
 WITHIN = "within relations"
 Logits = Float[np.ndarray, "seed layer example"]
+FEWEST = 10
+"""With fewer examples a mean gets no interval."""
 FEWEST_FOR_COMPONENTS = 20
 LEVEL = 0.05
 EVIDENCE = 10.0
@@ -127,7 +130,7 @@ def splits_of(knockout: Effects, best: Int[np.ndarray, "seed example"], windowed
     return found
 
 
-def curves(measured: Effects, splits: Mapping[str, NDArray[np.bool_]], counts: Counts) -> pd.DataFrame:
+def curves(measured: Effects, splits: Mapping[str, NDArray[np.bool_]], draws: Draws) -> pd.DataFrame:
     """Average ΔP and the logit change by layer, mode and way to split, with 95 % intervals over questions."""
     tables = []
     for split_by, q_anchored in splits.items():
@@ -137,11 +140,31 @@ def curves(measured: Effects, splits: Mapping[str, NDArray[np.bool_]], counts: C
             columns = {"split_by": split_by, "mode": mode, "layer": np.arange(member.shape[2])}
             for name in ("delta_p", "delta_logit"):
                 values = np.nan_to_num(np.swapaxes(getattr(measured, name), 1, 2))
-                mean, low, high, examples = member_means(counts, values, member)
+                mean, low, high, examples = member_means(draws, values, member)
                 columns |= {"examples": examples, name: mean, f"{name}_low": low, f"{name}_high": high}
             columns["share"] = member.sum((0, 1)) / np.maximum(measured.applies.sum((0, 2)), 1)
             tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
+
+
+def member_means(
+    draws: Draws, values: Float[np.ndarray, "seed example *column"], member: Bool[np.ndarray, "seed example *column"]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Average over the seeds and examples that are members, with intervals.
+
+    Args:
+        draws: of the examples.
+        values: by seed, example and whatever else.
+        member: what takes part.
+
+    Returns:
+        By column: mean, low, high (NaN where fewer than `FEWEST` examples are ever members), and how many are.
+    """
+    sizes = member.sum(0)
+    means = draws.ratio(np.where(member, values, 0.0).sum(0), sizes)
+    examples = (sizes > 0).sum(0)
+    low, high = (np.where(examples < FEWEST, np.nan, end) for end in ends(means))
+    return means[0], low, high, examples
 
 
 def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float | int | str]:
@@ -246,8 +269,8 @@ def decided(tests: pd.DataFrame) -> pd.DataFrame:
     """
     found = tests.assign(q=np.nan)
     within = found["population"] == WITHIN
-    for _, rows in found[within & found["p"].notna()].groupby("intervention"):
-        found.loc[rows.index, "q"] = false_discovery_control(rows["p"].to_numpy())
+    for _, rows in found[within].groupby("intervention"):
+        found.loc[rows.index, "q"] = q_values(rows["p"].to_numpy())
     two = (found["q"] <= LEVEL) & (found["gain"] > EVIDENCE)
     untested = np.where(found["cells"] == 0, TOO_FEW, NO_RELATIONS)
     verdicts = np.where(found["p"].isna(), untested, np.where(two, TWO, ONE))

@@ -18,6 +18,7 @@ from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.modes import (
     BEST_LAYER,
     CROSSED,
+    FEWEST,
     FEWEST_FOR_COMPONENTS,
     LEVEL,
     MODES,
@@ -44,7 +45,6 @@ from headwater.pathways.tables import (
     WRONG_ANSWER,
 )
 from headwater.runs.record import RunRecord
-from headwater.stats.resample import FEWEST
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ from headwater.pathways.modes import (
 )
 from headwater.questions.spans import span_shapes
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Counts, resampled_questions
+from headwater.stats.resample import Draws
 
 WRONG_ANSWER, ANY_MODE = "which answers are wrong", "which examples are Q-anchored"
 PROBE, RELATION, RELATION_ANSWER = "probe", "relation", "relation and answer"
@@ -59,17 +59,17 @@ def tables_of(measured: Measured, rows: Sequence[int], controls: bool) -> dict[s
     """
     dataset = measured.answered.datasets[0]
     best = measured.fits.best
-    counts = resampled_questions(measured.answered.table["question"])
+    draws = Draws.of(measured.answered.table["question"])
     exact = effects(measured.before, measured.knockout)
     shown = exact if measured.windowed is None else effects(_everywhere(measured.before, best), measured.windowed)
     random = effects(measured.before, measured.others[RANDOM][0]) if RANDOM in measured.others else None
     windowed = measured.windowed is not None
-    lines = curves(shown, splits_of(exact, best, windowed), counts)
-    at_best = [curves(exact.at(best), splits_of(exact.at(best), np.zeros_like(best), windowed), counts)]
+    lines = curves(shown, splits_of(exact, best, windowed), draws)
+    at_best = [curves(exact.at(best), splits_of(exact.at(best), np.zeros_like(best), windowed), draws)]
     if random is not None:
-        at_best.append(curves(random.at(best), {RANDOM_SPLIT: random.at(best).flipped}, counts))
+        at_best.append(curves(random.at(best), {RANDOM_SPLIT: random.at(best).flipped}, draws))
         if not windowed:
-            lines = pd.concat([lines, curves(random, {RANDOM_SPLIT: random.flipped}, counts)], ignore_index=True)
+            lines = pd.concat([lines, curves(random, {RANDOM_SPLIT: random.flipped}, draws)], ignore_index=True)
     own = at_layer(exact.flipped, best)
     aware = aware_logits(measured.states, own, measured.fits.half, best) if controls else np.full(own.shape, np.nan)
     done = {EXACT: [exact]} | {
@@ -85,9 +85,9 @@ def tables_of(measured: Measured, rows: Sequence[int], controls: bool) -> dict[s
         "auc": _aucs(measured),
         "curves": lines,
         "curves_at_best": pd.concat(at_best, ignore_index=True).drop(columns="layer"),
-        "controls": by_intervention(done, q_anchored, counts),
-        "controls_at_best": by_intervention(done_at_best, q_anchored, counts).drop(columns="layer"),
-        "baselines": _baselines(measured, counts, own, aware),
+        "controls": by_intervention(done, q_anchored, draws),
+        "controls_at_best": by_intervention(done_at_best, q_anchored, draws).drop(columns="layer"),
+        "baselines": _baselines(measured, draws, own, aware),
         "components": _components(measured, exact, random),
     }
     for name in ("table", "modes"):
@@ -181,7 +181,7 @@ def _aucs(measured: Measured) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _baselines(measured: Measured, counts: Counts, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
+def _baselines(measured: Measured, draws: Draws, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
     """AUCs at l*: of the probe and what it is held against, and of two ways to tell the mode beforehand."""
     best, half, z, table = measured.fits.best, measured.fits.half, measured.answered.z, measured.answered.table
     truth = {PROBE: at_layer(measured.before, best)}
@@ -201,7 +201,7 @@ def _baselines(measured: Measured, counts: Counts, own: NDArray[np.bool_], aware
         BY_LOGIT: logit_baseline(truth[PROBE], own, half) if np.isfinite(aware).any() else aware,
     }
     asked = (WRONG_ANSWER, z, truth), (ANY_MODE, own, mode)
-    return pd.concat([compare(counts, what, half, scores, name) for name, what, scores in asked], ignore_index=True)
+    return pd.concat([compare(draws, what, half, scores, name) for name, what, scores in asked], ignore_index=True)
 
 
 def _components(measured: Measured, exact: Effects, random: Effects | None) -> pd.DataFrame:

@@ -1,69 +1,168 @@
-"""Intervals by resampling questions: all quantities of a question, every answer, layer and seed, are drawn together.
+"""The bootstrap: units are drawn with replacement, each with all of its examples.
 
-A resample is a row of counts, how often each example was drawn. The first row is all ones: the data themselves. So a
-mean is one matrix product for all resamples, layers and seeds.
+What is not independent is drawn together: all answers, layers and seeds of a question; all nodes of a graph.
+
+1. A draw is a row of counts: how often each unit comes. As many are drawn as there are, of each stratum as many as it
+   has. The first row is all ones: the data themselves.
+2. A statistic is computed for all draws at once, that of the data first. Means and ratios are one matrix product of
+   counts and sums by unit; what takes counts of examples (`discrimination.auc`) is given those.
+3. `interval` puts the statistic of the data and the percentiles over the draws together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
-from numpy.typing import NDArray
+from jaxtyping import Float, Int, Shaped
+from numpy import ndarray
+
+from headwater.errors import InputError
 
 DRAWS = 1000
 LEVEL = 0.95
-FEWEST = 10
-"""With fewer examples a mean gets no interval."""
-Counts = Float[np.ndarray, "resample example"]
+AT_ONCE = 50
+"""How many draws a statistic of many examples is given at a time."""
+NOTHING_LEFT = 1e-9
+"""A divisor nearer to 0 is rounding: there is no ratio."""
 
 
-def resamples(n_groups: int, draws: int = DRAWS, seed: int = 0) -> Float[np.ndarray, "resample group"]:
-    """Draw `n_groups` groups with replacement, many times; row 0 is every group once."""
-    rng = np.random.default_rng(seed)
-    counts = np.ones((draws + 1, n_groups))
-    for row in counts[1:]:
-        row[:] = np.bincount(rng.integers(n_groups, size=n_groups), minlength=n_groups)
-    return counts
+class Interval(NamedTuple):
+    """A value with the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
 
 
-def resampled_questions(questions: Iterable[Hashable], draws: int = DRAWS, seed: int = 0) -> Counts:
-    """Resample examples by their questions: those of one question are drawn together."""
-    codes, names = pd.factorize(pd.Series(list(questions), dtype=object))
-    return resamples(len(names), draws, seed)[:, codes]
+NOTHING = Interval(math.nan, math.nan, math.nan)
 
 
-def member_means(
-    counts: Counts,
-    values: Float[np.ndarray, "seed example *column"],
-    member: NDArray[np.bool_],
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Average over the seeds and examples that are members, with intervals.
+@dataclass(frozen=True)
+class Draws:
+    """The unit that each example belongs to, and how often each unit comes in each draw."""
+
+    of_example: Int[ndarray, " example"]
+    """The number of each example's unit."""
+    stratum: Int[ndarray, " unit"]
+    """Units are drawn among those of their stratum."""
+    draws: int
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        units: Iterable[Hashable],
+        *,
+        draws: int = DRAWS,
+        seed: int = 0,
+        within: Iterable[Hashable] | None = None,
+    ) -> Draws:
+        """Number the units and strata in the order of their first example.
+
+        Args:
+            units: of each example, such as its question.
+            draws: how many; none where no stratum has two units, since each would be the data again.
+            seed: of the draws.
+            within: of each example the stratum that its unit is drawn in; default: one of all.
+
+        Raises:
+            InputError: a unit has examples in two strata.
+        """
+        of_example, names = _numbered(units)
+        stratum = np.zeros(len(names), dtype=np.int64)
+        if within is not None:
+            of_stratum, _ = _numbered(within)
+            stratum[of_example] = of_stratum
+            torn = np.flatnonzero(stratum[of_example] != of_stratum)
+            if len(torn):
+                raise InputError(f"The unit of example {torn[0]} has examples in two strata; it is drawn in one.")
+        return cls(of_example, stratum, draws if len(np.unique(stratum)) < len(names) else 0, seed)
+
+    def blocks(self, size: int = AT_ONCE) -> Iterator[Float[ndarray, "draw unit"]]:
+        """Yield the counts of the data, and of the draws some at a time: the same ones whatever the size."""
+        yield np.ones((1, len(self.stratum)))
+        order = np.argsort(self.stratum, kind="stable")
+        sizes, n_units = np.bincount(self.stratum)[self.stratum[order]], len(order)
+        begins = np.searchsorted(self.stratum[order], self.stratum[order])
+        rng = np.random.default_rng(self.seed)
+        for start in range(0, self.draws, size):
+            rows = np.arange(min(size, self.draws - start))
+            drawn = order[begins + rng.integers(sizes, size=(len(rows), n_units))]
+            places = (drawn + n_units * rows[:, None]).ravel()
+            yield np.bincount(places, minlength=n_units * len(rows)).reshape(len(rows), n_units).astype(float)
+
+    @cached_property
+    def counts(self) -> Float[ndarray, "draw unit"]:
+        """How often each unit comes in each draw; the first row is the data."""
+        return np.concatenate(list(self.blocks()))
+
+    def per_example(self, examples: Shaped[ndarray, " _"] | None = None) -> Float[ndarray, "draw chosen"]:
+        """Return how often each example comes in each draw: of all, or of those chosen (a mask or places)."""
+        return self.counts[:, self.of_example if examples is None else self.of_example[examples]]
+
+    def apply(
+        self, statistic: Callable[[Float[ndarray, "draw example"]], Float[ndarray, " draw *column"]]
+    ) -> Float[ndarray, " draw *column"]:
+        """Return a statistic of every draw, computed some draws at a time from how often each example comes."""
+        return np.concatenate([statistic(counts[:, self.of_example]) for counts in self.blocks()])
+
+    def sums(self, values: Shaped[ndarray, " example *column"]) -> Float[ndarray, " unit *column"]:
+        """Add up the values of each unit's examples."""
+        found = np.zeros((len(self.stratum), *values.shape[1:]))
+        np.add.at(found, self.of_example, values)
+        return found
+
+    def mean(self, values: Shaped[ndarray, " example *column"]) -> Float[ndarray, " draw *column"]:
+        """Return the mean over the examples that have a value, in every draw; NaN where none has."""
+        has = ~np.isnan(values)
+        return self.ratio(np.where(has, values, 0.0), has)
+
+    def ratio(
+        self, top: Shaped[ndarray, " example *column"], bottom: Shaped[ndarray, " example *column"]
+    ) -> Float[ndarray, " draw *column"]:
+        """Return sum(top) / sum(bottom) over the examples of every draw; NaN where the divisor is 0."""
+        return self.ratio_of_units(self.sums(top), self.sums(bottom))
+
+    def ratio_of_units(
+        self, top: Float[ndarray, " unit *column"], bottom: Float[ndarray, " unit *column"]
+    ) -> Float[ndarray, " draw *column"]:
+        """Return the same of values that each unit has itself."""
+        tops, bottoms = self.counts @ top, self.counts @ bottom
+        return (
+            tops / np.where(np.abs(bottoms) > NOTHING_LEFT, bottoms, np.nan) + 0.0
+        )  # 0 of a negative whole is 0, not -0
+
+
+def ends(
+    estimates: Float[ndarray, " draw *column"], level: float = LEVEL
+) -> tuple[Float[ndarray, "*column"], Float[ndarray, "*column"]]:
+    """Return the percentiles over the draws; NaN without draws, and where half of them or more are undefined."""
+    defined = (~np.isnan(estimates)).mean(0) > 0.5
+    if len(estimates) < 2:
+        defined = np.zeros_like(defined)
+    filled = np.where(defined, estimates, 0.0)
+    low, high = np.nanquantile(filled, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return np.where(defined, low, np.nan), np.where(defined, high, np.nan)
+
+
+def interval(estimates: Float[ndarray, " draw"], level: float = LEVEL) -> Interval:
+    """Return a statistic of the data with the `ends` of its interval.
 
     Args:
-        counts: resamples.
-        values: by seed, example and whatever else.
-        member: of the same shape: what takes part.
-
-    Returns:
-        By column: mean, low, high (NaN where fewer than `FEWEST` examples are ever members), and how many are.
+        estimates: the statistic in every draw, that of the data first.
+        level: of the interval.
     """
-    taken = np.where(member, values, 0.0).sum(0).reshape(counts.shape[1], -1)
-    sizes = member.sum(0).reshape(counts.shape[1], -1).astype(float)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means = (counts @ taken) / (counts @ sizes)
-    examples = (sizes > 0).sum(0)
-    _, low, high = interval(means)
-    few = examples < FEWEST
-    return means[0], np.where(few, np.nan, low), np.where(few, np.nan, high), examples
+    low, high = ends(estimates, level)
+    return Interval(float(estimates[0]), float(low), float(high))
 
 
-def interval(estimates: Float[np.ndarray, " resample *column"]) -> tuple[NDArray[np.float64], ...]:
-    """Return the estimate on the data and the percentile interval over the resamples; NaN where most are undefined."""
-    tail = (1 - LEVEL) / 2
-    defined = np.isfinite(estimates).mean(0) > 0.5
-    filled = np.where(defined, estimates, 0.0)
-    low, high = np.nanquantile(filled, [tail, 1 - tail], axis=0)
-    return np.asarray(estimates[0]), np.where(defined, low, np.nan), np.where(defined, high, np.nan)
+def _numbered(names: Iterable[Hashable]) -> tuple[Int[ndarray, " example"], ndarray]:
+    """Number names in the order in which they come first."""
+    codes, found = pd.factorize(pd.Series(list(names), dtype=object), use_na_sentinel=False)
+    return codes.astype(np.int64), np.asarray(found)

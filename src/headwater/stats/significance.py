@@ -1,7 +1,9 @@
-"""The null model of a relation score: how often would a head hit if the relation's targets were shuffled?
+"""What chance alone would give: shuffled targets, flipped signs, false discoveries, and the interval of a share.
 
-For a relation with n items let H_ij say whether the head, given source i, hits target j. Its hits are S = sum_i H_ii.
-Were the targets permuted at random, S would be S_pi = sum_i H_i,pi(i). With d the doubly centred H (Hoeffding 1951):
+**Shuffled targets** (`permutation_moments`, `permutation_p_values`): how often would a head hit if the relation's
+targets were shuffled? For a relation with n items let H_ij say whether the head, given source i, hits target j. Its
+hits are S = sum_i H_ii. Were the targets permuted at random, S would be S_pi = sum_i H_i,pi(i). With d the doubly
+centred H (Hoeffding 1951):
 
     mean S_pi      = n mean(H)
     variance S_pi  = sum_ij d_ij^2 / (n - 1)
@@ -16,7 +18,12 @@ S_pi counts whole hits, most of them rare, so the normal law is far too short in
 are expected by a factor of 10^10. The Skellam law is the Poisson for a sparse H, the shifted Poisson for a head with
 favourite targets and some rare hits, and near normal for a dense H. Against exact distributions its tail is nowhere
 below 0.6 of the true one where that is above 1e-4, mostly within 10 % of it, and further out too long: the safe side.
+
+**Flipped signs** (`sign_flip_p`): were effects as likely to have the other sign, how often would their mean be this far
+from 0? **False discoveries** (`q_values`): Benjamini and Hochberg. **A share** (`wilson_interval`): Wilson's interval.
 """
+
+from itertools import product
 
 import numpy as np
 import torch
@@ -29,6 +36,7 @@ from torch import Tensor
 Numbers = NDArray[np.float64]
 NUMBERS_AT_ONCE = 2**20
 """How many entries of hit matrices are made float64 at a time (8 MB)."""
+FLIPS = 10_000
 
 
 def permutation_moments(hits: Bool[Tensor, "head item item"]) -> Float[Tensor, "head moment"]:
@@ -84,6 +92,24 @@ def chance_corrected(share: Numbers, expected: Numbers) -> Numbers:
     room = 1 - expected
     perfect = room < 1e-12
     return np.where(perfect, 0.0, (share - expected) / np.where(perfect, 1.0, room))
+
+
+def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
+    """Two-sided p of a mean this far from 0 when each example's effect could as well have had the other sign.
+
+    All sign patterns are counted up to 12 examples, 10,000 random ones beyond (the observed one among them). NaN for
+    fewer than two examples.
+    """
+    n = len(effects)
+    if n < 2:
+        return np.nan
+    if n <= 12:
+        signs = np.array(list(product([1.0, -1.0], repeat=n)))
+    else:
+        signs = np.random.default_rng(seed).choice([1.0, -1.0], size=(FLIPS, n))
+        signs[0] = 1.0
+    observed = abs(effects.sum())
+    return float((np.abs(signs @ effects) >= observed * (1 - 1e-12)).mean())
 
 
 def q_values(p_values: Numbers) -> Numbers:
