@@ -97,19 +97,19 @@ class Blocks:
         args, options = call
         options = {name: _at_positions(value, positions) for name, value in options.items()}
         options |= {"attention_mask": mask, "past_key_values": prefix}
-        normed = block.ln1(residual)
+        normed = _through(block, "ln1", residual)
         if "hidden_states" in options:
             options["hidden_states"] = normed
         else:
             args = (normed, *args[1:])
         out = block.attn(*args, **options)
         out = out[0] if isinstance(out, tuple) else out
-        return self._post_norm(block, "ln1_post", out)
+        return _through(block, "ln1_post", out)
 
     def project_heads(self, layer: int, z: Float[Tensor, "position head d_head"]) -> Float[Tensor, "position d_model"]:
         """What a layer's attention adds, given the output of each of its heads."""
         block = self._blocks[layer]
-        return self._post_norm(block, "ln1_post", block.attn.o(z.flatten(1)[None]))[0]
+        return _through(block, "ln1_post", block.attn.o(z.flatten(1)[None]))[0]
 
     @contextlib.contextmanager
     def fused(self) -> Iterator[None]:
@@ -126,13 +126,10 @@ class Blocks:
     def feed_forward(self, layer: int, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
         """What a layer's MLP adds, given the residual stream it reads (before its norm)."""
         block = self._blocks[layer]
-        norm = next((name for name in ("ln2", "ln1") if name in block.submodules), None)
-        if not self.parallel and "ln2" not in block.submodules:
-            norm = None
-        inputs = residual[None]
-        out = block.mlp(getattr(block, norm)(inputs) if norm else inputs)
+        norm = "ln1" if self.parallel and "ln2" not in block.submodules else "ln2"
+        out = block.mlp(_through(block, norm, residual[None]))
         out = out[0] if isinstance(out, tuple) else out
-        return self._post_norm(block, "ln2_post", out)[0]
+        return _through(block, "ln2_post", out)[0]
 
     def logits(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_vocab"]:
         """Final norm, unembedding and soft cap of the residual stream after the last block."""
@@ -188,9 +185,10 @@ class Blocks:
         parameters = inspect.signature(self.model.raw.original_model.forward).parameters
         return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
-    @staticmethod
-    def _post_norm(block: Any, name: str, out: Tensor) -> Tensor:
-        return getattr(block, name)(out) if name in block.submodules else out
+
+def _through(block: Any, norm: str, x: Tensor) -> Tensor:
+    """Apply a norm of a block; where the block has none of this name, there is nothing to apply (OLMo 2: no `ln1`)."""
+    return getattr(block, norm)(x) if norm in block.submodules else x
 
 
 def cannot_step(model: HookedModel) -> str | None:
@@ -202,7 +200,7 @@ def cannot_step(model: HookedModel) -> str | None:
     if model.spread:
         return "its layers are spread over several devices"
     for block in blocks:
-        missing = {"ln1", "attn", "mlp"} - set(block.submodules)
+        missing = {"attn", "mlp"} - set(block.submodules)
         if missing:
             return f"its blocks have no {' or '.join(sorted(missing))}"
     if any(point.fwd_hooks for point in raw.hook_dict.values()):

@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from headwater.errors import ModelError
-from headwater.models.layouts import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors, layout_of
-from headwater.models.shape import refuse_impossible_sizes, shape_of, text_config
+from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
+from headwater.models.families import family_of, text_config
+from headwater.models.shape import refuse_impossible_sizes, shape_of
 from headwater.options import checked_path
 
 INDEX = "model.safetensors.index.json"
@@ -100,7 +101,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder's safetensors, read tensor by tensor under names relative to the base model (see `layouts`).
+    """A folder's safetensors, read tensor by tensor under names relative to the base model (see `families`).
 
     Attributes:
         folder: where it is.
@@ -122,7 +123,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the weights are stored in (that of the embedding)."""
-        return self.read(f"{layout_of(self.config).embedding}.weight").dtype
+        return self.read(f"{family_of(self.config).embedding}.weight").dtype
 
 
 def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
@@ -151,7 +152,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
                 f"Tensor {names[name]!r} in {folder} has shape {found}, but the config says {shape}; "
                 "config.json and weights do not belong together."
             )
-    beyond = layout_of(config).block(config.num_hidden_layers)
+    beyond = family_of(config).block(config.num_hidden_layers)
     if extra := [own for name, own in names.items() if name.startswith(beyond)]:
         raise ModelError(
             f"The config in {folder} says {config.num_hidden_layers} layers, but the weights hold {extra[0]!r}; "
@@ -227,8 +228,8 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
 
     A matrix that embedding and unembedding share may be stored under either name.
     """
-    layout = layout_of(config)
-    embedding, final_norm = f"{layout.embedding}.weight", f"{layout.final_norm}.weight"
+    family = family_of(config)
+    embedding, final_norm = f"{family.embedding}.weight", f"{family.final_norm}.weight"
     heads = [name for name in stored if name.endswith(UNEMBEDDING_NAMES)]
     matches = _named(stored, embedding)
     tied = not matches and config.tie_word_embeddings and len(heads) == 1

@@ -9,22 +9,21 @@ MLP₀(LN(E)) includes biases, the norm in full, and, where the architecture has
 that it is what the MLP adds to the residual stream. In parallel blocks the MLP reads through its own norm
 (GPT-NeoX: post_attention_layernorm; Phi: the block's only norm). GPT-2's positional embedding is in `layer0` only.
 
-One block is built from transformers' own modules, empty, and given the first block's tensors; nothing else is loaded.
+One block is built from transformers' own modules and given the first block's tensors; no other block is loaded.
 """
 
 import math
 from collections.abc import Iterable
-from copy import deepcopy
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModel
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.layouts import Layout, Read
+from headwater.models.conversion import block_model
+from headwater.models.families import family_of
+from headwater.models.head_tensors import Read
 from headwater.models.shape import shape_of
 
 KINDS = ("raw", "mlp0", "embed+mlp0", "layer0")
@@ -60,47 +59,23 @@ def chunks(rows: Tensor, d_mlp: int) -> Iterable[Tensor]:
     return rows.split(max(1, WORKSPACE_ENTRIES // d_mlp))
 
 
-def first_block(config: Any, layout: Layout, read: Read, modules: Iterable[str], like: Tensor) -> nn.Module:
-    """The base model cut down to one block and no final norm, with the tensors of `modules` loaded and no others.
-
-    Args:
-        config: the model's config.
-        layout: its architecture's layout.
-        read: reads one tensor by name.
-        modules: prefixes of the tensors to load.
-        like: their device and dtype.
-    """
-    config = deepcopy(config)
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    with init_empty_weights(include_buffers=False):
-        model = AutoModel.from_config(config, dtype=like.dtype, attn_implementation="eager")
-    wanted = tuple(modules)
-    names = [name for name, _ in model.named_parameters() if name.startswith(wanted)]
-    tensors = {name: read(name).to(device=like.device, dtype=like.dtype) for name in names}
-    model.load_state_dict(tensors, strict=False, assign=True)
-    for name, buffer in model.named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffer.to(like.device))
-    setattr(model, layout.final_norm, nn.Identity())
-    return model.eval()
-
-
-def mlp0(
-    config: Any, layout: Layout, read: Read, embeddings: Float[Tensor, "source d_model"]
-) -> Float[Tensor, "source d_model"]:
+def mlp0(config: Any, read: Read, embeddings: Float[Tensor, "source d_model"]) -> Float[Tensor, "source d_model"]:
     """MLP₀(LN(E)): what the first MLP adds when it reads the embeddings alone."""
-    block_name = layout.block(0)
-    parts = [f"{block_name}{name}" for name in ("mlp.", *(f"{norm}." for norm in layout.mlp_norms))]
-    block = first_block(config, layout, read, parts, embeddings).get_submodule(block_name.removesuffix("."))
-    before, *behind = (block.get_submodule(norm) for norm in layout.mlp_norms)
-    run = nn.Sequential(before, block.get_submodule("mlp"), *behind)
-    return torch.cat([run(chunk) for chunk in chunks(embeddings, shape_of(config).d_mlp)])
+    family = family_of(config)
+    block = block_model(config, read, embeddings).get_submodule(family.block(0).removesuffix("."))
+    names = (family.norms.before_mlp, family.mlp, family.norms.after_mlp)
+    parts, outputs = [block.get_submodule(name) for name in names if name is not None], list[Tensor]()
+    for chunk in chunks(embeddings, shape_of(config).d_mlp):
+        out = chunk[None]
+        for part in parts:
+            out = part(out)
+            out = out[0] if isinstance(out, tuple) else out
+        outputs.append(out[0])
+    return torch.cat(outputs)
 
 
 def layer0(
-    config: Any, layout: Layout, read: Read, rows: Float[Tensor, "source d_model"], bos: Float[Tensor, "1 d_model"]
+    config: Any, read: Read, rows: Float[Tensor, "source d_model"], bos: Float[Tensor, "1 d_model"]
 ) -> Float[Tensor, "source d_model"]:
     """The residual stream behind the first block, at the token in [BOS, token].
 
@@ -108,14 +83,13 @@ def layer0(
 
     Args:
         config: the model's config.
-        layout: its architecture's layout.
         read: reads one tensor by name.
         rows: the tokens' rows of the embedding matrix as stored, not scaled.
         bos: the BOS token's row.
     """
-    model = first_block(config, layout, read, (layout.block(0), "wpe."), rows)
-    embedding, outputs = model.get_submodule(layout.embedding), []
-    shape = shape_of(config)
+    family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
+    setattr(model, family.final_norm, nn.Identity())
+    embedding, shape = model.get_submodule(family.embedding), shape_of(config)
     size = min(WORKSPACE_ENTRIES // shape.d_mlp, math.isqrt(WORKSPACE_ENTRIES // shape.n_heads))
     for chunk in rows.split(max(1, size)):
         embedding.weight = nn.Parameter(torch.cat([bos, chunk]), requires_grad=False)

@@ -41,8 +41,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import HeadwaterError
-from headwater.models.layouts import Layout, expected_tensors, layout_of
-from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
+from headwater.models.conversion import Conversion
+from headwater.models.families import Family, family_named, family_of, text_config
+from headwater.models.shape import ModelShape, shape_of
 from headwater.runs.storage import write_atomically
 
 SPAN = 2**22
@@ -127,7 +128,7 @@ class KnownWeights:
 
     @property
     def _is_supported(self) -> bool:
-        return hasattr(self._raw, "original_model") and self._shape.architecture in ARCHITECTURES.values()
+        return hasattr(self._raw, "original_model") and family_named(self._shape.architecture) is not None
 
 
 def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Sequence[tuple[str, Tensor]] = ()) -> str:
@@ -140,7 +141,7 @@ def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Seq
         extra: tensors that count beside its parameters.
     """
     huggingface = getattr(model, "original_model", model)
-    if shape is not None and (huggingface is model or shape.architecture not in ARCHITECTURES.values()):
+    if shape is not None and (huggingface is model or family_named(shape.architecture) is None):
         config, tensors = model.cfg, iter(sorted(model.named_parameters()))
     else:
         config = text_config(huggingface.config)
@@ -151,19 +152,19 @@ def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Seq
 
 def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that a checkpoint holds, then those that only this model has, such as an adapter's."""
-    layout = layout_of(config)
-    expected = sorted(expected_tensors(config))
+    family, conversion = family_of(config), Conversion(config)
     parameters = _parameters(huggingface)
-    read = parameter_reader(model, huggingface, layout)
-    fused = layout.fused.name if layout.fused is not None and huggingface is not model else None
-    held = set()
-    for name in expected:
-        if name in parameters or (fused is not None and f".{fused}." in name):
-            tensor = read(name)
-            held.add((tensor.data_ptr(), tensor.shape))
-            yield name, tensor
-    split = re.compile(rf"\.(attn|{layout.attention})\.(q|k|v|qkv|{fused})\.")
-    for name in sorted(set(parameters) - set(expected)):
+    read = parameter_reader(model, huggingface, family)
+    fused = family.fused.name if family.fused is not None and huggingface is not model else None
+    held, expected = set[tuple[int, torch.Size]](), set[str]()
+    for group in conversion.groups:
+        expected.update(group.parameters)
+        names = [name for name in group.parameters if name in parameters or (fused and f".{fused}." in name)]
+        found = {name: read(name) for name in names}
+        held.update((tensor.data_ptr(), tensor.shape) for tensor in found.values())
+        yield from (found if group.is_one else conversion.taken_apart(found)).items()
+    split = re.compile(rf"\.(attn|{family.attention})\.(q|k|v|qkv|{fused})\.")
+    for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
         is_split = fused is not None and split.search(name)
         if not is_split and (tensor.data_ptr(), tensor.shape) not in held:
@@ -179,14 +180,14 @@ def _parameters(huggingface: Any) -> dict[str, Tensor]:
     }
 
 
-def parameter_reader(model: Any, huggingface: Any, layout: Layout) -> Callable[[str], Tensor]:
+def parameter_reader(model: Any, huggingface: Any, family: Family) -> Callable[[str], Tensor]:
     """Read parameters by their checkpoint names from a transformers model or from a bridge around one.
 
     Where a bridge has split GPT-NeoX's joined queries, keys and values, the split ones are what it computes with, so
     they are what is read.
     """
     parameters = _parameters(huggingface)
-    fused = layout.fused if huggingface is not model else None
+    fused = family.fused if huggingface is not model else None
 
     def read(name: str) -> Tensor:
         if fused is None or f".{fused.name}." not in name:

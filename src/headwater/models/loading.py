@@ -8,19 +8,16 @@ modules that shares the numbers.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.resources
 import math
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
@@ -35,12 +32,14 @@ from headwater.models.checkpoint import (
     tensor_shapes,
     weight_files,
 )
+from headwater.models.conversion import quiet_transformers
 from headwater.models.embedded import embedded_folder
+from headwater.models.families import FAMILIES, text_config
 from headwater.models.hooked import HookedModel
 from headwater.models.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
 from headwater.models.memory import refuse_too_large
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
-from headwater.models.shape import ARCHITECTURES, ModelShape, shape_of, text_config
+from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import load_tokenizer
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
@@ -126,7 +125,7 @@ def _from_checkpoint(
     path, spread = Path(source).expanduser(), device == "auto"
     folder = _folder(source, revision)
     config = read_config(folder, trust_remote_code)
-    if text_config(config).model_type in ARCHITECTURES:
+    if text_config(config).model_type in FAMILIES:
         open_checkpoint(folder, trust_remote_code)
     else:
         stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
@@ -192,7 +191,8 @@ def _boot(
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     hf.eval().requires_grad_(False)
-    architecture = ARCHITECTURES.get(text_config(hf.config).model_type, type(hf).__name__)
+    model_type = text_config(hf.config).model_type
+    architecture = FAMILIES[model_type].architecture if model_type in FAMILIES else type(hf).__name__
     hf.config.architectures = [architecture]
     if tokenizer is not None:
         checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
@@ -242,7 +242,7 @@ def _for_bridge(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenize
 
 
 def _shape(hf_config: Any, cfg: Any) -> ModelShape:
-    if getattr(hf_config, "model_type", None) in ARCHITECTURES or hasattr(hf_config, "text_config"):
+    if getattr(hf_config, "model_type", None) in FAMILIES or hasattr(hf_config, "text_config"):
         return shape_of(hf_config)
     return ModelShape(
         architecture=str(getattr(cfg, "architecture", None) or getattr(cfg, "original_architecture", None) or "custom"),
@@ -275,7 +275,7 @@ def _read_weights(
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             hf, report = kind.from_pretrained(
                 folder,
                 config=config,
@@ -305,20 +305,6 @@ def _check_report(folder: Path, report: dict[str, Any], n_layers: int) -> None:
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer and int(layer[1]) >= n_layers:
             raise ModelError(f"{folder}: the config says {n_layers} layers, but the weight files hold {name}.")
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep the loading bar and report of transformers off the screen; what they say is checked here."""
-    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bar:
-            transformers_logging.enable_progress_bar()
 
 
 def _folder(source: str, revision: str | None) -> Path:

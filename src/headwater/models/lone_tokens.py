@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import ModelError
-from headwater.models.shape import text_config
+from headwater.models.families import text_config
 from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
@@ -150,17 +150,17 @@ class HeadsOfLoneTokens:
         _same(self.model, written, own["out"], f"The {where} No OV map is read.")
 
 
-def refuse_clipped(model: HookedModel) -> None:
+def refuse_clipped(config: Any, architecture: str) -> None:
     """Refuse attention that clips its values (OLMo, MPT with `clip_qkv`): a head is then no linear map.
 
     Raises:
         ModelError: it clips.
     """
-    config = text_config(model.config) if hasattr(model.config, "get_text_config") else model.config
+    config = text_config(config) if hasattr(config, "get_text_config") else config
     for part in (config, getattr(config, "attn_config", None)):
         if limit := getattr(part, "clip_qkv", None):
             raise ModelError(
-                f"{model.shape.architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
+                f"{architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
                 "writes is not x W_V W_O; no OV map is read."
             )
 

@@ -16,14 +16,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from headwater.models.families import family_named
 from headwater.models.hooked import is_bridge
-from headwater.models.shape import ARCHITECTURES
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
-
-NOT_IN_ONE_PASS = ("attn_logit_softcapping", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
-"""Options of transformers configs that its scaled-dot-product form leaves out or rounds otherwise."""
 
 
 @contextlib.contextmanager
@@ -65,5 +62,7 @@ def _can(model: HookedModel) -> bool:
         return False
     watched = any(point.fwd_hooks or point.bwd_hooks for name, point in raw.hook_dict.items() if ".attn." in name)
     config = raw.original_model.config
-    known = model.shape.architecture in ARCHITECTURES.values()
-    return known and not watched and not any(getattr(config, option, None) for option in NOT_IN_ONE_PASS)
+    family = family_named(model.shape.architecture)
+    if family is None or watched:
+        return False
+    return not any(getattr(config, option, None) for option in family.not_in_one_pass)

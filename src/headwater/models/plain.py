@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headwater.errors import InputError, ModelError
-from headwater.models.shape import text_config
+from headwater.models.families import text_config
 
 MERGE = "peft.PeftModel.from_pretrained(model, adapter).merge_and_unload() gives a model whose weights hold the adapter"
 

@@ -4,19 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.errors import ModelError
+from headwater.models.families import family_of, text_config
 
-ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-    "phi": "PhiForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
-"""The supported architectures: the config's `model_type` and the class in transformers it names."""
 SIZES = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "max_position_embeddings", "head_dim",
@@ -58,11 +47,6 @@ class ModelShape:
         return self.n_heads // self.n_kv_heads
 
 
-def text_config(config: Any) -> Any:
-    """The config of the language model: a multimodal config's text part, any other config itself."""
-    return config.get_text_config(decoder=True)
-
-
 def refuse_impossible_sizes(config: Any) -> None:
     """Refuse a config some of whose sizes no model has.
 
@@ -80,28 +64,23 @@ def shape_of(config: Any) -> ModelShape:
     """Read a model's shape from its transformers config.
 
     Args:
-        config: the config of any supported architecture.
+        config: the config of a model of any of `FAMILIES`.
 
     Raises:
-        ModelError: the architecture is not one of `ARCHITECTURES`, or a size is below 1.
+        ModelError: there is no row for its architecture, or a size is below 1.
     """
-    config = text_config(config)
-    if config.model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"The model type {config.model_type!r} is not supported; headwater reads {', '.join(ARCHITECTURES)}."
-        )
+    family, config = family_of(config), text_config(config)
     refuse_impossible_sizes(config)
     d_model, n_heads = config.hidden_size, config.num_attention_heads
-    mlp_width = config.n_inner if config.model_type == "gpt2" else config.intermediate_size
     return ModelShape(
-        architecture=ARCHITECTURES[config.model_type],
+        architecture=family.architecture,
         n_layers=config.num_hidden_layers,
         n_heads=n_heads,
         n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
         d_model=d_model,
         d_head=getattr(config, "head_dim", None) or d_model // n_heads,
-        d_mlp=mlp_width or 4 * d_model,
+        d_mlp=getattr(config, family.mlp_width) or 4 * d_model,
         d_vocab=config.vocab_size,
         n_ctx=config.max_position_embeddings,
-        parallel_blocks=config.model_type == "phi" or getattr(config, "use_parallel_residual", False),
+        parallel_blocks=family.is_parallel(config),
     )

@@ -28,10 +28,12 @@ from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import usable_device
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, first_line, open_checkpoint
 from headwater.models.checks import tokenizer_fits
+from headwater.models.conversion import UNEMBEDDING, Conversion
 from headwater.models.effective_embedding import bos_token, check_request, chunks, layer0, mlp0
+from headwater.models.families import family_of
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
+from headwater.models.head_tensors import head_factors, ov_factors
 from headwater.models.hooked import is_bridge
-from headwater.models.layouts import UNEMBEDDING, expected_tensors, head_factors, layout_of, ov_factors
 from headwater.models.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import Batch, load_tokenizer
@@ -227,7 +229,7 @@ class StreamedWeights(WeightSource):
     ):
         super().__init__(name, revision, shape_of(checkpoint.config), checkpoint.dtype)
         self.checkpoint = checkpoint
-        self.layout = layout_of(checkpoint.config)
+        self.family = family_of(checkpoint.config)
         self._tokenizer = tokenizer
 
     @property
@@ -244,7 +246,7 @@ class StreamedWeights(WeightSource):
         about = [asdict(self.shape), behaviour(config), self.checkpoint.names]
 
         def compute() -> str:
-            expected = sorted(expected_tensors(config).items())
+            expected = [part for group in Conversion(config).groups for part in group.tensors.items()]
             total = sum(math.prod(shape) for _, shape in expected)
             return fingerprint(self.shape, config, ((name, read(name)) for name, _ in expected), total)
 
@@ -257,14 +259,14 @@ class StreamedWeights(WeightSource):
 
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads."""
-        self._check_layer(layer)
+        self._check_heads(layer)
         names = frozenset(self.checkpoint.names)
-        return HeadWeights(layer, **head_factors(self._read, names, self.layout, self.shape, layer))  # type: ignore[arg-type]
+        return HeadWeights(layer, **head_factors(self._read, names, self.family, self.shape, layer))  # type: ignore[arg-type]
 
     def ov(self, layer: int) -> OVWeights:
         """W_V and W_O of one layer's heads."""
-        self._check_layer(layer)
-        return OVWeights(layer, **ov_factors(self._read, self.layout, self.shape, layer))
+        self._check_heads(layer)
+        return OVWeights(layer, **ov_factors(self._read, self.family, self.shape, layer))
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """W_E as the residual stream receives it."""
@@ -276,27 +278,33 @@ class StreamedWeights(WeightSource):
 
     def final_norm_gain(self) -> Float[Tensor, "d_model"]:
         """The gain of the norm in front of the unembedding."""
-        return self._read(f"{self.layout.final_norm}.weight") + self.layout.gain_offset
+        return self._read(f"{self.family.final_norm}.weight") + self.family.gain_offset
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, "source"], kind: str) -> Float[Tensor, "source d_model"]:
         """What later heads read for each token."""
         check_request(tokens, kind, self.shape.d_vocab)
+        if reason := self.family.cannot.get(kind):
+            raise InputError(f"The effective embedding {kind!r} of {self.name} cannot be read from its files: {reason}")
         matrix = self.checkpoint.read(self._embedding_name)
         precision = torch.promote_types(torch.promote_types(matrix.dtype, self.given_dtype), torch.float32)
         rows = finite(matrix[tokens.cpu()], self._embedding_name).to(device=self.device, dtype=precision)
-        config, layout, read = self.checkpoint.config, self.layout, self._stored
+        config, read = self.checkpoint.config, self._stored
         if kind == "layer0":
-            return self._given(layer0(config, layout, read, rows, matrix[[bos_token(self.tokenizer)]].to(rows)))
+            return self._given(layer0(config, read, rows, matrix[[bos_token(self.tokenizer)]].to(rows)))
         embeddings = self._scaled(rows)
         if kind == "raw":
             return self._given(embeddings)
-        output = mlp0(config, layout, read, embeddings)
+        output = mlp0(config, read, embeddings)
         return self._given(embeddings + output if kind == "embed+mlp0" else output)
+
+    def _check_heads(self, layer: int) -> None:
+        self._check_layer(layer)
+        refuse_clipped(self.checkpoint.config, self.shape.architecture)
 
     @property
     def _embedding_name(self) -> str:
-        return f"{self.layout.embedding}.weight"
+        return f"{self.family.embedding}.weight"
 
     def _stored(self, name: str) -> Tensor:
         """One tensor on the device; its values are checked there."""
@@ -310,9 +318,8 @@ class StreamedWeights(WeightSource):
         return self._given(self._stored(name))
 
     def _scaled(self, embeddings: Tensor) -> Tensor:
-        if not self.layout.scaled_embedding:
-            return embeddings
-        return embeddings * torch.tensor(math.sqrt(self.shape.d_model)).to(embeddings)
+        scale = self.family.embedding_scale
+        return embeddings if scale is None else embeddings * torch.tensor(scale(self.checkpoint.config)).to(embeddings)
 
 
 class LoadedWeights(WeightSource):
@@ -393,7 +400,7 @@ class LoadedWeights(WeightSource):
     def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
         """Factors of one layer's heads by name, after those of values and outputs were held against a run."""
         self._check_layer(layer)
-        refuse_clipped(self.model)
+        refuse_clipped(self.model.config, self.shape.architecture)
         factors = {name: self._factor(layer, name) for name in names}
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")

@@ -1,0 +1,154 @@
+"""What the tensors of a checkpoint are to the parameters of the model that transformers builds of it.
+
+Most tensors are a parameter each, under its own name. Others are made into one: a mixture of experts stores each
+expert's matrices apart, and computes with all of them in one tensor. transformers knows how, for loading and for
+saving; what it would save is what a checkpoint is expected to hold, and what it loads is what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+
+from headwater.models.families import family_of, text_config
+
+UNEMBEDDING = "lm_head.weight"
+UNEMBEDDING_NAMES = (UNEMBEDDING, "embed_out.weight")
+"""What checkpoints call the unembedding, wherever its prefix ends. A head's bias (Phi) is no part of W_U."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of a model, and the tensors of a checkpoint that these, and no others, are made of.
+
+    Attributes:
+        parameters: names, sorted.
+        tensors: shapes by name, in the order of the names.
+    """
+
+    parameters: tuple[str, ...]
+    tensors: dict[str, tuple[int, ...]]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one parameter that is stored as it is."""
+        return self.parameters == tuple(self.tensors)
+
+
+class Conversion:
+    """The parameters of a model of some config, and the tensors of a checkpoint that they are made of.
+
+    Names are relative to the base model. A tied unembedding is not stored.
+
+    Attributes:
+        groups: every parameter that is stored as it is, and the others of each block, in the order of their names.
+    """
+
+    def __init__(self, config: Any):
+        config = text_config(config)
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(config)
+        self._prefix = f"{self._model.base_model_prefix}."
+        parameters = {
+            name.removeprefix(self._prefix): parameter.detach()
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+        }
+        if config.tie_word_embeddings:
+            del parameters[UNEMBEDDING]
+        self.groups = _grouped(parameters, self.taken_apart(parameters))
+
+    @property
+    def base_class(self) -> Any:
+        """The class of the model without its unembedding."""
+        return type(self._model.base_model)
+
+    def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that the parameters of a group are stored as, in the order of their names."""
+        found = revert_weight_conversion(self._model, {self._full(name): one for name, one in parameters.items()})
+        return dict(sorted((self._canonical(name), part) for name, part in found.items()))
+
+    def _canonical(self, name: str) -> str:
+        return UNEMBEDDING if name in UNEMBEDDING_NAMES else name.removeprefix(self._prefix)
+
+    def _full(self, name: str) -> str:
+        return name if name == UNEMBEDDING else f"{self._prefix}{name}"
+
+
+def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[Group]:
+    """Put what is stored otherwise than as a parameter each together, block by block."""
+    groups, others = {}, {"parameters": dict[str, list[str]](), "tensors": dict[str, list[str]]()}
+    for kind, here, there in (("parameters", parameters, stored), ("tensors", stored, parameters)):
+        for name in sorted(here):
+            if name in there and here[name].shape == there[name].shape:
+                groups[name] = Group((name,), {name: tuple(here[name].shape)})
+            else:
+                others[kind].setdefault(".".join(name.split(".")[:2]), []).append(name)
+    for block, names in others["parameters"].items():
+        tensors = {name: tuple(stored[name].shape) for name in others["tensors"].get(block, ())}
+        groups[block] = Group(tuple(names), tensors)
+    return [groups[name] for name in sorted(groups)]
+
+
+def expected_tensors(config: Any) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint with this config holds; a tied unembedding is not stored."""
+    return {name: shape for group in Conversion(config).groups for name, shape in group.tensors.items()}
+
+
+def only_block(config: Any) -> Any:
+    """The config of a model that has the first block only, and one token, which is not padding."""
+    config = deepcopy(text_config(config))
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    config.vocab_size, config.pad_token_id = 1, None
+    return config
+
+
+def block_model(config: Any, read: Callable[[str], Tensor], like: Tensor) -> nn.Module:
+    """Build a model without its unembedding that has the first block only, as transformers builds it.
+
+    Args:
+        config: of the whole model.
+        read: reads one tensor of its checkpoint by name.
+        like: the device and dtype of the result.
+
+    Returns:
+        the model; its embedding is one row of zeros.
+    """
+    family, config = family_of(config), only_block(config)
+    embedding = f"{family.embedding}.weight"
+    with quiet_transformers():
+        conversion = Conversion(config)
+        tensors: Mapping[str, Tensor] = {
+            name: like.new_zeros(shape) if name == embedding else read(name)
+            for group in conversion.groups
+            for name, shape in group.tensors.items()
+            if name != UNEMBEDDING
+        }
+        model = conversion.base_class.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=like.dtype, attn_implementation="eager"
+        )
+    return model.to(like.device).requires_grad_(False).eval()
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep the loading bar and report of transformers off the screen; what they say is checked by who loads."""
+    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bar:
+            transformers_logging.enable_progress_bar()

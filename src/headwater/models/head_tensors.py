@@ -1,0 +1,105 @@
+"""How the factors of a block's heads are cut from the tensors of a checkpoint, as the row of its family says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from einops import rearrange
+from torch import Tensor
+
+from headwater.models.families import Family
+from headwater.models.shape import ModelShape
+
+Read: TypeAlias = Callable[[str], Tensor]
+"""Reads one tensor by its name relative to the base model."""
+
+
+def query_key_value(read: Read, family: Family, attention: str, heads: tuple[int, int, int], part: str) -> list[Tensor]:
+    """Weights or biases of the queries, keys and values of one attention module, each split into its heads.
+
+    Args:
+        read: reads a tensor by name.
+        family: the architecture's.
+        attention: the prefix of the attention module's tensors.
+        heads: the number of query, key and value heads.
+        part: "weight" or "bias".
+    """
+    if family.fused:
+        joined = read(f"{attention}{family.fused.name}.{part}")
+        if part == "bias":
+            return list(rearrange(joined, f"{family.fused.axes} -> three head d_head", three=3, head=heads[0]))
+        split = f"{family.fused.pattern()} -> three head d_model d_head"
+        return list(rearrange(joined, split, three=3, head=heads[0]))
+    pattern = "(head d_head) -> head d_head" if part == "bias" else "(head d_head) d_model -> head d_model d_head"
+    return [
+        rearrange(read(f"{attention}{name}.{part}"), pattern, head=count)
+        for name, count in zip(("q_proj", "k_proj", "v_proj"), heads, strict=True)
+    ]
+
+
+def head_factors(
+    read: Read, names: frozenset[str], family: Family, shape: ModelShape, layer: int
+) -> dict[str, Tensor | None]:
+    """The factors of one layer's heads, by the field names of `HeadWeights`; a bias the model lacks is None.
+
+    Args:
+        read: reads a tensor by name.
+        names: the names of all tensors there are.
+        family: the architecture's.
+        shape: the model's sizes.
+        layer: which block.
+    """
+    attention = f"{family.block(layer)}{family.attention}."
+    heads = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
+    W_Q, W_K, W_V = query_key_value(read, family, attention, heads, "weight")
+    first_bias = f"{attention}{family.fused.name if family.fused else 'q_proj'}.bias"
+    has_bias = first_bias in names
+    b_Q, b_K, b_V = query_key_value(read, family, attention, heads, "bias") if has_bias else (None, None, None)
+    output_bias = f"{attention}{family.output}.bias"
+    W_O = _output(read, family, shape, layer)
+    return {
+        "W_Q": W_Q,
+        "W_K": W_K,
+        "W_V": W_V,
+        "W_O": W_O,
+        "b_Q": b_Q,
+        "b_K": b_K,
+        "b_V": b_V,
+        "b_O": read(output_bias) if output_bias in names else None,
+        "norm_gain": _attention_gain(read, family, layer, W_O),
+    }
+
+
+def ov_factors(read: Read, family: Family, shape: ModelShape, layer: int) -> dict[str, Tensor]:
+    """W_V, W_O and the gain of the norm in front, by the field names of `OVWeights`; nothing else that is stored apart.
+
+    Args:
+        read: reads a tensor by name.
+        family: the architecture's.
+        shape: the model's sizes.
+        layer: which block.
+    """
+    attention = f"{family.block(layer)}{family.attention}."
+    if family.fused:
+        W_V = query_key_value(read, family, attention, (shape.n_heads,) * 3, "weight")[2]
+    else:
+        stored = read(f"{attention}v_proj.weight")
+        W_V = rearrange(stored, "(head d_head) d_model -> head d_model d_head", head=shape.n_kv_heads)
+    W_O = _output(read, family, shape, layer)
+    return {"W_V": W_V, "W_O": W_O, "norm_gain": _attention_gain(read, family, layer, W_O)}
+
+
+def _output(read: Read, family: Family, shape: ModelShape, layer: int) -> Tensor:
+    d_model_last = family.fused is not None and family.fused.d_model_first
+    stored = "(head d_head) d_model" if d_model_last else "d_model (head d_head)"
+    weight = read(f"{family.block(layer)}{family.attention}.{family.output}.weight")
+    return rearrange(weight, f"{stored} -> head d_head d_model", head=shape.n_heads)
+
+
+def _attention_gain(read: Read, family: Family, layer: int, like: Tensor) -> Tensor:
+    """The gain of the norm in front of attention; ones like a W_O where there is none (OLMo 2)."""
+    norm = family.norms.before_attention
+    if norm is None:
+        return like.new_ones(like.shape[-1])
+    return read(f"{family.block(layer)}{norm}.weight") + family.gain_offset

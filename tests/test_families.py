@@ -1,0 +1,135 @@
+"""A family of models is one row: what it says is what the models of that family are, also one added from outside."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers as tf
+
+import headwater as hw
+from headwater.errors import InputError, ModelError
+from headwater.heads.relations import Relation
+from headwater.models.effective_embedding import KINDS
+from headwater.models.families import FAMILIES, Family, Norms
+from headwater.models.shape import shape_of
+from headwater.models.weights import open_weights
+from tests.random_models import random_model
+from tests.tiny import WORDS, tiny_tokenizer
+
+LISTED = {"gemma": "gemma1", "mixtral": "mixtral", "olmo2": "olmo2", "qwen3_moe": "qwen3-moe"}
+"""Families whose folders no other test reads, and the random model of each."""
+OLMO_3 = Family("Olmo3ForCausalLM", norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+FROM_OUTSIDE = {"olmo3": ("olmo3", OLMO_3), "starcoder2": ("starcoder2", Family("Starcoder2ForCausalLM"))}
+WORDS_AS_RELATION = [Relation("next", "algorithmic", tuple((a, (b,)) for a, b in pairwise(WORDS)))]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """By random model: a folder that `save_pretrained` wrote."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            random_model(name).save_pretrained(made[name])
+            tiny_tokenizer().save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(params=[*LISTED, *FROM_OUTSIDE])
+def folder(request, folder_of):
+    """A folder of each family, whose row is there as long as the test lasts."""
+    if request.param in LISTED:
+        yield folder_of(LISTED[request.param])
+        return
+    name, row = FROM_OUTSIDE[request.param]
+    with FAMILIES.with_row(request.param, row):
+        yield folder_of(name)
+
+
+def test_what_is_read_from_a_folder_is_what_the_loaded_model_computes_with(folder):
+    streamed, loaded = open_weights(folder), open_weights(hw.load(folder))
+    assert streamed.fingerprint == loaded.fingerprint
+    assert streamed.shape == loaded.shape
+    for layer in range(streamed.shape.n_layers):
+        there = vars(loaded.layer(layer))
+        for name, factor in vars(streamed.layer(layer)).items():
+            torch.testing.assert_close(factor, there[name], msg=name)
+    torch.testing.assert_close(streamed.unembedding(), loaded.unembedding())
+    torch.testing.assert_close(streamed.final_norm_gain(), loaded.final_norm_gain())
+    tokens = torch.randint(streamed.shape.d_vocab, (9,))
+    for kind in KINDS:
+        here, there = (weights.effective_embedding(tokens, kind) for weights in (streamed, loaded))
+        torch.testing.assert_close(here, there, atol=1e-5, rtol=1e-4, msg=kind)
+
+
+def test_heads_classified_from_a_folder_are_those_of_the_loaded_model(folder):
+    options = {"relations": WORDS_AS_RELATION, "k": 20, "progress": False}
+    streamed, loaded = hw.classify_heads(folder, **options), hw.classify_heads(hw.load(folder), **options)
+    assert streamed.run.fingerprint == loaded.run.fingerprint
+    columns = ["layer", "head", "relation", "score", "suppression"]
+    assert streamed.table[columns].equals(loaded.table[columns])
+    assert streamed.table["score"].nunique() > 1
+
+
+def test_a_model_of_the_family_is_patched_block_by_block_as_whole_runs_with_a_hook_are(folder):
+    model = hw.load(folder)
+    clean, corrupted = [[5, 9, 13, 17]], [[5, 11, 13, 17]]
+    options = {"sites": ("resid_pre", "mlp_out"), "metric": lambda logits: logits[:, -1, 3], "progress": False}
+    sweep = hw.patch(model, clean, corrupted, **options)
+    assert sweep.engine == "wavefront"
+    table = sweep.table.set_index(["site", "layer", "position"])
+    before = model.run(corrupted)[0, -1, 3]
+    for site in options["sites"]:
+        kept = []
+        name = f"blocks.1.hook_{site}"
+        model.run(clean, [(name, lambda activation, hook, kept=kept: kept.append(activation[0, 1]))])
+
+        def write(activation, hook, kept=kept):
+            activation[0, 1] = kept[0]
+            return activation
+
+        effect = model.run(corrupted, [(name, write)])[0, -1, 3] - before
+        assert float(table.loc[(site, 1, 1), "effect"]) == pytest.approx(float(effect), abs=1e-4)
+
+
+def test_a_family_added_from_outside_is_named_where_the_families_are_named():
+    config = tf.BertConfig()
+    with FAMILIES.with_row("starcoder2", FROM_OUTSIDE["starcoder2"][1]):
+        with pytest.raises(ModelError, match=r"headwater reads gpt2, .*starcoder2"):
+            shape_of(config)
+        with pytest.raises(InputError, match="Did you mean 'starcoder2'"):
+            _ = FAMILIES["starcoder"]
+    with pytest.raises(ModelError, match=r"headwater reads gpt2, .*olmo2\."):
+        shape_of(config)
+
+
+def test_what_a_family_cannot_give_from_its_files_is_refused_with_the_reason(folder_of):
+    row = Family("Starcoder2ForCausalLM", cannot={"mlp0": "its MLP is not where others have it."})
+    with FAMILIES.with_row("starcoder2", row):
+        weights = open_weights(folder_of("starcoder2"))
+        assert weights.effective_embedding(torch.arange(3), "layer0").shape == (3, weights.shape.d_model)
+        with pytest.raises(InputError, match=r"'mlp0' of .* cannot be read from its files: its MLP is not where"):
+            weights.effective_embedding(torch.arange(3), "mlp0")
+
+
+def test_clipped_values_are_refused_from_a_folder_as_from_memory(folder_of):
+    row = Family("OlmoForCausalLM", norms=Norms(before_attention=None, before_mlp=None))
+    with FAMILIES.with_row("olmo", row), pytest.raises(ModelError, match=r"clips queries.*clip_qkv=0.3"):
+        open_weights(folder_of("olmo-clipped")).ov(0)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_a_mixture_of_experts_without_one_of_its_experts_is_refused(name, folder_of, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = folder_of(name)
+    tensors = load_file(folder / "model.safetensors")
+    lost = next(key for key in tensors if ".layers.1." in key and ".experts.2." in key)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file({key: tensor for key, tensor in tensors.items() if key != lost}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"has no tensor '{lost.removeprefix('model.')}'"):
+        open_weights(tmp_path)
