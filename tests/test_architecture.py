@@ -140,6 +140,13 @@ def test_only_the_models_room_imports_model_libraries(module):
     assert not found, f"{module} imports {found}; go through headwater.models"
 
 
+def test_only_the_stats_room_takes_tests_ranks_and_aucs_from_scipy_and_scikit_learn():
+    drawn = {"scipy.stats.gaussian_kde"}  # a density in a figure
+    for module, file in FILES.items():
+        found = {name for name in imported(file) if name.startswith(("scipy.stats", "sklearn.metrics"))} - drawn
+        assert not found or room(module) == "stats", f"{module} imports {found}; go through headwater.stats"
+
+
 def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_under_half_a_second():
     code = (
         "import sys, time; start = time.perf_counter(); import headwater; seconds = time.perf_counter() - start; "

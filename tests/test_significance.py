@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from headwater.stats.significance import (
+    combined_p,
     permutation_moments,
     permutation_p_values,
     q_values,
@@ -147,6 +148,11 @@ def test_p_values_fall_as_hits_rise_and_stay_between_zero_and_one():
         assert (np.diff(p) <= 1e-6).all()
 
 
+def test_one_p_of_several_is_fishers():
+    p = [0.01, 0.4, 0.7]
+    assert combined_p(p) == pytest.approx(stats.chi2.sf(-2 * np.log(p).sum(), 6))
+
+
 def test_q_values_are_benjamini_and_hochbergs_and_leave_out_what_is_unknown():
     p = np.array([0.03, np.nan, 0.001, 0.2])
     np.testing.assert_allclose(q_values(p), [0.045, np.nan, 0.003, 0.2])
@@ -173,3 +179,11 @@ def test_p_values_of_effects_without_sign_are_spread_evenly():
     draws = torch.randn(300, 20, dtype=torch.float64).numpy()
     p_values = torch.tensor([sign_flip_p(effects, 0) for effects in draws[:100]])
     assert 0.35 < float(p_values.mean()) < 0.65
+
+
+@pytest.mark.oracle
+def test_random_signs_give_nearly_the_share_of_all_sign_patterns():
+    effects = torch.randn(14, dtype=torch.float64).numpy() + 0.4
+    signs = np.array(list(itertools.product([1.0, -1.0], repeat=14)))
+    expected = (abs(signs @ effects) >= abs(effects.sum()) - 1e-12).mean()
+    assert sign_flip_p(effects, 0) == pytest.approx(expected, abs=4 * math.sqrt(expected / 10_000) + 2e-4)

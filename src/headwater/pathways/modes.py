@@ -32,13 +32,12 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from scipy.special import expit
-from scipy.stats import combine_pvalues
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from headwater.stats.dip import critical_dip, dip, dip_p
 from headwater.stats.resample import Draws, ends
-from headwater.stats.significance import q_values
+from headwater.stats.significance import combined_p, q_values
 
 MODES = ("Q-anchored", "A-anchored")
 PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT = "per layer", "best layer", "cross-fitted", "random tokens"
@@ -245,7 +244,7 @@ def within_relations(
     found = {"examples": tested, "left_out": len(changes) - tested, "cells": len(cells), "p": np.nan, "gain": np.nan}
     if cells and relations is not None:
         p_values = [dip_p(values) if np.ptp(values) >= APART else 1.0 for values in cells]
-        found["p"] = float(combine_pvalues(p_values, method="fisher").pvalue)
+        found["p"] = combined_p(p_values)
         if found["p"] <= LEVEL:
             found["gain"] = sum(_gain(components(values)) for values in cells)
     return found

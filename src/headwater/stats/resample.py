@@ -134,9 +134,8 @@ class Draws:
     ) -> Float[ndarray, " draw *column"]:
         """Return the same of values that each unit has itself."""
         tops, bottoms = self.counts @ top, self.counts @ bottom
-        return (
-            tops / np.where(np.abs(bottoms) > NOTHING_LEFT, bottoms, np.nan) + 0.0
-        )  # 0 of a negative whole is 0, not -0
+        shares = tops / np.where(np.abs(bottoms) > NOTHING_LEFT, bottoms, np.nan)
+        return shares + 0.0  # 0 of something negative is 0, not -0
 
 
 def ends(

@@ -20,9 +20,11 @@ favourite targets and some rare hits, and near normal for a dense H. Against exa
 below 0.6 of the true one where that is above 1e-4, mostly within 10 % of it, and further out too long: the safe side.
 
 **Flipped signs** (`sign_flip_p`): were effects as likely to have the other sign, how often would their mean be this far
-from 0? **False discoveries** (`q_values`): Benjamini and Hochberg. **A share** (`wilson_interval`): Wilson's interval.
+from 0? **Several tests**: the share of false discoveries among them (`q_values`, Benjamini and Hochberg), and one p of
+all (`combined_p`, Fisher). **A share** of items: Wilson's interval (`wilson_interval`).
 """
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -30,7 +32,7 @@ import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from scipy.special import chndtr, ndtri
-from scipy.stats import false_discovery_control
+from scipy.stats import combine_pvalues, false_discovery_control
 from torch import Tensor
 
 Numbers = NDArray[np.float64]
@@ -119,6 +121,11 @@ def q_values(p_values: Numbers) -> Numbers:
     if known.any():
         q[known] = false_discovery_control(p_values[known])
     return q
+
+
+def combined_p(p_values: Sequence[float]) -> float:
+    """Return one p-value of several independent ones, by Fisher's method."""
+    return float(combine_pvalues(p_values, method="fisher").pvalue)
 
 
 def wilson_interval(hits: Numbers, pairs: Numbers, level: float = 0.95) -> tuple[Numbers, Numbers]:
