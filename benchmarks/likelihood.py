@@ -16,10 +16,11 @@ from benchmarks.peers import min_k as peer
 from benchmarks.report import Row
 from headwater.kernels import likelihood, likelihood_blocked
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.likelihood.scores import SHARES, lowest_means_of_text
+from headwater.likelihood.scores import SHARES, TextTokens, min_k, min_k_plus_plus
 
 TARGET = "workspace <= 64 MB for any T, no [T, V] tensor, 1e-5; on a GPU <= 1.2 x the bare product"
 NUMBERS = likelihood.TokenStatistics._fields[:-1]
+SCORED_FROM = ("log_probability", "entropy", "variance", "top1_log_probability")
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,11 @@ def our_statistics(inputs: Inputs) -> likelihood.TokenStatistics:
 
 
 def our_scores(inputs: Inputs) -> tuple[list[float], list[float]]:
-    """Headwater: Min-K% and Min-K%++ at every share (Gap-K% comes with them)."""
+    """Headwater: Min-K% and Min-K%++ at every share."""
     statistics = our_statistics(inputs)
     found = {name: getattr(statistics, name).double().cpu().numpy() for name in NUMBERS}
-    min_k, min_k_plus_plus, _ = lowest_means_of_text(found, SHARES, minimum_variance=1e-8)
-    return min_k.tolist(), min_k_plus_plus.tolist()
+    text = TextTokens(**{name: found[name] for name in SCORED_FROM}, zlib_bytes=1)
+    return min_k(text, SHARES).tolist(), min_k_plus_plus(text, SHARES).tolist()
 
 
 def is_accurate(shape: LikelihoodShape, inputs: Inputs) -> bool:

@@ -15,7 +15,7 @@ import headwater
 
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
 TIERS = """
-axes errors
+axes colors errors
 rooms options registry progress
 kernels stats data
 runs

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from headwater.errors import InputError
 from headwater.heads.categories import (
-    LABELS,
+    CATEGORIES,
     THRESHOLDS,
     add_excess,
     apply_rule,
     best_excess,
     head_categories,
     label_counts,
+    labels,
     sensitivity,
 )
-from headwater.heads.relations import CATEGORIES
 
 
 def row(**values) -> pd.DataFrame:
@@ -107,7 +107,7 @@ def test_a_head_has_the_categories_of_what_it_implements_or_suppresses_and_its_l
         several = f"{len(expected)} categories"
         assert label == ("unclassified" if not expected else several if len(expected) > 1 else categories[0])
     assert sum(label_counts(heads).values()) == 12
-    assert tuple(label_counts(heads)) == LABELS
+    assert tuple(label_counts(heads)) == labels()
 
 
 def scored(n_heads: int, seed: int) -> pd.DataFrame:

@@ -16,9 +16,10 @@ from scipy import stats
 import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
 from headwater.heads import classify
+from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads, published_embedding, published_k
 from headwater.heads.patterns import attention_classes
-from headwater.heads.relations import CATEGORIES, Relation, tokenize_relations
+from headwater.heads.relations import Relation, tokenize_relations
 from headwater.models.shape import ModelShape
 from headwater.models.weights import open_weights
 from headwater.stats.significance import wilson_interval

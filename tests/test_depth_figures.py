@@ -13,9 +13,9 @@ from scipy.stats import norm
 import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.depth_profile import BLUE, GREEN, ORANGE, depth_profiles, layer_curves, plot_gaps
-from headwater.figures.likelihood import NAMES
 from headwater.figures.tokens import FRAME, WIDTH, token_heat_map, token_html
 from headwater.likelihood.profile import DepthProfile
+from headwater.likelihood.scores import SCORES
 from headwater.runs.record import RunRecord
 from tests import chance
 
@@ -198,7 +198,7 @@ def test_every_likelihood_result_has_a_figure_of_its_table(checkpoint, rng, tmp_
     lines = {line.get_label(): line for line in scores.plot().lines}
     for kind in ("min_k", "min_k++", "gap_k"):
         rows = scores.table[scores.table["score"] == kind].groupby("k")["value"].median()
-        assert lines[NAMES[kind]].get_ydata() == pytest.approx(rows.to_numpy())
+        assert lines[SCORES[kind].title].get_ydata() == pytest.approx(rows.to_numpy())
     members = hw.membership(scores, [1, 0, 1, 0, 1, 0], resamples=20)
     drawn = np.concatenate([line.get_xdata() for line in members.plot().lines[:2]])
     assert np.sort(drawn) == pytest.approx(np.sort(members.table["auc"]), nan_ok=True)

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import re
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import headwater as hw
 from headwater.models.sites import SITES
+from headwater.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -27,6 +29,22 @@ PUBLIC = sorted(
 
 def examples(page: Path) -> list[str]:
     return FENCED.findall(page.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def registries_as_they_were():
+    """Take back what examples add."""
+    before = [(registry, dict(registry)) for registry in registries()]
+    yield
+    for registry, rows in before:
+        for name in set(registry) - set(rows):
+            registry.remove(name)
+
+
+def registries() -> list[Registry]:
+    modules = [module for name, module in sys.modules.items() if name.startswith("headwater")]
+    found = {id(one): one for module in modules for one in vars(module).values() if isinstance(one, Registry)}
+    return list(found.values())
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.stem)

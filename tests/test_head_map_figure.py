@@ -9,12 +9,14 @@ from matplotlib.colors import to_hex
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.figures.head_map import MARKS, plot_head_map
-from headwater.heads.categories import LABELS, label_counts, label_of
+from headwater.figures.head_map import mark_of, plot_head_map
+from headwater.heads.categories import CATEGORIES, label_counts, label_of, labels
 from headwater.heads.classify import HeadMap
-from headwater.heads.relations import CATEGORIES
 from headwater.runs.record import RunRecord
 from tests import chance
+
+LABELS = labels()
+MARKS = {label: mark_of(label) for label in LABELS}
 
 
 def map_of(title: str, categories: pd.DataFrame, table: pd.DataFrame) -> HeadMap:

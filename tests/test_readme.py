@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 import headwater as hw
-from headwater.heads.relations import CATEGORIES
+from headwater.heads.categories import CATEGORIES
 
 README = Path(__file__).parents[1] / "README.md"
 NUMBER = r"([+−-]?\d+(?:\.\d+)?)"

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from headwater.heads.categories import CATEGORIES
 from headwater.heads.coverage import relation_coverage
 from headwater.heads.relations import (
-    CATEGORIES,
     MIN_PAIRS,
     OWN_TARGET,
     REPEATED,

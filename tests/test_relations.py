@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headwater.errors import InputError, ModelError
+from headwater.heads.categories import PUBLISHED_CATEGORIES
 from headwater.heads.relations import (
     MIN_PAIRS,
-    PUBLISHED_CATEGORIES,
     Relation,
     checked_pairs,
     load_relations,

@@ -68,6 +68,16 @@ class Registry(Mapping[K, T], Generic[K, T]):
         rows = [row if isinstance(row, str) else _said(row) for row in self._filled()]
         return f"There is no {self.kind} {_said(name)}.{did_you_mean(name, rows)}"
 
+    def remove(self, name: K) -> T:
+        """Take a row out, as for a plug-in that is gone.
+
+        Raises:
+            InputError: there is none.
+        """
+        row = self[name]
+        del self._rows[name]
+        return row
+
     @contextmanager
     def with_row(self, name: K, row: T) -> Iterator[T]:
         """Add a row for the length of a `with` block."""
@@ -76,7 +86,7 @@ class Registry(Mapping[K, T], Generic[K, T]):
         try:
             yield row
         finally:
-            del self._rows[name]
+            self.remove(name)
 
     def _filled(self) -> dict[K, T]:
         if self._filled_by is not None:

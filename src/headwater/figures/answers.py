@@ -3,8 +3,9 @@
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.figures.fonts import label
-from headwater.figures.style import BLUE, FAINT, INK, ORANGE, legend_above, model_title, style
+from headwater.figures.style import legend_above, model_title, style
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.result import DRAWINGS
 

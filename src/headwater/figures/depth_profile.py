@@ -19,21 +19,10 @@ from matplotlib.figure import Figure
 from numpy import ndarray
 from scipy.stats import gaussian_kde
 
+from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import (
-    BANDS_ARE,
-    BLUE,
-    DASHED,
-    FAINT,
-    GREEN,
-    INK,
-    ORANGE,
-    legend_above,
-    model_title,
-    style,
-    whole_numbers,
-)
+from headwater.figures.style import BANDS_ARE, DASHED, legend_above, model_title, style, whole_numbers
 from headwater.likelihood.profile import DepthProfile
 from headwater.runs.result import DRAWINGS
 

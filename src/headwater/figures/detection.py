@@ -6,11 +6,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from headwater.colors import FAINT, SETS
 from headwater.detection.detection import Detection
 from headwater.detection.evaluation import NAMES
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import FAINT, LINES_ARE, MARKS_ONLY, SETS, model_title, style
+from headwater.figures.style import LINES_ARE, MARKS_ONLY, model_title, style
 from headwater.runs.result import DRAWINGS
 
 

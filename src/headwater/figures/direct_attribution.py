@@ -12,7 +12,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from headwater.figures.style import BLUE, FAINT, ORANGE, PURPLE, model_title, style, whole_numbers
+from headwater.colors import BLUE, FAINT, ORANGE, PURPLE
+from headwater.figures.style import model_title, style, whole_numbers
 from headwater.figures.sweep import DIVERGING
 from headwater.lenses import DirectAttribution
 from headwater.runs.result import DRAWINGS

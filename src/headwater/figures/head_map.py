@@ -15,31 +15,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, RED, style, whole_numbers
-from headwater.heads.categories import LABELS, UNCLASSIFIED, best_excess, label_counts
+from headwater.figures.style import style, whole_numbers
+from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.classify import HeadMap
 from headwater.options import checked_count
 from headwater.runs.result import DRAWINGS
 
-MARKS = dict(
-    zip(
-        LABELS,
-        (
-            ("#d4d4d4", "o"),
-            (BLUE, "s"),
-            (ORANGE, "o"),
-            (GREEN, "^"),
-            (RED, "D"),
-            ("#b08fd8", "p"),
-            (PURPLE, "h"),
-            ("#45156e", "*"),
-        ),
-        strict=True,
-    )
-)
-"""The colour and shape of every label."""
+NONE = ("#d4d4d4", "o")
+SEVERAL = (("#b08fd8", "p"), (PURPLE, "h"), ("#45156e", "*"), ("#1f0833", "P"))
+"""The colour and shape of two, three, four and more categories."""
 AREAS = {"o": 1.0, "s": 0.82, "^": 1.0, "D": 0.62, "p": 1.1, "h": 1.1, "*": 1.6}
 """Areas, relative to a disc, at which the shapes look equally large."""
 UNCLASSIFIED_AREA = 0.25
@@ -79,7 +66,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
             n_layers, n_heads = _extent(head_map)
             cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
             width, height = (max(n * cell, 2 * CELL) for n in (n_layers, n_heads))
-            spare = max((len(LABELS) + 1) * LINE - height, 0)
+            spare = max((len(labels()) + 1) * LINE - height, 0)
             figure = plt.figure(figsize=(LEFT + width + LEGEND, BOTTOM + spare + height + TOP))
             ax = _axes(figure, LEFT, BOTTOM + spare, width, height)
             place = {"loc": "upper left", "bbox_to_anchor": (1 + 0.1 / width, 1.0)}
@@ -157,7 +144,14 @@ def _extent(head_map: HeadMap) -> tuple[int, int]:
 def _shown(maps: Sequence[HeadMap]) -> list[str]:
     """The labels in the legend: the single categories always, several categories where there is such a head."""
     present = {label for head_map in maps for label in head_map.categories["label"]}
-    return [label for label in LABELS if label in present or not label.endswith("categories")]
+    return [label for label in labels() if label in present or label == UNCLASSIFIED or label in CATEGORIES]
+
+
+def mark_of(label: str) -> tuple[str, str]:
+    """Return the colour and shape of a label."""
+    if label in CATEGORIES:
+        return CATEGORIES[label].color, CATEGORIES[label].mark
+    return NONE if label == UNCLASSIFIED else SEVERAL[min(int(label.split()[0]), len(SEVERAL) + 1) - 2]
 
 
 def _draw(head_map: HeadMap, ax: Axes) -> None:
@@ -170,7 +164,7 @@ def _draw(head_map: HeadMap, ax: Axes) -> None:
     points = min(72 / ax.figure.dpi * min(box.width / (n_layers + 0.4), box.height / (n_heads + 0.4)), 72 * CELL)
     excess = best_excess(head_map.table)
     for label, heads in head_map.categories.groupby("label"):
-        color, shape = MARKS[str(label)]
+        color, shape = mark_of(str(label))
         best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])).clip(0, 1).fillna(1).to_numpy()
         area = _area(str(label)) * (0.8 * points) ** 2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
         ax.scatter(heads["layer"], heads["head"], s=area, c=color, marker=shape, linewidths=0, label=str(label))
@@ -181,11 +175,11 @@ def _has_excess(head_map: HeadMap) -> bool:
 
 
 def _area(label: str) -> float:
-    return UNCLASSIFIED_AREA if label == UNCLASSIFIED else AREAS[MARKS[label][1]]
+    return UNCLASSIFIED_AREA if label == UNCLASSIFIED else AREAS.get(mark_of(label)[1], 1.0)
 
 
 def _mark(label: str) -> Line2D:
-    color, shape = MARKS[label]
+    color, shape = mark_of(label)
     size = 6.5 * _area(label) ** 0.5
     return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=size, markeredgewidth=0)
 
@@ -198,7 +192,7 @@ def _legend_table(figure: Figure, maps: Sequence[HeadMap], width: float, height:
     ax.axis("off")
     ax.hlines((-0.75, 0.3, len(shown) + 0.6), 0, width, colors=INK, linewidths=(0.8, 0.4, 0.8))
     for line, label in enumerate(shown, start=1):
-        color, shape = MARKS[label]
+        color, shape = mark_of(label)
         ax.plot(0.1, line, marker=shape, color=color, markersize=_mark(label).get_markersize(), markeredgewidth=0)
         ax.text(0.25, line, label, va="center_baseline")
     if any(map(_has_excess, maps)):

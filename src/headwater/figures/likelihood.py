@@ -6,27 +6,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from headwater.figures.style import (
-    BLUE,
-    FAINT,
-    GREEN,
-    INK,
-    ORANGE,
-    legend_above,
-    model_title,
-    style,
-    whole_numbers,
-)
+from headwater.colors import BLUE, FAINT, INK, ORANGE
+from headwater.figures.style import legend_above, model_title, style, whole_numbers
 from headwater.likelihood.files import ScoredTexts
 from headwater.likelihood.members import BASELINE, Membership
-from headwater.likelihood.scores import MemorizationScores
+from headwater.likelihood.scores import SCORES, MemorizationScores
 from headwater.likelihood.statistics import TextStatistics
 from headwater.runs.result import DRAWINGS
 
 QUARTILES = np.array([0.25, 0.5, 0.75])
-KIND_COLORS = {"min_k": BLUE, "min_k++": ORANGE, "gap_k": GREEN}
-NAMES = {"min_k": "Min-K%", "min_k++": "Min-K%++", "gap_k": "Gap-K%"}
-KIND_MARKS = {"min_k": "o", "min_k++": "s", "gap_k": "^"}
 
 
 @DRAWINGS.add(TextStatistics)
@@ -70,10 +58,11 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
     with style():
         ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.9), layout="constrained").add_subplot()
         texts = table["text"].nunique()
-        for kind, color in KIND_COLORS.items():
-            found = table[table["score"] == kind].groupby("k")["value"].quantile(QUARTILES).unstack()
-            ax.fill_between(found.index, found[0.25], found[0.75], color=color, alpha=0.15, linewidth=0)
-            ax.plot(found.index, found[0.5], marker=KIND_MARKS[kind], color=color, markersize=3, label=NAMES[kind])
+        drawn = {name: SCORES[name] for name in SCORES if SCORES[name].takes_k and (table["score"] == name).any()}
+        for name, score in drawn.items():
+            found = table[table["score"] == name].groupby("k")["value"].quantile(QUARTILES).unstack()
+            ax.fill_between(found.index, found[0.25], found[0.75], color=score.color, alpha=0.15, linewidth=0)
+            ax.plot(found.index, found[0.5], marker=score.mark, color=score.color, markersize=3, label=score.title)
         ax.set(xlabel="K, share of lowest tokens (bands: quartiles of texts)", xlim=(0, 1.02))
         ax.set_ylabel("Score (higher = more likely seen)")
         legend_above(ax, 3, model_title(scores.run, f"{texts:,} texts"))
@@ -92,7 +81,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
     if "layer" in table:
         table = table[table["layer"].isna() | (table["layer"] == table["layer"].max())]
     names = [
-        row["score"] if np.isnan(row["k"]) else f"{NAMES[row['score']]}, K = {row['k']:g}"
+        row["score"] if np.isnan(row["k"]) else f"{SCORES[row['score']].title}, K = {row['k']:g}"
         for row in table.to_dict("records")
     ]
     with style():

@@ -15,19 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from headwater.colors import BLUE, FAINT, ORANGE, PURPLE, RED
 from headwater.figures.fonts import label
-from headwater.figures.style import (
-    BANDS_ARE,
-    BLUE,
-    DASHED,
-    FAINT,
-    LINES_ARE,
-    ORANGE,
-    PURPLE,
-    RED,
-    style,
-    whole_numbers,
-)
+from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, style, whole_numbers
 from headwater.pathways.controls import ALL
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.modes import MODES

@@ -16,24 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PINK, PURPLE, RED
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
-from headwater.figures.style import (
-    BANDS_ARE,
-    BLUE,
-    BROWN,
-    DASHED,
-    FAINT,
-    GREEN,
-    ORANGE,
-    PINK,
-    PURPLE,
-    RED,
-    model_title,
-    style,
-    whole_numbers,
-)
+from headwater.figures.style import BANDS_ARE, DASHED, model_title, style, whole_numbers
 from headwater.options import shown as said
 from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER, RANDOM_SPLIT
 from headwater.pathways.trace import Pathways

@@ -17,21 +17,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
+from headwater.colors import FAINT, GREEN, RED, SETS
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import MODE_LOOKS, panels, shared_label
-from headwater.figures.style import (
-    BANDS_ARE,
-    DASHED,
-    FAINT,
-    GREEN,
-    LINES_ARE,
-    RED,
-    SETS,
-    legend_above,
-    model_title,
-    style,
-)
+from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, legend_above, model_title, style
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES, WITHIN
 from headwater.stats.resample import Draws, interval

@@ -10,9 +10,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from headwater.colors import FAINT, INK
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import FAINT, INK, style
+from headwater.figures.style import style
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
 

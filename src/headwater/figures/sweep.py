@@ -15,10 +15,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from headwater.colors import FAINT, SETS
 from headwater.errors import InputError
 from headwater.figures.fonts import drawable
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import FAINT, SETS, style, whole_numbers
+from headwater.figures.style import style, whole_numbers
 from headwater.options import shown as said
 from headwater.patching.averages import cell_means, measure_of, summarize
 from headwater.patching.sweep import Sweep

@@ -18,9 +18,10 @@ from matplotlib.colors import Normalize, to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from headwater.colors import FAINT, INK
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import columns, drawable, label, others
-from headwater.figures.style import FAINT, INK, style
+from headwater.figures.style import style
 
 if TYPE_CHECKING:
     from headwater.likelihood.profile import DepthProfile

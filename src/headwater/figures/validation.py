@@ -3,19 +3,9 @@
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.figures.fonts import label
-from headwater.figures.style import (
-    BLUE,
-    FAINT,
-    INK,
-    LINES_ARE,
-    MARKS_ONLY,
-    ORANGE,
-    legend_above,
-    model_title,
-    style,
-    whole_numbers,
-)
+from headwater.figures.style import LINES_ARE, MARKS_ONLY, legend_above, model_title, style, whole_numbers
 from headwater.heads.ablation import HeadAblation
 from headwater.heads.validation import DynamicScores
 from headwater.runs.result import DRAWINGS

@@ -11,16 +11,50 @@ A head belongs to a category when it implements, or suppresses, at least one rel
   publication.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import pandas as pd
 
-from headwater.heads.relations import CATEGORIES
+from headwater.colors import BLUE, GREEN, ORANGE, RED
 from headwater.options import checked_name
+from headwater.registry import Registry
 from headwater.stats.significance import Numbers, chance_corrected
 
+
+@dataclass(frozen=True)
+class Category:
+    """A kind of relation, and how a head of it is drawn.
+
+    `color` is one of matplotlib's, `mark` one of its markers: shapes say the same as colours.
+    """
+
+    color: str
+    mark: str
+
+
+CATEGORIES: Registry[str, Category] = Registry("category")
+"""The categories, in the order of tables and legends. `CATEGORIES.add("arithmetic", Category("#8c5a3c", "v"))` adds
+one: relations may then be of it, and head maps count and draw it."""
+CATEGORIES.add("algorithmic", Category(BLUE, "s"))
+CATEGORIES.add("knowledge", Category(ORANGE, "o"))
+CATEGORIES.add("linguistic", Category(GREEN, "^"))
+CATEGORIES.add("translation", Category(RED, "D"))
+PUBLISHED_CATEGORIES = {
+    name: category
+    for category, names in {
+        "algorithmic": "general_copying_english_500 name_copying word_first_letter word_last_letter year_to_following",
+        "knowledge": "country_to_capital_wikidata country_to_official_language_wikidata object_superclass "
+        "product_by_company work_location",
+        "linguistic": "adj_antonym adj_comparative adj_superlative verb_past_tense entity_to_pronoun word_to_synonym "
+        "word_to_homophone word_to_compound",
+        "translation": "english_to_french english_to_spanish",
+    }.items()
+    for name in names.split()
+}
+"""The category of every published relation."""
 RULES = ("controlled", "published")
 UNCLASSIFIED = "unclassified"
-LABELS = (UNCLASSIFIED, *CATEGORIES, "2 categories", "3 categories", "4 categories")
 FALSE_DISCOVERY_RATE = 0.05
 PREFIXES = {"score": "", "suppression": "suppression_"}
 """What the names of a sign's columns begin with, but for the score itself."""
@@ -129,7 +163,12 @@ def label_of(categories: tuple[str, ...]) -> str:
     return categories[0] if categories else UNCLASSIFIED
 
 
+def labels() -> tuple[str, ...]:
+    """Return what a head can be called: unclassified, one category, or a number of them."""
+    return (UNCLASSIFIED, *CATEGORIES, *(f"{several} categories" for several in range(2, len(CATEGORIES) + 1)))
+
+
 def label_counts(categories: pd.DataFrame) -> dict[str, int]:
-    """Return the number of heads of every label, in the order of `LABELS`."""
+    """Return the number of heads of every label, in the order of `labels()`."""
     counts = categories["label"].value_counts()
-    return {label: int(counts.get(label, 0)) for label in LABELS}
+    return {label: int(counts.get(label, 0)) for label in labels()}

@@ -35,26 +35,14 @@ from torch import Tensor
 
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, refuse_half_characters
 from headwater.errors import InputError, ModelError, did_you_mean
+from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
 from headwater.models.tokens import panics_are_errors
 from headwater.options import checked_path, has_no_order, is_one, one_or_several, shown
 
-CATEGORIES = ("algorithmic", "knowledge", "linguistic", "translation")
 MIN_PAIRS = 30
 MULTI_TOKEN = (None, "first")
 REPEATED = "says again, token for token, what an earlier pair says"
 OWN_TARGET = "its target is the token of its source"
-PUBLISHED_CATEGORIES = {
-    name: category
-    for category, names in {
-        "algorithmic": "general_copying_english_500 name_copying word_first_letter word_last_letter year_to_following",
-        "knowledge": "country_to_capital_wikidata country_to_official_language_wikidata object_superclass "
-        "product_by_company work_location",
-        "linguistic": "adj_antonym adj_comparative adj_superlative verb_past_tense entity_to_pronoun word_to_synonym "
-        "word_to_homophone word_to_compound",
-        "translation": "english_to_french english_to_spanish",
-    }.items()
-    for name in names.split()
-}
 
 Pair = tuple[str, tuple[str, ...]]
 
@@ -76,7 +64,7 @@ class Relation:
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"The name of a relation is a text, not {shown(self.name)}.")
         refuse_half_characters(self.name)
-        if self.category is not None and not (isinstance(self.category, str) and self.category in CATEGORIES):
+        if self.category is not None and self.category not in CATEGORIES:
             hint = did_you_mean(str(self.category), CATEGORIES)
             raise InputError(f"Relation {self.name!r}: {shown(self.category)} is not a category.{hint}")
         object.__setattr__(self, "pairs", checked_pairs(self.name, self.pairs))

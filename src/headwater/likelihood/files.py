@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headwater.data.rows import check_readable
 from headwater.errors import InputError
-from headwater.likelihood.scores import SHARES, checked_shares, memorization_scores
+from headwater.likelihood.scores import SHARES, checked_shares, in_order, memorization_scores
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
 from headwater.options import checked_flag, checked_path, shown
@@ -192,13 +192,4 @@ def _table(pieces: Sequence[dict[str, Tensor]]) -> pd.DataFrame:
     table = pd.DataFrame(columns)
     table.insert(0, "text", range(len(table)))
     first = ["text", "tokens", "scored", "windows", "note", "zlib_bytes", "clamped"]
-    return table[[*first, *sorted(map(str, table.columns.drop(first)), key=_place)]]
-
-
-def _place(name: str) -> tuple[int, float]:
-    """Order scores: kinds as documented, then K (safetensors give columns back in an order of their own)."""
-    kinds = ("loss", "perplexity", "zlib", "lowercase", "reference", "min_k", "min_k++", "gap_k")
-    if name in kinds:
-        return kinds.index(name), 0.0
-    kind, _, share = name.rpartition("_")
-    return kinds.index(kind), float(share)
+    return table[[*first, *in_order(map(str, table.columns.drop(first)))]]

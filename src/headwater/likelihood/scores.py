@@ -18,23 +18,28 @@ k = max(1, floor(K · T)), where T counts what is sorted: tokens, or averages of
 is not averaged). Published code agrees, but for texts so short that K · T < 1: Shi's and Zhang's give NaN there.
 σ_t² is at least `minimum_variance`; where a position is certain, this choice decides the score, so `texts` counts the
 tokens it touched (`clamped`).
+
+Each is a row of `SCORES`. A score of one's own is one more: it then stands in every table, figure and file of scores.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
+from headwater.colors import BLUE, FAINT, GREEN, ORANGE
 from headwater.errors import InputError
 from headwater.likelihood.statistics import TextStatistics
 from headwater.options import checked_number, one_or_several, shown
+from headwater.registry import Registry
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -45,6 +50,55 @@ SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0)
 """The K at which published sweeps look; 0.2 is the published default."""
 SMOOTHED = 3
 """Tokens in Gap-K%'s moving average."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTokens:
+    """What a score is computed from: the scored tokens of one text, in their order, in float64."""
+
+    log_probability: Float[ndarray, " token"]
+    entropy: Float[ndarray, " token"]
+    variance: Float[ndarray, " token"]
+    """Of log p under p, in nats², as measured."""
+    top1_log_probability: Float[ndarray, " token"]
+    zlib_bytes: int
+    """Of the compressed text."""
+    lowercased: float = math.nan
+    """The mean log-probability of the lowercased text."""
+    reference: float = math.nan
+    """The mean log-probability under another model."""
+    minimum_variance: float = 1e-8
+
+    @cached_property
+    def mean(self) -> float:
+        """The mean log-probability."""
+        return float(self.log_probability.mean())
+
+    @cached_property
+    def sigma(self) -> Float[ndarray, " token"]:
+        """The standard deviation of log p under p, at least that of `minimum_variance`."""
+        return np.asarray(np.sqrt(np.maximum(self.variance, self.minimum_variance)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """A kind of score. Higher = more likely seen."""
+
+    of: Callable[..., Any]
+    """Of `TextTokens`, a number; with `takes_k`, of `TextTokens` and the shares K, a number for each."""
+    title: str
+    """What figures call it."""
+    takes_k: bool = False
+    needs: str | None = None
+    """The other statistics without which there is no such score: "lowercased" or "reference"."""
+    color: str = FAINT
+    """Of its line against K, with `mark`."""
+    mark: str = "v"
+
+
+SCORES: Registry[str, Score] = Registry("score")
+"""The scores, in the order of tables and legends. `SCORES.add("median", Score(lambda text:
+np.median(text.log_probability), "median"))` adds one."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -78,6 +132,30 @@ def column(score: str, k: float) -> str:
     return score if math.isnan(k) else f"{score}_{k:g}"
 
 
+def score_of(column: str) -> tuple[str, float] | None:
+    """Return the score and K (NaN for none) that a column holds; None where it holds no score."""
+    if column in SCORES and not SCORES[column].takes_k:
+        return column, math.nan
+    name, _, share = column.rpartition("_")
+    if name not in SCORES or not SCORES[name].takes_k:
+        return None
+    try:
+        return name, float(share)
+    except ValueError:
+        return None
+
+
+def in_order(columns: Iterable[str]) -> list[str]:
+    """Return columns of scores in the order of the scores, then of K."""
+    places = {name: place for place, name in enumerate(SCORES)}
+
+    def place(column: str) -> tuple[int, float]:
+        name, share = score_of(column) or (column, math.nan)
+        return places.get(name, len(places)), 0.0 if math.isnan(share) else share
+
+    return sorted(columns, key=place)
+
+
 def memorization_scores(
     stats: TextStatistics,
     *,
@@ -104,25 +182,18 @@ def memorization_scores(
     checked_number("minimum_variance", minimum_variance, above=0.0)
     contents = stats.texts["content"].tolist()
     other = {
-        "lowercase": _means_like(stats, lowercased, [text.lower() for text in contents], "lowercased"),
+        "lowercased": _means_like(stats, lowercased, [text.lower() for text in contents], "lowercased"),
         "reference": _means_like(stats, reference, contents, "reference"),
     }
     texts = _frame_of_texts(stats)
-    names = [
-        (name, math.nan) for name in ("loss", "perplexity", "zlib", *(n for n, m in other.items() if m is not None))
-    ]
-    names += [(name, share) for name in ("min_k", "min_k++", "gap_k") for share in shares]
+    chosen = {name: score for name, score in SCORES.items() if score.needs is None or other[score.needs] is not None}
+    names = [(name, share) for name, score in chosen.items() for share in (shares if score.takes_k else [math.nan])]
     values = np.full((len(texts), len(names)), np.nan)
-    clamped = np.zeros(len(texts), dtype=int)
-    for row, tokens in _rows(stats, texts):
-        values[row, -3 * len(shares) :] = np.concatenate(lowest_means_of_text(tokens, shares, minimum_variance))
-        values[row, 0] = tokens["log_probability"].mean()
-        clamped[row] = int((tokens["variance"] < minimum_variance).sum())
-    mean = values[:, 0]
-    values[:, 1] = -np.exp(-mean)
-    values[:, 2] = mean / texts["zlib_bytes"]
-    for place, (name, means) in enumerate(((n, m) for n, m in other.items() if m is not None), start=3):
-        values[:, place] = means / mean if name == "lowercase" else mean - means
+    mean, clamped = np.full(len(texts), np.nan), np.zeros(len(texts), dtype=int)
+    for row, tokens in _tokens(stats, texts, other, minimum_variance):
+        values[row] = np.concatenate([_at(name, score, tokens, shares) for name, score in chosen.items()])
+        mean[row] = tokens.mean
+        clamped[row] = int((tokens.variance < minimum_variance).sum())
     texts = texts.assign(loss=-mean, perplexity=np.exp(-mean), clamped=clamped)
     run = dataclasses.replace(
         stats.run,
@@ -160,20 +231,45 @@ def lowest_means(values: Float[ndarray, " token"], shares: Sequence[float]) -> F
     return np.cumsum(np.sort(values))[np.array(counts) - 1] / counts
 
 
-def lowest_means_of_text(
-    tokens: dict[str, Float[ndarray, " token"]], shares: Sequence[float], minimum_variance: float
-) -> tuple[Float[ndarray, " k"], Float[ndarray, " k"], Float[ndarray, " k"]]:
-    """Return Min-K%, Min-K%++ and Gap-K% of one text's scored tokens, in their order, at every share."""
-    log_p = tokens["log_probability"]
-    sigma = np.sqrt(np.maximum(tokens["variance"], minimum_variance))
-    gap = (log_p - tokens["top1_log_probability"]) / sigma
+def min_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return Min-K%: the mean of the lowest log-probabilities."""
+    return lowest_means(text.log_probability, shares)
+
+
+def min_k_plus_plus(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return Min-K%++: the mean of the lowest log-probabilities, each measured from its mean in its deviations."""
+    return lowest_means((text.log_probability + text.entropy) / text.sigma, shares)
+
+
+def gap_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return Gap-K%: the mean of the lowest smoothed distances from the likeliest token."""
+    gap = (text.log_probability - text.top1_log_probability) / text.sigma
     if len(gap) >= SMOOTHED:
         gap = np.lib.stride_tricks.sliding_window_view(gap, SMOOTHED).mean(-1)
-    return (
-        lowest_means(log_p, shares),
-        lowest_means((log_p + tokens["entropy"]) / sigma, shares),
-        lowest_means(gap, shares),
-    )
+    return lowest_means(gap, shares)
+
+
+SCORES.add("loss", Score(lambda text: text.mean, "loss"))
+SCORES.add("perplexity", Score(lambda text: -np.exp(-text.mean), "perplexity"))
+SCORES.add("zlib", Score(lambda text: text.mean / text.zlib_bytes, "zlib"))
+SCORES.add("lowercase", Score(lambda text: text.lowercased / text.mean, "lowercase", needs="lowercased"))
+SCORES.add("reference", Score(lambda text: text.mean - text.reference, "reference", needs="reference"))
+SCORES.add("min_k", Score(min_k, "Min-K%", takes_k=True, color=BLUE, mark="o"))
+SCORES.add("min_k++", Score(min_k_plus_plus, "Min-K%++", takes_k=True, color=ORANGE, mark="s"))
+SCORES.add("gap_k", Score(gap_k, "Gap-K%", takes_k=True, color=GREEN, mark="^"))
+
+
+def _at(name: str, score: Score, text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return a score of a text: a number, or one for every share.
+
+    Raises:
+        InputError: the score's function gives something else.
+    """
+    found = np.atleast_1d(np.asarray(score.of(text, shares) if score.takes_k else score.of(text), dtype=np.float64))
+    if found.shape != (len(shares) if score.takes_k else 1,):
+        wanted = f"a number for each of the {len(shares)} shares" if score.takes_k else "a number"
+        raise InputError(f"The score {name!r} must give {wanted}; it gave an array of shape {found.shape}.")
+    return found
 
 
 def _frame_of_texts(stats: TextStatistics) -> pd.DataFrame:
@@ -190,8 +286,10 @@ def _keys(frame: pd.DataFrame) -> list[tuple[int, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _rows(stats: TextStatistics, texts: pd.DataFrame) -> list[tuple[int, dict[str, ndarray]]]:
-    """The scored tokens of each row of `texts` that has any, in the order of the text, in float64."""
+def _tokens(
+    stats: TextStatistics, texts: pd.DataFrame, other: dict[str, Float[ndarray, " row"] | None], minimum_variance: float
+) -> Iterable[tuple[int, TextTokens]]:
+    """Yield the scored tokens of each row of `texts` that has any, in the order of the text."""
     names = ["log_probability", "entropy", "variance", "top1_log_probability"]
     place = {key: row for row, key in enumerate(_keys(texts))}
     keys = [name for name in ("text", "layer") if name in stats.table]
@@ -200,10 +298,12 @@ def _rows(stats: TextStatistics, texts: pd.DataFrame) -> list[tuple[int, dict[st
     changes = (ordered[keys].diff() != 0).any(axis=1).to_numpy().nonzero()[0]
     stops = np.append(changes, len(ordered))[1:]
     firsts = _keys(ordered.iloc[changes])
-    return [
-        (place[key], {name: array[start:stop] for name, array in arrays.items()})
-        for key, start, stop in zip(firsts, changes, stops, strict=True)
-    ]
+    zlib_bytes = texts["zlib_bytes"].to_numpy()
+    for key, start, stop in zip(firsts, changes, stops, strict=True):
+        row = place[key]
+        given: dict[str, Any] = {name: array[start:stop] for name, array in arrays.items()}
+        given |= {name: float(found[row]) for name, found in other.items() if found is not None}
+        yield row, TextTokens(**given, zlib_bytes=int(zlib_bytes[row]), minimum_variance=minimum_variance)
 
 
 def _means_like(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import pandas as pd
 
 from headwater.likelihood.framing import Frame, Framed, framed, framed_statistics, shuffled_words
 from headwater.likelihood.lens import Lens
-from headwater.likelihood.scores import memorization_scores
+from headwater.likelihood.scores import memorization_scores, score_of
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 NO_ANSWER = "no answer of the model"
 DESCRIBED = ("tokens", "scored", "windows", "note")
-SCORES = re.compile(r"(loss|perplexity|zlib|(min_k|min_k\+\+|gap_k)_[\d.e-]+)$")
 
 
 class Scored(NamedTuple):
@@ -76,7 +74,7 @@ class Scoring:
             batch_size=self.batch_size, progress=self.run.progress, out=self.run.below(name),
         )  # fmt: skip
         wide = memorization_scores(stats, k=self.shares).wide()
-        kept = ["text", "layer", *DESCRIBED, *filter(SCORES.match, map(str, wide))]
+        kept = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
         places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
         found = places.merge(wide[kept], on="text").drop(columns="text")
         if self.span == "model_answer":

@@ -14,8 +14,8 @@ import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import HeadMap, classify_heads
-from headwater.heads.relations import CATEGORIES
 from headwater.world.corpus import Corpus
 from headwater.world.measure import ablation, answered, probe_aucs
 from headwater.world.wording import fill, wording_of
