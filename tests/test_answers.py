@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.demo.page import sentences
 from headwater.errors import InputError, RunFolderError
 from headwater.models.generation import Generated, chat_text, end_tokens, generate
 from headwater.questions import answers as room
@@ -205,7 +204,7 @@ def test_what_cannot_be_used_is_counted_by_cause(monkeypatch):
         "no exact words of the question": 1,
         "prompt too long": 1,
     }
-    (summary,) = answered.summary()["datasets"]
+    (summary,) = answered.findings()["datasets"]
     assert (summary["questions"], summary["used"], summary["wrong"]) == (6, 1, 0.0)
     axes = answered.plot()
     assert [round(bar.get_width(), 6) for bar in axes.patches] == [round(1 / 6, 6), round(5 / 6, 6)]
@@ -225,10 +224,10 @@ def test_answers_that_had_not_ended_at_the_token_limit_are_an_outcome_of_their_o
     rows = [("cat A", "Paris"), ("cat B", "Paris"), ("cat C", "x"), ("cat one", "x"), ("cat two", "x")]
     answered = hw.answer(model, asked(*rows), progress=False)
     assert answered.table["id"].tolist() == ["0"]
-    (summary,) = answered.summary()["datasets"]
+    (summary,) = answered.findings()["datasets"]
     assert summary["dropped"] == {"cut at max_new_tokens": 2, "refusal": 1, "empty answer": 1}
     assert (summary["used"], summary["wrong"], summary["cut"]) == (1, 0.0, 2)
-    assert "2 cut at max_new_tokens" in sentences(answered)[0]
+    assert "2 cut at max_new_tokens" in answered.report()[0]
     axes = answered.plot()
     assert axes.get_legend_handles_labels()[1] == ["right", "cut off", "dropped"]
     assert [round(bar.get_width(), 6) for bar in axes.patches] == [0.2, 0.4, 0.4]
@@ -261,7 +260,7 @@ def test_the_label_rule_is_chosen_recorded_and_may_be_a_judge_whose_word_is_kept
     assert asked_about[1] == ("cat B", ("Paris",), "is Paris")
     assert judged.z.tolist() == [1, 0, 1]
     assert judged.table["matched"].tolist() == [""] * 3
-    assert judged.summary()["datasets"][0]["dropped"] == {"not judged": 1}
+    assert judged.findings()["datasets"][0]["dropped"] == {"not judged": 1}
     assert "judge" in judged.run.options["label"]
     assert hw.answer(model, questions, label=judge, out=tmp_path / "out", progress=False).z.tolist() == [1, 0, 1]
     assert len(asked_about) == 4
@@ -427,7 +426,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     assert loaded.table["subject"].tolist() == answered.table["subject"].tolist()
     assert loaded.exact_question_tokens() == answered.exact_question_tokens()
     assert loaded.run == answered.run
-    assert loaded.summary() == answered.summary()
+    assert loaded.findings() == answered.findings()
 
 
 def test_the_caller_s_model_is_left_as_it_was():
@@ -451,5 +450,5 @@ def test_the_embedded_model_answers_its_world():
         assert words(row, "subject") == [
             row["question"][a:b] for a, b in questions.table.set_index("id").at[row["id"], "subject"]
         ]
-    shares = {row["dataset"]: row["wrong"] for row in answered.summary()["datasets"]}
+    shares = {row["dataset"]: row["wrong"] for row in answered.findings()["datasets"]}
     assert all(0 < share < 1 for share in shares.values()), shares

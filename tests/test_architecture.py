@@ -25,7 +25,8 @@ probes lenses
 heads circuits pathways likelihood
 detection
 reference
-figures views
+figures
+views
 world
 planted
 demo

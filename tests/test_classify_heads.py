@@ -409,7 +409,7 @@ def test_the_excess_is_the_way_from_habit_to_perfection_and_the_summary_shows_it
     for sign, prefix in (("score", ""), ("suppression", "suppression_")):
         expected = heads.table[f"{prefix}expected"]
         np.testing.assert_allclose(heads.table[f"{prefix}excess"], (heads.table[sign] - expected) / (1 - expected))
-    for row in heads.summary()["relations"]:
+    for row in heads.findings()["relations"]:
         of_relation = heads.table[heads.table["relation"] == row["relation"]]
         best = of_relation.loc[of_relation["excess"].idxmax()]
         assert row["best_head"] == f"{best['layer']}.{best['head']}"
@@ -417,7 +417,7 @@ def test_the_excess_is_the_way_from_habit_to_perfection_and_the_summary_shows_it
         assert row["best_expected"] == round(best["expected"], 4)
     published = classify_heads(checkpoint("llama"), relations=suite, rule="published", progress=False)
     assert published.table["excess"].isna().all()
-    assert all(row["best_excess"] is None for row in published.summary()["relations"])
+    assert all(row["best_excess"] is None for row in published.findings()["relations"])
     assert set(published.sensitivity()["rule"]) == {"published"}
 
 

@@ -55,7 +55,7 @@ def test_json_is_one_line_on_stdout_that_says_what_the_result_holds(run, checkpo
     assert printed.count("\n") == 1
     summary = json.loads(printed)
     head_map = classify.classify_heads(checkpoint("gpt2"), relations=suite, rule="published", progress=False)
-    assert summary == json.loads(json.dumps(head_map.summary())) | {"files": []}
+    assert summary == json.loads(json.dumps(head_map.findings())) | {"files": []}
     assert summary["labels"] == label_counts(head_map.categories)
     assert {row["relation"]: row["best_score"] for row in summary["relations"]} == pytest.approx(
         head_map.table.groupby("relation")["score"].max().to_dict(), abs=1e-4

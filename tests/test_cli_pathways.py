@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.demo.page import sentences
 from headwater.detection.detection import Detection
 from headwater.detection.fit import AnswerSet
 from headwater.pathways import trace
@@ -24,11 +23,11 @@ def test_pathways_goes_from_questions_to_figures_tables_and_a_report(run, tmp_pa
     loaded = {name: kind.load(tmp_path / name) for name, kind in kinds.items()}
     said = (tmp_path / "report.md").read_text()
     for name, result in loaded.items():
-        assert found[name] == json.loads(json.dumps(result.summary()))
+        assert found[name] == json.loads(json.dumps(result.findings()))
         assert {f"{name}.png", f"{name}.pdf", "table.csv"} <= {file.name for file in (tmp_path / name).iterdir()}
         assert f"({name}/{name}.png)" in said
     plain = said.replace("\\", "")
-    assert all(" ".join(one.split()) in plain for result in loaded.values() for one in sentences(result))
+    assert all(" ".join(one.split()) in plain for result in loaded.values() for one in result.report())
     assert len(loaded["answers"].table) + loaded["answers"].dropped["questions"].sum() == 60
 
     monkeypatch.setattr(trace, "measure", lambda *a, **k: pytest.fail("traced again"))

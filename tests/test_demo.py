@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from headwater.demo import tour as cli_demo
-from headwater.demo.page import Section, leading, sentences, write_index, write_report
+from headwater.demo.page import Section, leading, write_index, write_report
 from headwater.demo.tour import STEPS, prompt_pairs
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
@@ -36,7 +36,7 @@ class Found(Result):
     def report(self):
         return [f"first {HOSTILE}", "second"]
 
-    def summary(self):
+    def findings(self):
         return {"all": 1}
 
     def plot(self, ax=None):
@@ -89,7 +89,7 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
     for name, kind in (("heads", HeadMap), ("answers", None), ("patching", None)):
         assert STEPS[name].title in shown
         if kind:
-            assert all(sentence in shown for sentence in sentences(kind.load(tmp_path / name)))
+            assert all(sentence in shown for sentence in kind.load(tmp_path / name).report())
 
     monkeypatch.setattr(classify, "score_layer", lambda *a, **k: pytest.fail("classified again"))
     code, printed, _ = run(*command, "--quiet")

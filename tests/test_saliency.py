@@ -263,7 +263,7 @@ def test_the_summary_tells_saturation_from_absence():
     ]
     run = RunRecord("saliency", "tiny", "0", "float32", "cpu", {"probe": {}})
     found = Saliency(pd.concat(rows), pd.DataFrame(), "logit", run)
-    summary = found.summary()["datasets"][0]["saliency_all"]
+    summary = found.findings()["datasets"][0]["saliency_all"]
     assert summary["several_peaks"] == {"cross_entropy": True, "logit": False}
     assert any("25.0% of the examples" in said and "100% have a probe that is sure" in said for said in found.report())
     assert summary["near_zero"] == {"cross_entropy": 0.25, "logit": 0.0}
@@ -279,7 +279,7 @@ def test_a_probe_before_the_answer_has_no_flow_through_the_answers_tokens(models
         found = hw.saliency(model, answered, probe, progress=False)
     assert found.table["saliency_exact_answer"].isna().all()
     assert (found.table["saliency_all"] > 0).all()
-    assert found.summary()["datasets"][0]["saliency_exact_answer"] is None
+    assert found.findings()["datasets"][0]["saliency_exact_answer"] is None
     assert any("S(E_Q→E_A) has no value" in sentence for sentence in found.report())
 
 

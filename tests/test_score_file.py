@@ -58,8 +58,8 @@ def test_rows_that_cannot_be_scored_keep_their_place_and_say_why(model, tmp_path
     result = score_file(model, written(tmp_path, "a.jsonl", b"\n".join(lines)), progress=False)
     assert result.table["note"].tolist() == ["", NOT_UNICODE, EMPTY, NO_TEXT, NO_TEXT, NO_TEXT]
     assert np.isnan(result.table["min_k_0.2"]).tolist() == [False] + [True] * 5
-    assert result.summary()["not_scored"] == {NO_TEXT: 3, NOT_UNICODE: 1, EMPTY: 1}
-    assert (result.summary()["texts"], result.summary()["scored"]) == (6, 1)
+    assert result.findings()["not_scored"] == {NO_TEXT: 3, NOT_UNICODE: 1, EMPTY: 1}
+    assert (result.findings()["texts"], result.findings()["scored"]) == (6, 1)
     not_utf8 = score_file(model, written(tmp_path, "a.txt", b" cat\n\xff\xfe\n dog\n"), progress=False)
     assert not_utf8.table["note"].tolist() == ["", NOT_UNICODE, ""]
 

@@ -109,7 +109,7 @@ def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coi
     assert "100% of the answer, where it is wrong" in second
     assert "is not told apart from this" in second or "the probe is worse" in second
     assert not survives(pathways, "popqa")
-    assert pathways.summary()["datasets"][0]["auc_spans"] > 0.95
+    assert pathways.findings()["datasets"][0]["auc_spans"] > 0.95
 
 
 def test_spans_that_tell_nothing_are_no_note_on_a_detector(model, coin_flips):

@@ -44,6 +44,7 @@ from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -78,6 +79,23 @@ class DirectAttribution(Result):
         named = BY["head"]
         each = self.table.groupby(["example", *named], sort=False, dropna=False)["contribution"].sum().reset_index()
         return summarize(each, named, "contribution", level, seed)
+
+    def report(self) -> list[str]:
+        """Return the parts that write most for the correct token and for the wrong one."""
+        parts = self.summary().sort_values("mean", ascending=False)
+        total, examples = self.totals["logit_difference"].mean(), len(self.totals)
+        said = [
+            f"The logit difference is {total:.2f} on average over {examples} prompt{'s' * (examples > 1)}: the sum of "
+            f"what {len(parts)} parts write."
+        ]
+        for row, what in ((parts.iloc[0], "correct"), (parts.iloc[-1], "wrong")):
+            part = f"head {row['head']}" if pd.notna(row["head"]) else str(row["component"])
+            part += f" of layer {row['layer']}" if pd.notna(row["layer"]) else ""
+            size = said_number(row["mean"], row["low"], row["high"])
+            said.append(f"Most for the {what} token writes {part}: {size} logits.")
+        if examples < 2:
+            said.append("One prompt has no intervals, and says nothing of others.")
+        return [*said, "What a part does through later parts counts as theirs: this is what each writes itself."]
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
         """Draw the mean contribution of every head and MLP as a map, or of layers or components as bars."""

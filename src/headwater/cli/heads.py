@@ -96,7 +96,7 @@ def heads(
             out=out,
         )
         files = write(head_map, out, "head_map") if out else []
-    report(head_map.summary() | {"files": files}, as_json, show_heads)
+    report(head_map.findings() | {"files": files}, as_json, show_heads)
 
 
 def relations(

@@ -101,7 +101,7 @@ def memorization(
             return
         files = _written(profile, out) if out is not None else []
     text = "\n\n".join(profile.report())
-    report(profile.summary() | {"files": files}, as_json, lambda _, console: console.print(plain(text)))
+    report(profile.findings() | {"files": files}, as_json, lambda _, console: console.print(plain(text)))
 
 
 def _written(profile: DepthProfile, out: Path) -> list[str]:
@@ -194,9 +194,9 @@ def _report(scored: ScoredTexts, out: Path | None, as_json: bool) -> None:
         files = [str(out / name) for name in ("table.parquet", "table.csv")]
     elif not as_json:
         scored.table.to_csv(sys.stdout, index=False, lineterminator="\n")
-        _show(scored.summary() | {"files": files}, screen)
+        _show(scored.findings() | {"files": files}, screen)
         return
-    report(scored.summary() | {"files": files}, as_json, _show)
+    report(scored.findings() | {"files": files}, as_json, _show)
 
 
 def _show(summary: dict[str, Any], console: Console) -> None:

@@ -182,11 +182,13 @@ def _window(text: str | None) -> int | str | None:
 
 
 def _report(sweep: Sweep, out: Path | None, as_json: bool) -> None:
+    from headwater.runs.findings import records_of
+
     files = write(sweep, out, "sweep") if out else []
     summary = sweep.summary()
     felt = summary["mean"].abs().sort_values(ascending=False)
     strongest = summary.loc[felt[felt > 0].index].head(10)
-    rows = strongest.astype(object).where(strongest.notna(), None).to_dict("records")
+    rows = records_of(strongest)
     found = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows, "files": files}
     report(found, as_json, _show)
 

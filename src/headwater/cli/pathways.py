@@ -322,15 +322,15 @@ def _finish(found: dict[str, Result], out: Path | None, as_json: bool) -> None:
     """Write figures, tables and the report, and print what was found."""
     if not is_main():
         return
-    from headwater.demo.page import sentences, write_report
+    from headwater.demo.page import write_report
 
     files = []
     if out is not None:
         for name, result in found.items():
             files += write(result, out / name, name)
         files.append(str(write_report(found, out / "report.md")))
-    summary: dict[str, Any] = {name: result.summary() for name, result in found.items()}  # type: ignore[attr-defined]
-    said = {name: sentences(result) for name, result in found.items()}
+    summary: dict[str, Any] = {name: result.findings() for name, result in found.items()}
+    said = {name: result.report() for name, result in found.items()}
 
     def show(_: dict[str, Any], console: Console) -> None:
         for name, lines in said.items():

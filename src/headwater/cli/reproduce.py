@@ -192,10 +192,12 @@ def _lines(file: Path) -> tuple[str, ...]:
 
 
 def _report(found: Reproduction, out: Path | None, as_json: bool) -> None:
+    from headwater.runs.findings import records_of
+
     comparable = found.table["difference"].notna().any()
     files = write(found, out, "reproduction") if out and comparable else []
-    rows = found.table.astype(object).where(found.table.notna(), None).to_dict("records")
-    report(found.summary() | {"rows": rows, "files": files}, as_json, _show)
+    rows = records_of(found.table)
+    report(found.findings() | {"rows": rows, "files": files}, as_json, _show)
 
 
 def _show(found: dict[str, Any], console: Console) -> None:

@@ -44,6 +44,7 @@ def demo(
     """
     with continues(out):
         from headwater.models.loading import load
+        from headwater.runs.findings import records_of
 
         tour = _Tour(load(), out, questions, not quiet)
         for number, (name, step) in enumerate(STEPS.items(), start=1):
@@ -53,9 +54,9 @@ def demo(
         if not is_main():
             return
         page = tour.page()
-    summaries: dict[str, Any] = {name: result.summary() for name, result in tour.found.items()}  # type: ignore[attr-defined]
+    summaries: dict[str, Any] = {name: result.findings() for name, result in tour.found.items()}
     if "patching" in summaries:
-        summaries["patching"] = _plain_rows(summaries["patching"])
+        summaries["patching"] = records_of(tour.found["patching"].summary())
     analyses = summaries | {name: {"failed": why} for name, why in tour.failed.items()}
     report({"model": tour.model.name, "analyses": analyses, "files": [str(page), *tour.files]}, as_json, _show)
     if tour.failed:
@@ -103,12 +104,12 @@ class _Tour:
         return write_index(sections, self.out / INDEX, title=title, run=run)
 
     def _section(self, name: str, step: _Step) -> Section:
-        from headwater.demo.page import Section, leading, sentences
+        from headwater.demo.page import Section, leading
 
         if name in self.failed:
             return Section(step.title, step.asks, failure=self.failed[name])
         result = self.found[name]
-        said = sentences(result)
+        said = result.report()
         conclusion = [said.pop()] if step.concludes else []
         lead, further = leading(said, step.leads or [f"{name}:" for name in getattr(result, "datasets", ())])
         return Section(
@@ -223,14 +224,10 @@ def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, i
     return pairs[:PAIRS]
 
 
-def _plain_rows(table: pd.DataFrame) -> list[Any]:
-    return table.astype(object).where(table.notna(), None).to_dict("records")
-
-
 def _head_table(result: Any) -> pd.DataFrame:
     import pandas as pd
 
-    rows = pd.DataFrame(result.summary()["relations"]).sort_values("best_excess", ascending=False).head(10)
+    rows = pd.DataFrame(result.findings()["relations"]).sort_values("best_excess", ascending=False).head(10)
     names = {"best_head": "best head", "best_score": "score", "best_expected": "expected", "best_excess": "excess"}
     return rows.rename(columns=names)
 
@@ -238,7 +235,7 @@ def _head_table(result: Any) -> pd.DataFrame:
 def _pathway_table(result: Any) -> pd.DataFrame:
     import pandas as pd
 
-    rows = pd.json_normalize(result.summary()["datasets"])
+    rows = pd.json_normalize(result.findings()["datasets"])
     names = {
         "dataset": "dataset",
         "examples": "answers",
@@ -260,7 +257,7 @@ def _detection_table(result: Any) -> pd.DataFrame:
 
     from headwater.detection.evaluation import NAMES
 
-    sets = result.summary()["datasets"]
+    sets = result.findings()["datasets"]
     methods = [NAMES[method] for method in sets[0]["auc"]]
     return pd.DataFrame({"AUC of": methods} | {row["dataset"]: list(row["auc"].values()) for row in sets})
 
@@ -268,7 +265,7 @@ def _detection_table(result: Any) -> pd.DataFrame:
 def _depth_table(result: Any) -> pd.DataFrame:
     import pandas as pd
 
-    medians = result.summary()["median_min_k"]
+    medians = result.findings()["median_min_k"]
     return pd.DataFrame({"depth": list(medians), "median Min-K% (nats)": list(medians.values())})
 
 

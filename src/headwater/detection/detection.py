@@ -109,7 +109,15 @@ class Detection(Result):
             methods=tuple(usable["method"]),
         )
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> pd.DataFrame:
+        """Return a row per question set and method: AUC and gain over the single probe, each with its interval.
+
+        `dataset, method, answers, wrong, auc, low, high, gain, gain_low, gain_high`.
+        """
+        measures = ["auc", "low", "high", "gain", "gain_low", "gain_high"]
+        return self.table[["dataset", "method", "answers", "wrong", *measures]].reset_index(drop=True)
+
+    def findings(self) -> dict[str, Any]:
         """Return l* and the AUC of every method by question set, as JSON values."""
         sets = []
         for name, part in self.table.groupby("dataset", sort=False):

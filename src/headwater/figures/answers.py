@@ -23,7 +23,7 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
         answered: a result of `answer`.
         ax: where to draw; by default a new figure.
     """
-    sets = answered.summary()["datasets"]
+    sets = answered.findings()["datasets"]
     names = [f"{label(row['dataset'])} ({row['questions']:,})" for row in sets]
     used = [row["used"] / row["questions"] for row in sets]
     wrong = [share * (row["wrong"] or 0.0) for share, row in zip(used, sets, strict=True)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,9 @@ RULES: dict[Any, Any] = {
 }
 
 
+CROPPED: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.05}
+
+
 @contextmanager
 def style() -> Iterator[None]:
     """Draw with the shared look; the settings of the caller come back afterwards.
@@ -99,6 +103,22 @@ def legend_above(ax: Axes, columns: int, title: str, **options: Any) -> None:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, **options)
 
 
+def figure_of(plot: Axes | Figure) -> Figure:
+    """Return the figure that axes are in, or the figure itself."""
+    figure = plot if isinstance(plot, Figure) else plot.figure
+    while not isinstance(figure, Figure):
+        figure = figure.figure
+    return figure
+
+
+def png_of(plot: Axes | Figure) -> bytes:
+    """Return a figure as a picture of 300 dots per inch, cropped to what it holds."""
+    written = BytesIO()
+    with style():
+        figure_of(plot).savefig(written, format="png", **CROPPED)
+    return written.getvalue()
+
+
 def save_figure(plot: Axes | Figure, stem: str | Path, formats: Iterable[str] = ("png", "pdf")) -> list[Path]:
     """Write a figure in several formats, cropped to what it holds; the same figure gives the same bytes.
 
@@ -110,9 +130,7 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: Iterable[str] = 
     Returns:
         The files written.
     """
-    figure = plot if isinstance(plot, Figure) else plot.figure
-    while not isinstance(figure, Figure):
-        figure = figure.figure
+    figure = figure_of(plot)
     path = checked_path("stem", stem)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [Path(f"{path}.{name}") for name in formats]
@@ -120,5 +138,5 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: Iterable[str] = 
     with style():
         for file in files:
             metadata = dates.get(file.suffix[1:])
-            figure.savefig(file, bbox_inches="tight", pad_inches=0.05, metadata=metadata)
+            figure.savefig(file, **CROPPED, metadata=metadata)
     return files

@@ -73,6 +73,43 @@ class HeadAblation(Result):
         grouped = self.table.groupby(["role", "n_heads", "removed"], sort=False)[["accuracy", "logit_difference"]]
         return grouped.mean().join(grouped.std().add_suffix("_sd")).reset_index()
 
+    def report(self) -> list[str]:
+        """Return what removing the relation's heads costs, beside random heads and on the controls."""
+        rows = {(row["role"], row["removed"], row["n_heads"]): row for row in self.summary().to_dict("records")}
+        n_heads = len(self.heads)
+        untouched, without, random, control = (
+            rows.get(key)
+            for key in (
+                ("relation", "none", 0),
+                ("relation", "relation heads", n_heads),
+                ("relation", "random heads", n_heads),
+                ("control", "relation heads", n_heads),
+            )
+        )
+        heads = f"{n_heads} head" + "s" * (n_heads != 1)
+        said = []
+        if untouched is not None and without is not None:
+            said.append(
+                f"{self.relation}: of the items {untouched['accuracy']:.0%} are answered rightly, and "
+                f"{without['accuracy']:.0%} without its {heads}; the logit difference is "
+                f"{untouched['logit_difference']:.2f} before and {without['logit_difference']:.2f} after."
+            )
+        said.append(
+            "No other heads of these layers were left to remove instead: there is no random control."
+            if random is None
+            else f"Without as many random heads of the same layers {random['accuracy']:.0%} are answered rightly "
+            f"(mean of the draws), at a logit difference of {random['logit_difference']:.2f}."
+        )
+        if control is None:
+            said.append("No other relation serves as a control: whether the loss is this relation's own is not known.")
+        else:
+            before = rows[("control", "none", 0)]
+            said.append(
+                f"On control relations the same removal takes the accuracy from {before['accuracy']:.0%} to "
+                f"{control['accuracy']:.0%} (means)."
+            )
+        return said
+
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw accuracy against the number of heads removed: the relation's heads, random heads, and the controls."""
         return cast("Axes", self._drawn(ax))

@@ -21,13 +21,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from headwater.errors import InputError, ModelError
 from headwater.heads.categories import RULES, add_excess, apply_rule, head_categories, label_counts, sensitivity
+from headwater.heads.findings import as_json, best_heads, sentences_of
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import (
     MIN_PAIRS,
@@ -50,6 +50,7 @@ from headwater.models.shape import ModelShape
 from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import each_row
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -109,35 +110,28 @@ class HeadMap(Result):
         """
         return sensitivity(self.table)
 
-    def summary(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values: heads per label, and each relation's heads and best.
+    def summary(self) -> pd.DataFrame:
+        """Return a row per relation: how many heads implement or suppress it, and its best head.
 
-        The best head of a relation has the largest excess, where there is one, else the highest score.
+        `relation, category, pairs, heads`, then `layer, head, score, expected, excess` of the head with the largest
+        excess, where there is one, else the highest score.
         """
-        found = self.table[self.table["implemented"] | self.table["suppressed"]]
-        heads = found["relation"].value_counts()
-        strength = self.table["excess"].fillna(self.table["score"]).groupby(self.table["relation"], sort=False)
-        best = self.table.loc[strength.idxmax()].to_dict("records")
+        return best_heads(self.table)
+
+    def findings(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values: heads per label, and the rows of the summary."""
         return {
             "model": self.run.model,
             "rule": self.run.options["rule"],
             "heads": len(self.categories),
             "labels": label_counts(self.categories),
-            "relations": [
-                {
-                    "relation": row["relation"],
-                    "category": row["category"] if isinstance(row["category"], str) else None,
-                    "pairs": row["pairs"],
-                    "heads": int(heads.get(row["relation"], 0)),
-                    "best_head": f"{row['layer']}.{row['head']}",
-                    "best_score": round(row["score"], 4),
-                    "best_expected": _rounded(row["expected"]),
-                    "best_excess": _rounded(row["excess"]),
-                }
-                for row in best
-            ],
+            "relations": [as_json(row) for row in each_row(self.summary())],
             "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
         }
+
+    def report(self) -> list[str]:
+        """Return how many heads are classified, which is the strongest, and which relations have none."""
+        return sentences_of(self.findings())
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw layer by head, a mark per head in the colour of its category."""
@@ -363,10 +357,6 @@ def _with_excess(saved: HeadMap) -> HeadMap:
     said = head_categories(table)
     others = saved.categories.drop(columns=["categories", "label"])
     return replace(saved, table=table, categories=said.merge(others, on=["layer", "head"]))
-
-
-def _rounded(value: float) -> float | None:
-    return None if np.isnan(value) else round(value, 4)
 
 
 def _nothing_usable(relations: Sequence[TokenRelation], model: str) -> InputError:

@@ -67,6 +67,37 @@ class DynamicScores(Result):
     correlations: pd.DataFrame
     run: RunRecord
 
+    def summary(self) -> pd.DataFrame:
+        """Return a row per sign and context: how the correlations of the relations are distributed.
+
+        `sign, context, relations` (that have a correlation), `pearson` (their median), `lowest, highest`, and
+        `above_0`, how many have an interval above 0.
+        """
+        measured = self.correlations.dropna(subset=["pearson"])
+        by_kind = measured.assign(above=measured["low"] > 0).groupby(["sign", "context"], sort=False)
+        return by_kind.agg(
+            relations=("pearson", "size"),
+            pearson=("pearson", "median"),
+            lowest=("pearson", "min"),
+            highest=("pearson", "max"),
+            above_0=("above", "sum"),
+        ).reset_index()
+
+    def report(self) -> list[str]:
+        """Return how well what heads write in a running model agrees with their parameters."""
+        said = [
+            f"{row['sign']}, {row['context']} context: static and dynamic scores of heads correlate by "
+            f"{row['pearson']:.2f} (median of {row['relations']} relations, {row['lowest']:.2f} to "
+            f"{row['highest']:.2f}); for {row['above_0']} of them the 95 % interval is above 0."
+            for row in self.summary().to_dict("records")
+        ]
+        unmeasured = int(self.correlations["pearson"].isna().sum())
+        if unmeasured:
+            said.append(
+                f"{unmeasured} of {len(self.correlations)} correlations have no value: there all heads score the same."
+            )
+        return said
+
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the correlations, a line per relation."""
         return cast("Axes", self._drawn(ax))

@@ -23,7 +23,16 @@ from torch import Tensor
 
 from headwater.data.rows import check_readable
 from headwater.errors import InputError
-from headwater.likelihood.scores import SHARES, checked_shares, in_order, memorization_scores
+from headwater.likelihood.scores import (
+    SHARES,
+    at_one_share,
+    checked_shares,
+    in_order,
+    memorization_scores,
+    quartiles,
+    score_of,
+    score_sentences,
+)
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
 from headwater.options import checked_flag, checked_path, shown
@@ -54,7 +63,30 @@ class ScoredTexts(Result):
     `headwater.likelihood.scores`."""
     run: RunRecord
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> pd.DataFrame:
+        """Return a row per score, at the published K of 0.2 or else the first.
+
+        `score, k, texts` (that have a value), `median, lower_quartile, upper_quartile`.
+        """
+        parts = [
+            pd.DataFrame({"score": found[0], "k": found[1], "value": self.table[name]})
+            for name in self.table
+            if (found := score_of(str(name))) is not None
+        ]
+        values = at_one_share(pd.concat(parts)).groupby(["score", "k"], sort=False, dropna=False)["value"]
+        return quartiles(values).reset_index()
+
+    def report(self) -> list[str]:
+        """Return how many texts have scores and why others have none, the medians, and what they cannot say alone."""
+        found = self.findings()
+        said = [
+            f"{found['scored']:,} of {found['texts']:,} texts have scores, of {found['tokens']:,} tokens; "
+            f"{found['windowed']:,} were read in windows."
+        ]
+        said += [f"Not scored: {count:,} ({note})." for note, count in found["not_scored"].items()]
+        return [*said, *score_sentences(self.summary())]
+
+    def findings(self) -> dict[str, Any]:
         """Count the texts, those that could not be scored, and why."""
         return {
             "model": self.run.model,

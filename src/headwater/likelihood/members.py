@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -26,9 +26,10 @@ from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.pipeline import make_pipeline
 
 from headwater.errors import InputError
-from headwater.likelihood.scores import MemorizationScores, memorization_scores
+from headwater.likelihood.scores import MemorizationScores, at_one_share, column, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, checked_several, shown
+from headwater.runs.findings import each_row, said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.discrimination import auc, true_positives
@@ -55,9 +56,47 @@ class Membership(Result):
     threshold goes through."""
     run: RunRecord
 
+    def summary(self) -> pd.DataFrame:
+        """Return the rows of the last layer, at the published K of 0.2 or else the first, and the baseline's.
+
+        `score, k, members, nonmembers, auc, auc_low, auc_high, tpr_at_1, tpr_at_5`, and `layer` where there are layers.
+        """
+        table = at_one_share(self.table)
+        if "layer" in table:
+            table = table[table["layer"].isna() | (table["layer"] == table["layer"].max())]
+        named = [name for name in ("layer", "score", "k", "members", "nonmembers") if name in table]
+        return table[[*named, "auc", "auc_low", "auc_high", *FALSE_POSITIVE_RATES]].reset_index(drop=True)
+
+    def report(self) -> list[str]:
+        """Return what every score tells, and whether words alone, without the model, tell as much."""
+        rows = each_row(self.summary())
+        baseline = next((row for row in rows if row["score"] == BASELINE and math.isfinite(row["auc"])), None)
+        said = [
+            f"The words of the texts alone, without the model, tell members from non-members with AUC {_auc(baseline)}."
+            if baseline
+            else "There is no baseline without the model here: whether the words alone tell as much is not known."
+        ]
+        for row in rows:
+            if row["score"] != BASELINE:
+                said.append(f"{column(row['score'], row['k'])}: AUC {_auc(row)}{_verdict(row, baseline)}.")
+        return said
+
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the AUC of each score with its interval, and the baseline's."""
         return cast("Axes", self._drawn(ax))
+
+
+def _auc(row: Mapping[str, Any]) -> str:
+    return said_number(row["auc"], row["auc_low"], row["auc_high"], places=3)
+
+
+def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
+    """Say what keeps an AUC from being a sign of memorization, if anything does."""
+    if not row["auc_low"] > 0.5:
+        return ", below chance: non-members score higher" if row["auc_high"] < 0.5 else ", not told from chance"
+    if baseline is not None and not row["auc_low"] > baseline["auc_high"]:
+        return ", not clearly more than the words alone: no sign of memorization"
+    return ""
 
 
 def membership(

@@ -37,6 +37,7 @@ from headwater.models.generation import end_tokens
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import rounded
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.resample import Draws, interval
@@ -99,7 +100,16 @@ class DepthProfile(Result):
         """How many answers of the model had not ended at the token limit; they have no score."""
         return int(self.table["cut"].sum()) if "cut" in self.table else 0
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> pd.DataFrame:
+        """Return a row per depth: `depth, questions, scored, median_min_k` (with the figure's sign), `accuracy`."""
+        by_depth = self.table.groupby("depth")["scored"].agg(questions="size", scored=lambda scored: (scored > 0).sum())
+        drawn = -self.depthwise.groupby("depth")[self.main].median()
+        accurate = self.judged[self.judged["measure"] == "accuracy"]
+        accuracy = dict(zip(accurate["depths"], accurate["value"], strict=True))
+        table = by_depth.join(drawn.rename("median_min_k")).reset_index()
+        return table.assign(accuracy=[accuracy.get(str(depth), math.nan) for depth in table["depth"]])
+
+    def findings(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values; Min-K% with the figure's sign."""
         drawn = -self.depthwise.groupby("depth")[self.main].median()
         overall = self.judged[(self.judged["depths"] == "all") | (self.judged["measure"] == "accuracy")]
@@ -112,12 +122,12 @@ class DepthProfile(Result):
             "windowed": int((self.table["windows"] > 1).sum()),
             "without_judge_score": int(self.table["score"].isna().sum()),
             "cut": self.cut,
-            "median_min_k": {str(depth): _rounded(value) for depth, value in drawn.items()},
+            "median_min_k": {str(depth): rounded(value) for depth, value in drawn.items()},
             "judged": {
-                f"{row['measure']} {row['depths']}": _rounded(row["value"]) for row in overall.to_dict("records")
+                f"{row['measure']} {row['depths']}": rounded(row["value"]) for row in overall.to_dict("records")
             },
             "score_gap": {
-                row["control"]: _rounded(row["value"])
+                row["control"]: rounded(row["value"])
                 for row in self.comparisons[self.comparisons["measure"] == "gap"].to_dict("records")
             },
         }
@@ -267,7 +277,3 @@ def _quartiles(table: pd.DataFrame, main: str, of: str) -> pd.Series[int]:
     drawn = drawn.where(table["depth"] == table["depth"].max())
     low, high = drawn.quantile(0.25), drawn.quantile(0.75)
     return pd.Series(np.select([drawn <= low, drawn >= high], [25, 75], 0), index=table.index)
-
-
-def _rounded(value: float) -> float | None:
-    return None if math.isnan(value) else round(float(value), 4)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import pandas as pd
 
 from headwater.likelihood.comparisons import POPULARITY
+from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
 
 SPANS = {
@@ -136,7 +137,7 @@ def _answers(profile: Profiled) -> str:
             "There are no judge scores: accuracy, discrepancies and the score gap are not measured. Give judge=, or "
             "data that hold scores."
         )
-    rows = _records(profile.judged)
+    rows = each_row(profile.judged)
     accuracy = ", ".join(f"{row['value']:.2f} at depth {row['depths']}" for row in rows if row["measure"] == "accuracy")
     lines = [f"{cut}Scores (1 to 5) are {SCORES[scores]}. Accuracy: {accuracy}."]
     if scores == "data":
@@ -177,11 +178,7 @@ def _rows(profile: Profiled, measure: str, score: str, control: str | None = Non
     table: pd.DataFrame = profile.comparisons
     found = table[(table["measure"] == measure) & (table["score"] == score)]
     found = found if control is None else found[found["control"] == control]
-    return _records(found)
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
+    return each_row(found)
 
 
 def _sign(row: dict[str, Any]) -> int:

@@ -40,14 +40,17 @@ from headwater.errors import InputError
 from headwater.likelihood.statistics import TextStatistics
 from headwater.options import checked_number, one_or_several, shown
 from headwater.registry import Registry
+from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from pandas.core.groupby import SeriesGroupBy
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0)
 """The K at which published sweeps look; 0.2 is the published default."""
+PUBLISHED_SHARE = 0.2
 SMOOTHED = 3
 """Tokens in Gap-K%'s moving average."""
 
@@ -122,9 +125,53 @@ class MemorizationScores(Result):
         described = self.texts.drop(columns=["content", "loss", "perplexity"], errors="ignore")
         return described.merge(values.rename_axis(columns=None).reset_index(), on=keys)
 
+    def summary(self) -> pd.DataFrame:
+        """Return a row per layer (where there are layers) and score, at the published K of 0.2 or else the first.
+
+        `score, k, texts` (that have a value), `median, lower_quartile, upper_quartile`.
+        """
+        keys = [name for name in ("layer", "score", "k") if name in self.table]
+        values = at_one_share(self.table).groupby(keys, sort=False, dropna=False)["value"]
+        return quartiles(values).reset_index()
+
+    def report(self) -> list[str]:
+        """Return the medians of the scores, and what they cannot say alone."""
+        counted, scored = self.texts["text"].nunique(), self.table.dropna(subset=["value"])["text"].nunique()
+        return [f"{scored:,} of {counted:,} texts have scores.", *score_sentences(self.summary())]
+
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw Min-K%, Min-K%++ and Gap-K% against K: the median over texts, and the quartiles."""
         return cast("Axes", self._drawn(ax))
+
+
+def at_one_share(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of scores without a K, and of the others those at the published K, or at the first there is."""
+    shares = table["k"].dropna().unique().tolist()
+    share = PUBLISHED_SHARE if PUBLISHED_SHARE in shares or not shares else shares[0]
+    return table[table["k"].isna() | (table["k"] == share)]
+
+
+def quartiles(values: SeriesGroupBy[Any, Any]) -> pd.DataFrame:
+    """Return `texts, median, lower_quartile, upper_quartile` of every group of values."""
+    numbers = {"median": 0.5, "lower_quartile": 0.25, "upper_quartile": 0.75}
+    return pd.DataFrame({"texts": values.count()} | {name: values.quantile(q) for name, q in numbers.items()})
+
+
+def score_sentences(summary: pd.DataFrame) -> list[str]:
+    """Say what a summary of scores shows: of several layers, at the last."""
+    if "layer" in summary:
+        summary = summary[summary["layer"] == summary["layer"].max()]
+    said = [
+        f"{column(row['score'], row.get('k', math.nan))}: median {row['median']:.4g}, half of the texts between "
+        f"{row['lower_quartile']:.4g} and {row['upper_quartile']:.4g}."
+        for row in each_row(summary)
+        if row["texts"]
+    ]
+    return [
+        *said,
+        "Higher is more likely seen; whether a value is high, only scores of texts that were not seen can say "
+        "(hw.membership).",
+    ]
 
 
 def column(score: str, k: float) -> str:

@@ -79,6 +79,40 @@ class TextStatistics(Result):
         lost = f", {unscored:,} with nothing to score" if unscored else ""
         return f"TextStatistics({self.run.model}: {len(self.texts):,} texts{lost}; {len(self.table):,} rows)"
 
+    def summary(self) -> pd.DataFrame:
+        """Return a row per layer, or one: `texts` and `tokens` that are scored, means, and how often greedy was right.
+
+        `log_probability` and `entropy` are means over tokens in nats, `greedy` the share of tokens of rank 0.
+        """
+        layers = self.table["layer"] if "layer" in self.table else pd.Series(0, index=self.table.index, name="layer")
+        summary = (
+            self.table.assign(greedy=self.table["rank"] == 0)
+            .groupby(layers.to_numpy())
+            .agg(
+                texts=("text", "nunique"),
+                tokens=("text", "size"),
+                log_probability=("log_probability", "mean"),
+                entropy=("entropy", "mean"),
+                greedy=("greedy", "mean"),
+            )
+        )
+        return summary.rename_axis("layer").reset_index(drop="layer" not in self.table)
+
+    def report(self) -> list[str]:
+        """Return how likely the tokens are to the model, by the last layer read, and what was not scored."""
+        scored = int((self.texts["scored"] > 0).sum())
+        said = [f"{scored:,} of {len(self.texts):,} texts have tokens to score."]
+        lost = self.texts.loc[self.texts["scored"] == 0, "note"].value_counts()
+        said += [f"Not scored: {count:,} ({note})." for note, count in lost.items()]
+        for row in self.summary().tail(1).to_dict("records"):
+            at = f" at layer {row['layer']}" if "layer" in row else ""
+            said.append(
+                f"The {row['tokens']:,} tokens{at} have a mean log-probability of {row['log_probability']:.2f} nats, "
+                f"where {-row['entropy']:.2f} would be expected of words that the model itself had drawn; "
+                f"{row['greedy']:.0%} are its first choice."
+            )
+        return said
+
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw how the log-probabilities are distributed; with several layers, their quartiles by layer."""
         return cast("Axes", self._drawn(ax))

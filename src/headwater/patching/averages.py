@@ -10,6 +10,7 @@ import pandas as pd
 
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed, shown
+from headwater.runs.findings import said_number
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Draws, interval
 from headwater.stats.significance import sign_flip_p
@@ -104,6 +105,40 @@ def note_of_gaps(table: pd.DataFrame, columns: Sequence[str], measure: str) -> s
         "what the others' do: such a pair's normalized effect weighs more than theirs. "
         "Use normalize='ratio of means', or leave it out."
     )
+
+
+def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
+    """Say which of the summarized cells of one site and metric has the largest effect, and how sure that is.
+
+    Args:
+        cells: rows of `Sweep.summary`.
+        value: the column that was summarized.
+        direction: of the sweep, `denoise` or `noise`.
+    """
+    site, metric = cells[["site", "metric"]].iloc[0]
+    if cells["mean"].isna().all():
+        return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
+    best = cells.iloc[int(cells["mean"].abs().argmax())]
+    axes = [axis for axis in ("layer", "position", "head", "kv_head", "key") if axis in cells and pd.notna(best[axis])]
+    where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
+    there = "back to the clean" if direction == "denoise" else "to the corrupted"
+    of = f"of the way {there} {metric}" if value == "normalized_effect" else f"on {metric}"
+    examples, n_cells = int(best["examples"]), len(cells)
+    of_pairs = value == "normalized_effect"
+    unit = ("pair" if of_pairs else "prompt") + "s" * (examples != 1) + " of prompts" * of_pairs
+    said = [
+        f"{site}: of {n_cells} cells the strongest is {where}, {said_number(best['mean'], best['low'], best['high'])} "
+        f"{of}, over {examples} {unit}.".replace("_", " ")
+    ]
+    if examples < 2:
+        said.append(f"{site}: one example has no interval, and says nothing of others.".replace("_", " "))
+    elif n_cells > 1:
+        certain = int(((cells["low"] > 0) | (cells["high"] < 0)).sum())
+        said.append(
+            f"{site}: {certain} of {n_cells} cells have a 95 % interval that leaves 0 out; by chance one in twenty "
+            "would, and the strongest of many is overestimated.".replace("_", " ")
+        )
+    return said
 
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:

@@ -47,6 +47,7 @@ from headwater.patching.grid import (
     steps,
     windows_of,
 )
+from headwater.patching.group import GRADIENTS
 from headwater.patching.job import Cell, Job
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.prompts import (
@@ -119,14 +120,29 @@ class Sweep(Result):
         summary.attrs["notes"] = notes
         return summary
 
+    def report(self) -> list[str]:
+        """Return the strongest cell of each site and metric, and what to mind about the means."""
+        value = "normalized_effect" if "normalized_effect" in self.table else "effect"
+        direction = str(self.run.options.get("direction", DIRECTIONS[0]))
+        cells = summarize(self.table, self.coordinates, value, level=0.95, seed=0)
+        parts = [part for _, part in cells.groupby(["site", "metric"], sort=False)]
+        said = [sentence for part in parts for sentence in strongest(part, value, direction)]
+        if self.engine == GRADIENTS:
+            said.append("These effects are linear estimates from gradients, not runs with the edit.")
+        return said + self.notes_on_averages(self.table, value)
+
     def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
-        """Say what makes the means over examples of some of the table's rows another thing than they seem."""
-        lengths = [len(self.tokens[i]) for i in table["example"].unique()] if len(self.tokens) else []
-        columns = [name for name in self.coordinates if name in table.columns and table[name].notna().any()]
-        notes = [note for note in (note_of_lengths(lengths, columns), note_of_gaps(table, columns, measure)) if note]
+        """Warn of what makes the means over examples another thing than they seem, and return it."""
+        notes = self.notes_on_averages(table, measure)
         for note in notes:
             warnings.warn(note, stacklevel=3)
         return notes
+
+    def notes_on_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
+        """Say what makes the means over examples of some of the table's rows another thing than they seem."""
+        lengths = [len(self.tokens[i]) for i in table["example"].unique()] if len(self.tokens) else []
+        columns = [name for name in self.coordinates if name in table.columns and table[name].notna().any()]
+        return [note for note in (note_of_lengths(lengths, columns), note_of_gaps(table, columns, measure)) if note]
 
     @property
     def coordinates(self) -> list[str]:

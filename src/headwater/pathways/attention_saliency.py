@@ -41,9 +41,18 @@ from headwater.options import checked_count, checked_name, shown
 from headwater.patching.grid import chosen
 from headwater.pathways.edge_saliency import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.probes import PROBE_SITES, PROBE_TOKENS, Probe
-from headwater.pathways.saliency_report import COLUMNS, EDGES, TARGETS, held_out_sentence, sentences_of, summary_of
+from headwater.pathways.saliency_report import (
+    COLUMNS,
+    EDGES,
+    TARGETS,
+    held_out_sentence,
+    rows_of_entry,
+    sentences_of,
+    summary_of,
+)
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import frame_of
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -82,7 +91,15 @@ class Saliency(Result):
             self.table["target"] == checked_name("target", self.target if target is None else target, TARGETS)
         ]
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> pd.DataFrame:
+        """Return a row per question set, kind of edge and target of the derivative.
+
+        `dataset, edges, target, examples`; `median_right, median_wrong` by the answer; `near_zero`, the share of
+        examples of less than a tenth of the mean; `several_peaks`, whether the dip test rejects a single one at 5 %.
+        """
+        return frame_of(row for entry in self.findings()["datasets"] for row in rows_of_entry(entry))
+
+    def findings(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values.
 
         Per set and kind of edge, for both targets: the medians of right and of wrong answers; the share of examples
@@ -99,7 +116,7 @@ class Saliency(Result):
 
     def report(self) -> list[str]:
         """Return what was found, in plain sentences made of the numbers."""
-        found = [sentence for entry in self.summary()["datasets"] for sentence in sentences_of(entry)]
+        found = [sentence for entry in self.findings()["datasets"] for sentence in sentences_of(entry)]
         return [held_out_sentence(self.table, self.run.options["probe"]), *found]
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:

@@ -44,6 +44,7 @@ from headwater.pathways.tables import (
     SPANS,
     WRONG_ANSWER,
 )
+from headwater.runs.findings import frame_of, rounded
 from headwater.runs.record import RunRecord
 
 
@@ -135,20 +136,30 @@ def findings_of(pathways: Traced) -> list[dict[str, Any]]:
                 "dataset": dataset,
                 "examples": view.n_examples,
                 "best_layer": view.layer,
-                "auc": _round(view.baseline(WRONG_ANSWER, PROBE)[0]),
-                "auc_relation": _round(view.baseline(WRONG_ANSWER, RELATION)[0]),
-                "auc_spans": _round(view.baseline(WRONG_ANSWER, SPANS)[0]),
-                "auc_after_knockout": _round(view.baseline(WRONG_ANSWER, AFTER)[0]),
-                "flip_rate": _round(flips),
-                "flip_rate_same_rows": _round(beside),
-                "flip_rate_random": _round(random),
+                "auc": rounded(view.baseline(WRONG_ANSWER, PROBE)[0]),
+                "auc_relation": rounded(view.baseline(WRONG_ANSWER, RELATION)[0]),
+                "auc_spans": rounded(view.baseline(WRONG_ANSWER, SPANS)[0]),
+                "auc_after_knockout": rounded(view.baseline(WRONG_ANSWER, AFTER)[0]),
+                "flip_rate": rounded(flips),
+                "flip_rate_same_rows": rounded(beside),
+                "flip_rate_random": rounded(random),
                 "random_control_examples": view.controlled,
-                "delta_p": {mode: _round(view.curve(BEST_LAYER, mode)[0]) for mode in MODES},
+                "delta_p": {mode: rounded(view.curve(BEST_LAYER, mode)[0]) for mode in MODES},
                 "components": view.verdict(EXACT, WITHIN),
                 "two_modes_survive": survives(pathways, dataset),
             }
         )
     return sets
+
+
+def summary_of(pathways: Traced) -> pd.DataFrame:
+    """Return the findings as a data frame, a row per question set."""
+    rows = []
+    for found in findings_of(pathways):
+        flat = {"layer" if name == "best_layer" else name: value for name, value in found.items() if name != "delta_p"}
+        by_mode = {f"delta_p_{mode[0].lower()}_anchored": found["delta_p"][mode] for mode in MODES}
+        rows.append(flat | by_mode)
+    return frame_of(rows)
 
 
 def survives(pathways: Traced, dataset: str) -> bool:
@@ -445,7 +456,3 @@ def _points(found: tuple[float, float, float]) -> str:
     if not np.isfinite(value):
         return "not measured"
     return f"{value:+.1f} points ({low:+.1f} to {high:+.1f})" if np.isfinite(low) else f"{value:+.1f} points"
-
-
-def _round(value: float) -> float | None:
-    return round(value, 4) if np.isfinite(value) else None

@@ -39,6 +39,23 @@ def summary_of(rows: pd.DataFrame, column: str) -> dict[str, Any] | None:
     }
 
 
+def rows_of_entry(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Lay out what was found of one set, a row per kind of edge and target; kinds without a value have one of Nones."""
+    for column, edges in zip(COLUMNS, EDGES, strict=True):
+        found = entry[column] or {}
+        for target in TARGETS:
+            yield {
+                "dataset": entry["dataset"],
+                "edges": edges,
+                "target": target,
+                "examples": entry["examples"],
+                "median_right": found.get(f"median_{target}_right"),
+                "median_wrong": found.get(f"median_{target}_wrong"),
+                "near_zero": found.get("near_zero", {}).get(target),
+                "several_peaks": found.get("several_peaks", {}).get(target),
+            }
+
+
 def held_out_sentence(table: pd.DataFrame, probe: dict[str, Any]) -> str:
     """Say whether the probe had seen the examples that it measures."""
     if "fold" not in table:

@@ -37,7 +37,7 @@ from headwater.pathways.effects import (
 )
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.probes import Probe, Probes, States, check_probe_options, fit_probes, with_halves
-from headwater.pathways.report import findings_of, report_of
+from headwater.pathways.report import findings_of, report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.runs.analysis import Run, carry_out
@@ -165,8 +165,20 @@ class Pathways(Result):
             fitted_on=frozenset(seen),
         )
 
-    def summary(self) -> dict[str, Any]:
-        """Return the numbers worth a glance, as JSON values."""
+    def summary(self) -> pd.DataFrame:
+        """Return a row per question set: what the probe tells at l* (`layer`), and what knocking E_Q out changes.
+
+        `dataset, examples, layer`; AUCs of the probe, of relation and spans alone, and after the knockout; flip rates
+        of E_Q and of as many random question tokens; ΔP of both modes (percentage points); what the test of two modes
+        says.
+
+        Raises:
+            InputError: the result is of a version that did not test one mode within relations.
+        """
+        return summary_of(self)
+
+    def findings(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values: l* of the pooled probe, and the rows of the summary."""
         sets = findings_of(self)
         return {"model": self.run.model, "best_layer": self.best_layer, "datasets": sets}
 

@@ -54,6 +54,7 @@ from headwater.questions.labels import CONTAINS, Label, Verdict, check_label
 from headwater.questions.sources import SPAN_COLUMNS, Questions
 from headwater.questions.words import Span
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import frame_of
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -108,7 +109,26 @@ class AnsweredQuestions(Result):
         """Name these answers in the record of a run: a hash of their texts, labels, tokens and spans."""
         return digest(self.table.drop(columns="log_probs", errors="ignore"))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> pd.DataFrame:
+        """Return a row per question set: `dataset, questions, used, wrong, cut, dropped`.
+
+        `wrong` is a share of the used; `cut` answers had not ended at the token limit, and are among the dropped.
+        """
+        sets = self.findings()["datasets"]
+        return frame_of(row | {"dropped": sum(row["dropped"].values())} for row in sets)
+
+    def report(self) -> list[str]:
+        """Return how many questions of each set can be used, how many answers are wrong, and why others dropped out."""
+        said = []
+        for row in self.findings()["datasets"]:
+            dropped = ", ".join(f"{count:,} {cause}" for cause, count in row["dropped"].items())
+            share = row["wrong"]
+            wrong = "none can be used" if share is None else f"{100 * share:.0f} % of the answers are wrong"
+            used = f"{row['used']:,} of {row['questions']:,} questions used"
+            said.append(f"{row['dataset']}: {used}, {wrong}{f'; dropped: {dropped}' if dropped else ''}.")
+        return said
+
+    def findings(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values.
 
         Per set: questions, how many are used, the share of wrong answers among these, how many answers were cut at the

@@ -82,7 +82,27 @@ class Reproduction(Result):
     notes: list[str]
     run: RunRecord
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> pd.DataFrame:
+        """Return a row per quantity: `quantity, numbers` (rows of the table), `compared, largest_difference`."""
+        by_quantity = self.table.assign(size=self.table["difference"].abs()).groupby("quantity", sort=False)
+        named = by_quantity.agg(
+            numbers=("quantity", "size"), compared=("difference", "count"), largest_difference=("size", "max")
+        )
+        return named.reset_index()
+
+    def report(self) -> list[str]:
+        """Return how far measured numbers are from published ones, and what to know before comparing."""
+        beside = f"the published {self.published_model}" if self.published_model else "no published model"
+        said = [f"{self.run.model} beside {beside}; numbers compared: {self.table['difference'].count():,}."]
+        said += [
+            f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared, the largest difference is "
+            f"{row['largest_difference']:.4g}."
+            for row in self.summary().to_dict("records")
+            if row["compared"]
+        ]
+        return [*said, *self.notes, f"Published numbers: {self.source}"]
+
+    def findings(self) -> dict[str, Any]:
         """Return what was compared, and the largest difference of each quantity, as JSON values."""
         both = self.table.dropna(subset=["difference"])
         largest = both.assign(size=both["difference"].abs()).groupby("quantity", sort=False)["size"].max()

@@ -1,4 +1,4 @@
-"""What every result shares: a tidy table, a plot, a folder on disk, and the record of the run that made it.
+"""What every result shares: a table, a summary and a report of it, a plot, a folder on disk, and what made it.
 
 A result is a frozen dataclass. `save` writes its data frames as parquet, its tensors as safetensors and everything else
 as `run.json`, with the size and SHA-256 of each file; `load` reads them back.
@@ -24,9 +24,11 @@ from torch import Tensor
 from headwater.errors import RunFolderError
 from headwater.options import checked_path
 from headwater.registry import Registry
+from headwater.runs.findings import records_of
 from headwater.runs.identity import digest
 from headwater.runs.record import FORMAT, MANIFEST_SINCE, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.runs.storage import make_folder, read_json, write_atomically, write_json
+from headwater.runs.view import View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,13 +37,30 @@ if TYPE_CHECKING:
 TENSORS = "tensors.safetensors"
 DRAWINGS: Registry[type, Callable[..., Any]] = Registry("figure of a result", filled_by="headwater.figures")
 """What draws a result, by its class: a function of the result, `ax`, and the options of the class's `plot`."""
+VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", filled_by="headwater.views")
+"""What shows a result as a page, by its class; what has none of its own shows as `Result` does."""
 
 
 class Result:
-    """Base of the result dataclasses: one with a `table`, a `run` and a `plot` can be shown, saved and loaded."""
+    """Base of the result dataclasses: a `table`, a `run`, and what is said, drawn and kept of them.
+
+    A result of one's own defines `summary` and `report`, and registers what draws it: `DRAWINGS.add(ItsClass)`.
+    """
 
     table: pd.DataFrame
     run: RunRecord
+
+    def summary(self) -> pd.DataFrame:
+        """Return the few numbers that are worth a glance, one row for each thing that they are about."""
+        raise NotImplementedError(f"{type(self).__name__} defines no summary().")
+
+    def report(self) -> list[str]:
+        """Return what the numbers say, and what they do not, as plain sentences."""
+        raise NotImplementedError(f"{type(self).__name__} defines no report().")
+
+    def findings(self) -> dict[str, Any]:
+        """Return the numbers of the summary as JSON values, with the model: what the command line prints of a run."""
+        return {"model": self.run.model, "summary": records_of(self.summary())}
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
         """Draw the result's main figure on `ax`, or on a new figure; nothing is shown or written.
@@ -55,6 +74,10 @@ class Result:
         """Draw with what is registered for the result's class, or for the nearest that it inherits from."""
         drawn: Axes | Figure = nearest(DRAWINGS, type(self))(self, ax, **options)
         return drawn
+
+    def view(self) -> View:
+        """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`."""
+        return nearest(VIEWS, type(self))(self)
 
     def save(self, folder: str | Path) -> Path:
         """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.

@@ -1,0 +1,39 @@
+"""A view of a result: a page of HTML that holds all that it shows, to look at in a notebook or to keep as a file."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwater.options import checked_path
+from headwater.runs.storage import make_folder, write_atomically
+
+
+@dataclass(frozen=True)
+class View:
+    """A page that reaches for nothing outside: no script, style or picture from elsewhere."""
+
+    page: str
+    """The whole page, from its doctype on."""
+    height: int = 560
+    """In pixels, of its frame in a notebook."""
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write the page into a file; folders on the way are made.
+
+        Raises:
+            InputError: the path cannot be one.
+            RunFolderError: the file cannot be written.
+        """
+        file = checked_path("path", path)
+        make_folder(file.parent)
+        write_atomically(file, lambda temporary: temporary.write_text(self.page, encoding="utf-8"))
+        return file
+
+    def __repr__(self) -> str:
+        return f"View({len(self.page):,} characters of HTML)"
+
+    def _repr_html_(self) -> str:
+        look = f"width:100%;height:{self.height}px;border:0"
+        return f'<iframe srcdoc="{html.escape(self.page, quote=True)}" style="{look}"></iframe>'

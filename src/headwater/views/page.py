@@ -1,0 +1,83 @@
+"""The parts of a self-contained page: its frame and style, escaped text, tables, and pictures held as data."""
+
+from __future__ import annotations
+
+import base64
+import html
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from headwater.runs.record import RunRecord
+
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;color:#262626;background:#fff;max-width:54rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.6rem;line-height:1.25}h2{font-size:1.2rem;margin:2.5rem 0 .3rem}nav ol{padding-left:1.4rem}
+.asks{color:#5a5a5a;margin-top:0}.failed{border-left:4px solid #c0392b;padding-left:.8rem}
+figure{margin:1rem 0}figure img{max-width:100%;height:auto;background:#fff}figcaption{font-size:.85rem;color:#5a5a5a}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;margin:1rem 0}
+th,td{padding:.15rem .6rem .15rem 0;text-align:left;white-space:nowrap;border-bottom:1px solid #e4e4e4}
+th{white-space:normal;max-width:7rem;vertical-align:bottom}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}summary{cursor:pointer;color:#2b6cb8}
+code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:#5a5a5a}
+""".replace("\n", "")
+
+
+def page_of(title: str, body: str, run: RunRecord | None = None) -> str:
+    """Return a page with a heading and, where there is a run, a line at its end that says what made it.
+
+    Args:
+        title: text.
+        body: HTML.
+        run: of any of the results shown.
+    """
+    foot = f"<footer>{text_of(made_by(run))}</footer>" if run is not None else ""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{text_of(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{text_of(title)}</h1>{body}{foot}</body></html>\n"
+    )
+
+
+def text_of(text: str) -> str:
+    """Return text as HTML."""
+    return html.escape(text, quote=True)
+
+
+def picture_of(png: bytes, caption: str) -> str:
+    """Return a picture of 300 dots per inch as HTML that holds it, a little larger than print."""
+    data = base64.b64encode(png).decode()
+    width = int.from_bytes(png[16:20], "big") * 0.42
+    return (
+        f'<figure><img src="data:image/png;base64,{data}" width="{width:.0f}" alt="{text_of(caption)}">'
+        f"<figcaption>{text_of(caption)}</figcaption></figure>\n"
+    )
+
+
+def made_by(run: RunRecord) -> str:
+    """Say what made a result."""
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    return f"Model {run.model} ({run.dtype} on {run.device}); {versions}; {run.created}."
+
+
+def table_of(table: pd.DataFrame) -> str:
+    """Return a table as HTML."""
+    numeric = [pd.api.types.is_numeric_dtype(table[name]) for name in table]
+    kinds = [' class="n"' if is_number else "" for is_number in numeric]
+    head = "".join(f"<th{kind}>{text_of(str(name))}</th>" for name, kind in zip(table, kinds, strict=True))
+    rows = "".join(
+        "<tr>" + "".join(f"<td{kind}>{text_of(_cell(v))}</td>" for v, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in table.itertuples(index=False)
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>\n'
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    if pd.isna(value):
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 10 else f"{value:,.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

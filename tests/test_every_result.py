@@ -1,0 +1,230 @@
+"""Every result has a table, a summary, a report, a figure, a view and a folder: a walk over all of them."""
+
+import dataclasses
+import importlib
+import inspect
+import math
+import pkgutil
+from html.parser import HTMLParser
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.heads.ablation import ablate_heads
+from headwater.heads.validation import dynamic_scores
+from headwater.reference.published import Reproduction, compared
+from headwater.runs.record import RunRecord
+from headwater.runs.result import DRAWINGS, VIEWS, Result, nearest
+from headwater.runs.view import View
+
+CITY = " Q: In which country is the city of {source} ?\n A:"
+PROMPTS = (" Q: What is the capital of France ?\n A:", " Q: What is the capital of Italy ?\n A:")
+
+
+def classes() -> list[type[Result]]:
+    """Every result class of the package, also those that no other file imports."""
+    for module in pkgutil.walk_packages(hw.__path__, "headwater."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    found, todo = [], [Result]
+    while todo:
+        below = [kind for kind in todo.pop().__subclasses__() if kind.__module__.startswith("headwater.")]
+        found, todo = found + below, todo + below
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[type[Result], Result]:
+    """A small result of every class, of the embedded model."""
+    model, quiet = hw.load(), {"progress": False}
+    answered = hw.answer(model, hw.load_questions("natural", sample=80), **quiet)
+    few = [one for one in hw.load_relations() if one.name in ("city_to_country", "tool_to_job")]
+    heads = hw.classify_heads(model, relations=few, **quiet)
+    statistics = hw.token_statistics(model, [*answered.table["text"], ""], layers=[0, -1], **quiet)
+    last = hw.token_statistics(model, answered.table["text"], **quiet)
+    pathways = hw.trace_pathways(model, answered, token="before_answer", seeds=1, **quiet)
+    graph = hw.load_depth_graph()
+    file = tmp_path_factory.mktemp("texts") / "texts.txt"
+    file.write_text("Paris is in France.\n\nRome is in Italy.\n")
+    rows = pd.DataFrame({"quantity": "score", "relation": ["a", "b"], "published": 0.5, "measured": [0.75, math.nan]})
+    found = [
+        answered, heads, statistics, pathways,
+        ablate_heads(model, heads, "city_to_country", relations=few, template=CITY, shots=0, draws=2, **quiet),
+        dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
+        hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(" Paris", " Rome"), **quiet),
+        hw.direct_logit_attribution(model, list(PROMPTS), tokens=(" Paris", " Rome"), **quiet),
+        hw.saliency(model, answered, pathways.probe, edges="all", **quiet),
+        hw.detect(model, answered, methods=("probe", "logit_mean"), token="before_answer", seeds=1, **quiet),
+        hw.memorization_scores(last), hw.membership(last, answered.z, resamples=20),
+        hw.score_file(model, file, **quiet),
+        hw.memorization(model, dataclasses.replace(graph, table=graph.table.head(60)), controls=False, **quiet),
+        Reproduction(compared(rows), "their-model", "A paper.", ["Mind the prompts."], heads.run),
+    ]  # fmt: skip
+    return {type(result): result for result in found}
+
+
+def test_the_walk_knows_every_class_of_result(results):
+    assert set(results) == set(classes())
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_what_draws_a_result_takes_what_its_plot_takes(kind):
+    def parameters(function):
+        given = list(inspect.signature(function).parameters.values())[1:]
+        return [(one.name, one.kind, one.default) for one in given]
+
+    assert parameters(DRAWINGS[kind]) == parameters(kind.plot)
+    assert kind.plot.__doc__
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_a_summary_is_a_small_table_and_a_report_is_sentences(results, kind):
+    summary, said = results[kind].summary(), results[kind].report()
+    assert isinstance(summary, pd.DataFrame)
+    assert 1 <= len(summary) <= max(30, len(results[kind].table))
+    assert all(isinstance(name, str) and name.replace("_", "a").isalnum() for name in summary.columns)
+    assert isinstance(said, list)
+    assert said
+    for sentence in said:
+        assert sentence == " ".join(sentence.split())
+        assert sentence[-1] in ".;!?)", sentence
+        assert " nan" not in sentence, sentence
+    assert results[kind].findings()["model"] == results[kind].run.model
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_a_result_is_drawn_on_axes_of_its_own_or_says_that_it_has_several(results, kind):
+    drawn = results[kind].plot()
+    assert isinstance(drawn, plt.Axes | plt.Figure)
+    ax = plt.figure().add_subplot()
+    try:
+        assert results[kind].plot(ax) is ax
+    except InputError as error:
+        assert "panels" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_a_saved_result_is_read_back_and_says_the_same(results, kind, tmp_path):
+    result = results[kind]
+    again = kind.load(result.save(tmp_path / "kept"))
+    for field in dataclasses.fields(kind):
+        one, other = getattr(result, field.name), getattr(again, field.name)
+        if isinstance(one, pd.DataFrame):
+            pd.testing.assert_frame_equal(one, other)
+        elif isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert one == other
+    assert again.report() == result.report()
+    pd.testing.assert_frame_equal(again.summary(), result.summary())
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags, their attributes, and the text between them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def assert_self_contained(page: Page):
+    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    for name, value in page.attributes:
+        assert not name.startswith("on")
+        assert name not in ("src", "href") or value.startswith("data:image/png;base64,")
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_a_view_is_a_page_that_holds_everything_and_leaves_no_figure_open(results, kind, tmp_path):
+    view = results[kind].view()
+    assert not plt.get_fignums()
+    file = view.save_html(tmp_path / "deep" / "view.html")
+    page = Page(file.read_text(encoding="utf-8"))
+    assert_self_contained(page)
+    assert page.tags.count("img") == 1
+    assert all(sentence in page.text for sentence in results[kind].report())
+    frame = Page(view._repr_html_())
+    assert frame.tags == ["iframe"]
+    assert dict(frame.attributes)["srcdoc"] == view.page
+
+
+# --- a result of one's own
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Counted(Result):
+    """A result that no part of the package knows."""
+
+    table: pd.DataFrame
+    run: RunRecord
+
+    def summary(self):
+        return self.table.groupby("layer", as_index=False)["count"].sum()
+
+    def report(self):
+        return [f"{self.table['count'].sum()} were counted <b>."]
+
+
+@pytest.fixture
+def counted():
+    table = pd.DataFrame({"layer": [0, 0, 1], "count": [1, 2, 3]})
+    return Counted(table, RunRecord("counted", "some/model", "abc", "float32", "cpu", {}))
+
+
+def draw(counted, ax=None):
+    ax = plt.figure().add_subplot() if ax is None else ax
+    ax.plot(counted.summary()["layer"], counted.summary()["count"])
+    return ax
+
+
+def test_a_result_from_outside_is_drawn_and_viewed_once_its_figure_is_registered(counted, tmp_path):
+    with pytest.raises(InputError, match="There is no figure of a result Counted"):
+        counted.plot()
+    page = Page(counted.view().page)
+    assert "img" not in page.tags
+    assert "There is no figure of a result Counted" in page.text
+    with DRAWINGS.with_row(Counted, draw):
+        assert counted.plot().lines[0].get_ydata().tolist() == [3, 3]
+        page = Page(counted.view().page)
+        assert_self_contained(page)
+        assert "img" in page.tags
+        assert "6 were counted <b>." in page.text
+    assert counted.findings() == {
+        "model": "some/model",
+        "summary": [{"layer": 0, "count": 3}, {"layer": 1, "count": 3}],
+    }
+    assert Counted.load(counted.save(tmp_path)).report() == counted.report()
+
+
+def test_a_class_below_another_is_drawn_and_viewed_as_that_until_it_has_rows_of_its_own(counted):
+    class Recounted(Counted):
+        """One below."""
+
+    again = Recounted(counted.table, counted.run)
+    with DRAWINGS.with_row(Counted, draw), VIEWS.with_row(Counted, lambda result: View("<p>of Counted</p>")):
+        assert again.plot().lines
+        assert again.view().page == "<p>of Counted</p>"
+        with DRAWINGS.with_row(Recounted, lambda result, ax: "its own"):
+            assert nearest(DRAWINGS, Recounted)(again, None) == "its own"
+            assert counted.plot().lines
+
+
+def test_a_result_that_says_nothing_of_itself_says_which_part_is_missing(counted):
+    class Silent(Result):
+        """Nothing defined."""
+
+    for method in (Silent().summary, Silent().report):
+        with pytest.raises(NotImplementedError, match=f"Silent defines no {method.__name__}"):
+            method()
