@@ -31,7 +31,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import Site, sites_named
 from headwater.options import checked_count, checked_kind, checked_name, checked_seed, shown
 from headwater.patching.attribution import attribute
-from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, summarize
+from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, strongest, summarize
 from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.grid import (
