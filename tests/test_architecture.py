@@ -4,6 +4,9 @@ Every import is counted: at the top of a file, inside a function, and under TYPE
 """
 
 import ast
+import importlib
+import pkgutil
+import re
 import subprocess
 import sys
 from functools import cache
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import headwater
+from headwater.rooms import homes_of
 
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
 TIERS = """
@@ -161,12 +165,46 @@ def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_
     assert float(seconds) < 0.5
 
 
-@pytest.mark.parametrize("name", ["models.sites", "pathways.probes", "heads.ablation", "models.tokens"])
+PACKAGES = [name.removesuffix(".__init__") for name in FILES if name.endswith(".__init__")]
+
+
+@pytest.mark.parametrize("name", ["models.sites", "pathways.trace", "heads.ablation", "models.tokens"])
 def test_a_module_is_reached_through_its_room_in_a_fresh_interpreter(name):
     room, module = name.split(".")
     code = f"import headwater as hw; print('{module}' in dir(hw.{room}), hw.{name}.__name__)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["True", f"headwater.{name}"]
+
+
+@pytest.mark.parametrize("name", ["heads.ablate_heads", "likelihood.SCORES", "patching.patch", "planted.induction"])
+def test_a_public_name_of_a_room_is_reached_in_a_fresh_interpreter(name):
+    room, own = name.split(".")
+    code = f"import headwater as hw; print('{own}' in dir(hw.{room}), hw.{name} is not None)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("package", ["headwater", *(f"headwater.{name}" for name in PACKAGES)])
+def test_every_public_name_exists_and_none_is_the_name_of_a_module(package):
+    """Importing a module binds its name on its package, and would hide a function of that name."""
+    homes = homes_of(package) if importlib.import_module(package) else {}
+    modules = {module.name for module in pkgutil.iter_modules(sys.modules[package].__path__)}
+    assert not set(homes) & modules
+    assert all(getattr(sys.modules[package], name) is not None for name in homes)
+    if package != "headwater":
+        assert all(home.startswith(f"{package}.") for home in homes.values())
+
+
+def test_completion_at_the_top_lists_names_and_rooms():
+    assert {"patch", "load", "HeadMap", "heads", "patching", "figures"} <= set(dir(headwater))
+    assert not {"rooms", "options", "__main__"} & set(dir(headwater))
+
+
+def test_the_map_of_the_house_names_every_room_and_says_of_it_what_it_says_of_itself():
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    said = dict(re.findall(r"^\| `(\w+)/` \| (.*?) \|", text, re.MULTILINE))
+    found = {name: ast.get_docstring(ast.parse(FILES[f"{name}.__init__"].read_text())) or "" for name in PACKAGES}
+    assert said == {name: text.split("\n\n")[0].replace("\n", " ") for name, text in found.items()}
 
 
 def test_a_mistyped_module_of_a_room_is_told_the_near_one():

@@ -10,53 +10,6 @@ from headwater.rooms import opened
 
 __version__ = "0.2.0"
 
-_HOMES = {
-    "load": "headwater.models.loading",
-    "HookedModel": "headwater.models.hooked",
-    "classify_heads": "headwater.heads.classify",
-    "HeadMap": "headwater.heads.classify",
-    "load_relations": "headwater.heads.relations",
-    "Relation": "headwater.heads.relations",
-    "patch": "headwater.patching.sweep",
-    "Sweep": "headwater.patching.sweep",
-    "knockout": "headwater.patching.edge_knockout",
-    "knocked_out_states": "headwater.patching.edge_knockout",
-    "Edges": "headwater.patching.edge_knockout",
-    "Metric": "headwater.patching.metrics",
-    "logit_difference": "headwater.patching.metrics",
-    "log_probability": "headwater.patching.metrics",
-    "probability": "headwater.patching.metrics",
-    "rank": "headwater.patching.metrics",
-    "kl_divergence": "headwater.patching.metrics",
-    "direct_logit_attribution": "headwater.lenses",
-    "DirectAttribution": "headwater.lenses",
-    "load_questions": "headwater.questions.sources",
-    "answer": "headwater.questions.answers",
-    "AnsweredQuestions": "headwater.questions.answers",
-    "detect": "headwater.detection.detection",
-    "Detection": "headwater.detection.detection",
-    "saliency": "headwater.pathways.attention_saliency",
-    "Saliency": "headwater.pathways.attention_saliency",
-    "Probe": "headwater.pathways.probes",
-    "trace_pathways": "headwater.pathways.trace",
-    "Pathways": "headwater.pathways.trace",
-    "load_depth_graph": "headwater.likelihood.graph",
-    "token_statistics": "headwater.likelihood.statistics",
-    "TextStatistics": "headwater.likelihood.statistics",
-    "memorization_scores": "headwater.likelihood.scores",
-    "MemorizationScores": "headwater.likelihood.scores",
-    "score_file": "headwater.likelihood.files",
-    "memorization": "headwater.likelihood.profile",
-    "load_member_texts": "headwater.likelihood.member_texts",
-    "DepthProfile": "headwater.likelihood.profile",
-    "membership": "headwater.likelihood.members",
-    "Membership": "headwater.likelihood.members",
-    "HeadwaterError": "headwater.errors",
-}
-_ROOMS = ("figures", "heads", "kernels", "models", "likelihood", "pathways", "patching", "world")
-
-__all__ = [*_HOMES, *_ROOMS, "__version__"]
-
 if TYPE_CHECKING:
     from headwater.detection.detection import Detection as Detection
     from headwater.detection.detection import detect as detect
@@ -100,4 +53,4 @@ if TYPE_CHECKING:
     from headwater.questions.answers import answer as answer
     from headwater.questions.sources import load_questions as load_questions
 
-__getattr__, __dir__ = opened(__name__, _HOMES, _ROOMS)
+__getattr__, __dir__, __all__ = opened(__name__)

@@ -1,39 +1,52 @@
-"""What a package or a room of it offers, loaded on first use: `hw.patch`, `hw.heads.ablation`, `hw.models.sites`."""
+"""What the package and its rooms offer, loaded on first use: `hw.patch`, `hw.heads.ablate_heads`, `hw.models.sites`.
+
+A room's `__init__` names what it offers once, as imports under `if TYPE_CHECKING:`, which editors and type checkers
+read. `opened` reads the same lines, unimported, so that `import headwater` loads nothing and everything is found.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
-
-def opened(
-    package: str, homes: Mapping[str, str] = NOTHING, modules: Iterable[str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`.
+def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
-        package: its `__name__`.
-        homes: by public name, the module that defines it.
-        modules: the modules that can be reached through it; None for all that lie in its folder.
+        package: its `__name__`. It offers the names that it imports under TYPE_CHECKING, and its modules; where it has
+            rooms, `dir` lists these alone of its modules.
     """
-
-    def offered() -> set[str]:
-        found = (module.name for module in pkgutil.iter_modules(sys.modules[package].__path__))
-        return {*homes, *(found if modules is None else modules)}
+    homes = homes_of(package)
+    found = list(pkgutil.iter_modules(sys.modules[package].__path__))
+    modules = {module.name for module in found} - {"__main__"}
+    rooms = {module.name for module in found if module.ispkg}
 
     def load(name: str) -> Any:
         if name in homes:
             return getattr(importlib.import_module(homes[name]), name)
-        if not name.startswith("_") and name in offered():
+        if name in modules:
             return importlib.import_module(f"{package}.{name}")
         from headwater.errors import did_you_mean
 
-        raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, offered())}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, {*homes, *modules})}")
 
-    return load, lambda: sorted(offered())
+    return load, lambda: sorted({*homes, *(rooms or modules)}), sorted(homes)
+
+
+def homes_of(package: str) -> dict[str, str]:
+    """Return, by each name that a package imports under TYPE_CHECKING, the module that defines it."""
+    loader: Any = sys.modules[package].__loader__
+    blocks = [node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If)]
+    found: dict[str, str] = {}
+    for block in blocks:
+        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+            for node in block.body:
+                assert isinstance(node, ast.ImportFrom)
+                assert node.module
+                found |= {alias.asname or alias.name: node.module for alias in node.names}
+    return found

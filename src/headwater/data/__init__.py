@@ -1,5 +1,10 @@
 """Readers of rows and texts, each error with its file, row and field."""
 
+from typing import TYPE_CHECKING
+
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.data.rows import read_rows as read_rows
+
+__getattr__, __dir__, __all__ = opened(__name__)

@@ -1,5 +1,13 @@
-"""Detectors of hallucination, fitted on one data set and measured on held-out folds."""
+"""Detectors of wrong answers, fitted on half of each question set and measured on the other."""
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.detection.detection import Detection as Detection
+    from headwater.detection.detection import detect as detect
+    from headwater.detection.methods import Detector as Detector
+    from headwater.detection.reweighting import Reweighting as Reweighting
+
+__getattr__, __dir__, __all__ = opened(__name__)

@@ -1,25 +1,8 @@
-"""Figures: one file per figure; pure functions of results. The names below load matplotlib on first use."""
+"""Figures: one file per figure, found by what it draws."""
 
 from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
-
-_HOMES = {
-    "delta_p": "headwater.figures.pathway_curves",
-    "flip_rates": "headwater.figures.pathway_controls",
-    "controls": "headwater.figures.pathway_controls",
-    "logit_changes": "headwater.figures.pathway_modes",
-    "mode_properties": "headwater.figures.pathway_modes",
-    "depth_profiles": "headwater.figures.depth_profile",
-    "head_maps": "headwater.figures.head_map",
-    "saliency": "headwater.figures.saliency_density",
-    "layer_curves": "headwater.figures.depth_profile",
-    "token_heat_map": "headwater.figures.tokens",
-    "token_html": "headwater.figures.tokens",
-    "save_figure": "headwater.figures.style",
-}
-
-__all__ = [*_HOMES]
 
 if TYPE_CHECKING:
     from headwater.figures.depth_profile import depth_profiles as depth_profiles
@@ -35,4 +18,4 @@ if TYPE_CHECKING:
     from headwater.figures.tokens import token_heat_map as token_heat_map
     from headwater.figures.tokens import token_html as token_html
 
-__getattr__, __dir__ = opened(__name__, _HOMES)
+__getattr__, __dir__, __all__ = opened(__name__)

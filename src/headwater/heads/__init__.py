@@ -1,5 +1,22 @@
-"""Heads: classify attention heads from their parameters."""
+"""Heads: classified from their parameters, and tested on the running model."""
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.heads.ablation import HeadAblation as HeadAblation
+    from headwater.heads.ablation import ablate_heads as ablate_heads
+    from headwater.heads.categories import CATEGORIES as CATEGORIES
+    from headwater.heads.categories import Category as Category
+    from headwater.heads.classify import HeadMap as HeadMap
+    from headwater.heads.classify import classify_heads as classify_heads
+    from headwater.heads.coverage import relation_coverage as relation_coverage
+    from headwater.heads.patterns import attention_classes as attention_classes
+    from headwater.heads.relations import Relation as Relation
+    from headwater.heads.relations import load_relations as load_relations
+    from headwater.heads.salient import salient_operations as salient_operations
+    from headwater.heads.validation import DynamicScores as DynamicScores
+    from headwater.heads.validation import dynamic_scores as dynamic_scores
+
+__getattr__, __dir__, __all__ = opened(__name__)

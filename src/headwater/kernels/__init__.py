@@ -1,5 +1,8 @@
-"""Typed einops kernels: tensors in, tensors out. No model, no file, no pandas."""
+"""Typed einops kernels: tensors in, tensors out.
+
+No model, no file, no pandas.
+"""
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+__getattr__, __dir__, __all__ = opened(__name__)

@@ -1,5 +1,25 @@
-"""Likelihood: how surprised a model is by a text, token by token, by question depth and by layer."""
+"""Likelihood: how surprised a model is by a text, by token, layer and question depth, and what it has seen."""
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.likelihood.files import ScoredTexts as ScoredTexts
+    from headwater.likelihood.files import score_file as score_file
+    from headwater.likelihood.graph import DepthGraph as DepthGraph
+    from headwater.likelihood.graph import load_depth_graph as load_depth_graph
+    from headwater.likelihood.member_texts import load_member_texts as load_member_texts
+    from headwater.likelihood.members import Membership as Membership
+    from headwater.likelihood.members import membership as membership
+    from headwater.likelihood.profile import DepthProfile as DepthProfile
+    from headwater.likelihood.profile import memorization as memorization
+    from headwater.likelihood.report import SCORES as SCORES
+    from headwater.likelihood.scores import MemorizationScores as MemorizationScores
+    from headwater.likelihood.scores import Score as Score
+    from headwater.likelihood.scores import TextTokens as TextTokens
+    from headwater.likelihood.scores import memorization_scores as memorization_scores
+    from headwater.likelihood.statistics import TextStatistics as TextStatistics
+    from headwater.likelihood.statistics import token_statistics as token_statistics
+
+__getattr__, __dir__, __all__ = opened(__name__)

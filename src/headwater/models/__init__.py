@@ -1,5 +1,16 @@
-"""Models: the only room that imports transformer_lens or transformers."""
+"""Models: loaded, hooked, cached, edited, stepped through; alone in importing transformer_lens or transformers."""
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.models.caches import Site as Site
+    from headwater.models.families import FAMILIES as FAMILIES
+    from headwater.models.families import Family as Family
+    from headwater.models.hooked import HookedModel as HookedModel
+    from headwater.models.loading import load as load
+    from headwater.models.sites import SITES as SITES
+    from headwater.models.weights import open_weights as open_weights
+
+__getattr__, __dir__, __all__ = opened(__name__)

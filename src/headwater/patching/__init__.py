@@ -1,5 +1,21 @@
-"""Patching: activation patching and attention knockout sweeps."""
+"""Patching: what an answer hangs on, by editing activations and severing attention."""
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.patching.edge_knockout import Edges as Edges
+    from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
+    from headwater.patching.edge_knockout import knockout as knockout
+    from headwater.patching.edge_knockout import windowed_states as windowed_states
+    from headwater.patching.metrics import Metric as Metric
+    from headwater.patching.metrics import kl_divergence as kl_divergence
+    from headwater.patching.metrics import log_probability as log_probability
+    from headwater.patching.metrics import logit_difference as logit_difference
+    from headwater.patching.metrics import probability as probability
+    from headwater.patching.metrics import rank as rank
+    from headwater.patching.sweep import Sweep as Sweep
+    from headwater.patching.sweep import patch as patch
+
+__getattr__, __dir__, __all__ = opened(__name__)

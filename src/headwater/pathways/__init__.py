@@ -1,5 +1,13 @@
-"""Pathways: anchored knockout, probes and saliency."""
+"""Pathways: where the signal comes from that tells right from wrong answers."""
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.pathways.attention_saliency import Saliency as Saliency
+    from headwater.pathways.attention_saliency import saliency as saliency
+    from headwater.pathways.trace import Pathways as Pathways
+    from headwater.pathways.trace import trace_pathways as trace_pathways
+
+__getattr__, __dir__, __all__ = opened(__name__)

@@ -1,5 +1,13 @@
-"""Questions, the exact words in them, the model's answers, and whether these are right."""
+"""Questions, the exact words in them, a model's answers, and whether these are right."""
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.questions.answers import AnsweredQuestions as AnsweredQuestions
+    from headwater.questions.answers import answer as answer
+    from headwater.questions.sources import Questions as Questions
+    from headwater.questions.sources import load_questions as load_questions
+
+__getattr__, __dir__, __all__ = opened(__name__)

@@ -1,5 +1,13 @@
 """Published numbers, as package data, and the runs that measure the same on a model of one's own."""
 
+from typing import TYPE_CHECKING
+
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.reference.depth import reproduce_depth as reproduce_depth
+    from headwater.reference.maps import reproduce_maps as reproduce_maps
+    from headwater.reference.pathways import reproduce_pathways as reproduce_pathways
+    from headwater.reference.published import Reproduction as Reproduction
+
+__getattr__, __dir__, __all__ = opened(__name__)

@@ -1,5 +1,14 @@
-"""Who computed what, from what, and where it is kept: identity, record, folder, result, processes."""
+"""Runs: who computed what from what, and where it is kept."""
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+if TYPE_CHECKING:
+    from headwater.runs.analysis import Run as Run
+    from headwater.runs.analysis import carry_out as carry_out
+    from headwater.runs.folder import RunFolder as RunFolder
+    from headwater.runs.record import RunRecord as RunRecord
+    from headwater.runs.result import Result as Result
+
+__getattr__, __dir__, __all__ = opened(__name__)

@@ -1,5 +1,5 @@
-"""World: the embedded model, the corpus it was trained on, and planted models for tests."""
+"""World: the embedded model, and the corpus that it was trained on."""
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+__getattr__, __dir__, __all__ = opened(__name__)
