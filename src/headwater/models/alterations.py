@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.modules import module as torch_modules
 
-from headwater.runs.identity import UNKNOWN, without_type_checks
+from headwater.runs.functions import without_type_checks
+from headwater.runs.identity import UNKNOWN
 
 Function: TypeAlias = Callable[..., Any]
 

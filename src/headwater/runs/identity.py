@@ -20,17 +20,13 @@ from __future__ import annotations
 import builtins
 import copyreg
 import dataclasses
-import dis
 import functools
 import hashlib
 import inspect
 import json
-import os
-import site
 import sys
-import sysconfig
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -40,21 +36,24 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.runs.functions import (
+    MADE_BY_PYTHON,
+    READ_BY_NAME,
+    callable_parts,
+    content_of,
+    imports,
+    is_computed_once,
+    is_generated,
+    reads,
+    without_type_checks,
+    writes_itself,
+)
+from headwater.runs.libraries import found_by_name, is_library, version_of
 
 DIGITS = 16
 """Hexadecimal digits of a digest in a record."""
 UNKNOWN = "identity unknown"
 """The key under which a record says why a value has no identity."""
-NAMED = ("PUSH_NULL", "CACHE", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
-"""Instructions between the name of a module and that of its attribute which change neither."""
-MADE_BY_PYTHON = frozenset(
-    "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __firstlineno__ __static_attributes__ "  # noqa: SIM905
-    "__parameters__ __slotnames__ __orig_bases__ __match_args__ __dataclass_params__ __dataclass_fields__ "
-    "__abstractmethods__ __annotate_func__ __annotations_cache__ __annotate__ __classcell__ __type_params__ "
-    "_abc_impl".split()
-)
-READ_BY_NAME = ("eval", "exec", "globals", "__import__")
-"""Built-in functions by which code reads what its names do not tell."""
 CONTAINERS = (list, tuple, set, frozenset, dict, range, slice)
 PLAIN = (bool, int, float, str, type(None))
 
@@ -165,7 +164,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
             {key: value for key, value in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(value, PLAIN)},
             type(tokenizer),
         ]
-    own = type(tokenizer) if not _is_library(type(tokenizer).__module__) else None
+    own = type(tokenizer) if not is_library(type(tokenizer).__module__) else None
     return digest([parts, {key: str(value) for key, value in said.items()}, own])
 
 
@@ -231,7 +230,7 @@ class _Digests:
             return self.parts("said", _name_of(value), value.identity)
         if isinstance(value, types.FunctionType):
             return self._function(without_type_checks(value))
-        if (function := _callable_parts(value)) is not None:
+        if (function := callable_parts(value)) is not None:
             return self.parts(*function)
         return self._object(value)
 
@@ -278,8 +277,10 @@ class _Digests:
 
     def _module(self, module: types.ModuleType, attributes: Sequence[str]) -> bytes:
         """Hash what is asked of a module: of a library by name, of the user's own the value itself."""
-        if _is_library(module.__name__):
-            return _hash("library", module.__name__.encode(), ".".join(attributes).encode(), _version(module.__name__))
+        if is_library(module.__name__):
+            return _hash(
+                "library", module.__name__.encode(), ".".join(attributes).encode(), version_of(module.__name__)
+            )
         if not attributes:
             raise UnknownIdentityError(f"the whole of your module {module.__name__}")
         name, *further = attributes
@@ -295,11 +296,11 @@ class _Digests:
 
     def _function(self, function: types.FunctionType) -> bytes:
         written_in = function.__globals__.get("__name__")  # functools.wraps copies __module__ from another function
-        is_own = written_in in sys.modules and not _is_library(written_in)
-        if not is_own and _is_library(function.__module__) and _found_by_name(function):
+        is_own = written_in in sys.modules and not is_library(written_in)
+        if not is_own and is_library(function.__module__) and found_by_name(function):
             return _by_name(function)
         code = function.__code__
-        held = {name: _content(cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)}
+        held = {name: content_of(cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)}
         return _hash(
             "function",
             self._code(code),
@@ -313,7 +314,7 @@ class _Digests:
     def _globals(self, function: types.FunctionType) -> bytes:
         """Hash what a function reads by global names: of modules the attributes that it asks for."""
         parts = []
-        for name, *attributes in sorted(set(_reads(function.__code__))):
+        for name, *attributes in sorted(set(reads(function.__code__))):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 is_module = isinstance(value, types.ModuleType)
@@ -323,15 +324,15 @@ class _Digests:
             else:
                 found = b"built in" if hasattr(builtins, name) else b"nowhere"
             parts += [name.encode(), found]
-        for name in sorted(set(_imports(function.__code__))):
-            if not _is_library(name):
+        for name in sorted(set(imports(function.__code__))):
+            if not is_library(name):
                 raise UnknownIdentityError(f"your module {name}, imported when it is called: import it outside")
         return _hash("globals", *parts)
 
     def _class(self, cls: type) -> bytes:
-        if _is_library(cls.__module__):
+        if is_library(cls.__module__):
             return _by_name(cls)
-        own = {n: v for n, v in sorted(vars(cls).items()) if n not in MADE_BY_PYTHON and not _is_generated(cls, v)}
+        own = {n: v for n, v in sorted(vars(cls).items()) if n not in MADE_BY_PYTHON and not is_generated(cls, v)}
         fields = getattr(cls, "__dataclass_fields__", {})
         given = [(n, f.default, f.default_factory) for n, f in fields.items()]
         return _hash("class", self.of(type(cls)), self.of(cls.__bases__), self._mapping("body", own), self.of(given))
@@ -358,14 +359,14 @@ class _Digests:
         maker, args, state, items, pairs = (*reduced, None, None, None)[:5]
         listed = [list(items or ()), list(pairs or ())]
         parts = [self.of(maker), self.of(args), self._state(type(value), state), self.of(listed)]
-        if _writes_itself(type(value)):
+        if writes_itself(type(value)):
             parts.append(self._state(type(value), object.__getstate__(value)))
         return _hash("object", *parts)
 
     def _state(self, cls: type, state: Any) -> bytes:
         if not (isinstance(state, dict) and all(isinstance(key, str) for key in state)):
             return self.of(state)
-        return self._mapping("state", {n: v for n, v in state.items() if not _is_computed_once(cls, n)})
+        return self._mapping("state", {n: v for n, v in state.items() if not is_computed_once(cls, n)})
 
 
 def _hash(kind: str, *parts: bytes) -> bytes:
@@ -401,125 +402,5 @@ def _cell(cell: Any) -> Any:
     return cell.tolist() if hasattr(cell, "tolist") else str(cell)
 
 
-def _reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:
-    """Yield the global names that code reads, each with the attributes asked of it at once."""
-    chain: list[str] = []
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
-            chain.append(str(step.argval))
-        elif step.opname not in NAMED:
-            if chain:
-                yield tuple(chain)
-            chain = [str(step.argval)] if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
-    if chain:
-        yield tuple(chain)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _reads(constant)
-
-
-def _imports(code: types.CodeType) -> Iterator[str]:
-    yield from (str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _imports(constant)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not assigned yet
-        return NotImplemented
-
-
-def _callable_parts(value: Any) -> tuple[Any, ...] | None:
-    """Take a method, a partial or a built-in function apart; None for what is none of these."""
-    if isinstance(value, types.MethodType):
-        return "method", value.__func__, value.__self__
-    if isinstance(value, functools.partial):
-        return "partial", value.func, value.args, value.keywords
-    if isinstance(value, staticmethod | classmethod):
-        return type(value).__name__, value.__func__
-    if isinstance(value, property):
-        return "property", value.fget, value.fset, value.fdel
-    if isinstance(value, functools.cached_property):
-        return "property", value.func
-    if isinstance(value, functools.partialmethod):
-        return "partial method", value.func, value.args, value.keywords
-    if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
-        owner = value.__self__
-        name = f"{getattr(value, '__module__', None)} {value.__qualname__}"
-        return ("built in", name, None if isinstance(owner, types.ModuleType | type) else owner)
-    if isinstance(value, types.WrapperDescriptorType | types.MethodDescriptorType | types.ClassMethodDescriptorType):
-        return "built in", value.__qualname__, value.__objclass__
-    if isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
-        return "slot", value.__name__
-    if type(value).__module__ == "functools" and callable(getattr(value, "__wrapped__", None)):
-        return "wrapped", value.__wrapped__
-    return None
-
-
-def without_type_checks(function: types.FunctionType) -> types.FunctionType:
-    """Return a function as it was before beartype or jaxtyping wrapped it: they name what they add by addresses."""
-    while isinstance(wrapped := vars(function).get("__wrapped__"), types.FunctionType):
-        where = str(function.__globals__.get("__name__", ""))
-        if not (function.__code__.co_filename.startswith("<@beartype(") or where.split(".")[0] == "jaxtyping"):
-            break
-        function = wrapped
-    return function
-
-
-def _is_generated(cls: type, value: Any) -> bool:
-    """Whether a member of a class was written by `dataclasses`, out of fields that are hashed themselves."""
-    inner = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
-    code = getattr(inner, "__code__", None)
-    return dataclasses.is_dataclass(cls) and code is not None and "__create_fn__" in code.co_qualname
-
-
-def _writes_itself(cls: type) -> bool:
-    """Whether a class of the user's own decides what pickle writes of its objects, and so may leave something out."""
-    names = ("__getstate__", "__reduce__", "__reduce_ex__")
-    return any(name in vars(base) and not _is_library(base.__module__) for base in cls.__mro__ for name in names)
-
-
-def _is_computed_once(cls: type, name: str) -> bool:
-    """Whether an object keeps under this name what follows from the rest of it."""
-    return isinstance(inspect.getattr_static(cls, name, None), functools.cached_property)
-
-
 def _by_name(value: Any) -> bytes:
-    return _hash("library", value.__module__.encode(), value.__qualname__.encode(), _version(value.__module__))
-
-
-def _found_by_name(value: Any) -> bool:
-    """Whether a module holds a value under its own name, as it does not hold a function made inside another."""
-    found: Any = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is not None and inspect.unwrap(found) is inspect.unwrap(value)
-
-
-def _version(module: str) -> bytes:
-    version = getattr(sys.modules.get(module.split(".")[0]), "__version__", "")
-    return version.encode() if isinstance(version, str) else b""
-
-
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [*site.getsitepackages(), site.getusersitepackages()]
-    return tuple(sorted({os.path.realpath(folder) + os.sep for folder in folders}))
-
-
-def _is_library(module: str | None) -> bool:
-    """Whether a module is Python's own, an installed package's or headwater's: it is known by name and version."""
-    top = (module or "").split(".")[0]
-    if top in ("", "__main__"):
-        return False
-    if top == "headwater" or top in sys.builtin_module_names:
-        return True
-    file = getattr(sys.modules.get(top), "__file__", None)
-    if file is None:  # also of what is in the standard library but not loaded, or frozen
-        return top in sys.stdlib_module_names
-    return os.path.realpath(file).startswith(_library_folders())  # a file of the user's may be called profile.py
+    return _hash("library", value.__module__.encode(), value.__qualname__.encode(), version_of(value.__module__))

@@ -2,4 +2,4 @@
 
 from headwater.rooms import opened
 
-__getattr__, __dir__ = opened(__name__)
+__getattr__, __dir__, __all__ = opened(__name__)
