@@ -1,4 +1,4 @@
-"""What the commands share: their common options, the words at an interrupt, the files they write, how they report.
+"""What the commands share: the options common to all, the words at an interrupt, the files they write, how they report.
 
 Results and `--json` go to stdout, everything else to stderr.
 """
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from headwater.cli.offered import Of, Options
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -47,28 +49,30 @@ Out = Annotated[
         help="Folder for tables and figures. An interrupted run, repeated with it, continues.", show_default=False
     ),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the model runs: cpu, cuda, cuda:1, or auto, over all GPUs. Default: a GPU where there is one.",
-        show_default=False,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="Of the weights: float32, bfloat16, float16. Default: as stored.", show_default=False),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="No progress bar.", callback=lambda quiet: quiet or not is_main())
 ]
 
 
-def load_model(name: str | None, device: str | None = None, dtype: str | None = None) -> HookedModel:
+LOAD = Of(
+    "headwater.models.loading:load",
+    offers="device dtype",
+    filled="what",
+    left_out={
+        "tokenizer": "a checkpoint brings its own",
+        "revision": "a folder with the revision can be given",
+        "trust_remote_code": "code of others is run by those who write so themselves",
+        "pickled": "for checkpoints of TransformerLens, in Python",
+    },
+)
+
+
+def load_model(name: str | None, options: Options) -> HookedModel:
     """Load the model that a command was given; none, or `embedded`, is the one that comes with headwater."""
     from headwater.models.loading import load
 
-    return load(None if name == EMBEDDED else name, device=device, dtype=dtype)
+    return load(None if name == EMBEDDED else name, **options.of("load"))
 
 
 @contextmanager

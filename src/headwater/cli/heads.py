@@ -3,74 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
 from rich.console import Console
 
-from headwater.cli.command import (
-    EMBEDDED,
-    AsJson,
-    Model,
-    Out,
-    Quiet,
-    columns,
-    continues,
-    load_model,
-    plain,
-    report,
-    write,
-)
+from headwater.cli.command import EMBEDDED, AsJson, Model, Out, Quiet, columns, continues, plain, report, write
+from headwater.cli.offered import Of, Options, Shaped, command
 
-Relations = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder or file of relations, or the name of one of headwater's own. Default: its whole suite.",
-        show_default=False,
-    ),
-]
-MultiToken = Annotated[
+RELATIONS = Shaped("relations", Path)
+MULTI_TOKEN = Shaped(
+    "multi_token",
     bool,
-    typer.Option("--multi-token", help="Let the first token stand for a word of several, instead of leaving it out."),
-]
+    help="Let the first token stand for a word of several, instead of leaving it out.",
+    read=lambda first: "first" if first else None,
+)
+CLASSIFY = Of(
+    "headwater.heads.classify:classify_heads",
+    offers="rule k threshold embedding device",
+    shaped=(RELATIONS, MULTI_TOKEN),
+    choices={"rule": "RULES"},
+    left_out={
+        "norm_gain": "how much the answer hangs on it is a question for a notebook",
+        "attention": "it runs the model, which the command never does",
+    },
+)
+SUITE = Of("headwater.heads.relations:load_relations", shaped=(RELATIONS,))
+COVERAGE = Of("headwater.heads.coverage:relation_coverage", shaped=(MULTI_TOKEN,), filled="relations tokenizer")
 
 
+@command(CLASSIFY, summary=CLASSIFY)
 def heads(
-    model: Model = None,
-    relations: Relations = None,
-    rule: Annotated[
-        Literal["controlled", "published"],
-        typer.Option(
-            help="controlled: chance-corrected score, null model, copying control. published: the score alone."
-        ),
-    ] = "controlled",
-    k: Annotated[
-        int | None,
-        typer.Option(help="How many of the largest logits count as a hit. Default: as published.", show_default=False),
-    ] = None,
-    threshold: Annotated[
-        float, typer.Option(help="Score, chance-corrected if controlled, from which on a head implements a relation.")
-    ] = 0.15,
-    embedding: Annotated[
-        str | None,
-        typer.Option(
-            help="What heads read: raw, mlp0, embed+mlp0 or layer0. Default: as published.", show_default=False
-        ),
-    ] = None,
-    multi_token: MultiToken = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Where to compute: cpu, cuda, cuda:1. Default: a GPU where there is one.", show_default=False
-        ),
-    ] = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    options: Options, model: Model = None, out: Out = None, as_json: AsJson = False, quiet: Quiet = False
 ) -> None:
-    """Classify every attention head: algorithmic, knowledge, linguistic, translation, several, or none.
-
-    Reads the parameters alone (Elhelo & Geva, ACL 2025). Weights are streamed from safetensors, one layer at a time.
+    """Reads the parameters alone (Elhelo & Geva, ACL 2025), streamed from safetensors one layer at a time.
 
     **Examples**
 
@@ -82,26 +47,17 @@ def heads(
     """
     with continues(out):
         from headwater.heads.classify import classify_heads
+        from headwater.models.loading import load
 
-        head_map = classify_heads(
-            load_model(None, device) if model is None or model == EMBEDDED else model,
-            relations=relations,
-            rule=rule,
-            k=k,
-            threshold=threshold,
-            embedding=embedding,
-            multi_token="first" if multi_token else None,
-            device=None if model in (None, EMBEDDED) else device,
-            progress=not quiet,
-            out=out,
-        )
+        given = options.of("classify_heads")
+        read = load(device=given.pop("device", None)) if model is None or model == EMBEDDED else model
+        head_map = classify_heads(read, progress=not quiet, out=out, **given)
         files = write(head_map, out, "head_map") if out else []
     report(head_map.findings() | {"files": files}, as_json, show_heads)
 
 
-def relations(
-    model: Model = None, relations: Relations = None, multi_token: MultiToken = False, as_json: AsJson = False
-) -> None:
+@command(SUITE, COVERAGE)
+def relations(options: Options, model: Model = None, as_json: AsJson = False) -> None:
     """Show how many pairs of each relation survive a model's tokenizer, and which fall out.
 
     Only words that are one token, with the space before them, can be scored. Repeated pairs, and outside copying
@@ -119,9 +75,9 @@ def relations(
     from headwater.models.embedded import embedded_folder
     from headwater.models.tokens import load_tokenizer
 
-    suite = load_relations(relations)
-    folder = embedded_folder() if model in (None, EMBEDDED) else checkpoint_folder(model)
-    coverage = relation_coverage(suite, load_tokenizer(folder), multi_token="first" if multi_token else None)
+    suite = load_relations(**options.of("load_relations"))
+    folder = embedded_folder() if model is None or model == EMBEDDED else checkpoint_folder(model)
+    coverage = relation_coverage(suite, load_tokenizer(folder), **options.of("relation_coverage"))
     rows = coverage.astype(object).where(coverage.notna(), None).to_dict("records")
     report({"model": model or EMBEDDED, "relations": rows}, as_json, _show_coverage)
 

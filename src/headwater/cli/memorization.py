@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from headwater.cli.command import (
+    LOAD,
     AsJson,
-    Device,
-    Dtype,
     Model,
     Out,
     Quiet,
@@ -24,51 +23,61 @@ from headwater.cli.command import (
     screen,
     write,
 )
+from headwater.cli.offered import Of, Options, Shaped, command
 
 if TYPE_CHECKING:
     from headwater.likelihood.files import ScoredTexts
     from headwater.likelihood.profile import DepthProfile
 
 
+def _layers(text: str) -> str | list[int]:
+    """Read the layers asked for: a word, or numbers with commas between them."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
+
+
+GRAPH = Of(
+    "headwater.likelihood.graph:load_depth_graph",
+    shaped=(Shaped("source", Path, name="data"), Shaped("predictions", str)),
+)
+JUDGE = Shaped(
+    "judge",
+    bool,
+    name="label",
+    help="Score answers by label match, 5 or 1, whatever scores the data hold.",
+    read=lambda by_label: "label" if by_label else None,
+)
+PROFILE = Of(
+    "headwater.likelihood.profile:memorization",
+    offers="span context aggregate k answers controls seed batch_size",
+    shaped=(Shaped("layers", str, help="final, all, or layers such as 0,4,8.", read=_layers), JUDGE),
+    choices={
+        "span": "SPANS",
+        "context": "headwater.likelihood.framing:CONTEXTS",
+        "aggregate": "AGGREGATES",
+        "answers": "headwater.likelihood.answering:SOURCES",
+    },
+    filled="graph",
+    left_out={
+        "lens": "takes a function or a result",
+        "prompt": "several lines, or messages of a chat",
+        "max_new_tokens": "the world's and the published data's answers are short",
+        "quartiles": "the other reading is a question for a notebook",
+    },
+)
+SCORE = Of(
+    "headwater.likelihood.files:score_file",
+    offers="field lowercase long stride batch_size",
+    shaped=(Shaped("k", list[float]),),
+    filled="file reference",
+)
+
+
+@command(GRAPH, PROFILE, LOAD, summary=PROFILE)
 def memorization(
-    model: Model = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder in the layout of DepthQA, or a graph file. Default: the embedded model's world.",
-            show_default=False,
-        ),
-    ] = None,
-    predictions: Annotated[
-        str | None,
-        typer.Option(help="Of a folder: the file with a model's answers and their scores.", show_default=False),
-    ] = None,
-    span: Annotated[
-        Literal["question", "answer", "model_answer", "both"], typer.Option(help="What is scored.")
-    ] = "answer",
-    context: Annotated[Literal["raw", "chat"], typer.Option(help="A prompt, or the chat template.")] = "raw",
-    aggregate: Annotated[
-        Literal["group", "node"], typer.Option(help="A value per graph and depth, or per question.")
-    ] = "group",
-    layers: Annotated[str, typer.Option(help="final, all, or layers such as 0,4,8.")] = "final",
-    k: Annotated[float, typer.Option(help="Share of lowest tokens.")] = 0.2,
-    answers: Annotated[
-        Literal["data", "model"] | None,
-        typer.Option(help="Whose answers are judged. Default: the data's, where there are any.", show_default=False),
-    ] = None,
-    label: Annotated[
-        bool, typer.Option("--label", help="Score answers by label match, 5 or 1, whatever scores the data hold.")
-    ] = False,
-    controls: Annotated[bool, typer.Option(help="Score texts with shuffled words too.")] = True,
-    seed: Annotated[int, typer.Option(help="Of shuffling and of the bootstrap.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Texts in one run of the model.")] = 16,
-    device: Device = None,
-    dtype: Dtype = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    options: Options, model: Model = None, out: Out = None, as_json: AsJson = False, quiet: Quiet = False
 ) -> None:
-    """Measure memorization by question depth: Min-K% at depth 1, 2, 3, and the score gap by quartile of Min-K%.
+    """Min-K% at depth 1, 2, 3, and the score gap by quartile of Min-K%.
 
     **Examples**
 
@@ -80,23 +89,9 @@ def memorization(
         from headwater.likelihood.graph import load_depth_graph
         from headwater.likelihood.profile import memorization as run
 
-        graph = load_depth_graph(data, predictions=predictions)
-        profile = run(
-            load_model(model, device, dtype),
-            graph,
-            span=span,
-            context=context,
-            aggregate=aggregate,
-            layers=_layers(layers),
-            k=k,
-            answers=answers,
-            judge="label" if label else None,
-            controls=controls,
-            seed=seed,
-            batch_size=batch_size,
-            progress=not quiet,
-            out=out,
-        )
+        graph = load_depth_graph(**options.of("load_depth_graph"))
+        loaded = load_model(model, options)
+        profile = run(loaded, graph, progress=not quiet, out=out, **options.of("memorization"))
         if not is_main():
             return
         files = _written(profile, out) if out is not None else []
@@ -119,34 +114,14 @@ def _written(profile: DepthProfile, out: Path) -> list[str]:
     return [*files, str(out / "tokens.html"), str(write_report({"memorization": profile}, out / "report.md"))]
 
 
-def _layers(text: str) -> str | list[int]:
-    """Read the layers asked for: a word, or numbers with commas between them."""
-    parts = text.split(",")
-    return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
-
-
+@command(SCORE, LOAD)
 def score(
     model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name; `embedded` for the embedded model.")],
     file: Annotated[Path, typer.Argument(help="Texts: .jsonl, .csv, .tsv, or any other file with a text per line.")],
-    field: Annotated[str, typer.Option(help="Of .jsonl and .csv: the field or column with the text.")] = "text",
-    k: Annotated[
-        list[float] | None,
-        typer.Option(help="Share of lowest tokens; repeatable. Default: 0.05 to 0.6, and 1.", show_default=False),
-    ] = None,
+    options: Options,
     reference: Annotated[
         str | None, typer.Option(help="Another model, for the reference score.", show_default=False)
     ] = None,
-    lowercase: Annotated[
-        bool, typer.Option("--lowercase", help="Also read the lowercased texts, for the lowercase score.")
-    ] = False,
-    long: Annotated[str, typer.Option(help="Texts longer than the context: window, or error.")] = "window",
-    stride: Annotated[
-        int | None,
-        typer.Option(help="New tokens that each window scores. Default: half the context.", show_default=False),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts in one run of the model.")] = 16,
-    device: Device = None,
-    dtype: Dtype = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the table. An interrupted run, repeated with it, continues.", show_default=False),
@@ -167,21 +142,10 @@ def score(
     """
     with continues(out):
         from headwater.likelihood.files import score_file
-        from headwater.likelihood.scores import SHARES
 
-        scored = score_file(
-            load_model(model, device, dtype),
-            file,
-            field=field,
-            k=tuple(k) if k else SHARES,
-            reference=load_model(reference, device, dtype) if reference is not None else None,
-            lowercase=lowercase,
-            long=long,
-            stride=stride,
-            batch_size=batch_size,
-            progress=not quiet,
-            out=out,
-        )
+        loaded = load_model(model, options)
+        other = load_model(reference, options) if reference is not None else None
+        scored = score_file(loaded, file, reference=other, progress=not quiet, out=out, **options.of("score_file"))
         _report(scored, out, as_json)
 
 

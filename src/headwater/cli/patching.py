@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from headwater.cli.command import (
-    AsJson,
-    Device,
-    Dtype,
-    Model,
-    Out,
-    Quiet,
-    columns,
-    continues,
-    load_model,
-    report,
-    write,
-)
+from headwater.cli.command import LOAD, AsJson, Model, Out, Quiet, columns, continues, load_model, report, write
+from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -38,14 +27,42 @@ Token = Annotated[
     str | None, typer.Option(help="For log-probability, probability and rank: the token.", show_default=False)
 ]
 At = Annotated[str, typer.Option(help="Where the metric reads: last, a position, or a text of the prompt.")]
-Window = Annotated[
-    str | None, typer.Option(help="So many layers at once, or cumulative. Default: one.", show_default=False)
-]
-Over = Annotated[
-    list[str] | None, typer.Option(help="Axes: layer, position, head, key. Repeat for several.", show_default=False)
-]
 
 
+def _window(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdigit() else text
+
+
+WINDOW = Shaped("window", str, help="So many layers at once, or cumulative. Default: one.", read=_window)
+PYTHON = {
+    "layers": "all take part",
+    "batch_size": "as many as suit the device",
+}
+PATCH = Of(
+    "headwater.patching.sweep:patch",
+    offers="over direction values method",
+    shaped=(Shaped("sites", default=("resid_pre",)), WINDOW),
+    choices={"direction": "DIRECTIONS", "method": "METHODS"},
+    filled="clean corrupted metric",
+    left_out=PYTHON
+    | {
+        "positions": "all take part; a choice may be a function",
+        "heads": "all take part",
+        "dataset": "a mean over other prompts than these is a question for a notebook",
+        "seed": "of resample alone",
+    },
+)
+KNOCKOUT = Of(
+    "headwater.patching.edge_knockout:knockout",
+    offers="over variant",
+    shaped=(WINDOW,),
+    choices={"variant": "VARIANTS"},
+    filled="prompts block metric",
+    left_out=PYTHON,
+)
+
+
+@command(PATCH, LOAD, summary=PATCH)
 def patch(
     model: Model = None,
     clean: Annotated[list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs.")] = None,
@@ -54,30 +71,17 @@ def patch(
         Path | None,
         typer.Option(help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted.", show_default=False),
     ] = None,
-    sites: Annotated[
-        list[str] | None,
-        typer.Option(help="resid_pre, resid_mid, resid_post, attn_out, mlp_out, z, q, k, v, pattern; repeatable."),
-    ] = None,
     metric: Metric = "logit-difference",
     tokens: Tokens = None,
     token: Token = None,
     at: At = "last",
-    over: Over = None,
-    window: Window = None,
-    direction: Annotated[Literal["denoise", "noise"], typer.Option(help="Which run is edited.")] = "denoise",
-    values: Annotated[
-        Literal["other run", "zero", "mean", "resample"], typer.Option(help="What is written.")
-    ] = "other run",
-    method: Annotated[
-        Literal["exact", "attribution"], typer.Option(help="Run every cell, or go by gradients.")
-    ] = "exact",
-    device: Device = None,
-    dtype: Dtype = None,
+    *,
+    options: Options,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Patch activations of one run into another, at every layer and position or head.
+    """Activations of one run are written into another, cell by cell.
 
     **Examples**
 
@@ -89,25 +93,18 @@ def patch(
     if (clean is None) == (pairs is None):
         raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
     with continues(out):
+        from headwater.models.sites import sites_called
         from headwater.patching.sweep import patch as run
 
-        sweep = run(
-            load_model(model, device, dtype),
-            pairs if pairs is not None else clean or [],
-            corrupted,
-            sites=sites or ["resid_pre"],
-            metric=_metric(metric, tokens, token, at),
-            over=over,
-            window=_window(window),
-            direction=direction,
-            values=values,
-            method=method,
-            progress=not quiet,
-            out=out,
-        )
+        measure, given = _metric(metric, tokens, token, at), options.of("patch")
+        sites_called(given["sites"])
+        prompts = pairs if pairs is not None else clean or []
+        loaded = load_model(model, options)
+        sweep = run(loaded, prompts, corrupted, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
 
 
+@command(KNOCKOUT, LOAD, summary=KNOCKOUT)
 def knockout(
     model: Model = None,
     prompt: Annotated[list[str] | None, typer.Option(help="The prompt; repeat for several.")] = None,
@@ -123,16 +120,13 @@ def knockout(
     tokens: Tokens = None,
     token: Token = None,
     at: At = "last",
-    over: Over = None,
-    window: Window = None,
-    variant: Annotated[Literal["mask", "zero"], typer.Option(help="Before the softmax, or after it.")] = "mask",
-    device: Device = None,
-    dtype: Dtype = None,
+    *,
+    options: Options,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Sever attention edges at every layer and see what becomes of the answer.
+    """What must not be read is named by its words; what becomes of the answer says how much it was needed.
 
     **Example**
 
@@ -145,17 +139,9 @@ def knockout(
         from headwater.patching.edge_knockout import Edges
         from headwater.patching.edge_knockout import knockout as run
 
-        sweep = run(
-            load_model(model, device, dtype),
-            prompt,
-            block=Edges(_position(query), _position(key), heads),
-            metric=_metric(metric, tokens, token, at),
-            over=over,
-            window=_window(window),
-            variant=variant,
-            progress=not quiet,
-            out=out,
-        )
+        measure, block = _metric(metric, tokens, token, at), Edges(_position(query), _position(key), heads)
+        loaded, given = load_model(model, options), options.of("knockout")
+        sweep = run(loaded, prompt, block=block, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
 
 
@@ -175,10 +161,6 @@ def _metric(name: str, tokens: tuple[str, str] | None, token: str | None, at: st
 
 def _position(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
-
-
-def _window(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.isdigit() else text
 
 
 def _report(sweep: Sweep, out: Path | None, as_json: bool) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from headwater.cli.command import (
     EMBEDDED,
+    LOAD,
     AsJson,
-    Device,
-    Dtype,
     Model,
     Out,
     Quiet,
@@ -24,12 +23,14 @@ from headwater.cli.command import (
     report,
     write,
 )
+from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
     from headwater.pathways.probes import Probe
     from headwater.questions.answers import AnsweredQuestions
+    from headwater.questions.extract import EndpointExtractor
     from headwater.questions.sources import Questions
     from headwater.runs.result import Result
 
@@ -43,64 +44,87 @@ QuestionSets = Annotated[
         show_default=False,
     ),
 ]
-Sample = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Questions drawn of each set. Default: all; {DEFAULT_SAMPLE} of each of the world's.", show_default=False
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of the draw of questions.")]
-Prompt = Annotated[
-    str | None,
-    typer.Option(
-        help="Text with one {question}. Default: the chat template, or Q: and A: on two lines.", show_default=False
-    ),
-]
-Label = Annotated[
-    Literal["contains", "exact", "starts"],
-    typer.Option(help="An answer is right when an accepted one stands in it, is all of it, or begins it."),
-]
-NewTokens = Annotated[int, typer.Option(help="An answer that has not ended after so many tokens is left out.")]
-Extract = Annotated[
-    tuple[str, str] | None,
-    typer.Option(
-        "--extract",
-        help="URL and MODEL of an OpenAI-compatible endpoint that names the exact words. Without it the exact answer "
-        "is all of the answer.",
-        show_default=False,
-    ),
-]
-Token = Annotated[
-    Literal["exact_answer_last", "answer_last", "before_answer"], typer.Option(help="The token that probes read.")
-]
-Site = Annotated[Literal["mlp_out", "attn_out", "resid_post"], typer.Option(help="What they read.")]
-Variant = Annotated[Literal["mask", "zero"], typer.Option(help="Knockout before the softmax, or after it.")]
-Seeds = Annotated[int, typer.Option(help="How many times the answers are split into halves.")]
-BatchSize = Annotated[int, typer.Option(help="Answers in one run of the model.")]
 
 
+def _endpoint(given: tuple[str, str]) -> EndpointExtractor:
+    from headwater.questions.extract import EndpointExtractor
+
+    return EndpointExtractor(*given)
+
+
+PROBED = {"site": "headwater.pathways.probes:PROBE_SITES", "token": "headwater.pathways.probes:PROBE_TOKENS"}
+KNOCKED_OUT = PROBED | {"variant": "VARIANTS"}
+EXTRACTOR = Shaped(
+    "extractor",
+    tuple[str, str],
+    name="extract",
+    help="URL and MODEL of an OpenAI-compatible endpoint that names the exact words. Without it the exact answer is "
+    "all of the answer.",
+    read=_endpoint,
+)
+READ = Of(
+    "headwater.questions.sources:load_questions",
+    offers="seed",
+    shaped=(
+        Shaped("sample", help=f"Questions drawn of each set. Default: all; {DEFAULT_SAMPLE} of each of the world's."),
+    ),
+    filled="source",
+    left_out={"format": "told from the first row"},
+)
+ANSWER = Of(
+    "headwater.questions.answers:answer",
+    offers="prompt label max_new_tokens batch_size",
+    shaped=(EXTRACTOR,),
+    choices={"label": "headwater.questions.labels:RULES"},
+    filled="questions",
+)
+TRACE = Of(
+    "headwater.pathways.trace:trace_pathways",
+    offers="token site variant window seeds controls batch_size",
+    choices=KNOCKED_OUT,
+    filled="answered",
+    left_out={"edges": "the other reading is a question for a notebook"},
+)
+STATES = Of("headwater.pathways.probes:probe_states", offers="site token batch_size", choices=PROBED, filled="answered")
+SALIENCY = Of(
+    "headwater.pathways.attention_saliency:saliency",
+    offers="target",
+    choices={"target": "TARGETS"},
+    filled="answered probe",
+    left_out={
+        "edges": "both are measured",
+        "heads": "the other reading is a question for a notebook",
+        "pairs": "the other reading is a question for a notebook",
+        "layers": "all are measured",
+        "batch_size": "that of the questions is another; its default suits all devices",
+    },
+)
+BY_HAND = {
+    "layer": "found on the training half",
+    "cross_fit": "the other reading is a question for a notebook",
+    "reweighting": "takes an object",
+}
+DETECT = Of(
+    "headwater.detection.detection:detect",
+    offers="site token variant seeds batch_size",
+    shaped=(Shaped("methods", name="method"),),
+    choices=KNOCKED_OUT,
+    filled="answered",
+    left_out=BY_HAND,
+)
+DETECT_ALL = replace(
+    DETECT, shaped=(), left_out=BY_HAND | {"methods": "all of them; `headwater detect` has the choice"}
+)
+
+
+@command(READ, ANSWER, TRACE, DETECT_ALL, LOAD)
 def pathways(
     model: Model = None,
     questions: QuestionSets = None,
-    sample: Sample = None,
-    seed: Seed = 0,
-    prompt: Prompt = None,
-    label: Label = "contains",
-    max_new_tokens: NewTokens = 32,
-    extract: Extract = None,
-    token: Token = "exact_answer_last",
-    site: Site = "mlp_out",
-    variant: Variant = "mask",
-    window: Annotated[
-        int | None, typer.Option(help="Knock out so many layers around each, not all up to it.", show_default=False)
-    ] = None,
-    seeds: Seeds = 3,
-    controls: Annotated[bool, typer.Option(help="Run the controls too.")] = True,
+    *,
+    options: Options,
     saliency: Annotated[bool, typer.Option(help="Measure saliency too.")] = True,
     detection: Annotated[bool, typer.Option(help="Fit detectors of wrong answers too.")] = True,
-    batch_size: BatchSize = 64,
-    device: Device = None,
-    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -121,49 +145,34 @@ def pathways(
         from headwater.pathways.attention_saliency import saliency as run_saliency
         from headwater.pathways.trace import trace_pathways
 
-        asked = _Asked(questions, sample, seed, prompt, label, max_new_tokens, extract, batch_size)
-        read, loaded = asked.questions(model), load_model(model, device, dtype)
-        answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
-        shared: dict[str, Any] = {"batch_size": batch_size, "progress": not quiet}
-        probed: dict[str, Any] = {"site": site, "token": token, "variant": variant, "seeds": seeds}
+        loaded, answered = _answered(model, questions, options, not quiet, out)
         found: dict[str, Result] = {"answers": answered}
-        traced = found["pathways"] = trace_pathways(
-            loaded, answered, window=window, controls=controls, out=_part(out, "pathways"), **probed, **shared
-        )
+        given = options.of("trace_pathways")
+        traced = trace_pathways(loaded, answered, progress=not quiet, out=_part(out, "pathways"), **given)
+        found["pathways"] = traced
         if saliency:
-            found["saliency"] = run_saliency(
-                loaded, answered, traced.probe, progress=not quiet, out=_part(out, "saliency")
-            )
+            folder = _part(out, "saliency")
+            found["saliency"] = run_saliency(loaded, answered, traced.probe, progress=not quiet, out=folder)
         if detection:
-            found["detection"] = run_detection(loaded, answered, out=_part(out, "detection"), **probed, **shared)
+            folder, given = _part(out, "detection"), options.of("detect")
+            found["detection"] = run_detection(loaded, answered, progress=not quiet, out=folder, **given)
         _finish(found, out, as_json)
 
 
+@command(READ, ANSWER, STATES, SALIENCY, LOAD, summary=SALIENCY)
 def saliency(
     model: Model = None,
     questions: QuestionSets = None,
-    sample: Sample = None,
-    seed: Seed = 0,
-    prompt: Prompt = None,
-    label: Label = "contains",
-    max_new_tokens: NewTokens = 32,
-    extract: Extract = None,
-    token: Token = "exact_answer_last",
-    site: Site = "mlp_out",
-    target: Annotated[
-        Literal["cross_entropy", "logit"], typer.Option(help="Of what the gradient is taken, in the figure.")
-    ] = "cross_entropy",
+    *,
+    options: Options,
     layer: Annotated[
         int | None, typer.Option(help="Of the probe. Default: the one that does best.", show_default=False)
     ] = None,
-    batch_size: BatchSize = 64,
-    device: Device = None,
-    dtype: Dtype = None,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure how much a truthfulness probe hangs on the attention paid to the exact question tokens.
+    """How much a truthfulness probe hangs on the attention paid to them.
 
     **Example**
 
@@ -173,43 +182,23 @@ def saliency(
     with continues(out):
         from headwater.pathways.attention_saliency import saliency as run
 
-        asked = _Asked(questions, sample, seed, prompt, label, max_new_tokens, extract, batch_size)
-        read, loaded = asked.questions(model), load_model(model, device, dtype)
-        answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
-        probe = _probe(loaded, answered, site, token, layer, batch_size, quiet)
-        measured = run(loaded, answered, probe, target=target, progress=not quiet, out=_part(out, "saliency"))
+        loaded, answered = _answered(model, questions, options, not quiet, out)
+        probe, folder = _probe(loaded, answered, options, layer, quiet), _part(out, "saliency")
+        measured = run(loaded, answered, probe, progress=not quiet, out=folder, **options.of("saliency"))
         _finish({"answers": answered, "saliency": measured}, out, as_json)
 
 
+@command(READ, ANSWER, DETECT, LOAD, summary=DETECT)
 def detect(
     model: Model = None,
     questions: QuestionSets = None,
-    sample: Sample = None,
-    seed: Seed = 0,
-    prompt: Prompt = None,
-    label: Label = "contains",
-    max_new_tokens: NewTokens = 32,
-    extract: Extract = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="question, p_true, logit_mean, logit_min, probe, random_gate, vanilla_experts, mop, pr; repeatable. "
-            "Default: all.",
-            show_default=False,
-        ),
-    ] = None,
-    token: Token = "exact_answer_last",
-    site: Site = "mlp_out",
-    variant: Variant = "mask",
-    seeds: Seeds = 3,
-    batch_size: BatchSize = 64,
-    device: Device = None,
-    dtype: Dtype = None,
+    *,
+    options: Options,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fit detectors of wrong answers on half of the questions, and measure them on the other half.
+    """The detectors are those of Luo et al. (ACL 2026) and their baselines.
 
     **Examples**
 
@@ -221,94 +210,56 @@ def detect(
         from headwater.detection.detection import detect as run
         from headwater.detection.methods import METHODS, check_methods
 
-        methods = check_methods(method or METHODS)
-        asked = _Asked(questions, sample, seed, prompt, label, max_new_tokens, extract, batch_size)
-        read, loaded = asked.questions(model), load_model(model, device, dtype)
-        answered = asked.answers(loaded, read, progress=not quiet, out=_part(out, "answers"))
-        measured = run(
-            loaded,
-            answered,
-            methods=methods,
-            site=site,
-            token=token,
-            variant=variant,
-            seeds=seeds,
-            batch_size=batch_size,
-            progress=not quiet,
-            out=_part(out, "detection"),
-        )
+        given = options.of("detect")
+        check_methods(given.get("methods", METHODS))
+        loaded, answered = _answered(model, questions, options, not quiet, out)
+        measured = run(loaded, answered, progress=not quiet, out=_part(out, "detection"), **given)
         _finish({"answers": answered, "detection": measured}, out, as_json)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a model is asked, and how: the options that the three commands share."""
+def _answered(
+    model: str | None, sources: list[str] | None, options: Options, progress: bool, out: Path | None
+) -> tuple[HookedModel, AnsweredQuestions]:
+    """Load the model, and let it answer the questions."""
+    from headwater.questions.answers import answer
 
-    sources: list[str] | None
-    sample: int | None
-    seed: int
-    prompt: str | None
-    label: str
-    max_new_tokens: int
-    extract: tuple[str, str] | None
-    batch_size: int
-
-    def questions(self, model: str | None) -> Questions:
-        """Read the questions, before a large model is loaded in vain."""
-        import pandas as pd
-
-        from headwater.questions.sources import WORLD_SETS, Questions, load_questions
-
-        if self.sources is None and model not in (None, EMBEDDED):
-            raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
-        read = []
-        for source in self.sources or WORLD_SETS:
-            is_file = source not in WORLD_SETS or Path(source).exists()
-            sample = self.sample if self.sample is not None or is_file else DEFAULT_SAMPLE
-            read.append(load_questions(source, sample=sample, seed=self.seed))
-        names = [name for questions in read for name in questions.datasets]
-        double = next((name for name in names if names.count(name) > 1), None)
-        if double is not None:
-            raise InputError(f"Two of the --questions are called {double!r}: give one of them a column dataset.")
-        table = pd.concat([questions.table for questions in read], ignore_index=True)
-        return Questions(table, ", ".join(questions.source for questions in read))
-
-    def answers(
-        self, model: HookedModel, questions: Questions, *, progress: bool, out: Path | None
-    ) -> AnsweredQuestions:
-        """Let the model answer them."""
-        from headwater.questions.answers import answer
-        from headwater.questions.extract import EndpointExtractor
-
-        return answer(
-            model,
-            questions,
-            prompt=self.prompt,
-            label=self.label,
-            max_new_tokens=self.max_new_tokens,
-            batch_size=self.batch_size,
-            extractor=EndpointExtractor(*self.extract) if self.extract else None,
-            progress=progress,
-            out=out,
-        )
+    questions = _questions(model, sources, options)
+    loaded, folder = load_model(model, options), _part(out, "answers")
+    return loaded, answer(loaded, questions, progress=progress, out=folder, **options.of("answer"))
 
 
-def _probe(
-    model: HookedModel,
-    answered: AnsweredQuestions,
-    site: str,
-    token: str,
-    layer: int | None,
-    batch_size: int,
-    quiet: bool,
-) -> Probe:
+def _questions(model: str | None, sources: list[str] | None, options: Options) -> Questions:
+    """Read the questions, before a large model is loaded in vain."""
+    import pandas as pd
+
+    from headwater.questions.sources import WORLD_SETS, Questions, load_questions
+
+    if sources is None and model not in (None, EMBEDDED):
+        raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
+    read, given = [], options.of("load_questions")
+    for source in sources or WORLD_SETS:
+        of_world = source in WORLD_SETS and not Path(source).exists()
+        drawn = {"sample": DEFAULT_SAMPLE} if of_world else {}
+        read.append(load_questions(source, **drawn | given))
+    names = [name for questions in read for name in questions.datasets]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise InputError(f"Two of the --questions are called {double!r}: give one of them a column dataset.")
+    table = pd.concat([questions.table for questions in read], ignore_index=True)
+    return Questions(table, ", ".join(questions.source for questions in read))
+
+
+def _probe(model: HookedModel, answered: AnsweredQuestions, options: Options, layer: int | None, quiet: bool) -> Probe:
     """Fit the probe whose saliency is measured, on all answers together."""
     from headwater.pathways.probes import fit_probes, probe_states
     from headwater.runs.processes import processes
 
+    given = options.of("probe_states")
+    where = {"site": given["site"], "token": given["token"]}
+
     def fit() -> Probe:
-        states = probe_states(model, answered, site=site, token=token, batch_size=batch_size, progress=not quiet)
-        probes = fit_probes(states, answered.z, site=site, token=token, groups=answered.table["question"].tolist())
+        states = probe_states(model, answered, progress=not quiet, **given)
+        probes = fit_probes(states, answered.z, groups=answered.table["question"].tolist(), **where)
         return probes[probes.best if layer is None else layer]
 
     return processes().on_main("the probe", fit)  # one for all: of two machines the last digits differ

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from headwater.cli.command import (
     EMBEDDED,
+    LOAD,
     AsJson,
-    Device,
-    Dtype,
     Out,
     Quiet,
     columns,
@@ -22,6 +21,9 @@ from headwater.cli.command import (
     report,
     write,
 )
+from headwater.cli.memorization import GRAPH, JUDGE
+from headwater.cli.offered import Of, Options, Shaped, command
+from headwater.cli.pathways import EXTRACTOR
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,29 +36,55 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub name; `embedded` for the embedded model.")]
-PublishedModel = Annotated[
-    str | None,
-    typer.Option("--published", help="Published model to compare with. Default: by name.", show_default=False),
-]
 
 NUMBERS = ("published", "measured", "difference")
 
 
+def _lines(file: Path) -> tuple[str, ...]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}.") from None
+    return tuple(line for line in lines if line.strip())
+
+
+MAPS = Of(
+    "headwater.reference.maps:reproduce_maps",
+    offers="published correlations",
+    shaped=(
+        Shaped(
+            "templates",
+            Path,
+            help="Sentences for the correlations, one a line, each with {source}. Default: headwater's own.",
+            read=_lines,
+        ),
+    ),
+    filled="datasets",
+)
+PATHWAYS = Of(
+    "headwater.reference.pathways:reproduce_pathways",
+    offers="published token seeds batch_size",
+    shaped=(
+        Shaped("sample", help="Questions drawn of each set; 0 for all.", read=lambda count: count or None),
+        Shaped("methods", name="method"),
+        EXTRACTOR,
+    ),
+    filled="questions",
+)
+DEPTH = Of(
+    "headwater.reference.depth:reproduce_depth",
+    offers="published batch_size",
+    shaped=(JUDGE,),
+    filled="graph",
+)
+
+
 @app.command()
+@command(MAPS)
 def maps(
     model: Model,
     datasets: Annotated[Path, typer.Option(help="The published relations: a folder of NAME/NAME.json.")],
-    published: PublishedModel = None,
-    correlations: Annotated[
-        bool, typer.Option(help="Also run the model, and correlate what heads write with their scores.")
-    ] = True,
-    templates: Annotated[
-        Path | None,
-        typer.Option(
-            help="Sentences for the correlations, one a line, each with {source}. Default: headwater's own.",
-            show_default=False,
-        ),
-    ] = None,
+    options: Options,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -70,43 +98,22 @@ def maps(
     `headwater reproduce maps path/to/pythia-12b --datasets MAPS/datasets --no-correlations --out runs/maps`
     """
     with continues(out):
-        from headwater.heads.validation import TEMPLATES
+        from headwater.models.loading import load
         from headwater.reference.maps import reproduce_maps
 
-        found = reproduce_maps(
-            load_model(model) if model == EMBEDDED else model,
-            datasets,
-            published=published,
-            correlations=correlations,
-            templates=_lines(templates) if templates else TEMPLATES,
-            progress=not quiet,
-            out=out,
-        )
+        read = load() if model == EMBEDDED else model
+        found = reproduce_maps(read, datasets, progress=not quiet, out=out, **options.of("reproduce_maps"))
         _report(found, out, as_json)
 
 
 @app.command()
+@command(PATHWAYS, LOAD)
 def pathways(
     model: Model,
     questions: Annotated[
         list[str], typer.Option(help="Question file; repeat for several. Of the embedded model: a set by name.")
     ],
-    published: PublishedModel = None,
-    sample: Annotated[int, typer.Option(help="Questions drawn of each set; 0 for all.")] = 4000,
-    method: Annotated[
-        list[str] | None, typer.Option(help="Methods of detection; repeatable. Default: all.", show_default=False)
-    ] = None,
-    token: Annotated[str, typer.Option(help="Where probes read.")] = "exact_answer_last",
-    seeds: Annotated[int, typer.Option(help="Splits into halves.")] = 3,
-    extract: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            help="URL and MODEL of an OpenAI-compatible endpoint that names the exact words.", show_default=False
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows in one run.")] = 64,
-    device: Device = None,
-    dtype: Dtype = None,
+    options: Options,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -120,47 +127,16 @@ def pathways(
     `headwater reproduce pathways meta-llama/Meta-Llama-3-8B --questions popqa.jsonl --out runs/pathways`
     """
     with continues(out):
-        from headwater.questions.extract import EndpointExtractor
-        from headwater.reference.pathways import METHODS, reproduce_pathways
+        from headwater.reference.pathways import reproduce_pathways
 
-        found = reproduce_pathways(
-            load_model(model, device, dtype),
-            questions,
-            published=published,
-            sample=sample or None,
-            methods=tuple(method) if method else tuple(METHODS),
-            token=token,
-            seeds=seeds,
-            extractor=EndpointExtractor(*extract) if extract else None,
-            batch_size=batch_size,
-            progress=not quiet,
-            out=out,
-        )
+        given = options.of("reproduce_pathways")
+        found = reproduce_pathways(load_model(model, options), questions, progress=not quiet, out=out, **given)
         _report(found, out, as_json)
 
 
 @app.command()
-def depth(
-    model: Model,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder in the layout of DepthQA, or a graph file. Default: the embedded model's world.",
-            show_default=False,
-        ),
-    ] = None,
-    predictions: Annotated[
-        str | None, typer.Option(help="Of a folder: the file with answers and scores.", show_default=False)
-    ] = None,
-    published: PublishedModel = None,
-    label: Annotated[bool, typer.Option("--label", help="Score answers by label match.")] = False,
-    batch_size: Annotated[int, typer.Option(help="Texts in one run.")] = 16,
-    device: Device = None,
-    dtype: Dtype = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
+@command(GRAPH, DEPTH, LOAD)
+def depth(options: Options, model: Model, out: Out = None, as_json: AsJson = False, quiet: Quiet = False) -> None:
     """Accuracy and discrepancies by question depth (Ko et al., EMNLP 2024).
 
     **Example**
@@ -171,24 +147,10 @@ def depth(
         from headwater.likelihood.graph import load_depth_graph
         from headwater.reference.depth import reproduce_depth
 
-        found = reproduce_depth(
-            load_model(model, device, dtype),
-            load_depth_graph(data, predictions=predictions),
-            published=published,
-            judge="label" if label else None,
-            batch_size=batch_size,
-            progress=not quiet,
-            out=out,
-        )
+        graph = load_depth_graph(**options.of("load_depth_graph"))
+        given = options.of("reproduce_depth")
+        found = reproduce_depth(load_model(model, options), graph, progress=not quiet, out=out, **given)
         _report(found, out, as_json)
-
-
-def _lines(file: Path) -> tuple[str, ...]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}.") from None
-    return tuple(line for line in lines if line.strip())
 
 
 def _report(found: Reproduction, out: Path | None, as_json: bool) -> None:

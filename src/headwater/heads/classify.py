@@ -192,8 +192,8 @@ def classify_heads(
     Args:
         model: a loaded model; or a checkpoint folder or hub name, then read straight from safetensors with one layer in
             memory at a time.
-        relations: a folder or file of relations, relations, or names of relations of the suite that comes with
-            headwater; by default the whole suite.
+        relations: a folder or file of relations, the name of one of the suite that comes with headwater, a relation,
+            or several of these; by default the whole suite.
         rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
         k: how many of the largest logits count as a hit; by default 1 for copying relations and 10 for others, on
             Llama 3 vocabularies 3 and 25.

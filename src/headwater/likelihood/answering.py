@@ -34,7 +34,8 @@ Judge: TypeAlias = str | Callable[[str, Sequence[str], str], float | None] | Non
 """A function of the question, the accepted answers and the answer to judge, which gives a score from 1 to 5 or None;
 "label" for label match; None for the scores in the data, else label match where accepted answers are short."""
 
-DATA, MODEL, LABEL = "data", "model", "label"
+DATA, MODEL = SOURCES = ("data", "model")
+LABEL = "label"
 SHORT = 10
 """Words up to which accepted answers (their median) are short enough for label match."""
 JUDGED_AT_ONCE = 64
@@ -65,7 +66,7 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str) -> 
         InputError: there is no such source, or the data lack what is asked of them.
     """
     if answers is not None:
-        checked_name("answers", answers, (DATA, MODEL))
+        checked_name("answers", answers, SOURCES)
     if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
         raise InputError(
             f"judge={shown(judge)} is neither 'label' nor a function of question, accepted answers and answer."

@@ -62,9 +62,10 @@ def load(
             transformer-lens 3.9 is installed. Models given in memory are not changed. Of a multimodal model (Gemma 3,
             Llava) the text model is loaded.
         tokenizer: needed for a transformers model; for a checkpoint, instead of its own. A name or folder works too.
-        device: default: a CUDA device if there is one, else the CPU; for models given in memory: where they are. "auto"
-            spreads the layers of a checkpoint over all CUDA devices, where one is too small.
-        dtype: default: as the checkpoint stores it.
+        device: where it runs, as "cpu", "cuda" or "cuda:1"; default: a CUDA device if there is one, else the CPU; for
+            models given in memory: where they are. "auto" spreads the layers of a checkpoint over all CUDA devices,
+            where one is too small.
+        dtype: of the weights, as "float32", "bfloat16" or "float16"; default: as the checkpoint stores them.
         revision: of the hub.
         trust_remote_code: allow a checkpoint to bring its own code.
         pickled: allow the state dict of a HookedTransformer to be a `.pth` or `.pt` file. Tensors are read from it,

@@ -134,11 +134,11 @@ def place_named(hook: str) -> tuple[Site, int] | None:
 _BY_HOOK = {site.hook: site for site in SITES.values()}
 
 
-def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
-    """Look sites up by name.
+def sites_called(names: str | Iterable[str]) -> tuple[Site, ...]:
+    """Look sites up by name, whatever the model.
 
     Raises:
-        InputError: no such site, or the model has none of it, or one that is not what its shape says.
+        InputError: there is no such site.
     """
     asked = one_or_several(names)
     if not asked:
@@ -146,6 +146,17 @@ def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
     for name in asked:
         if not isinstance(name, str) or name not in SITES:
             raise InputError(f"There is no site {shown(name)}.{did_you_mean(str(name), SITES)}")
+    return tuple(SITES[name] for name in dict.fromkeys(asked))
+
+
+def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
+    """Look up the sites of a model by name.
+
+    Raises:
+        InputError: no such site, or the model has none of it, or one that is not what its shape says.
+    """
+    sites = sites_called(names)
+    for name in (site.name for site in sites):
         if name == "resid_mid" and model.shape.parallel_blocks:
             raise InputError(
                 f"resid_mid was asked for, but {model.shape.architecture} runs attention and MLP in parallel: nothing "
@@ -153,4 +164,4 @@ def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
             )
         if reason := model.misfits.get(name):
             raise InputError(reason)
-    return tuple(SITES[name] for name in dict.fromkeys(asked))
+    return sites

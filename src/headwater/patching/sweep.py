@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIRECTIONS = ("denoise", "noise")
+METHODS = ("exact", "attribution")
 COORDINATES = ("site", "layer", "position", "token", "head", "kv_head", "key", "window", "values", "metric")
 
 
@@ -246,7 +247,7 @@ def patch(
         InterventionError: an edit did not take effect.
     """
     checked_name("direction", direction, DIRECTIONS)
-    checked_name("method", method, ("exact", "attribution"))
+    checked_name("method", method, METHODS)
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     over, layers, heads = lasting(over), lasting(layers), lasting(heads)
     first, second = read_pairs(model, clean, corrupted)

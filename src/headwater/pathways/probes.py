@@ -149,8 +149,8 @@ def probe_states(
     Args:
         model: the model that answered.
         answered: what `hw.answer` returned.
-        site: what is read: `mlp_out`, `attn_out` or `resid_post`.
-        token: where: `exact_answer_last`, `answer_last` or `before_answer`.
+        site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
+        token: where probes read: `exact_answer_last`, `answer_last` or `before_answer`.
         batch_size: rows in one run; rows of about equal length run together.
         progress: show a bar.
 

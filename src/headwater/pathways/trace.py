@@ -218,7 +218,8 @@ def trace_pathways(
         model: the model that answered.
         answered: what `hw.answer` returned.
         site: what the probes read: `mlp_out`, `attn_out` or `resid_post`.
-        token: where: `exact_answer_last`, `answer_last`, or `before_answer` (the token that the exact answer follows).
+        token: where probes read: `exact_answer_last`, `answer_last`, or `before_answer` (the token that the exact
+            answer follows).
         variant: `mask` (severed before the softmax; the rest renormalises) or `zero` (after it: A = 0 to the letter).
         edges: who may no longer attend to E_Q: every position `after` it, or the exact tokens of the `answer` alone.
         window: sever in so many layers around each instead of in all up to it, and read the probe of l*; 1 is each

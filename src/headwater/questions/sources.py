@@ -96,7 +96,7 @@ def load_questions(
             (`properties`, `paraphrased`, `natural`, `multi_hop`); None for all four of these.
         format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; by default told from the first row.
         sample: draw this many questions of each set, without replacement; default all.
-        seed: for the draw.
+        seed: of the draw of questions.
 
     Raises:
         InputError: no such file or format, or a row that cannot be used; the message names the file, the row and the

@@ -69,8 +69,8 @@ def reproduce_pathways(
         questions: a question file, or several; see `load_questions`.
         published: the published model to compare with; by default the one of the model's name.
         sample: how many questions of each set; None for all.
-        methods: names of `hw.detect`.
-        token: what probes read.
+        methods: which detectors of `hw.detect`; by default all.
+        token: where probes read: `exact_answer_last`, `answer_last` or `before_answer`.
         seeds: how many splits into halves.
         extractor: names the exact words of questions and answers that say nothing of them; see `hw.answer`.
         batch_size: rows in one run.
