@@ -101,7 +101,7 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
     """Return what makes a command of a function that takes `options: Options` beside parameters of its own.
 
     Args:
-        functions: what it offers of the functions that it calls. An option that several take is said once, by the first.
+        functions: what it offers of the functions that it calls. The first of several that take an option says it.
         summary: the function whose first line is the command's; default: the first line of the command's docstring.
     """
 
