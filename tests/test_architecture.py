@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import headwater
+from headwater.axes import AXES
 from headwater.rooms import homes_of
 
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
@@ -150,6 +151,24 @@ def test_only_the_stats_room_takes_tests_ranks_and_aucs_from_scipy_and_scikit_le
     for module, file in FILES.items():
         found = {name for name in imported(file) if name.startswith(("scipy.stats", "sklearn.metrics"))} - drawn
         assert not found or room(module) == "stats", f"{module} imports {found}; go through headwater.stats"
+
+
+def axis_words(text: str) -> set[str]:
+    """Return the words for axes in the jaxtyping annotations of a file."""
+    kinds = {"Float", "Int", "Bool", "Integer", "Num", "Shaped", "UInt8", "Real", "Inexact"}
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        is_typed = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in kinds
+        if is_typed and isinstance(node.slice, ast.Tuple) and isinstance(node.slice.elts[-1], ast.Constant):
+            found |= set(re.findall(r"[a-z]\w*", str(node.slice.elts[-1].value)))
+    return found
+
+
+def test_every_axis_has_a_word_of_the_vocabulary():
+    used = {word for file in FILES.values() for word in axis_words(file.read_text())}
+    assert not used - set(AXES)
+    of_tables_alone = {"target", "depth", "sender", "receiver", "role"}
+    assert not set(AXES) - used - of_tables_alone
 
 
 def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_under_half_a_second():

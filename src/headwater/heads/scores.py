@@ -115,9 +115,7 @@ def _shares(suite: SuitePairs, hits: Bool[Tensor, "head pair"]) -> Float[Tensor,
     return (counts.index_add_(1, suite.item_relation, items.double()) / suite.items).cpu()
 
 
-def any_accepted(
-    hits: Bool[Tensor, "*rows pair"], item: Int[Tensor, "pair"], n_items: int
-) -> Bool[Tensor, "*rows item"]:
+def any_accepted(hits: Bool[Tensor, "*row pair"], item: Int[Tensor, "pair"], n_items: int) -> Bool[Tensor, "*row item"]:
     """Say of each item whether any of its pairs hits; `item` is the item of each pair."""
     if len(item) == n_items:
         return hits

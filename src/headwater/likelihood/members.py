@@ -183,7 +183,7 @@ def _discrimination(
     values, member = values[has_score], member[has_score]
     strata = strata[has_score] if strata is not None else None
 
-    def numbers(counts: Float[ndarray, "draw text"]) -> Float[ndarray, "draw number"]:
+    def numbers(counts: Float[ndarray, "draw text"]) -> Float[ndarray, "draw score"]:
         found = [auc(values, member, counts=counts, strata=strata)]
         for rate in FALSE_POSITIVE_RATES.values():
             one_threshold = strata is None

@@ -42,8 +42,8 @@ class Generated:
         stopped: whether the row ended by itself, not because there was no room left.
     """
 
-    tokens: Int[Tensor, "batch new"]
-    log_probs: Float[Tensor, "batch new"]
+    tokens: Int[Tensor, "batch token"]
+    log_probs: Float[Tensor, "batch token"]
     lengths: Int[Tensor, " batch"]
     stopped: Bool[Tensor, " batch"]
 
@@ -136,7 +136,7 @@ class _Cached:
         )
         return out[:, -1]
 
-    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " row_going"]) -> None:
+    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " going"]) -> None:
         """Append the chosen tokens to the rows that go on; forget the others."""
         if len(going) < len(chosen):
             self._cache.batch_select_indices(going.to(self._model.device))
@@ -156,7 +156,7 @@ class _Rerun:
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         return self._model.run(self._rows, keep="last")[:, -1]
 
-    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " row_going"]) -> None:
+    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " going"]) -> None:
         self._rows = [[*self._rows[i], int(chosen[i])] for i in going.tolist()]
 
 

@@ -187,7 +187,7 @@ def by_intervention(
 
 def _mean_auc(
     draws: Draws, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
-) -> Float[np.ndarray, " resample"]:
+) -> Float[np.ndarray, " draw"]:
     """Average the AUCs of each half of each seed, as far as they are defined."""
     found = []
     for expected, halves, values in zip(np.broadcast_to(truth, half.shape), half, scores, strict=True):

@@ -111,7 +111,7 @@ def name_mover() -> PlantedModel:
     )
 
 
-def _separate_codes(count: int, seed: int) -> Float[Tensor, "count width"]:
+def _separate_codes(count: int, seed: int) -> Float[Tensor, "neuron d_model"]:
     """Draw ±1 codes of unit length one by one, keeping those within 1/2 of every earlier one."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.zeros(count, CODE_WIDTH)

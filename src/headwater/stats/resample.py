@@ -102,7 +102,7 @@ class Draws:
         """How often each unit comes in each draw; the first row is the data."""
         return np.concatenate(list(self.blocks()))
 
-    def per_example(self, examples: Shaped[ndarray, " _"] | None = None) -> Float[ndarray, "draw chosen"]:
+    def per_example(self, examples: Shaped[ndarray, " _"] | None = None) -> Float[ndarray, "draw example"]:
         """Return how often each example comes in each draw: of all, or of those chosen (a mask or places)."""
         return self.counts[:, self.of_example if examples is None else self.of_example[examples]]
 
