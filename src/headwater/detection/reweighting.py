@@ -28,7 +28,7 @@ from torch import Tensor
 from headwater.kernels.attention import reweighted
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
-from headwater.models.sites import SITES
+from headwater.models.sites import SITES, hook_name
 from headwater.options import checked_count, checked_number
 from headwater.pathways.probes import Probe, probe_positions
 from headwater.questions.answers import AnsweredQuestions
@@ -160,7 +160,7 @@ def _hooks(
         def reweigh(pattern: Tensor, hook: Any, here: Tensor = here) -> Tensor:
             return reweighted(pattern, queries, keys, here.to(pattern.dtype))
 
-        yield f"blocks.{layer}.attn.hook_pattern", makes(reweigh)
+        yield hook_name("pattern", layer), makes(reweigh)
 
 
 def _marked(positions: Sequence[Sequence[int]], width: int) -> Bool[Tensor, "example position"]:

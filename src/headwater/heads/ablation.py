@@ -33,6 +33,7 @@ from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
+from headwater.models.sites import hook_name
 from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
 from headwater.progress import progress_bar
 from headwater.runs.record import RunRecord
@@ -252,7 +253,7 @@ def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"
         z[rows, last.to(z.device)[:, None], chosen] = means[layer].to(z)[chosen] if means is not None else 0.0
         return z
 
-    return [(f"blocks.{layer}.attn.hook_z", makes(partial(replace, layer=layer))) for layer in by_layer]
+    return [(hook_name("z", layer), makes(partial(replace, layer=layer))) for layer in by_layer]
 
 
 @dataclass
@@ -289,7 +290,7 @@ class _Bench:
         for _, batch in task.batch.split(self.batch_size):
             last = batch.lengths - 1
             adding = {layer: looks(partial(add, layer=layer, last=last)) for layer in layers}
-            hooks = [(f"blocks.{layer}.attn.hook_z", hook) for layer, hook in adding.items()]
+            hooks = [(hook_name("z", layer), hook) for layer, hook in adding.items()]
             self.model.run(batch, hooks, keep="last")
         return sums / len(task.batch)
 

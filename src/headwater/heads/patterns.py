@@ -27,6 +27,7 @@ from headwater.models.compat import ATTENTION_CLASSES, keys_of
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
+from headwater.models.sites import hook_name
 from headwater.options import checked_count, checked_number, checked_seed, shown
 
 MOST_SEQUENCES = 10_000
@@ -88,7 +89,7 @@ def _scores(
             scores[index, layer] = mean_attention(pattern, keys.to(pattern.device))
 
     layers = range(model.shape.n_layers)
-    hooks = [(f"blocks.{layer}.attn.hook_pattern", looks(partial(score, layer=layer))) for layer in layers]
+    hooks = [(hook_name("pattern", layer), looks(partial(score, layer=layer))) for layer in layers]
     model.run(tokens, hooks, keep=[-1])
     return scores, len(tokens)
 

@@ -32,6 +32,7 @@ from headwater.kernels import ov_blocked
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
+from headwater.models.sites import hook_name
 from headwater.models.weights import open_weights
 from headwater.options import checked_count
 from headwater.progress import progress_bar
@@ -182,12 +183,12 @@ def last_values(
         values[context, layer, rows] = here.repeat_interleave(shape.n_heads // here.shape[1], dim=1).float().cpu()
 
     for rows, batch in prompts.batch.split(batch_size):
-        places = {"hook_z": last[rows], "hook_v": prompts.source[rows]}
+        places = {"z": last[rows], "v": prompts.source[rows]}
         hooks: list[Hook] = []
         for context, (name, position) in enumerate(places.items()):
             for layer in range(shape.n_layers):
                 keeping = partial(keep, context=context, layer=layer, rows=rows, position=position)
-                hooks.append((f"blocks.{layer}.attn.{name}", looks(keeping)))
+                hooks.append((hook_name(name, layer), looks(keeping)))
         model.run(batch, hooks, keep="last")
     return values
 

@@ -36,6 +36,7 @@ from headwater.models.edits import Hook, looks
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
+from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count, checked_name, checked_several, shown
@@ -286,7 +287,7 @@ def _measurer(
             def take(residual: Tensor, hook: Any) -> None:
                 kept[layer] = residual[rows.to(residual.device), columns.to(residual.device) - 1]
 
-            return f"blocks.{layer}.hook_resid_post", looks(take)
+            return hook_name("resid_post", layer), looks(take)
 
         with one_pass_attention(model):
             model.run(batch, [keep(layer) for layer in layers], stop_at=max(layers) + 1)

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 from headwater.rooms import opened
 
 if TYPE_CHECKING:
-    from headwater.models.caches import Site as Site
     from headwater.models.families import FAMILIES as FAMILIES
     from headwater.models.families import Family as Family
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
     from headwater.models.sites import SITES as SITES
+    from headwater.models.sites import Site as Site
+    from headwater.models.sites import register_site as register_site
     from headwater.models.weights import open_weights as open_weights
 
 __getattr__, __dir__, __all__ = opened(__name__)

@@ -29,6 +29,7 @@ from transformers.activations import NewGELUActivation
 
 from headwater.models.checks import finite_output
 from headwater.models.edits import looks
+from headwater.models.sites import hook_name
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -155,7 +156,7 @@ class Blocks:
             NumericsError: the residual stream after the last block holds NaN or infinity.
         """
         tap, calls, tokens = _KeyValueTap(), {}, batch.tokens.to(self.model.device)
-        last = f"blocks.{len(self._blocks) - 1}.hook_resid_post"
+        last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: Any, name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -21,15 +21,13 @@ from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large
+from headwater.models.sites import SITES, hook_name
 from headwater.models.tokens import Batch, Inputs
 from headwater.options import checked_count, checked_flag, shown, whole_numbers
 from headwater.progress import progress_bar
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
-
-Site: TypeAlias = Literal["resid_pre", "resid_mid", "resid_post"]
-"""Where a layer's residual stream is read: before the layer, between attention and MLP, after the layer."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -39,7 +37,7 @@ class Cache:
     Attributes:
         residual: the residual stream at `site`; zero where `mask` is False.
         attention: the patterns after softmax, one per query head; zero where the query or key is padding.
-        site: "resid_pre", "resid_mid" or "resid_post".
+        site: the name of the site, such as "resid_post".
         layers: which layer each entry of the layer axis is.
         heads: which query head each entry of the head axis is.
         positions: which token of its sequence each entry of the position (or query) axis is, row by row; -1 where a
@@ -50,7 +48,7 @@ class Cache:
 
     residual: ResidualCache | None
     attention: AttentionCache | None
-    site: Site | None
+    site: str | None
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     positions: Int[Tensor, "batch position"]
@@ -91,7 +89,8 @@ def fill_cache(
     Args:
         model: the model.
         inputs: anything `model.tokenize` takes.
-        residual: which residual stream to keep: "resid_pre", "resid_mid" or "resid_post"; True means "resid_post".
+        residual: which residual stream to keep: "resid_pre", "resid_mid" or "resid_post", or another site that has a
+            vector per token ("attn_out", "mlp_out"); True means "resid_post".
         attention: whether to keep the attention patterns.
         layers: default all; negative numbers count from the last.
         positions: which tokens of each sequence to keep; default all. -1 is each sequence's own last token. For
@@ -111,7 +110,7 @@ def fill_cache(
     shape, device = model.shape, usable_device(device)
     progress, attention = checked_flag("progress", progress), checked_flag("attention", attention)
     batch = model.tokenize(inputs)
-    site = _site(residual, shape.parallel_blocks)
+    site = _site(residual, model)
     if site is None and not attention:
         raise InputError("There is nothing to keep: residual and attention are both False.")
     checked_count("batch_size", batch_size)
@@ -121,7 +120,7 @@ def fill_cache(
     rows, width = columns.shape
     dtype = torch.promote_types(model.dtype, torch.float32)
     sizes = {
-        "residual": (len(chosen_layers), rows, width, shape.d_model) if site else None,
+        "residual": (len(chosen_layers), rows, width, SITES[site].width(shape, width)) if site else None,
         "attention": (len(chosen_layers), rows, len(chosen_heads), width, batch.tokens.shape[1]) if attention else None,
     }
     _refuse_too_large(sizes.values(), dtype.itemsize, device)
@@ -135,10 +134,10 @@ def fill_cache(
         hooks: list[Hook] = []
         for index, layer in enumerate(chosen_layers):
             if site is not None:
-                hooks.append((f"blocks.{layer}.hook_{site}", _keep_residual(kept["residual"][index, where], here)))
+                hooks.append((hook_name(site, layer), _keep_residual(kept["residual"][index, where], here)))
             if attention:
                 target = kept["attention"][index, where]
-                hooks.append((f"blocks.{layer}.attn.hook_pattern", _keep_pattern(target, here, piece, chosen_heads)))
+                hooks.append((hook_name("pattern", layer), _keep_pattern(target, here, piece, chosen_heads)))
         model.run(piece, hooks, stop_at=stop_at)
 
     chunks = [range(len(batch))[start : start + batch_size] for start in range(0, len(batch), batch_size)]
@@ -227,18 +226,18 @@ def _choose(axis: str, wanted: Iterable[int] | None, size: int) -> tuple[int, ..
     return tuple(i % size for i in chosen)
 
 
-def _site(residual: bool | str, parallel_blocks: bool) -> Site | None:
+def _site(residual: bool | str, model: Model) -> str | None:
+    """The site to keep: one that has a vector per token."""
     if isinstance(residual, bool):
         return "resid_post" if residual else None
-    for site in get_args(Site):
-        if isinstance(residual, str) and site == residual:
-            if site == "resid_mid" and parallel_blocks:
-                raise InputError(
-                    "This model's blocks run attention and MLP side by side, so there is no resid_mid; use "
-                    "resid_pre or resid_post."
-                )
-            return site
-    raise InputError(f"There is no residual site {shown(residual)}.{did_you_mean(str(residual), get_args(Site))}")
+    kept = [name for name, site in SITES.items() if len(site.axes) == 2 and site.axes[0] == "position"]
+    if not isinstance(residual, str) or residual not in kept:
+        raise InputError(f"There is no residual site {shown(residual)}.{did_you_mean(str(residual), kept)}")
+    if reason := SITES[residual].absent(model.shape):
+        raise InputError(f"There is no {residual} to keep: {reason}")
+    if reason := model.misfits.get(residual):
+        raise InputError(reason)
+    return residual
 
 
 def _refuse_too_large(sizes: Iterable[tuple[int, ...] | None], itemsize: int, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InterventionError, ModelError, NumericsError
+from headwater.models.sites import hook_name
 
 if TYPE_CHECKING:
     from headwater.models.edits import Hook
@@ -171,10 +172,10 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
         if not found and bool(wrong.any()):
             found.append((where, _first(wrong)))
 
-    points = {"blocks.0.hook_resid_pre": "the embedding"}
+    points = {hook_name("resid_pre"): "the embedding"}
     for layer in range(model.shape.n_layers):
-        names = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "hook_resid_post")
-        points |= {f"blocks.{layer}.{name}": f"the output of layer {layer}" for name in names}
+        names = ("q", "k", "v", "resid_post")
+        points |= {hook_name(name, layer): f"the output of layer {layer}" for name in names}
     watching: list[Hook] = [
         (name, partial(look, where=where)) for name, where in points.items() if name in model.raw.hook_dict
     ]

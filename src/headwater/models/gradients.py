@@ -28,6 +28,7 @@ from transformers import DynamicCache
 
 from headwater.errors import InputError, InterventionError
 from headwater.models.edits import Hook, looks, makes
+from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]
 """By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may stand for all."""
 GRAPH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
 """What the recorded graphs may take, roughly; at least one layer of one row is recorded."""
-PATTERN, Z = "blocks.{}.attn.hook_pattern", "blocks.{}.attn.hook_z"
-RESID_PRE, MLP_IN = "blocks.{}.hook_resid_pre", "blocks.{}.mlp.hook_in"
 
 
 @dataclass(frozen=True)
@@ -193,9 +192,9 @@ class Descent:
             return self._enter(residual, self._segments[0].start)
 
         hooks: list[Hook] = [*self._watch(self._segments[0]), (name, looks(keep))]
-        hooks.append((RESID_PRE.format(self._segments[0].start), makes(enter)))
-        if MLP_IN.format(self._top) in self.model.raw.hook_dict:
-            hooks.append((MLP_IN.format(self._top), makes(narrow)))
+        hooks.append((hook_name("resid_pre", self._segments[0].start), makes(enter)))
+        if hook_name("mlp_in", self._top) in self.model.raw.hook_dict:
+            hooks.append((hook_name("mlp_in", self._top), makes(narrow)))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.model.lock)
             for layer in range(self._lowest, self._segments[0].start):
@@ -240,8 +239,10 @@ class Descent:
             self._z[layer] = z.detach().requires_grad_(True) if layer == self._lowest else z
             return self._z[layer]
 
-        hooks: list[Hook] = [(PATTERN.format(layer), looks(partial(keep_pattern, layer=layer))) for layer in segment]
-        return hooks + [(Z.format(layer), makes(partial(keep_z, layer=layer))) for layer in segment]
+        hooks: list[Hook] = [
+            (hook_name("pattern", layer), looks(partial(keep_pattern, layer=layer))) for layer in segment
+        ]
+        return hooks + [(hook_name("z", layer), makes(partial(keep_z, layer=layer))) for layer in segment]
 
     def _note_call(self, layer: int, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Keep what a block is called with; the residual stream only where a segment begins."""

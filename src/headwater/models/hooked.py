@@ -33,7 +33,7 @@ from headwater.models.checks import finite_output
 from headwater.models.edits import Attached, Attachments, Hook, HookFunction, listed_hooks, looks
 from headwater.models.fingerprint import KnownWeights
 from headwater.models.shape import ModelShape
-from headwater.models.sites import place_named
+from headwater.models.sites import hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.identity import tokenizer_digest
@@ -252,7 +252,7 @@ class HookedModel:
         with self.lock, self._discarded_edits_raise():
             known = self.raw.hook_dict
             attached = [self._attached(name, function, known) for name, function in listed]
-            ran = Attached("blocks.0.hook_resid_pre", looks(lambda activation, hook: None))
+            ran = Attached(hook_name("resid_pre"), looks(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):
                 yield
         if ran.fired:
@@ -318,7 +318,7 @@ class HookedModel:
     def _residual_after_last_block(self, tokens: Tensor, options: dict[str, Any]) -> Tensor:
         """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook."""
         kept: list[Tensor] = []
-        name = f"blocks.{self.shape.n_layers - 1}.hook_resid_post"
+        name = hook_name("resid_post", self.shape.n_layers - 1)
         keep = {"logits_to_keep": 1} if self._keeps_logits else {}
         with self.raw.hooks(fwd_hooks=[(name, lambda residual, hook: kept.append(residual))]):
             self.raw(tokens, **keep | options)

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.models.families import text_config
+from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
     from headwater.models.edits import Hook
     from headwater.models.hooked import HookedModel
 
-PLACES = {"x": "attn.hook_in", "z": "attn.hook_z", "weight": "attn.hook_pattern", "out": "attn.o.hook_out"}
+PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
 """Where a bridge shows what goes into attention, what its heads hand on, their weights, and what attention writes."""
 SEVERAL = 4
 """How many tokens are looked at."""
@@ -73,17 +74,17 @@ def first_mlp(
     Raises:
         ModelError: the first block has no such parts, or does something else with them.
     """
-    silent = next((name for name in ("attn.o.hook_out", "hook_attn_out") if _name(0, name) in model.raw.hook_dict), "")
-    if not silent or _name(0, "hook_mlp_out") not in model.raw.hook_dict:
+    silent = next((name for name in ("attn_written", "attn_out") if hook_name(name) in model.raw.hook_dict), "")
+    if not silent or hook_name("mlp_out") not in model.raw.hook_dict:
         raise ModelError(
             f"The first block of {model.shape.architecture} is not attention and an MLP; use embedding='raw' or "
             "'layer0'."
         )
     written: list[Tensor] = []
     hooks: list[Hook] = [
-        (_name(0, "hook_resid_pre"), lambda residual, hook: embeddings[:, None].to(residual)),
-        (_name(0, silent), lambda output, hook: torch.zeros_like(output)),
-        (_name(0, "hook_mlp_out"), lambda output, hook: written.append(output)),
+        (hook_name("resid_pre"), lambda residual, hook: embeddings[:, None].to(residual)),
+        (hook_name(silent), lambda output, hook: torch.zeros_like(output)),
+        (hook_name("mlp_out"), lambda output, hook: written.append(output)),
     ]
     rows = tokens[:, None].cpu()
     after = model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), hooks, stop_at=1)[:, 0]
@@ -107,10 +108,10 @@ class HeadsOfLoneTokens:
         self.seen: dict[tuple[int, str], Tensor] = {}
         listed = model.raw.hook_dict
         hooks = [
-            (_name(layer, place), self._keep(layer, name))
+            (hook_name(place, layer), self._keep(layer, name))
             for layer in range(model.shape.n_layers)
             for name, place in PLACES.items()
-            if _name(layer, place) in listed
+            if hook_name(place, layer) in listed
         ]
         model.run(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)), hooks, stop_at=model.shape.n_layers)
 
@@ -132,7 +133,7 @@ class HeadsOfLoneTokens:
         assert W_V is not None
         assert W_O is not None
         if x is None or z is None or weight is None or out is None:
-            lacking = next(place for name, place in PLACES.items() if found[name] is None)
+            lacking = next(hook_name(place, layer) for name, place in PLACES.items() if found[name] is None)
             raise ModelError(
                 f"TransformerLens does not show {lacking} of {self.model.shape.architecture}, so W_V and W_O cannot be "
                 "checked against what its heads compute."
@@ -167,10 +168,6 @@ def refuse_clipped(config: Any, architecture: str) -> None:
 
 def _some_tokens(model: HookedModel) -> Int[Tensor, token]:
     return torch.arange(min(SEVERAL, model.shape.d_vocab))
-
-
-def _name(layer: int, place: str) -> str:
-    return f"blocks.{layer}.{place}"
 
 
 def _plus(product: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where an intervention acts: the named activations of a block, in the order in which the block computes them.
+"""Where an intervention acts: the named activations of a block, one row each, as the block computes them.
 
     serial     resid_pre -> q k v -> pattern -> z -> attn_out -> resid_mid -> mlp_out -> resid_post
     parallel   resid_pre -> q k v -> pattern -> z -> attn_out              -> mlp_out -> resid_post
@@ -10,20 +10,26 @@ An edit at a place reaches everything that the model computes from it. Where Tra
 not do that, the site has a carrier: the edit is made by way of another activation. On a bridge the hook of `resid_mid`
 sits at the MLP's norm, and what it returns misses the skip connection around the MLP, so the edit goes into what
 attention adds.
+
+A site of one's own is one more row:
+
+    register_site(Site("mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp"))
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.options import one_or_several, shown
+from headwater.options import one_or_several
+from headwater.registry import Registry
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -37,7 +43,8 @@ class Stage(enum.IntEnum):
     ATTENTION = 1
     HEAD_OUTPUT = 2
     BETWEEN = 3
-    BLOCK_OUTPUT = 4
+    NEURONS = 4
+    BLOCK_OUTPUT = 5
 
 
 @dataclass(frozen=True)
@@ -62,24 +69,36 @@ class Site:
     hook: str
     """Its hook name in TransformerLens, with the layer left open."""
     axes: tuple[str, ...]
-    """The axes of one example's activation, apart from the last where that is the width."""
+    """The axes of one example's activation, by the words of `AXES`; a pattern's queries are its positions."""
     stage: Stage
+    """How far into the block an edit of it acts."""
+    within: Literal["attention", "mlp"] | None = None
+    """The part of the block that computes it on the way, where only a hook sees it; None where it lies between them."""
     carrier: Carrier | None = None
+    """How an edit gets into a run, where the hook does not carry it."""
+    absent: Callable[[ModelShape], str | None] = lambda shape: None
+    """Why a model of some shape has none of it; None where it has."""
 
     @property
     def swept_axes(self) -> tuple[str, ...]:
-        """The axes that a sweep can run over."""
-        return "layer", *(axis for axis in ("position", "head", "key") if axis in self.axes)
+        """The axes that a sweep can run over; `head` counts key-value heads where the site has those."""
+        axes = tuple("head" if axis == "kv_head" else axis for axis in self.axes)
+        return "layer", *(axis for axis in ("position", "head", "key") if axis in axes)
 
     @property
     def has_heads(self) -> bool:
         """Whether the activation is one per head."""
-        return "head" in self.axes
+        return "head" in self.swept_axes
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it says, for each query, something of each key: a pattern."""
+        return "key" in self.axes
 
     @property
     def head_column(self) -> str:
         """The column of a table that numbers its heads: key-value heads have one of their own."""
-        return "kv_head" if self.name in ("k", "v") else "head"
+        return "kv_head" if "kv_head" in self.axes else "head"
 
     def hook_name(self, layer: int) -> str:
         """Return the hook name at one layer."""
@@ -87,51 +106,101 @@ class Site:
 
     def size(self, shape: ModelShape, length: int) -> tuple[int, ...]:
         """Return the size of one example's activation, for a prompt of this length."""
-        sizes = {"position": length, "key": length, "head": self.n_heads(shape)}
-        width = () if "key" in self.axes else (shape.d_head if self.has_heads else shape.d_model,)
-        return *(sizes[axis] for axis in self.axes), *width
+        return tuple(AXES[axis](shape, length) for axis in self.axes)
 
     def width(self, shape: ModelShape, length: int) -> int:
         """How many numbers the activation holds per token of a prompt of this length."""
-        if "key" in self.axes:
-            return shape.n_heads * length
-        return self.n_heads(shape) * shape.d_head if self.has_heads else shape.d_model
+        return math.prod(AXES[axis](shape, length) for axis in self.axes if axis != "position")
 
     def n_heads(self, shape: ModelShape) -> int:
         """How many heads the site has: key-value heads for `k` and `v`."""
-        return shape.n_kv_heads if self.name in ("k", "v") else shape.n_heads
+        return AXES[self.head_column](shape, 0)
 
 
-_TOKEN, _HEAD = ("position",), ("position", "head")
-_MIDDLE = Carrier("attn_out", "resid_pre", lambda added, before: before + added, lambda middle, before: middle - before)
-SITES = {
-    site.name: site
-    for site in (
-        Site("resid_pre", "blocks.{layer}.hook_resid_pre", _TOKEN, Stage.BLOCK_INPUT),
-        Site("q", "blocks.{layer}.attn.hook_q", _HEAD, Stage.ATTENTION),
-        Site("k", "blocks.{layer}.attn.hook_k", _HEAD, Stage.ATTENTION),
-        Site("v", "blocks.{layer}.attn.hook_v", _HEAD, Stage.ATTENTION),
-        Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.ATTENTION),
-        Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT),
-        Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.BETWEEN),
-        Site("resid_mid", "blocks.{layer}.hook_resid_mid", _TOKEN, Stage.BETWEEN, _MIDDLE),
-        Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.BLOCK_OUTPUT),
-        Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
-    )
+AXES: dict[str, Callable[[ModelShape, int], int]] = {
+    "position": lambda shape, length: length,
+    "key": lambda shape, length: length,
+    "head": lambda shape, length: shape.n_heads,
+    "kv_head": lambda shape, length: shape.n_kv_heads,
+    "d_head": lambda shape, length: shape.d_head,
+    "d_model": lambda shape, length: shape.d_model,
+    "d_mlp": lambda shape, length: shape.d_mlp,
 }
-SCORES_HOOK = "blocks.{layer}.attn.hook_attn_scores"
+"""The axes that a site can have, and how long they are."""
+SITES: Registry[str, Site] = Registry("site")
+"""By name, in the order in which a block computes them."""
+
+
+def register_site(site: Site) -> Site:
+    """Add a site, under its name. Models that are loaded from then on are seen to have it as its axes say.
+
+    Raises:
+        InputError: the name is taken, an axis is none of `AXES`, or the hook leaves no layer open.
+    """
+    if unknown := [axis for axis in site.axes if axis not in AXES]:
+        raise InputError(f"The site {site.name} has an axis {unknown[0]!r}.{did_you_mean(unknown[0], AXES)}")
+    if "{layer}" not in site.hook:
+        raise InputError(f"The hook {site.hook!r} of the site {site.name} must leave its layer open, as {{layer}}.")
+    return SITES.add(site.name, site)
+
+
+def _nothing_between(shape: ModelShape) -> str | None:
+    if not shape.parallel_blocks:
+        return None
+    return (
+        f"{shape.architecture} runs attention and MLP in parallel: nothing lies between them. Use resid_pre, "
+        "resid_post, attn_out or mlp_out."
+    )
+
+
+_TOKEN, _HEAD, _KV_HEAD = ("position", "d_model"), ("position", "head", "d_head"), ("position", "kv_head", "d_head")
+_MIDDLE = Carrier("attn_out", "resid_pre", lambda added, before: before + added, lambda middle, before: middle - before)
+for _site in (
+    Site("resid_pre", "blocks.{layer}.hook_resid_pre", _TOKEN, Stage.BLOCK_INPUT),
+    Site("q", "blocks.{layer}.attn.hook_q", _HEAD, Stage.ATTENTION, within="attention"),
+    Site("k", "blocks.{layer}.attn.hook_k", _KV_HEAD, Stage.ATTENTION, within="attention"),
+    Site("v", "blocks.{layer}.attn.hook_v", _KV_HEAD, Stage.ATTENTION, within="attention"),
+    Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.ATTENTION, "attention"),
+    Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT, within="attention"),
+    Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.BETWEEN),
+    Site(
+        "resid_mid",
+        "blocks.{layer}.hook_resid_mid",
+        _TOKEN,
+        Stage.BETWEEN,
+        carrier=_MIDDLE,
+        absent=_nothing_between,
+    ),
+    Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.BLOCK_OUTPUT),
+    Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
+):
+    register_site(_site)
+HOOKS = {
+    "embed": "hook_embed",
+    "attn_in": "blocks.{layer}.attn.hook_in",
+    "attn_scores": "blocks.{layer}.attn.hook_attn_scores",
+    "attn_written": "blocks.{layer}.attn.o.hook_out",
+    "mlp_in": "blocks.{layer}.mlp.hook_in",
+}
+"""Hooks of TransformerLens that are used here and are no sites: what goes into the model and its parts, scores before
+the softmax, and what attention writes before a norm behind it."""
 STATES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 """The sites that a metric may read in place of logits."""
+
+
+def hook_name(name: str, layer: int = 0) -> str:
+    """Return the hook name at one layer of a site, or of what `HOOKS` lists."""
+    return (HOOKS[name] if name in HOOKS else SITES[name].hook).format(layer=layer)
 
 
 def place_named(hook: str) -> tuple[Site, int] | None:
     """Return the site and layer of a hook name; None where it is no site's."""
     found = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
-    site = _BY_HOOK.get(f"blocks.{{layer}}.{found[2]}") if found else None
-    return (site, int(found[1])) if found and site else None
-
-
-_BY_HOOK = {site.hook: site for site in SITES.values()}
+    if found is None:
+        return None
+    open_hook = f"blocks.{{layer}}.{found[2]}"
+    site = next((site for site in SITES.values() if site.hook == open_hook), None)
+    return None if site is None else (site, int(found[1]))
 
 
 def sites_called(names: str | Iterable[str]) -> tuple[Site, ...]:
@@ -143,10 +212,7 @@ def sites_called(names: str | Iterable[str]) -> tuple[Site, ...]:
     asked = one_or_several(names)
     if not asked:
         raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
-    for name in asked:
-        if not isinstance(name, str) or name not in SITES:
-            raise InputError(f"There is no site {shown(name)}.{did_you_mean(str(name), SITES)}")
-    return tuple(SITES[name] for name in dict.fromkeys(asked))
+    return tuple({name: SITES[name] for name in asked}.values())
 
 
 def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
@@ -156,12 +222,9 @@ def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
         InputError: no such site, or the model has none of it, or one that is not what its shape says.
     """
     sites = sites_called(names)
-    for name in (site.name for site in sites):
-        if name == "resid_mid" and model.shape.parallel_blocks:
-            raise InputError(
-                f"resid_mid was asked for, but {model.shape.architecture} runs attention and MLP in parallel: nothing "
-                "lies between them. Use resid_pre, resid_post, attn_out or mlp_out."
-            )
-        if reason := model.misfits.get(name):
+    for site in sites:
+        if reason := site.absent(model.shape):
+            raise InputError(f"{site.name} was asked for, but {reason}")
+        if reason := model.misfits.get(site.name):
             raise InputError(reason)
     return sites

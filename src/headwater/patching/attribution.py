@@ -82,7 +82,7 @@ def _products(job: Job, group: Group, m: int) -> dict[tuple[str, int], Tensor]:
         activation = group.held[SITES[site].hook_name(layer)].detach()
         change = group.values.by_site[site, layer] - activation
         product = change.double() * (0.0 if slope is None else slope.double())
-        products[site, layer] = product if site == "pattern" else product.sum(-1)
+        products[site, layer] = product if SITES[site].has_keys else product.sum(-1)
         wrong = ~products[site, layer].flatten(1).isfinite().all(1)
         if bool(wrong.any()):
             raise NumericsError(
@@ -105,7 +105,7 @@ def _sum(products: Mapping[tuple[str, int], Tensor], cell: Cell, example: int) -
         assert isinstance(edit, Replace)
         for layer in edit.layers:
             product = products[edit.site.name, layer][example]
-            if edit.site.name == "pattern":
+            if edit.site.has_keys:
                 product = (product if edit.keys is None else product[..., list(edit.keys)]).sum(-1).T
             if edit.positions is not None:
                 product = product[list(edit.positions)]

@@ -24,7 +24,7 @@ from headwater.models.memory import in_halves
 from headwater.patching.footprint import examples_at_once
 from headwater.patching.group import WAVEFRONT, WHOLE_RUNS, Group
 from headwater.patching.job import Job, waves
-from headwater.patching.variants import Reading
+from headwater.patching.variants import Reading, Replace
 from headwater.progress import progress_bar
 from headwater.runs.analysis import Run
 
@@ -87,7 +87,7 @@ class _Walker:
         self.group: Group | None = None
         self.most = examples_at_once(job)
         with job.model.lock:  # another thread's hooks are not the model's own
-            reason = cannot_step(job.model)
+            reason = cannot_step(job.model) or _inside(job)
         if reason:
             self._fall_back(reason)
 
@@ -134,3 +134,10 @@ class _Walker:
             "takes longer.",
             stacklevel=8,
         )
+
+
+def _inside(job: Job) -> str | None:
+    """Say which edited site lies inside an MLP, which blocks run as one; None where none does."""
+    edits = (edit for cell in job.cells for edit in cell.edits if isinstance(edit, Replace))
+    name = next((edit.site.name for edit in edits if edit.site.within == "mlp"), None)
+    return None if name is None else f"{name} lies inside the MLP, which is stepped over as one"

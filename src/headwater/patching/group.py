@@ -15,7 +15,7 @@ from headwater.models.blocks import Blocks, Recording
 from headwater.models.checks import not_finite
 from headwater.models.edits import Hook, makes
 from headwater.models.memory import is_out_of_memory
-from headwater.models.sites import SITES, Stage
+from headwater.models.sites import SITES, Stage, hook_name
 from headwater.models.tokens import Batch, pad_id
 from headwater.patching.job import Cell, Job
 from headwater.patching.metrics import Metric
@@ -208,7 +208,7 @@ class Group:
         names = [*states, *(SITES[site].hook_name(layer) for site, layer in replaced)]
         names += [SITES[carrier.at].hook_name(layer) for s, layer in replaced if (carrier := SITES[s].carrier)]
         begin = makes(lambda activation, hook: activation.detach().requires_grad_(True))
-        hooks: list[Hook] = [("hook_embed", begin)]
+        hooks: list[Hook] = [(hook_name("embed"), begin)]
         hooks += [(name, makes(partial(hold, name=name))) for name in dict.fromkeys(names)]
         logits = self.job.model.run(self._batch(self.job.base), hooks, keep=self.columns(), grad=True)
         with torch.enable_grad():

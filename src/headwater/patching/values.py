@@ -143,10 +143,5 @@ def source_of(
 
 
 def _zeros(model: HookedModel, site: str, n: int, width: int) -> Tensor:
-    shape = model.shape
     zero = torch.zeros((), dtype=model.dtype, device=model.device)
-    if site == "pattern":
-        return zero.expand(n, shape.n_heads, width, width)
-    if SITES[site].has_heads:
-        return zero.expand(n, width, SITES[site].n_heads(shape), shape.d_head)
-    return zero.expand(n, width, shape.d_model)
+    return zero.expand(n, *SITES[site].size(model.shape, width))

@@ -36,7 +36,6 @@ PREFIX_SHARE = 4
 """A key before a row counts as this part of a token of its own."""
 PADDING_SHARE = 16
 """At most this part of a large tile is padding."""
-INSIDE_ATTENTION = ("q", "k", "v", "pattern", "z")
 
 
 class NotFiniteError(Exception):
@@ -224,7 +223,7 @@ class Wave:
         for row in (variant for variant in self.variants if variant.is_felt and variant.trunk is None):
             for edit in row.edits:
                 site = edit.site if isinstance(edit, Replace) else SITES["pattern"] if edit.zero else None
-                if site is None or site.name not in INSIDE_ATTENTION:
+                if site is None or site.within != "attention":
                     continue
                 for layer in edit.layers:
                     taken_as_recorded = layer == row.first_layer and row.stage >= Stage.HEAD_OUTPUT
@@ -239,7 +238,7 @@ class Wave:
             layer, tile = self._tile
             edited = activation.clone()
             for i, row in enumerate(tile.rows):
-                if site.name == "pattern":
+                if site.has_keys:
                     held = edited[i, :, : row.length]
                     self._write(site, layer, row, held, tile.key_positions[i])
                     self._zero_edges(layer, row, held, tile.key_positions[i])

@@ -17,7 +17,7 @@ from headwater.errors import InterventionError
 from headwater.models.checks import edges_are_cut, finite_output
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
-from headwater.models.sites import SCORES_HOOK, SITES
+from headwater.models.sites import SITES, hook_name
 from headwater.models.tokens import Batch
 from headwater.patching.variants import (
     LOGITS,
@@ -100,7 +100,7 @@ def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> 
     def look(scores: Tensor, hook: Any, layer: int) -> None:
         visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
 
-    hooks = [(SCORES_HOOK.format(layer=layer), looks(partial(look, layer=layer))) for layer in layers]
+    hooks = [(hook_name("attn_scores", layer), looks(partial(look, layer=layer))) for layer in layers]
     model.run(prompt, hooks, stop_at=max(layers) + 1)
     return visible
 
@@ -119,12 +119,12 @@ def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[Hoo
     if edit.zero:
         return [(pattern, makes(partial(_zero, cut=edit)))]
     masked = makes(partial(_mask, cut=edit, where=f"layer {layer}"))
-    return [(SCORES_HOOK.format(layer=layer), masked), (pattern, looks(partial(_see_cut, cut=edit, where=pattern)))]
+    return [(hook_name("attn_scores", layer), masked), (pattern, looks(partial(_see_cut, cut=edit, where=pattern)))]
 
 
 def _replace(activation: Tensor, hook: Any, edit: Replace, value: Tensor) -> Tensor:
     edited = activation.clone()
-    if edit.site.name == "pattern":
+    if edit.site.has_keys:
         write_pattern(edited[0], edit, value, 0, torch.arange(edited.shape[-1], device=edited.device))
     else:
         write_tokens(edited[0], edit, value, 0)
