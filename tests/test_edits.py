@@ -12,7 +12,7 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.edits import listed_hooks
 from headwater.models.generation import generate
 from headwater.models.sites import SITES
-from headwater.patching import engine
+from headwater.patching import runners
 from headwater.patching.edge_knockout import knocked_out_states
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -161,7 +161,7 @@ def test_a_hook_a_sweep_and_transformers_itself_make_the_same_edit(models, monke
         torch.testing.assert_close(edited, expected, **CLOSE)
     stepped = patched_cell(model, site)
     with monkeypatch.context() as patched, warnings.catch_warnings():
-        patched.setattr(engine, "cannot_step", lambda model: "a test asks for it")
+        patched.setattr(runners, "cannot_step", lambda model: "a test asks for it")
         warnings.simplefilter("ignore")
         whole = patched_cell(model, site)
     for sweep in (stepped, whole):

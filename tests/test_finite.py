@@ -165,7 +165,7 @@ def sweep(model, engine, monkeypatch, *prompts, **options):
     defaults = {"metric": hw.logit_difference(" Paris", " Rome"), "progress": False} | SWEEPS[engine]
     with monkeypatch.context() as patched, warnings.catch_warnings():
         if engine == "whole runs":
-            patched.setattr("headwater.patching.engine.cannot_step", lambda model: "a test asks for it")
+            patched.setattr("headwater.patching.runners.cannot_step", lambda model: "a test asks for it")
             warnings.simplefilter("ignore")
         return hw.patch(model, *prompts, **(defaults | options))
 

@@ -8,7 +8,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
-from headwater.patching import engine
+from headwater.patching import runners
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -132,7 +132,7 @@ def test_padded_batches_heads_and_residual_metrics_equal_whole_runs(twins, famil
         }
         fast = hw.knockout(model, prompts, **options)
         with monkeypatch.context() as patched, warnings.catch_warnings():
-            patched.setattr(engine, "cannot_step", lambda model: "a test asks for it")
+            patched.setattr(runners, "cannot_step", lambda model: "a test asks for it")
             warnings.simplefilter("ignore")
             slow = hw.knockout(model, prompts, **options)
         assert (fast.engine, slow.engine) == ("wavefront", "whole runs")

@@ -6,7 +6,7 @@ import torch
 import headwater as hw
 from headwater.kernels import ov, ov_blocked, ov_sweep
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.patching import group
+from headwater.patching import runners
 from tests.launches import launches_of
 
 pytest.importorskip("triton")
@@ -57,7 +57,7 @@ def test_a_further_head_of_a_layer_costs_a_few_launches_not_a_pass_of_its_own(jo
 @pytest.mark.parametrize("site", ["resid_pre", "z"])
 def test_cells_of_a_sweep_go_through_a_block_together(checkpoint, monkeypatch, site):
     model = hw.load(checkpoint("llama"))
-    monkeypatch.setitem(group.TILE_TOKENS, "cpu", group.TILE_TOKENS["cuda"])
+    monkeypatch.setitem(runners.TILE_TOKENS, "cpu", runners.TILE_TOKENS["cuda"])
 
     def launches(length):
         prompts = torch.randint(200, (2, length)).tolist()

@@ -13,7 +13,7 @@ import headwater as hw
 from headwater.errors import HeadwaterError, InputError
 from headwater.figures.sweep import shown
 from headwater.models.sites import SITES
-from headwater.patching import engine
+from headwater.patching import runners
 from tests import chance
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -84,7 +84,7 @@ def sites_of(model):
 
 def by_whole_runs(monkeypatch, *args, **options):
     with monkeypatch.context() as patched, warnings.catch_warnings():
-        patched.setattr(engine, "cannot_step", lambda model: "a test asks for it")
+        patched.setattr(runners, "cannot_step", lambda model: "a test asks for it")
         warnings.simplefilter("ignore")
         sweep = hw.patch(*args, **options)
     assert sweep.engine == "whole runs"
@@ -598,15 +598,15 @@ def test_the_batch_size_changes_nothing(models, batch_size):
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped_and_gives_the_same_table(models, tmp_path, monkeypatch):
-    from headwater.patching import job
-    from headwater.patching.group import Group
+    from headwater.patching import plan
+    from headwater.patching.runners import Wave
 
-    monkeypatch.setattr(job, "WAVE_TOKENS", 60)
+    monkeypatch.setattr(plan, "WAVE_TOKENS", 60)
     model = models("gpt2")
     clean, corrupted = random_pairs([8, 7, 6])
     options = {"sites": ["resid_pre", "z"], "metric": hw.logit_difference(5, 9), "progress": False}
     expected = hw.patch(model, clean, corrupted, **options)
-    measured, plain = [], Group.measure
+    measured, plain = [], Wave.measure
 
     def dies_in_the_third_wave(self, cells):
         if len(measured) == 2:
@@ -615,12 +615,12 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_and_gives_the_same_table(
         return plain(self, cells)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Group, "measure", dies_in_the_third_wave)
+        patched.setattr(Wave, "measure", dies_in_the_third_wave)
         with pytest.raises(KeyboardInterrupt):
             hw.patch(model, clean, corrupted, out=tmp_path / "run", **options)
     assert len(list((tmp_path / "run" / "pieces").iterdir())) == 2
     again = []
-    monkeypatch.setattr(Group, "measure", lambda self, cells: again.append(cells) or plain(self, cells))
+    monkeypatch.setattr(Wave, "measure", lambda self, cells: again.append(cells) or plain(self, cells))
     resumed = hw.patch(model, clean, corrupted, out=tmp_path / "run", **options)
     assert not set(again) & set(measured)
     pd.testing.assert_frame_equal(resumed.table, expected.table)

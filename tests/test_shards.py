@@ -155,10 +155,10 @@ def test_two_processes_one_of_them_killed_and_three_that_resume_give_the_bytes_o
 ANALYSES = """
 import dataclasses
 import headwater as hw
-import headwater.patching.job
+import headwater.patching.plan
 from headwater.runs import folder as runs
 from tests import chance
-headwater.patching.job.WAVE_TOKENS = 64  # several waves
+headwater.patching.plan.WAVE_TOKENS = 64  # several waves
 def run(out, texts, die_at=None):
     if die_at is not None and processes().index == 1:
         made = runs.RunFolder._made

@@ -75,8 +75,7 @@ def test_an_edit_of_a_site_from_outside_reaches_what_is_computed_from_it(neurons
 def test_a_sweep_over_a_site_from_outside_is_what_a_hook_does(neurons):
     clean, corrupted = " the cat is in France", " the dog is in France"
     options = {"metric": lambda logits: logits[:, -1, 7], "progress": False}
-    with pytest.warns(UserWarning, match="mlp_post lies inside the MLP"):
-        sweep = hw.patch(neurons, clean, corrupted, sites="mlp_post", **options)
+    sweep = hw.patch(neurons, clean, corrupted, sites="mlp_post", **options)
     effects = sweep.table.set_index(["layer", "position"])["effect"]
     kept = []
     neurons.run(clean, [(hook_name("mlp_post", 1), lambda activation, hook: kept.append(activation[0]))])

@@ -146,17 +146,18 @@ def knockout(
 
 
 def _metric(name: str, tokens: tuple[str, str] | None, token: str | None, at: str) -> Any:
-    from headwater.patching.metrics import BY_NAME
+    from headwater.patching.metrics import METRICS, answers_of
 
-    known = {key.replace("_", "-"): make for key, make in BY_NAME.items()}
+    known = {key.replace("_", "-"): key for key in METRICS}
     plain = name.replace("_", "-")
     if plain not in known:
         raise InputError(f"There is no metric {name!r}.{did_you_mean(plain, known)}")
     given = [*(tokens or ()), *([token] if token is not None else [])]
-    needed = {"logit-difference": "--tokens RIGHT WRONG", "kl-divergence": "no token"}.get(plain, "--token ANSWER")
-    if len(given) != {"--tokens RIGHT WRONG": 2, "no token": 0}.get(needed, 1):
-        raise InputError(f"The metric {plain} takes {needed}; {given or 'no token'} was given.")
-    return known[plain](*given, at=_position(at))
+    needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
+    wanted = len(answers_of(known[plain]))
+    if len(given) != wanted:
+        raise InputError(f"The metric {plain} takes {needed[wanted]}; {given or 'no token'} was given.")
+    return METRICS[known[plain]](*given, at=_position(at))
 
 
 def _position(text: str) -> int | str:

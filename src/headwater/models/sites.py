@@ -41,10 +41,13 @@ class Stage(enum.IntEnum):
 
     BLOCK_INPUT = 0
     ATTENTION = 1
-    HEAD_OUTPUT = 2
-    BETWEEN = 3
-    NEURONS = 4
-    BLOCK_OUTPUT = 5
+    PATTERN = 2
+    HEAD_OUTPUT = 3
+    ATTENTION_OUTPUT = 4
+    BETWEEN = 5
+    NEURONS = 6
+    MLP_OUTPUT = 7
+    BLOCK_OUTPUT = 8
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ class Site:
     """Its hook name in TransformerLens, with the layer left open."""
     axes: tuple[str, ...]
     """The axes of one example's activation, by the words of `AXES`; a pattern's queries are its positions."""
-    stage: Stage
-    """How far into the block an edit of it acts."""
+    stage: Stage | None = None
+    """How far into the block an edit of it acts; where that is not said, a sweep makes a whole run for every cell."""
     within: Literal["attention", "mlp"] | None = None
     """The part of the block that computes it on the way, where only a hook sees it; None where it lies between them."""
     carrier: Carrier | None = None
@@ -139,6 +142,11 @@ def register_site(site: Site) -> Site:
     """
     if unknown := [axis for axis in site.axes if axis not in AXES]:
         raise InputError(f"The site {site.name} has an axis {unknown[0]!r}.{did_you_mean(unknown[0], AXES)}")
+    if site.axes[:1] != ("position",) and site.axes != ("head", "position", "key"):
+        raise InputError(
+            f"The axes of the site {site.name} are {', '.join(site.axes)}; they must begin with position, or be those "
+            "of a pattern: head, position, key."
+        )
     if "{layer}" not in site.hook:
         raise InputError(f"The hook {site.hook!r} of the site {site.name} must leave its layer open, as {{layer}}.")
     return SITES.add(site.name, site)
@@ -160,9 +168,9 @@ for _site in (
     Site("q", "blocks.{layer}.attn.hook_q", _HEAD, Stage.ATTENTION, within="attention"),
     Site("k", "blocks.{layer}.attn.hook_k", _KV_HEAD, Stage.ATTENTION, within="attention"),
     Site("v", "blocks.{layer}.attn.hook_v", _KV_HEAD, Stage.ATTENTION, within="attention"),
-    Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.ATTENTION, "attention"),
+    Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.PATTERN, "attention"),
     Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT, within="attention"),
-    Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.BETWEEN),
+    Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.ATTENTION_OUTPUT),
     Site(
         "resid_mid",
         "blocks.{layer}.hook_resid_mid",
@@ -171,7 +179,7 @@ for _site in (
         carrier=_MIDDLE,
         absent=_nothing_between,
     ),
-    Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.BLOCK_OUTPUT),
+    Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.MLP_OUTPUT),
     Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
 ):
     register_site(_site)
@@ -191,6 +199,25 @@ STATES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 def hook_name(name: str, layer: int = 0) -> str:
     """Return the hook name at one layer of a site, or of what `HOOKS` lists."""
     return (HOOKS[name] if name in HOOKS else SITES[name].hook).format(layer=layer)
+
+
+def main_site(stage: Stage) -> Site:
+    """Return the site that is the very tensor which passes through a block at a stage: the first row of that stage."""
+    return next(site for site in SITES.values() if site.stage == stage)
+
+
+def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
+    """Say what stands in a block when the first edit acts at a stage: the outcome of attention, of the MLP, or neither.
+
+    Args:
+        stage: of the first edit.
+        parallel: whether attention and MLP both read the block's input, so that no edit of the one reaches the other.
+    """
+    if stage <= Stage.PATTERN:
+        return ()
+    attention = Stage.HEAD_OUTPUT if stage == Stage.HEAD_OUTPUT else Stage.ATTENTION_OUTPUT
+    skips_mlp = stage != Stage.NEURONS if parallel else stage >= Stage.MLP_OUTPUT
+    return (attention, Stage.MLP_OUTPUT) if skips_mlp else (attention,)
 
 
 def place_named(hook: str) -> tuple[Site, int] | None:

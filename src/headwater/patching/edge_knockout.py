@@ -28,13 +28,14 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import STATES, sites_named
 from headwater.options import checked_name, shown
-from headwater.patching.engine import Measured, collect_states, measure
-from headwater.patching.grid import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
-from headwater.patching.job import Cell, Job
+from headwater.patching.measure import collect_states, measure
 from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.plan import Cell, Plan
 from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
+from headwater.patching.readout import Measured
 from headwater.patching.sweep import Sweep, check_call, metric_options, prompt_options, sweep_of
 from headwater.patching.variants import Cut
+from headwater.patching.windows import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
 from headwater.runs.analysis import Run, carry_out
 
 VARIANTS = ("mask", "zero")
@@ -131,7 +132,7 @@ def knockout(
         for name, edges in named.items()
         for cell in _cells(model, name, edges, base, example, axes, sizes, layers, variant)
     ]
-    job = Job(model, base, None, True, tuple(cells), metrics, batch_size=batch_size)
+    plan = Plan(model, base, None, True, tuple(cells), metrics, batch_size=batch_size)
     options = {
         "block": list(named),
         "matrices": [
@@ -143,18 +144,18 @@ def knockout(
         "variant": variant,
         "over": axes,
         **prompt_options(base),
-        "metrics": metric_options(job),
+        "metrics": metric_options(plan),
     }
 
     def work(run: Run) -> Sweep:
-        measured = measure(job, run)
-        _leave_out_what_was_not_severed(job, measured)
-        return sweep_of(job, measured, run)
+        measured = measure(plan, run)
+        _leave_out_what_was_not_severed(plan, measured)
+        return sweep_of(plan, measured, run)
 
     return carry_out(Sweep, "knockout", model, options, work, out=out, progress=progress)
 
 
-def _leave_out_what_was_not_severed(job: Job, measured: Measured) -> None:
+def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:
     """Set the effect of cells to NaN that sever nothing, and warn of them.
 
     Raises:
@@ -164,7 +165,7 @@ def _leave_out_what_was_not_severed(job: Job, measured: Measured) -> None:
     if bool(nothing.all()):
         raise InterventionError("No layer asked for can see any of these edges: they lie outside its sliding window.")
     if bool(nothing.any()):
-        blind = sorted({cell.labels.get("layer", -1) for cell, none in zip(job.cells, nothing, strict=True) if none})
+        blind = sorted({cell.labels.get("layer", -1) for cell, none in zip(plan.cells, nothing, strict=True) if none})
         warnings.warn(
             f"At layers {blind} the edges of some prompts lie outside the sliding window: nothing was severed there, "
             "and the effect is NaN.",
@@ -271,12 +272,12 @@ def knocked_out_states(
     shape, names = model.shape, _states_named(sites, model)
     cells = [cell for i in range(len(base)) for cell in _cells(model, "edges", edges, base, i, (), {}, layers, variant)]
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
-    job = Job(model, base, None, True, tuple(cells), (), batch_size=batch_size, states=readings, states_at=at)
+    plan = Plan(model, base, None, True, tuple(cells), (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
-    for done, unsevered, severed in collect_states(job, progress):
+    for done, found in collect_states(plan, progress):
         for name, layer in readings:
-            before[name][layer, done.start : done.stop] = unsevered[name, layer].float().cpu()
-            after[name][layer, done.start : done.stop] = severed[name, layer].float().cpu()
+            before[name][layer, done.start : done.stop] = found.before[name, layer].float().cpu()
+            after[name][layer, done.start : done.stop] = found.after[name, layer].float().cpu()
     return before, after
 
 
@@ -318,14 +319,14 @@ def windowed_states(
     ]
     cells = tuple(cell for cell in listed if min(edit.layers.start for edit in cell.edits) <= max(read))
     readings = tuple((site, layer) for layer in read)
-    job = Job(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
+    plan = Plan(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
     above = sorted(set(range(model.shape.n_layers)) - {cell.labels["layer"] for cell in cells})
     found = torch.empty(model.shape.n_layers, len(read), len(base), model.shape.d_model)
-    for done, before, after in collect_states(job, progress=False):
+    for done, measured in collect_states(plan, progress=False):
         part = cells[done.start : done.stop]
         windows, examples = [cell.labels["layer"] for cell in part], [cell.example for cell in part]
         for place, reading in enumerate(readings):
-            found[windows, place, examples] = after[reading].float().cpu()
+            found[windows, place, examples] = measured.after[reading].float().cpu()
             for layer in above:
-                found[layer, place, examples] = before[reading].float().cpu()
+                found[layer, place, examples] = measured.before[reading].float().cpu()
     return found

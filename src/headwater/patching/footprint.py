@@ -21,8 +21,7 @@ import torch
 from headwater.models.gradients import graph_bytes
 from headwater.models.memory import how_many_fit, refuse_too_large
 from headwater.models.sites import SITES
-from headwater.patching.job import WAVE_TOKENS, Cell, Job, tokens_of
-from headwater.patching.values import BATCH
+from headwater.patching.plan import WAVE_TOKENS, Cell, Plan, tokens_of
 from headwater.patching.variants import Replace
 
 CELL_BYTES = 800
@@ -39,7 +38,7 @@ def refuse_too_many_cells(n_cells: int) -> None:
     refuse_too_large(f"The list of this sweep's {n_cells:,} cells", n_cells * CELL_BYTES, torch.device("cpu"), advice)
 
 
-def examples_at_once(job: Job, gradients: bool = False) -> int:
+def examples_at_once(plan: Plan, gradients: bool = False) -> int:
     """Return how many examples of the sweep fit in memory together.
 
     A model that is spread over devices is taken to have room: which of them would hold what is not known.
@@ -47,38 +46,37 @@ def examples_at_once(job: Job, gradients: bool = False) -> int:
     Raises:
         InputError: not even one; the message has the figures.
     """
-    if job.model.spread:
-        return len(job.base)
-    cells: list[list[Cell]] = [[] for _ in job.base]
-    for cell in job.cells:
+    if plan.model.spread:
+        return len(plan.base)
+    cells: list[list[Cell]] = [[] for _ in plan.base]
+    for cell in plan.cells:
         cells[cell.example].append(cell)
-    largest = max(example_bytes(job, example, own, gradients) for example, own in enumerate(cells))
+    largest = max(example_bytes(plan, example, own, gradients) for example, own in enumerate(cells))
     advice = "Give shorter prompts, fewer sites or layers, or load the model in bfloat16, which takes half of float32."
-    return how_many_fit("This sweep, one example at a time,", largest, job.model.device, advice)
+    return how_many_fit("This sweep, one example at a time,", largest, plan.model.device, advice)
 
 
-def example_bytes(job: Job, example: int, cells: Sequence[Cell], gradients: bool = False) -> int:
+def example_bytes(plan: Plan, example: int, cells: Sequence[Cell], gradients: bool = False) -> int:
     """Estimate what one example with its cells takes on the model's device."""
-    shape, length = job.model.shape, len(job.base[example])
-    sides = 1 if job.other is None else 2
+    shape, length = plan.model.shape, len(plan.base[example])
+    sides = 1 if plan.other is None else 2
     per_token = 12 * shape.d_model + 4 * shape.d_mlp + 3 * shape.n_heads * length
-    numbers = _replaced(job, cells, length) + sides * length * per_token
-    logits = 3 * len(job.positions[example]) * shape.d_vocab
+    numbers = _replaced(plan, cells, length) + sides * length * per_token
+    logits = 3 * len(plan.positions[example]) * shape.d_vocab
     if gradients:
-        graph = shape.n_layers * graph_bytes(job.model, length, length)
-        return (numbers + logits) * job.model.dtype.itemsize + graph
+        graph = shape.n_layers * graph_bytes(plan.model, length, length)
+        return (numbers + logits) * plan.model.dtype.itemsize + graph
     recorded = shape.n_layers * (3 * shape.d_model + 2 * shape.n_kv_heads * shape.d_head)
-    rows = min(sum(tokens_of(job, cell) for cell in cells), WAVE_TOKENS) * shape.d_model
-    numbers += sides * length * recorded + rows + (logits if job.only_answers is None else 0)
-    return numbers * job.model.dtype.itemsize
+    rows = min(sum(tokens_of(plan, cell) for cell in cells), WAVE_TOKENS) * shape.d_model
+    numbers += sides * length * recorded + rows + (logits if plan.only_answers is None else 0)
+    return numbers * plan.model.dtype.itemsize
 
 
-def _replaced(job: Job, cells: Sequence[Cell], length: int) -> int:
+def _replaced(plan: Plan, cells: Sequence[Cell], length: int) -> int:
     """Count the numbers of the activations that edits write, with the runs that they come from."""
-    if job.source is None or job.source.kind == "zero":
+    if plan.source is None:
         return 0
     edits = [edit for cell in cells for edit in cell.edits if isinstance(edit, Replace)]
     places = {(edit.site.name, layer) for edit in edits for layer in edit.layers}
-    copies = {"mean": BATCH + 1, "resample": 1}.get(job.source.kind, 2)
-    widths = (SITES[site].width(job.model.shape, length) for site, _ in places)
-    return copies * length * sum(widths)
+    widths = (SITES[site].width(plan.model.shape, length) for site, _ in places)
+    return plan.source.copies * length * sum(widths)

@@ -2,11 +2,15 @@
 
 A logit difference is linear in the last residual stream and shows what pushes for and against an answer; a probability
 saturates. Measure a probability beside one of the others, not instead of it.
+
+What makes a metric, given its answers, is a row of `METRICS`. One that is added can be asked for by name: on the
+command line and, where it takes no answers, in Python.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,6 +26,7 @@ from headwater.models.tokens import Tokenizer, encode
 from headwater.options import checked_several, is_one, shown, whole_number
 from headwater.patching.prompts import Where
 from headwater.patching.variants import LOGITS
+from headwater.registry import Registry
 
 Answer: TypeAlias = str | int | Sequence[str] | Sequence[int]
 """A token, as text or id: one for all prompts, or one per prompt."""
@@ -145,11 +150,24 @@ def kl_divergence(*, at: Where = "last") -> Metric:
     return Metric("kl_divergence", divergence, at, against_clean=True)
 
 
-BY_NAME = {f.__name__: f for f in (logit_difference, log_probability, probability, rank, kl_divergence)}
+METRICS: Registry[str, Callable[..., Metric]] = Registry("metric")
+"""By name, what makes a metric: called with its answers, one after the other, and `at=`."""
+for _maker in (logit_difference, log_probability, probability, rank, kl_divergence):
+    METRICS.add(_maker.__name__, _maker)
+
+
+def answers_of(name: str) -> list[str]:
+    """Name the answers that a metric is made with, as its maker calls them.
+
+    Raises:
+        InputError: there is no such metric.
+    """
+    parameters = inspect.signature(METRICS[name]).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
 
 
 def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Metric, ...]:
-    """Take a metric, a function of the kept logits, or several of these.
+    """Take a metric, the name of one that needs no answers, a function of the kept logits, or several of these.
 
     Raises:
         InputError: it is none of these, or two metrics share a name.
@@ -158,13 +176,20 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
     for one in list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]:
         if isinstance(one, Metric):
             metrics.append(one)
-        elif uncalled := next((name for name, maker in BY_NAME.items() if maker is one), None):
-            raise InputError(f"hw.{uncalled} makes a metric when it is called: hw.{uncalled}(...).")
+        elif isinstance(one, str) and one in METRICS and not answers_of(one):
+            metrics.append(METRICS[one]())
+        elif uncalled := next(
+            (name for name, maker in METRICS.items() if maker is one or (isinstance(one, str) and one == name)), None
+        ):
+            maker = METRICS[uncalled]
+            called = f"hw.{uncalled}" if maker.__module__ == __name__ else maker.__name__
+            raise InputError(f"{called} makes a metric when it is called: {called}({', '.join(answers_of(uncalled))}).")
         elif callable(one):
             metrics.append(Metric(getattr(one, "__name__", type(one).__name__), partial(_on_a_copy, one)))
         else:
+            near = did_you_mean(one, METRICS) if isinstance(one, str) else ""
             raise InputError(
-                f"{shown(one)} is not a metric. Use hw.logit_difference(...), hw.kl_divergence() or a function."
+                f"{shown(one)} is not a metric.{near} Use hw.logit_difference(...), hw.kl_divergence() or a function."
             )
     names = [one.name for one in metrics]
     if not names or len(set(names)) < len(names):

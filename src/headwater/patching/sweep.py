@@ -30,11 +30,24 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import Site, sites_named
 from headwater.options import checked_count, checked_kind, checked_name, checked_seed, shown
-from headwater.patching.attribution import attribute
 from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, strongest, summarize
-from headwater.patching.engine import Measured, measure
 from headwater.patching.footprint import refuse_too_many_cells
-from headwater.patching.grid import (
+from headwater.patching.measure import measure
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.plan import Cell, Plan
+from headwater.patching.prompts import (
+    Prompt,
+    Prompts,
+    Where,
+    aligned_positions,
+    read_pairs,
+    read_prompts,
+)
+from headwater.patching.readout import Measured
+from headwater.patching.runners import Gradients, Wave
+from headwater.patching.values import Given, Source, recorded, source_of
+from headwater.patching.variants import Replace
+from headwater.patching.windows import (
     AXES,
     Step,
     Window,
@@ -47,20 +60,6 @@ from headwater.patching.grid import (
     steps,
     windows_of,
 )
-from headwater.patching.group import GRADIENTS
-from headwater.patching.job import Cell, Job
-from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.prompts import (
-    Prompt,
-    Prompts,
-    Where,
-    aligned_positions,
-    first_difference,
-    read_pairs,
-    read_prompts,
-)
-from headwater.patching.values import KINDS, source_of
-from headwater.patching.variants import Replace
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -128,7 +127,7 @@ class Sweep(Result):
         cells = summarize(self.table, self.coordinates, value, level=0.95, seed=0)
         parts = [part for _, part in cells.groupby(["site", "metric"], sort=False)]
         said = [sentence for part in parts for sentence in strongest(part, value, direction)]
-        if self.engine == GRADIENTS:
+        if self.engine == Gradients.name:
             said.append("These effects are linear estimates from gradients, not runs with the edit.")
         return said + self.notes_on_averages(self.table, value)
 
@@ -256,21 +255,16 @@ def patch(
     named = sites_named(sites, model)
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
-    if dataset is not None and checked_name("values", values, KINDS) not in ("mean", "resample"):
-        raise InputError(
-            f"dataset= was given, but values={shown(values)} takes nothing from it; use 'mean' or 'resample'."
-        )
     metrics = as_metrics(metric)
     pool = read_prompts(model, dataset) if dataset is not None else None
-    source = source_of(values, base, other, pool, [site.name for site in named], seed)
+    source = source_of(Given(values, base, other, pool, tuple(site.name for site in named), seed))
     ask = _Ask(over, layers, positions, heads, window)
     planned = [(i, site, ask.steps(model, site, base, other, i)) for i in range(len(base)) for site in named]
     refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * len(metrics))
     cells: list[Cell] = []
     for i, site, listed in planned:
-        since = first_difference(base[i], other[i]) if other and source.is_other_run else 0
-        cells += _cells(base[i], i, site, listed, ask.sizes(site), since, source.label)
-    job = Job(model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size)
+        cells += _cells(base[i], i, site, listed, ask.sizes(site), source)
+    plan = Plan(model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size)
     options = {
         "sites": [site.name for site in named],
         "over": {site.name: ask.axes(site) for site in named},
@@ -279,15 +273,15 @@ def patch(
         "positions": [_covered(listed["position"], len(base[i])) for i, site, listed in planned if site == named[0]],
         "heads": {s.name: chosen(heads, s.n_heads(model.shape), "head") for s in named if s.has_heads},
         "direction": direction,
-        "values": values,
-        "mean_over": source.mean_over if values == "mean" else None,
+        "values": recorded(source),
+        "mean_over": source.mean_over,
         "method": method,
         **prompt_options(first, second, pool),
-        "metrics": metric_options(job),
+        "metrics": metric_options(plan),
     }
 
     def work(run: Run) -> Sweep:
-        return sweep_of(job, attribute(job, run) if method == "attribution" else measure(job, run), run)
+        return sweep_of(plan, measure(plan, run, Gradients if method == "attribution" else Wave), run)
 
     return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
 
@@ -348,10 +342,10 @@ def _cells(
     site: Site,
     listed: Mapping[str, list[Step]],
     sizes: Mapping[str, int | str],
-    since: int,
-    values: dict[str, str],
+    source: Source,
 ) -> Iterator[Cell]:
     """Yield one example's cells of one site."""
+    since, values = source.since(example), {"values": source.label} if source.label else {}
     for step in grid(listed):
         at, of, to = (step[axis].covers if axis in step else None for axis in ("position", "head", "key"))
         edits = tuple(Replace(site, run, at, of, to, since) for run in layer_runs(step["layer"].covers or ()))
@@ -366,30 +360,32 @@ def _cells(
         yield Cell(example, labels, edits, family)
 
 
-def sweep_of(job: Job, measured: Measured, run: Run) -> Sweep:
+def sweep_of(plan: Plan, measured: Measured, run: Run) -> Sweep:
     """Make the result of what was measured."""
-    return Sweep(tabulate(job, measured), run.record, tuple(prompt.strings for prompt in job.base), measured.engine)
+    return Sweep(tabulate(plan, measured), run.record, tuple(prompt.strings for prompt in plan.base), measured.engine)
 
 
-def tabulate(job: Job, measured: Measured) -> pd.DataFrame:
+def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     """Lay cells and metrics out as rows."""
     n_cells, n_metrics = measured.values.shape
-    columns: dict[str, Any] = {"example": np.repeat([cell.example for cell in job.cells], n_metrics)}
+    columns: dict[str, Any] = {"example": np.repeat([cell.example for cell in plan.cells], n_metrics)}
     for name in COORDINATES[:-1]:
-        if any(name in cell.labels for cell in job.cells):
-            listed = [cell.labels.get(name) for cell in job.cells for _ in range(n_metrics)]
+        if any(name in cell.labels for cell in plan.cells):
+            listed = [cell.labels.get(name) for cell in plan.cells for _ in range(n_metrics)]
             is_index = name in (*AXES, "kv_head")
             columns[name] = pd.array(listed, dtype="Int64" if None in listed else "int64") if is_index else listed
-    columns["metric"] = [metric.name for metric in job.metrics] * n_cells
+    columns["metric"] = [metric.name for metric in plan.metrics] * n_cells
     effect = measured.values - measured.unedited
     columns["effect"] = effect.flatten().numpy()
-    if job.other is not None:
+    if plan.other is not None:
         gap = measured.other - measured.unedited
         normalized = torch.where(gap.abs() > 1e-9, effect / gap + 0.0, torch.nan)
         columns["normalized_effect"] = normalized.flatten().numpy()
-    clean, corrupted = (measured.unedited, measured.other) if job.base_is_clean else (measured.other, measured.unedited)
+    clean, corrupted = (
+        (measured.unedited, measured.other) if plan.base_is_clean else (measured.other, measured.unedited)
+    )
     columns["clean"] = clean.flatten().numpy()
-    if job.other is not None:
+    if plan.other is not None:
         columns["corrupted"] = corrupted.flatten().numpy()
     if not bool(measured.edges.isnan().all()):
         columns["edges"] = np.repeat(measured.edges.numpy(), n_metrics).astype(np.int64)
@@ -408,7 +404,7 @@ def _covered(listed: Sequence[Step], length: int) -> tuple[int, ...] | str:
     return "all" if whole or len(covered) == length else tuple(covered)
 
 
-def metric_options(job: Job) -> list[dict[str, Any]]:
+def metric_options(plan: Plan) -> list[dict[str, Any]]:
     """Describe the metrics of a sweep: what each computes with, and the positions and token ids that it came to."""
     return [
         {
@@ -417,8 +413,8 @@ def metric_options(job: Job) -> list[dict[str, Any]]:
             "site": metric.site,
             "layer": metric.layer,
             "against_clean": metric.against_clean,
-            "at": [kept[number] for kept in job.kept],
-            "answers": [ids.tolist() for ids in job.answers[number]],
+            "at": [kept[number] for kept in plan.kept],
+            "answers": [ids.tolist() for ids in plan.answers[number]],
         }
-        for number, metric in enumerate(job.metrics)
+        for number, metric in enumerate(plan.metrics)
     ]

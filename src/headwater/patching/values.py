@@ -1,9 +1,21 @@
-"""Where replaced activations take their values from: the other run, zero, a mean, or a prompt drawn by lot."""
+"""What edits write: the kinds of values, and how each comes by them.
+
+    other run   the other prompt's own activations
+    zero        nothing
+    mean        the mean over the prompts of a data set
+    resample    those of another prompt of the data set, drawn by lot
+
+A kind is a class, and a row of `VALUES`: what the sweep gives it, it may refuse when it is made; for each group of
+examples it is asked for activations (`Wanted`), which it makes from the other run's, from runs of its own
+(`Wanted.of_runs`), or from nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,111 +25,162 @@ from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_name
-from headwater.patching.prompts import Prompt
-from headwater.patching.variants import Values
-from headwater.patching.whole import capture
+from headwater.patching.forwards import capture
+from headwater.patching.prompts import Prompt, first_difference
+from headwater.patching.variants import Place
+from headwater.registry import Registry
 
-KINDS = ("other run", "zero", "mean", "resample")
 BATCH = 16
+"""Prompts of a data set that are run at once."""
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """One of the four kinds of values.
-
-    The mean is over the prompts of the data set at each position (`mean_over="examples"`) when all of them are as long
-    as the prompts that are edited, and over all their tokens but the first (`"tokens"`) when lengths differ.
-    """
+@dataclass(frozen=True)
+class Given:
+    """What a sweep gives to a kind of values."""
 
     kind: str
-    dataset: tuple[Prompt, ...] = ()
-    mean_over: str = "examples"
-    donors: tuple[int, ...] = ()
-    """For `resample`: by example, the prompt of the data set whose run gives its values."""
-    _means: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """The name that was asked for."""
+    base: tuple[Prompt, ...]
+    """The prompts that are edited."""
+    other: tuple[Prompt, ...] | None
+    """The other prompt of each pair."""
+    dataset: tuple[Prompt, ...] | None
+    """What was given as `dataset=`."""
+    sites: tuple[str, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a group of examples asks of its values: `example position ...` at each place."""
+
+    model: HookedModel
+    examples: range
+    width: int
+    """The tokens of the longest prompt that is edited."""
+    places: tuple[Place, ...]
+    other: Mapping[Place, Tensor]
+    """The other run's activations, for kinds that take them."""
+
+    def of_runs(self, prompts: Sequence[Prompt], names: Sequence[int | str]) -> dict[Place, Tensor]:
+        """Run prompts, each called by its name in messages, and return their activations at each place."""
+        batch = Batch.of([prompt.ids for prompt in prompts], pad_id(self.model.tokenizer)).named(names)
+        hooks = {(site, layer): SITES[site].hook_name(layer) for site, layer in self.places}
+        held, _ = capture(self.model, batch, list(hooks.values()))
+        return {place: held[name] for place, name in hooks.items()}
+
+
+class Source(ABC):
+    """A kind of values, made for one sweep."""
+
+    takes_other_run: ClassVar[bool] = False
+    """Whether it asks for the other run's activations."""
+    takes_dataset: ClassVar[bool] = False
+    """Whether it can use `dataset=`."""
+    copies: ClassVar[int] = 2
+    """How many activations it holds at once for each that it returns: what a sweep takes is estimated with it."""
+    labelled: ClassVar[bool] = True
+    """Whether the table has a column `values` that names it."""
+    mean_over: str | None = None
+    """Over what a mean is: examples or tokens."""
+
+    def __init__(self, given: Given):
+        """Keep what the sweep gives.
+
+        Raises:
+            InputError: the prompts do not allow these values.
+        """
+        self.given = given
+
+    @abstractmethod
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Return the values at every place that is wanted, one row per example, over all of its positions."""
+
+    def since(self, example: int) -> int:
+        """Return the position before which the values of an example are those of its own run."""
+        return 0
 
     @property
-    def label(self) -> dict[str, str]:
-        """What the table says of the values: over what a mean is."""
-        return {"values": f"mean over {self.mean_over}"} if self.kind == "mean" else {}
-
-    @property
-    def is_other_run(self) -> bool:
-        """Whether values are the other prompt's own activations."""
-        return self.kind == "other run"
-
-    def values(self, model: HookedModel, examples: range, width: int, wanted: set[tuple[str, int]]) -> Values:
-        """Return the values of the wanted sites and layers for a group of examples, the longest of `width` tokens."""
-        if self.kind == "zero":
-            return Values({key: _zeros(model, key[0], len(examples), width) for key in wanted})
-        names = {key: SITES[key[0]].hook_name(key[1]) for key in wanted}
-        if self.kind == "resample":
-            held, _ = capture(model, self._batch(model, [self.donors[i] for i in examples]), list(names.values()))
-            return Values({key: held[name] for key, name in names.items()})
-        self._take_means(model, {key: name for key, name in names.items() if key not in self._means})
-        return Values({key: self._spread(self._means[key], len(examples), width) for key in wanted})
-
-    def _batch(self, model: HookedModel, numbers: Sequence[int]) -> Batch:
-        """Some prompts of the data set, by number."""
-        batch = Batch.of([self.dataset[i].ids for i in numbers], pad_id(model.tokenizer))
-        return batch.named(f"{i} of the data set" for i in numbers)
-
-    def _take_means(self, model: HookedModel, names: dict[tuple[str, int], str]) -> None:
-        """Run the data set once and add up each activation."""
-        if not names:
-            return
-        sums: dict[tuple[str, int], Tensor] = {}
-        count = 0
-        for start in range(0, len(self.dataset), BATCH):
-            part = self.dataset[start : start + BATCH]
-            batch = self._batch(model, range(start, start + len(part)))
-            held, _ = capture(model, batch, list(names.values()))
-            if self.mean_over == "examples":
-                count += len(part)
-                added = {key: held[name].double().sum(0) for key, name in names.items()}
-            else:
-                count += sum(len(prompt) - 1 for prompt in part)
-                added = {
-                    key: torch.stack(
-                        [held[name][i, 1 : len(prompt)].double().sum(0) for i, prompt in enumerate(part)]
-                    ).sum(0)
-                    for key, name in names.items()
-                }
-            sums = {key: sums[key] + added[key] if key in sums else added[key] for key in names}
-        dtype = model.dtype
-        self._means.update({key: (total / count).to(dtype) for key, total in sums.items()})
-
-    def _spread(self, mean: Tensor, n_examples: int, width: int) -> Tensor:
-        if self.mean_over == "examples":
-            return mean.expand(n_examples, *mean.shape)
-        return mean.expand(n_examples, width, *mean.shape)
+    def label(self) -> str | None:
+        """What the table's column `values` says of them, if anything."""
+        return self.given.kind if self.labelled else None
 
 
-def source_of(
-    values: str,
-    base: tuple[Prompt, ...],
-    other: tuple[Prompt, ...] | None,
-    dataset: tuple[Prompt, ...] | None,
-    sites: Sequence[str],
-    seed: int,
-) -> Source:
-    """Make the source that a sweep asked for.
+VALUES: Registry[str, type[Source]] = Registry("kind of values")
+"""What `values=` may be."""
 
-    Raises:
-        InputError: there is no such kind, or the prompts do not allow it.
+
+@VALUES.add("other run")
+class OtherRun(Source):
+    """The other prompt's own activations."""
+
+    takes_other_run = True
+    labelled = False
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        if given.other is None:
+            raise InputError(
+                "Values from the other run were asked for, but there are no corrupted prompts. Give them, or "
+                "values='zero', 'mean' or 'resample'."
+            )
+
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Return what the other run has there."""
+        return wanted.other
+
+    def since(self, example: int) -> int:
+        """Return the first position at which the two prompts differ."""
+        assert self.given.other is not None
+        return first_difference(self.given.base[example], self.given.other[example])
+
+
+@VALUES.add("zero")
+class Zero(Source):
+    """Nothing."""
+
+    copies = 0
+    labelled = False
+
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Return zeros, none of which takes memory."""
+        model = wanted.model
+        zero = torch.zeros((), dtype=model.dtype, device=model.device)
+        n = len(wanted.examples)
+        return {
+            (site, layer): zero.expand(n, *SITES[site].size(model.shape, wanted.width)) for site, layer in wanted.places
+        }
+
+
+class _OfDataset(Source):
+    """Values from the runs of a data set; without one, of the prompts that are edited."""
+
+    takes_dataset = True
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        self.pool = given.dataset if given.dataset is not None else given.base
+
+    def runs(self, wanted: Wanted, numbers: Sequence[int]) -> dict[Place, Tensor]:
+        """Run some prompts of the data set, by number."""
+        return wanted.of_runs([self.pool[i] for i in numbers], [f"{i} of the data set" for i in numbers])
+
+
+@VALUES.add("mean")
+class Mean(_OfDataset):
+    """The mean over the prompts of a data set.
+
+    It is taken at each position (`mean_over="examples"`) when all of them are as long as the prompts that are edited,
+    and over all their tokens but the first (`"tokens"`) when lengths differ.
     """
-    checked_name("values", values, KINDS)
-    if values == "other run" and other is None:
-        raise InputError(
-            "Values from the other run were asked for, but there are no corrupted prompts. Give them, or "
-            "values='zero', 'mean' or 'resample'."
-        )
-    if values in ("other run", "zero"):
-        return Source(values)
-    pool = dataset if dataset is not None else base
-    if values == "mean":
-        one_length = len({len(prompt) for prompt in (*pool, *base)}) == 1
-        if "pattern" in sites and not one_length:
+
+    copies = BATCH + 1
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        pool = self.pool
+        one_length = len({len(prompt) for prompt in (*pool, *given.base)}) == 1
+        if any(SITES[site].has_keys for site in given.sites) and not one_length:
             raise InputError("A mean of attention patterns needs prompts of one length; these differ.")
         if not one_length and all(len(prompt) < 2 for prompt in pool):
             raise InputError(
@@ -128,20 +191,88 @@ def source_of(
                 f"values='mean' was asked for over {len(pool)} prompt{'s' * (len(pool) > 1)} with the same tokens: at "
                 "each position the mean is that prompt's own activation. Give several prompts, or dataset= with others."
             )
-        return Source(values, pool, mean_over="examples" if one_length else "tokens")
-    generator = torch.Generator().manual_seed(seed)
-    donors = []
-    for i, prompt in enumerate(base):
-        fitting = [j for j, donor in enumerate(pool) if len(donor) == len(prompt) and donor.ids != prompt.ids]
-        if not fitting:
-            raise InputError(
-                f"No other prompt has as many tokens as prompt {i} ({len(prompt)}): its activations cannot be "
-                "resampled. Give a dataset= with prompts of this length."
-            )
-        donors.append(fitting[int(torch.randint(len(fitting), (1,), generator=generator))])
-    return Source(values, pool, donors=tuple(donors))
+        self.mean_over = "examples" if one_length else "tokens"
+        self._means: dict[Place, Tensor] = {}
+
+    @property
+    def label(self) -> str:
+        """Over what the mean is."""
+        return f"mean over {self.mean_over}"
+
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Return each mean for every example, and where it is one over tokens, for every position."""
+        if missing := tuple(place for place in wanted.places if place not in self._means):
+            self._take_means(Wanted(wanted.model, wanted.examples, wanted.width, missing, {}))
+        n, by_position = len(wanted.examples), self.mean_over == "examples"
+        means = {place: self._means[place] for place in wanted.places}
+        return {
+            place: mean.expand(n, *mean.shape) if by_position else mean.expand(n, wanted.width, *mean.shape)
+            for place, mean in means.items()
+        }
+
+    def _take_means(self, wanted: Wanted) -> None:
+        """Run the data set once and add up each activation."""
+        sums: dict[Place, Tensor] = {}
+        count = 0
+        for start in range(0, len(self.pool), BATCH):
+            numbers = range(start, min(start + BATCH, len(self.pool)))
+            lengths = [len(self.pool[i]) for i in numbers]
+            held = self.runs(wanted, numbers)
+            by_position = self.mean_over == "examples"
+            count += len(numbers) if by_position else sum(lengths) - len(numbers)
+            for place, activation in held.items():
+                added = activation.double().sum(0) if by_position else _sum_over_tokens(activation, lengths)
+                sums[place] = sums[place] + added if place in sums else added
+        self._means |= {place: (total / count).to(wanted.model.dtype) for place, total in sums.items()}
 
 
-def _zeros(model: HookedModel, site: str, n: int, width: int) -> Tensor:
-    zero = torch.zeros((), dtype=model.dtype, device=model.device)
-    return zero.expand(n, *SITES[site].size(model.shape, width))
+@VALUES.add("resample")
+class Resample(_OfDataset):
+    """For each prompt, the activations of another prompt of the data set with as many tokens, drawn by lot."""
+
+    copies = 1
+    labelled = False
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        generator = torch.Generator().manual_seed(given.seed)
+        self.donors: list[int] = []
+        for i, prompt in enumerate(given.base):
+            fitting = [j for j, donor in enumerate(self.pool) if len(donor) == len(prompt) and donor.ids != prompt.ids]
+            if not fitting:
+                raise InputError(
+                    f"No other prompt has as many tokens as prompt {i} ({len(prompt)}): its activations cannot be "
+                    "resampled. Give a dataset= with prompts of this length."
+                )
+            self.donors.append(fitting[int(torch.randint(len(fitting), (1,), generator=generator))])
+
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Run the prompts that were drawn."""
+        return self.runs(wanted, [self.donors[i] for i in wanted.examples])
+
+
+BUILT_IN = frozenset(VALUES)
+
+
+def source_of(given: Given) -> Source:
+    """Make the source that a sweep asked for.
+
+    Raises:
+        InputError: there is no such kind, or the prompts do not allow it.
+    """
+    kind = VALUES[checked_name("values", given.kind, tuple(VALUES))]
+    if given.dataset is not None and not kind.takes_dataset:
+        takers = " or ".join(repr(name) for name, row in VALUES.items() if row.takes_dataset)
+        raise InputError(f"dataset= was given, but values={given.kind!r} takes nothing from it; use {takers}.")
+    return kind(given)
+
+
+def recorded(source: Source) -> Any:
+    """What the record of a run says of a source: its name, and of one that was added, what it computes with."""
+    kind = source.given.kind
+    return kind if kind in BUILT_IN else {kind: type(source)}
+
+
+def _sum_over_tokens(activation: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Add up an activation, `prompt position ...`, over all tokens but each prompt's first."""
+    return torch.stack([activation[i, 1:length].double().sum(0) for i, length in enumerate(lengths)]).sum(0)

@@ -6,8 +6,9 @@ Both ways of running a sweep, whole runs and the wavefront, take the same varian
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool
@@ -35,8 +36,8 @@ class Replace:
     """Before this position the values are those of the run itself, so that writing them changes nothing."""
 
     @property
-    def stage(self) -> Stage:
-        """Where in the block the edit acts."""
+    def stage(self) -> Stage | None:
+        """How far into the block the edit acts; None where the site does not say."""
         return self.site.stage
 
     @property
@@ -65,8 +66,12 @@ class Cut:
 
 
 Edit = Replace | Cut
-Reading = tuple[str, int]
-"""A site and a layer; `("logits", n_layers)` for the logits."""
+Place: TypeAlias = tuple[str, int]
+"""A site and a layer."""
+Reading: TypeAlias = Place
+"""Where a metric reads; `("logits", n_layers)` for the logits."""
+Deliver: TypeAlias = Callable[[Reading, list[int], Tensor], None]
+"""Takes a reading, the variants read and their values, `variant kept width`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +99,8 @@ class Variant:
         """How far into its first layer the first edit acts."""
         if self.start:
             return Stage.BLOCK_INPUT
-        return min(edit.stage for edit in self.edits if edit.layers.start == self.first_layer)
+        stages = [edit.stage for edit in self.edits if edit.layers.start == self.first_layer]
+        return min(stage for stage in stages if stage is not None)
 
     @property
     def stop_layer(self) -> int:

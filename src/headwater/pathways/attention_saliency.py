@@ -38,7 +38,7 @@ from headwater.errors import InputError
 from headwater.models.gradients import KeysValues, keys_values, refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name, shown
-from headwater.patching.grid import chosen
+from headwater.patching.windows import chosen
 from headwater.pathways.edge_saliency import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.probes import PROBE_SITES, PROBE_TOKENS, Probe
 from headwater.pathways.saliency_report import (

@@ -1,7 +1,7 @@
 """A sweep resolved to tokens: its cells, what is read of each, and how they are cut into groups and waves.
 
-A group is a stretch of examples whose recorded activations fit in memory; a wave is a stretch of a group's cells that
-go down the layers together.
+A group is a stretch of examples whose unedited runs are made together, because what they leave behind fits in memory; a
+wave is a stretch of a group's cells that are measured together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
+from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import Prompt, Where, aligned_positions, positions_of
 from headwater.patching.values import Source
-from headwater.patching.variants import LOGITS, Edit, Reading, Replace
+from headwater.patching.variants import LOGITS, Cut, Edit, Place, Reading, Replace, Variant
 
 WAVE_TOKENS = 1 << 15
 """The most tokens that travel down the layers together."""
@@ -43,7 +44,7 @@ class Cell:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class Plan:
     """Everything a sweep needs, resolved to tokens and positions."""
 
     model: HookedModel
@@ -121,21 +122,76 @@ class Job:
         return metric.site, metric.layer if metric.layer is not None else last
 
 
-def waves(job: Job) -> Iterator[tuple[range, range]]:
+class Group:
+    """Some of a plan's examples, whose runs are made together: what is read, kept and written of them."""
+
+    def __init__(self, plan: Plan, examples: range):
+        self.plan, self.examples = plan, examples
+        self.lengths = [len(plan.base[i]) for i in examples]
+        self.kept = [plan.positions[i] for i in examples]
+        self.cells = [cell for cell in plan.cells if cell.example in examples]
+        self.readings = sorted({*plan.states, *(plan.reading(m, c.edits) for m in plan.metrics for c in self.cells)})
+
+    @property
+    def longest(self) -> int:
+        """Which of the examples has the longest edited prompt."""
+        return self.lengths.index(max(self.lengths))
+
+    @cached_property
+    def places(self) -> set[Place]:
+        """Where edits write."""
+        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
+        return {(edit.site.name, layer) for edit in edits for layer in edit.layers}
+
+    @cached_property
+    def cut_layers(self) -> set[int]:
+        """Where edits sever edges."""
+        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Cut)]
+        return {layer for edit in edits for layer in edit.layers}
+
+    @cached_property
+    def columns(self) -> Int[Tensor, " kept"]:
+        """Every position that something reads in some prompt."""
+        return torch.tensor(sorted({p for kept in self.kept for p in kept}))
+
+    def batch(self, *sides: Sequence[Prompt]) -> Batch:
+        """The prompts of one side after those of another, each called by its example and, of a pair, its side."""
+        plan = self.plan
+        ids, pad = [side[i].ids for side in sides for i in self.examples], pad_id(plan.model.tokenizer)
+        if plan.other is None:
+            return Batch.of(ids, pad).named(self.examples)
+        kinds = ["clean" if (side is plan.base) == plan.base_is_clean else "corrupted" for side in sides]
+        return Batch.of(ids, pad).named(f"{i} ({kind} prompt)" for kind in kinds for i in self.examples)
+
+    def variants(self, cells: Sequence[Cell]) -> list[Variant]:
+        """Turn cells into variants of the examples' runs."""
+        trunks = {(cell.example, cell.family): i for i, cell in enumerate(cells) if cell.family is not None}
+        variants = []
+        for i, cell in enumerate(cells):
+            trunk = trunks.get((cell.example, cell.family), i) if cell.family is not None else i
+            readings = {*self.plan.states, *(self.plan.reading(metric, cell.edits) for metric in self.plan.metrics)}
+            example = cell.example - self.examples.start
+            variants.append(
+                Variant(example, cell.edits, self.kept[example], tuple(sorted(readings)), trunk if trunk != i else None)
+            )
+        return variants
+
+
+def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     """Cut a sweep into groups of examples and waves of cells: (examples of the group, cells of the wave)."""
-    per_example = [0] * len(job.base)
+    per_example = [0] * len(plan.base)
     activations: set[tuple[str, int]] = set()
-    for cell in job.cells:
-        per_example[cell.example] += tokens_of(job, cell)
+    for cell in plan.cells:
+        per_example[cell.example] += tokens_of(plan, cell)
         activations |= {(e.site.name, layer) for e in cell.edits if isinstance(e, Replace) for layer in e.layers}
-    shape = job.model.shape
-    recorded = len(activations) * (2 if job.source is not None else 1) + 2 * shape.n_layers
-    by_example: list[list[int]] = [[] for _ in job.base]
-    for index, cell in enumerate(job.cells):
+    shape = plan.model.shape
+    recorded = len(activations) * (2 if plan.source is not None else 1) + 2 * shape.n_layers
+    by_example: list[list[int]] = [[] for _ in plan.base]
+    for index, cell in enumerate(plan.cells):
         by_example[cell.example].append(index)
     groups: list[list[int]] = []
     width, live = 0, 0
-    for example, prompt in enumerate(job.base):
+    for example, prompt in enumerate(plan.base):
         wider = max(width, len(prompt))
         fits = groups and (len(groups[-1]) + 1) * wider * shape.d_model * recorded <= GROUP_FLOATS
         if not (fits and live + per_example[example] <= WAVE_TOKENS):
@@ -147,16 +203,16 @@ def waves(job: Job) -> Iterator[tuple[range, range]]:
         examples = range(group[0], group[-1] + 1)
         first = by_example[examples.start][0] if by_example[examples.start] else 0
         last = first + sum(len(by_example[i]) for i in examples)
-        yield from ((examples, wave) for wave in _cut(job, range(first, last)))
+        yield from ((examples, wave) for wave in _cut(plan, range(first, last)))
 
 
-def _cut(job: Job, cells: range) -> Iterator[range]:
+def _cut(plan: Plan, cells: range) -> Iterator[range]:
     """Cut a group's cells into waves of at most `WAVE_TOKENS` tokens, families left whole."""
     start, live = cells.start, 0
     for index in cells:
-        cell = job.cells[index]
-        tokens = tokens_of(job, cell)
-        before = job.cells[index - 1] if index > start else None
+        cell = plan.cells[index]
+        tokens = tokens_of(plan, cell)
+        before = plan.cells[index - 1] if index > start else None
         same_family = before is not None and cell.family is not None and before.family == cell.family
         if before is not None and live + tokens > WAVE_TOKENS and not same_family:
             yield range(start, index)
@@ -166,6 +222,6 @@ def _cut(job: Job, cells: range) -> Iterator[range]:
         yield range(start, cells.stop)
 
 
-def tokens_of(job: Job, cell: Cell) -> int:
+def tokens_of(plan: Plan, cell: Cell) -> int:
     """Count the tokens of a cell's row."""
-    return max(0, job.positions[cell.example][-1] + 1 - min(edit.first_position for edit in cell.edits))
+    return max(0, plan.positions[cell.example][-1] + 1 - min(edit.first_position for edit in cell.edits))

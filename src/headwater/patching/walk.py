@@ -10,11 +10,15 @@ position on. Below, all of them go on together.
    after the MLP takes that too.
 3. A variant with a trunk (cumulative windows) follows its trunk and leaves it at the layer where its own edits end.
 4. In the last layer only the positions that are read go through the MLP.
+
+Which tensors pass through a block is said by stage, and a site's row says at which stage it lies: between attention and
+MLP the walk holds the tensor itself; within them a hook writes while a tile goes through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,12 +30,21 @@ from headwater.errors import InterventionError
 from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, Trusted, makes
 from headwater.models.memory import in_halves
-from headwater.models.sites import SITES, Site, Stage
+from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
 from headwater.patching.tile import Row, Tile
-from headwater.patching.variants import LOGITS, Reading, Replace, Values, Variant, write_pattern, write_tokens
+from headwater.patching.variants import (
+    LOGITS,
+    Deliver,
+    Edit,
+    Place,
+    Reading,
+    Replace,
+    Values,
+    Variant,
+    write_pattern,
+    write_tokens,
+)
 
-Deliver = Callable[[Reading, list[int], Tensor], None]
-"""Takes a reading, the variants read and their values, `variant kept width`."""
 PREFIX_SHARE = 4
 """A key before a row counts as this part of a token of its own."""
 PADDING_SHARE = 16
@@ -46,7 +59,7 @@ class NotFiniteError(Exception):
         self.variant, self.position = variant, position
 
 
-class Wave:
+class Walk:
     """One walk down the layers. Use inside `torch.inference_mode()` and the model's lock."""
 
     def __init__(
@@ -73,18 +86,21 @@ class Wave:
             for reading in variant.readings if variant.is_felt else ():
                 self.readers.setdefault(reading, []).append(index)
         self.joining = self._plan()
+        self._busy: dict[Stage, list[Site]] = {}
         self.rows: dict[int, Row] = {}
         self._tile: tuple[int, Tile] | None = None
+        self._hooked_mlps: set[int] = set()
         self._applied: set[tuple[int, int, int]] = set()
 
     def run(self) -> None:
         """Walk down the layers and deliver every reading of every variant that is felt where it is read."""
-        start = self._recorded("resid_pre", 0)
+        start = self._recorded(Stage.BLOCK_INPUT, 0)
         size = sum(row.length for rows in self.joining.values() for row in rows)
         self.residual = start.new_empty(size, start.shape[-1])
         with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
             for layer in self.layers[: self.last_layer + 1]:
                 self._join(layer)
+                self._busy = self._busy_at(layer)
                 for rows in self._tiles(layer):
                     self._within_memory(rows, partial(self._step, layer))
         self._check_that_all_is_finite()
@@ -117,7 +133,7 @@ class Wave:
         for row in self.joining.get(layer, []):
             trunk = self.variants[row.variant].trunk
             if trunk is None:
-                entering = self._recorded("resid_pre", layer)[row.example, row.start : row.start + row.length]
+                entering = self._recorded(Stage.BLOCK_INPUT, layer)[row.example, row.start : row.start + row.length]
             else:
                 entering = self._stream(self.rows[trunk])
             self._stream(row).copy_(entering)
@@ -128,11 +144,11 @@ class Wave:
         return self.residual[row.offset : row.offset + row.length]
 
     def _tiles(self, layer: int) -> Iterator[list[Row]]:
-        """Cut the rows into tiles that enter the layer at one stage and are of similar length."""
-        by_stage: dict[Stage, list[Row]] = {}
+        """Cut the rows into tiles that take the same as recorded and are of similar length."""
+        alike: dict[tuple[Stage, ...], list[Row]] = {}
         for row in self.rows.values():
-            by_stage.setdefault(max(row.stage_in(layer), Stage.ATTENTION), []).append(row)
-        for waiting in by_stage.values():
+            alike.setdefault(self._taken(layer, row), []).append(row)
+        for waiting in alike.values():
             waiting.sort(key=lambda row: (row.length, row.start))
             while waiting:
                 tile = [waiting.pop()]
@@ -150,33 +166,53 @@ class Wave:
         tight = padding <= rows * width // PADDING_SHARE or size <= self.tile_tokens // 8
         return tight and size <= self.tile_tokens
 
-    def _step(self, layer: int, rows: Sequence[Row]) -> None:
-        """Take the rows of one tile through one block."""
-        tile = Tile(rows, self.residual.device)
-        residual = self._at("resid_pre", layer, tile, self.residual[tile.places])
-        attn_out = self._at("attn_out", layer, tile, self._attention(layer, tile, residual))
-        if self.blocks.parallel:
-            middle, before_mlp = residual, residual + attn_out
-        else:
-            middle = before_mlp = self._at("resid_mid", layer, tile, residual + attn_out)
-        mlp_out = self._at("mlp_out", layer, tile, self._feed_forward(layer, tile, middle))
-        self.residual[tile.places] = self._at("resid_post", layer, tile, before_mlp + mlp_out)
+    def _taken(self, layer: int, row: Row) -> tuple[Stage, ...]:
+        """What a row takes in a layer as it was recorded."""
+        return taken_as_recorded(row.stage_in(layer), self.blocks.parallel)
 
-    def _attention(self, layer: int, tile: Tile, residual: Tensor) -> Float[Tensor, "token d_model"]:
+    def _busy_at(self, layer: int) -> dict[Stage, list[Site]]:
+        """The sites of a layer, outside attention and MLP, that are written or read, by stage."""
+        places = {*self.writers, *self.readers}
+        busy: dict[Stage, list[Site]] = {}
+        for site in SITES.values():
+            if site.within is None and site.stage is not None and (site.name, layer) in places:
+                busy.setdefault(site.stage, []).append(site)
+        return busy
+
+    def _step(self, layer: int, rows: Sequence[Row]) -> None:
+        """Take the rows of one tile through one block; the residual stream is written last, and only then."""
+        tile, taken = Tile(rows, self.residual.device), self._taken(layer, rows[0])
+        residual = self._at(Stage.BLOCK_INPUT, layer, tile, self.residual[tile.places])
+        attended = self._at(Stage.ATTENTION_OUTPUT, layer, tile, self._attention(layer, tile, residual, taken))
+        before_mlp = residual + attended
+        if not self.blocks.parallel:
+            before_mlp = self._at(Stage.BETWEEN, layer, tile, before_mlp)
+        read = residual if self.blocks.parallel else before_mlp
+        added = self._at(Stage.MLP_OUTPUT, layer, tile, self._feed_forward(layer, tile, read, taken))
+        self.residual[tile.places] = self._at(Stage.BLOCK_OUTPUT, layer, tile, before_mlp + added)
+
+    def _attention(
+        self, layer: int, tile: Tile, residual: Tensor, taken: tuple[Stage, ...]
+    ) -> Float[Tensor, "token d_model"]:
         """What attention adds: computed, or as recorded for rows that join after it."""
-        stage = tile.rows[0].stage_in(layer)
-        if stage >= Stage.BETWEEN:
-            return tile.recorded(self._recorded("attn_out", layer))
-        if stage == Stage.HEAD_OUTPUT:
-            z = tile.recorded(self._recorded("z", layer))
+        if Stage.ATTENTION_OUTPUT in taken:
+            return tile.recorded(self._recorded(Stage.ATTENTION_OUTPUT, layer))
+        if Stage.HEAD_OUTPUT in taken:
+            z = tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
             for i, row in enumerate(tile.rows):
-                self._write(SITES["z"], layer, row, z[tile.tokens_of(i)])
+                self._write(main_site(Stage.HEAD_OUTPUT), layer, row, z[tile.tokens_of(i)])
             return self.blocks.project_heads(layer, z)
         mask, prefix = self._mask(layer, tile), tile.prefix(self.recording, layer)
         call = self.recording.calls[layer]
+        with self._inside(layer, tile):
+            return tile.packed(self.blocks.attention(layer, tile.padded(residual), call, tile.positions, mask, prefix))
+
+    @contextlib.contextmanager
+    def _inside(self, layer: int, tile: Tile) -> Iterator[None]:
+        """Let the hooks of `_hooks` know what is going through, for the length of a call."""
         self._tile = layer, tile
         try:
-            return tile.packed(self.blocks.attention(layer, tile.padded(residual), call, tile.positions, mask, prefix))
+            yield
         finally:
             self._tile = None
 
@@ -199,13 +235,15 @@ class Wave:
         mask = torch.zeros(allowed.shape, dtype=self.residual.dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(mask.dtype).min)
 
-    def _feed_forward(self, layer: int, tile: Tile, middle: Tensor) -> Float[Tensor, "token d_model"]:
+    def _feed_forward(
+        self, layer: int, tile: Tile, middle: Tensor, taken: tuple[Stage, ...]
+    ) -> Float[Tensor, "token d_model"]:
         """What the MLP adds: computed, or as recorded for rows that join after it."""
-        skipped_from = Stage.HEAD_OUTPUT if self.blocks.parallel else Stage.BLOCK_OUTPUT
-        if tile.rows[0].stage_in(layer) >= skipped_from:
-            return tile.recorded(self._recorded("mlp_out", layer))
-        if layer < self.last_layer:
-            return self.blocks.feed_forward(layer, middle)
+        if Stage.MLP_OUTPUT in taken:
+            return tile.recorded(self._recorded(Stage.MLP_OUTPUT, layer))
+        if layer < self.last_layer or layer in self._hooked_mlps:
+            with self._inside(layer, tile):
+                return self.blocks.feed_forward(layer, middle)
         kept = [token for i in range(len(tile.rows)) for token in self._kept_tokens(tile, i)]
         mlp_out = torch.zeros_like(middle)
         mlp_out[kept] = self.blocks.feed_forward(layer, middle[kept])
@@ -218,17 +256,19 @@ class Wave:
         return [tile.tokens_of(i).start + position - row.start for position in variant.kept]
 
     def _hooks(self) -> list[Hook]:
-        """Hooks at the sites inside attention, wherever the edit of a row that attends acts."""
-        wanted: dict[tuple[str, int], Site] = {}
+        """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
+        wanted: dict[Place, Site] = {}
         for row in (variant for variant in self.variants if variant.is_felt and variant.trunk is None):
+            taken = taken_as_recorded(row.stage, self.blocks.parallel)
             for edit in row.edits:
-                site = edit.site if isinstance(edit, Replace) else SITES["pattern"] if edit.zero else None
-                if site is None or site.within != "attention":
+                site = edit.site if isinstance(edit, Replace) else main_site(Stage.PATTERN) if edit.zero else None
+                if site is None or site.within is None:
                     continue
+                passed = Stage.MLP_OUTPUT in taken if site.within == "mlp" else bool(taken)
                 for layer in edit.layers:
-                    taken_as_recorded = layer == row.first_layer and row.stage >= Stage.HEAD_OUTPUT
-                    if layer <= self.last_layer and not taken_as_recorded:
+                    if layer <= self.last_layer and not (passed and layer == row.first_layer):
                         wanted[site.name, layer] = site
+        self._hooked_mlps = {layer for (_, layer), site in wanted.items() if site.within == "mlp"}
         return [(site.hook_name(layer), self._edit_inside(site)) for (_, layer), site in wanted.items()]
 
     def _edit_inside(self, site: Site) -> Trusted:
@@ -243,19 +283,21 @@ class Wave:
                     self._write(site, layer, row, held, tile.key_positions[i])
                     self._zero_edges(layer, row, held, tile.key_positions[i])
                 else:
-                    self._write(site, layer, row, edited[i, : row.length])
+                    held = edited[0, tile.tokens_of(i)] if site.within == "mlp" else edited[i, : row.length]
+                    self._write(site, layer, row, held)
             return edited
 
         return makes(edit)
 
-    def _at(self, name: str, layer: int, tile: Tile, activation: Tensor) -> Tensor:
-        """Make the edits at a site between sublayers, then deliver what is read there."""
-        writers = self.writers.get((name, layer), ())
-        for i, row in enumerate(tile.rows if writers else ()):
-            if row.variant in writers and self._is_own(row, layer):
-                self._write(SITES[name], layer, row, activation[tile.tokens_of(i)])
-        if (name, layer) in self.readers:
-            self._read(name, layer, tile, activation)
+    def _at(self, stage: Stage, layer: int, tile: Tile, activation: Tensor) -> Tensor:
+        """Make the edits at a stage between sublayers, then deliver what is read there."""
+        for site in self._busy.get(stage, ()):
+            writers = self.writers.get((site.name, layer), ())
+            for i, row in enumerate(tile.rows if writers else ()):
+                if row.variant in writers and self._is_own(row, layer):
+                    self._write(site, layer, row, activation[tile.tokens_of(i)])
+            if (site.name, layer) in self.readers:
+                self._read((site.name, layer), tile, activation)
         return activation
 
     def _is_own(self, row: Row, layer: int) -> bool:
@@ -278,21 +320,21 @@ class Wave:
             held[heads] = held[heads].masked_fill(severed, 0.0)
             self._note(row, cut, layer)
 
-    def _recorded(self, name: str, layer: int) -> Tensor:
-        return self.recording.activations[SITES[name].hook_name(layer)]
+    def _recorded(self, stage: Stage, layer: int) -> Tensor:
+        return self.recording.activations[main_site(stage).hook_name(layer)]
 
-    def _read(self, name: str, layer: int, tile: Tile, activation: Tensor) -> None:
-        """Deliver what is read at a site of this layer, from each variant's own row or its trunk's."""
+    def _read(self, reading: Reading, tile: Tile, activation: Tensor) -> None:
+        """Deliver what is read at a site of a layer, from each variant's own row or its trunk's."""
         place = {row.variant: i for i, row in enumerate(tile.rows)}
         readers: dict[int, list[tuple[int, list[int]]]] = {}
-        for index in self.readers[name, layer]:
+        for index in self.readers[reading]:
             row = self._row_of(index)
             if row is not None and row.variant in place:
                 tokens = self._kept_tokens(tile, place[row.variant], index)
                 readers.setdefault(len(tokens), []).append((index, tokens))
         for pairs in readers.values():
             read = torch.tensor([tokens for _, tokens in pairs], device=activation.device)
-            self.deliver((name, layer), [index for index, _ in pairs], activation[read])
+            self.deliver(reading, [index for index, _ in pairs], activation[read])
 
     def _row_of(self, index: int) -> Row | None:
         """The row that holds a variant: its own, or its trunk's for as long as it follows it."""
@@ -354,6 +396,19 @@ class Wave:
                             f"The edit {edit} of layer {layer} did not take effect: its hook never fired. This is a "
                             "fault of the model's hooks, not of the sweep's options."
                         )
+
+
+def not_walked(edits: Iterable[Edit]) -> str | None:
+    """Say which edited site the walk does not know, or None when it knows all of them.
+
+    It knows the tensor that passes through a block at each stage, and, within attention and MLP, what a hook sees as
+    `row position ...`.
+    """
+    for site in {edit.site.name: edit.site for edit in edits if isinstance(edit, Replace)}.values():
+        inside = site.within is not None and site.stage in (Stage.ATTENTION, Stage.NEURONS) and not site.has_keys
+        if site.stage is None or not (inside or site == main_site(site.stage)):
+            return f"where {site.name} lies in a block is not known to the walk down the layers"
+    return None
 
 
 def _no_key_left(layer: int, tile: Tile, allowed: Bool[Tensor, "row head_or_one position key"]) -> str:

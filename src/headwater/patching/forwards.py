@@ -1,7 +1,4 @@
-"""Run variants the plain way: for each, one ordinary forward of the whole prompt, with hooks that make its edits.
-
-This is what the wavefront must equal, and what serves architectures that it cannot.
-"""
+"""Ordinary forwards of whole prompts: with hooks that make a variant's edits, or that keep what is wanted."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from headwater.errors import InterventionError
 from headwater.models.checks import edges_are_cut, finite_output
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
-from headwater.models.sites import SITES, hook_name
+from headwater.models.sites import SITES, Stage, hook_name, main_site
 from headwater.models.tokens import Batch
 from headwater.patching.variants import (
     LOGITS,
@@ -30,18 +27,6 @@ from headwater.patching.variants import (
     write_pattern,
     write_tokens,
 )
-from headwater.patching.wave import Deliver
-
-
-def run_whole(
-    model: HookedModel, prompts: Batch, variants: Sequence[Variant], values: Values, deliver: Deliver
-) -> None:
-    """Run every variant that is felt where it is read, one forward each, and deliver its readings."""
-    for index, variant in enumerate(variants):
-        if variant.is_felt:
-            prompt = prompts.rows(variant.example, variant.example + 1)
-            for reading, read in run_variant(model, prompt, variant, values).items():
-                deliver(reading, [index], read[None])
 
 
 def run_variant(model: HookedModel, prompt: Batch, variant: Variant, values: Values) -> dict[Reading, Tensor]:
@@ -85,7 +70,7 @@ def capture(
         held[name] = activation.clone()
 
     n_layers = model.shape.n_layers
-    last = SITES["resid_post"].hook_name(n_layers - 1)
+    last = main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)
     hooks = [(name, looks(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
     with model.lock:
         out = model.run(batch, hooks, keep=keep, stop_at=n_layers if keep is None else None)
@@ -115,7 +100,7 @@ def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[Hoo
     if isinstance(edit, Replace):
         value = values.of(edit.site, layer, variant.example)
         return [(edit.site.hook_name(layer), makes(partial(_replace, edit=edit, value=value)))]
-    pattern = SITES["pattern"].hook_name(layer)
+    pattern = main_site(Stage.PATTERN).hook_name(layer)
     if edit.zero:
         return [(pattern, makes(partial(_zero, cut=edit)))]
     masked = makes(partial(_mask, cut=edit, where=f"layer {layer}"))

@@ -1,0 +1,105 @@
+"""The one loop that measures a sweep: cells in, numbers out.
+
+1. Examples are taken in groups whose runs fit in memory together; a group's cells are cut into waves.
+2. For each group, the runner makes the unedited runs of both prompts of each pair, and the metrics on both.
+3. For each wave, the runner measures its cells; with `out=` a wave is a piece of the run's folder.
+4. Where the model's blocks cannot be stepped through, whole runs take over, and it is said.
+
+When memory runs out, half of a group's examples are taken at a time from then on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from headwater.models.memory import in_halves
+from headwater.patching.footprint import examples_at_once
+from headwater.patching.plan import Plan, waves
+from headwater.patching.readout import Measured
+from headwater.patching.runners import CannotStepError, Runner, Wave, Whole
+from headwater.progress import progress_bar
+from headwater.runs.analysis import Run
+
+
+def measure(plan: Plan, run: Run, runner: type[Runner] = Wave) -> Measured:
+    """Measure the cells of a sweep, a wave in a piece.
+
+    Raises:
+        InputError: not even one example fits in memory, or a metric cannot be used.
+    """
+    found = Measured.empty(len(plan.cells), len(plan.metrics))
+    measuring = _Measuring(plan, runner)
+    planned = list(waves(plan))
+
+    def compute(wave: tuple[range, range]) -> dict[str, Tensor]:
+        parts = [part.tables() for _, part in measuring.parts(*wave)]
+        tables = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return tables | {"whole": torch.tensor(measuring.runner is Whole)}
+
+    with run.bar("cells", "cell", len(plan.cells)) as bar:
+        pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
+        for (_, cells), piece in zip(planned, pieces, strict=True):
+            for name, table in found.tables().items():
+                table[cells.start : cells.stop] = piece[name]
+            if bool(piece["whole"]):
+                measuring.runner = Whole
+    found.engine = measuring.runner.name
+    return found
+
+
+def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:
+    """Yield the states that a plan asks for, before and after the edits, some cells at a time."""
+    measuring = _Measuring(plan, Wave)
+    with progress_bar(progress, total=len(plan.cells), desc="prompts", unit="prompt") as bar:
+        for examples, cells in waves(plan):
+            yield from measuring.parts(examples, cells)
+            bar.update(len(cells))
+
+
+class _Measuring:
+    """Measures waves one after another, keeping the runs of the current group."""
+
+    def __init__(self, plan: Plan, runner: type[Runner]):
+        self.plan, self.runner = plan, runner
+        self._most = examples_at_once(plan, gradients=runner.needs_graph)
+        self._current: tuple[range, Runner] | None = None
+
+    def parts(self, examples: range, cells: range) -> list[tuple[range, Measured]]:
+        """Measure the cells of one wave; when memory runs out, for half of the examples at a time from now on."""
+        found: list[tuple[range, Measured]] = []
+
+        def do(part: range) -> None:
+            own = [cell for cell in cells if self.plan.cells[cell].example in part]
+            if own:
+                among = range(own[0], own[-1] + 1)
+                found.append((among, self._runner_of(part).measure(among)))
+
+        most = min(self._most, len(examples))
+        with torch.inference_mode(not self.runner.needs_graph), self.plan.model.lock:
+            for start in range(0, len(examples), most):
+                parts = in_halves(examples[start : start + most], do)
+                self._most = most // len(parts) if len(parts) > 1 else self._most
+        return found
+
+    def _runner_of(self, examples: range) -> Runner:
+        """Return the runs of a group, made now unless they are the last ones."""
+        if self._current is None or self._current[0] != examples or not isinstance(self._current[1], self.runner):
+            self._current = None
+            self._current = examples, self._made(examples)
+        return self._current[1]
+
+    def _made(self, examples: range) -> Runner:
+        try:
+            return self.runner(self.plan, examples)
+        except CannotStepError as error:
+            self.runner = Whole
+            warnings.warn(
+                f"{self.plan.model.name} is swept with one whole run per cell, because {error}. Results are the same; "
+                "it takes longer.",
+                stacklevel=8,
+            )
+        return self.runner(self.plan, examples)

@@ -1,0 +1,223 @@
+"""What metrics read of a group's runs, and what they give: on the unedited runs once, on edited ones as these come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.models.sites import SITES
+from headwater.patching.metrics import Metric
+from headwater.patching.plan import Cell, Group
+from headwater.patching.variants import LOGITS, Cut, Deliver, Reading, Variant
+
+Reads: TypeAlias = dict[Reading, list[Tensor]]
+"""By reading, each example's values at its kept positions."""
+
+
+@dataclass
+class Measured:
+    """What cells came to: by cell and metric, and the baselines of their examples."""
+
+    values: Float[Tensor, "cell metric"]
+    unedited: Float[Tensor, "cell metric"]
+    """The same reading of the base run."""
+    other: Float[Tensor, "cell metric"]
+    """The same reading of the other prompt's run; NaN without one."""
+    edges: Float[Tensor, " cell"]
+    """How many visible edges a cell severs, over its layers and heads; NaN for cells that sever none."""
+    before: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
+    """The states that were asked for, of the base run."""
+    after: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
+    """The same after the edits."""
+    engine: str = ""
+    """The name of the runner."""
+
+    @classmethod
+    def empty(cls, n_cells: int, n_metrics: int) -> Measured:
+        """Return NaN for so many cells."""
+        values, unedited, other = (torch.full((n_cells, n_metrics), torch.nan, dtype=torch.float64) for _ in range(3))
+        return cls(values, unedited, other, torch.full((n_cells,), torch.nan, dtype=torch.float64))
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return the tables by name."""
+        return {"values": self.values, "unedited": self.unedited, "other": self.other, "edges": self.edges}
+
+
+def read_run(
+    group: Group, activations: Mapping[str, Tensor], logits: Float[Tensor, "example kept d_vocab"] | None = None
+) -> Reads:
+    """Read whole runs of a group's examples; without logits, everything else that is read."""
+    columns = group.columns.tolist()
+    read: Reads = {}
+    for site, layer in group.readings:
+        if site != LOGITS:
+            held = activations[SITES[site].hook_name(layer)]
+            read[site, layer] = [held[i, list(kept)] for i, kept in enumerate(group.kept)]
+        elif logits is not None:
+            places = [[columns.index(p) for p in kept] for kept in group.kept]
+            read[site, layer] = [logits[i, place] for i, place in enumerate(places)]
+    return read
+
+
+class Readout:
+    """What metrics give on the unedited runs of a group, and on edited ones.
+
+    Args:
+        group: whose runs.
+        base: what was read of the unedited runs of the prompts that are edited.
+        other: the same of the other prompts.
+        visible: which keys each query sees, by layer: wherever edges are severed.
+        answers: the tokens whose logits are read, where not all are.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        base: Reads,
+        other: Reads | None,
+        visible: Mapping[int, Bool[Tensor, "query key"]],
+        answers: Int[Tensor, "example answer"] | None = None,
+    ):
+        self.group, self.plan, self.examples = group, group.plan, group.examples
+        self.base, self._visible, self._answer_tokens = base, visible, answers
+        self._clean = base if self.plan.base_is_clean else other
+        with torch.no_grad():
+            self._of_base = self._baseline(base)
+            self._of_other = self._baseline(other) if other is not None else None
+
+    def unedited(self, cells: range) -> Measured:
+        """Return what cells measure on the unedited runs, as if their edits changed nothing."""
+        chosen, n_metrics = self.plan.cells[cells.start : cells.stop], len(self.plan.metrics)
+        found = Measured.empty(len(chosen), n_metrics)
+        for i, cell in enumerate(chosen):
+            found.unedited[i] = self._of(self._of_base, cell)
+            if self._of_other is not None:
+                found.other[i] = self._of(self._of_other, cell)
+            found.edges[i] = self._visible_edges(cell) if n_metrics else torch.nan
+        found.values = found.unedited.clone()
+        rows = [cell.example - self.examples.start for cell in chosen]
+        found.before = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
+        found.after = {reading: states.clone() for reading, states in found.before.items()}
+        return found
+
+    def collect(self, cells: range, run: Callable[[list[Variant], Deliver], None]) -> Measured:
+        """Return what cells measure when `run` delivers what is read of their variants."""
+        chosen = self.plan.cells[cells.start : cells.stop]
+        variants = self.group.variants(chosen)
+        found = self.unedited(cells)
+
+        def deliver(reading: Reading, indices: list[int], read: Tensor) -> None:
+            for m, metric in enumerate(self.plan.metrics):
+                asking = [k for k, i in enumerate(indices) if self.plan.reading(metric, chosen[i].edits) == reading]
+                if asking:
+                    owners = [variants[indices[k]].example for k in asking]
+                    part = read if len(asking) == len(indices) else read[asking]
+                    found.values[[indices[k] for k in asking], m] = self.apply(m, reading, part, owners)
+            if reading in found.after:
+                found.after[reading][indices] = read[:, -1]
+
+        run(variants, deliver)
+        return found
+
+    def apply(self, m: int, reading: Reading, read: Tensor, owners: list[int]) -> Float[Tensor, " row"]:
+        """Apply one metric to rows that belong to these examples of the group.
+
+        Raises:
+            InputError: it makes NaN or infinity of finite values, or mixes the rows.
+        """
+        metric = self.plan.metrics[m]
+        measured = torch.empty(len(owners), dtype=torch.float64)
+        by_count: dict[int, list[int]] = {}
+        for row, owner in enumerate(owners):
+            by_count.setdefault(len(self.plan.kept[self.examples[owner]][m]), []).append(row)
+        for rows in by_count.values():
+            part = read if len(rows) == len(owners) else read[rows]
+            who = [owners[row] for row in rows]
+            values = self._metric_positions(m, part, who)
+            answers = self._answers(m, reading, who, read.device)
+            clean = None
+            if metric.against_clean and self._clean is not None:
+                held = torch.stack([self._clean[reading][i].detach() for i in who])
+                clean = self._metric_positions(m, held, who)
+            self._check_metric(metric, values, answers, clean)
+            measured[rows] = metric.measure(values, answers, clean).double().cpu()
+            self._refuse_no_number(metric, values, measured, rows, who)
+        return measured
+
+    def _baseline(self, run: Reads) -> dict[Reading, Float[Tensor, "example metric"]]:
+        """By reading, every metric that could read it, on an unedited run."""
+        table: dict[Reading, Tensor] = {}
+        for reading in self.group.readings:
+            columns = torch.full((len(self.examples), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
+            for m, metric in enumerate(self.plan.metrics):
+                if metric.site == reading[0] and metric.layer in (None, reading[1]):
+                    for i, values in enumerate(run[reading]):
+                        columns[i, m] = self.apply(m, reading, values[None], [i])[0]
+            table[reading] = columns
+        return table
+
+    def _of(self, baseline: Mapping[Reading, Tensor], cell: Cell) -> Float[Tensor, " metric"]:
+        example = cell.example - self.examples.start
+        readings = [self.plan.reading(metric, cell.edits) for metric in self.plan.metrics]
+        return torch.tensor([float(baseline[r][example, m]) for m, r in enumerate(readings)], dtype=torch.float64)
+
+    def _check_metric(self, metric: Metric, values: Tensor, answers: list[Tensor], clean: Tensor | None) -> None:
+        """Check once per sweep that a metric treats each row by itself."""
+        if metric.name not in self.plan.checked:
+            with torch.no_grad():
+                metric.refuse_if_rows_mix(values.detach(), answers, clean)
+            self.plan.checked.add(metric.name)
+
+    def _refuse_no_number(
+        self, metric: Metric, values: Tensor, measured: Tensor, rows: list[int], owners: list[int]
+    ) -> None:
+        """Refuse NaN and infinity that a metric makes of finite values.
+
+        Raises:
+            InputError: with the metric and the example.
+        """
+        for i in (~measured[rows].isfinite()).nonzero().flatten().tolist():
+            if bool(values[i].isfinite().all()):
+                raise InputError(
+                    f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
+                    f"{self.examples[owners[i]]}, of values that are all finite: mend it there (log_softmax in place "
+                    "of log(softmax), no division by 0)."
+                )
+
+    def _answers(self, m: int, reading: Reading, owners: list[int], device: torch.device) -> list[Tensor]:
+        """Where a metric's answers stand in what was read: token ids, or columns where only answers were read."""
+        answers = self.plan.answers[m]
+        if self._answer_tokens is None or reading[0] != LOGITS:
+            return [ids[[self.examples[i] for i in owners]].to(device) for ids in answers]
+        pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
+        before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
+        return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
+
+    def _metric_positions(self, m: int, read: Tensor, owners: list[int]) -> Tensor:
+        """Of the positions kept for all metrics, take one metric's."""
+        kept = self.group.kept
+        places = [[kept[i].index(p) for p in self.plan.kept[self.examples[i]][m]] for i in owners]
+        if all(place == list(range(read.shape[1])) for place in places):
+            return read
+        index = torch.tensor(places, device=read.device)
+        return read[torch.arange(len(read), device=read.device)[:, None], index]
+
+    def _visible_edges(self, cell: Cell) -> float:
+        """Count the visible edges that a cell severs, over its layers and heads; NaN for cells that sever none."""
+        cuts: Sequence[Cut] = [edit for edit in cell.edits if isinstance(edit, Cut)]
+        if not cuts:
+            return float("nan")
+        total = 0
+        for cut in cuts:
+            heads = self.plan.model.shape.n_heads if cut.heads is None else len(cut.heads)
+            length = cut.edges.shape[0]
+            for layer in cut.layers:
+                visible = self._visible[layer][:length, :length].to(cut.edges.device)
+                total += heads * int((cut.edges & visible).sum())
+        return float(total)

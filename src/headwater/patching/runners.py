@@ -1,0 +1,351 @@
+"""The three ways to measure the cells of a group of examples; each is one class with one method, and each is whole.
+
+    wavefront    one recorded run, then all variants of a wave in one walk down the layers (`headwater.patching.walk`)
+    whole runs   one ordinary forward per variant, with hooks: what the walk must equal, and what serves every model
+    gradients    no variant is run: attribution patching, to first order (Nanda 2023; Syed et al. 2023)
+
+        effect ≈ Σ (value - activation) · ∂ metric / ∂ activation
+
+    one forward of the prompts that values come from and one of the prompts that are edited, one backward per metric for
+    the gradient at every site at once, and a cell sums the product over the layers, positions and heads that it covers.
+    Exact where the metric is linear in the activation, it can be far off where a softmax or a norm saturates:
+    `sweep.agreement(exact)` says how far.
+
+A cell that no read position can feel has effect 0, without a run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.errors import InputError, NumericsError
+from headwater.models.blocks import Blocks, Recording, cannot_step
+from headwater.models.checks import not_finite
+from headwater.models.edits import Hook, makes
+from headwater.models.gradients import refuse_without_gradients
+from headwater.models.memory import is_out_of_memory
+from headwater.models.sites import SITES, Stage, hook_name, main_site, taken_as_recorded
+from headwater.patching.forwards import capture, run_edited, run_variant, visible_keys
+from headwater.patching.plan import Cell, Group, Plan
+from headwater.patching.prompts import Prompt
+from headwater.patching.readout import Measured, Readout, Reads, read_run
+from headwater.patching.values import Wanted
+from headwater.patching.variants import LOGITS, Deliver, Place, Replace, Values, Variant
+from headwater.patching.walk import NotFiniteError, Walk, not_walked
+
+TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
+"""Tokens given to a sublayer at once; halved when memory runs out."""
+
+
+class Runner(ABC):
+    """The runs of a group of examples: made unedited at once, then edited for any of the group's cells.
+
+    Use inside the model's lock, and inside `torch.inference_mode()` unless it needs a graph.
+    """
+
+    name: ClassVar[str]
+    needs_graph: ClassVar[bool]
+
+    @abstractmethod
+    def __init__(self, plan: Plan, examples: range):
+        """Make the unedited runs."""
+
+    @abstractmethod
+    def measure(self, cells: range) -> Measured:
+        """Measure some of the group's cells."""
+
+
+class CannotStepError(Exception):
+    """A model's blocks cannot be stepped through, or what comes of it is not to be trusted; the text is why."""
+
+
+class Wave(Runner):
+    """One recorded run of the prompts of both sides, then one walk down the layers for the cells of a wave.
+
+    Raises:
+        CannotStepError: the walk is not for this model; the first time, a row without any edit is sent down, whose
+            logits must be those of the plain run.
+    """
+
+    name: ClassVar[str] = "wavefront"
+    needs_graph: ClassVar[bool] = False
+
+    def __init__(self, plan: Plan, examples: range):
+        self.plan = plan
+        if reason := cannot_step(plan.model):
+            raise CannotStepError(reason)
+        self.group, self.blocks = Group(plan, examples), Blocks(plan.model)
+        if reason := not_walked(edit for cell in self.group.cells for edit in cell.edits):
+            raise CannotStepError(reason)
+        self._tile = plan.batch_size * max(self.group.lengths) if plan.batch_size else None
+        self._answers: Tensor | None = None
+        if (answers := plan.only_answers) is not None:
+            self._answers = answers[examples.start : examples.stop].to(plan.model.device)
+        sides = [plan.base] if plan.other is None else [plan.base, plan.other]
+        names = [*_state_names(self.group), *self._joined_names(), *_value_names(self.group).values()]
+        self.recording: Recording = self.blocks.record(self.group.batch(*sides), names)
+        others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
+        self.values = _values(self.group, others)
+        base = self._read(self.recording.activations, plan.base)
+        other = self._read(others, plan.other) if plan.other is not None else None
+        self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
+        if not plan.model.steps_checked:
+            if reason := self._distrust():
+                raise CannotStepError(reason)
+            plan.model.steps_checked = True
+
+    def measure(self, cells: range) -> Measured:
+        """Measure some of the group's cells, all in one walk."""
+        return self.readout.collect(cells, self._walk)
+
+    def _walk(self, variants: list[Variant], deliver: Deliver) -> None:
+        tile = self._tile or TILE_TOKENS.get(self.plan.model.device.type, TILE_TOKENS["cpu"])
+        walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, self._answers)
+        try:
+            walk.run()
+        except NotFiniteError as found:
+            self._name_not_finite(variants[found.variant], found.position)
+        self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
+
+    def _distrust(self) -> str | None:
+        """Send a row without edits through the blocks, and say why the outcome is not to be trusted, if it is not."""
+        n_layers = self.plan.model.shape.n_layers
+        if set(self.recording.keys) != set(range(n_layers)):
+            return "its attention does not hand its keys and values to a cache"
+        longest = self.group.longest
+        last = self.group.lengths[longest] - 1
+        found: list[Tensor] = []
+        variant = Variant(longest, (), (last,), ((LOGITS, n_layers),), start=(0, (last + 1) // 2))
+        try:
+            self._walk([variant], lambda reading, indices, read: found.append(read[0, 0]))
+        except NumericsError:
+            return "stepping through its blocks gives NaN or infinity where the model does not"
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                raise
+            return (
+                f"its blocks cannot be called one by one ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+            )
+        logits = self.recording.last_logits
+        expected = logits[longest].float()
+        tolerance = max(1e-4, 8 * torch.finfo(logits.dtype).eps) * float(expected.abs().max())
+        if self._answers is not None:
+            expected = expected[self._answers[longest]]
+        difference = float((found[0].float() - expected).abs().max())
+        return (
+            f"stepping through its blocks changes its logits by {difference:.1e}"
+            if not difference <= tolerance
+            else None
+        )
+
+    def _name_not_finite(self, variant: Variant, position: int) -> NoReturn:
+        """Say in which layer an edited run went wrong, by making it once more as a whole run."""
+        model, batch = self.plan.model, self.group.batch(self.plan.base).rows(variant.example, variant.example + 1)
+        run_edited(model, batch, variant, self.values)
+        token = int(batch.tokens[0, position])
+        raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
+
+    def _joined_names(self) -> list[str]:
+        """Name the activations of the base run with which rows start."""
+        names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
+        for cell in self.group.cells:
+            variant = Variant(0, cell.edits, (0,), ())
+            stages = (Stage.BLOCK_INPUT, *taken_as_recorded(variant.stage, self.blocks.parallel))
+            names += [main_site(stage).hook_name(variant.first_layer) for stage in stages]
+        return names
+
+    def _read(self, activations: Mapping[str, Tensor], side: Sequence[Prompt]) -> Reads:
+        """Read one side of the recorded run, whose logits were not computed."""
+        group, n_layers = self.group, self.plan.model.shape.n_layers
+        read = read_run(group, activations)
+        if (LOGITS, n_layers) in group.readings:
+            residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
+            read[LOGITS, n_layers] = [self._logits(residual[i, list(kept)], i) for i, kept in enumerate(group.kept)]
+            for i, logits in enumerate(read[LOGITS, n_layers]):
+                self._refuse_not_finite(logits, side, i)
+        return read
+
+    def _logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
+        if self._answers is None:
+            return self.blocks.logits(residual)
+        return self.blocks.logits_of(residual, self._answers[example].expand(len(residual), -1))
+
+    def _refuse_not_finite(self, logits: Float[Tensor, "kept width"], side: Sequence[Prompt], example: int) -> None:
+        wrong = ~logits[:, :1].isfinite().all(-1)
+        if bool(wrong.any()):
+            batch, position = self.group.batch(side), self.group.kept[example][int(wrong.nonzero()[0])]
+            token = int(batch.tokens[example, position])
+            raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(example), position, token))
+
+
+class Whole(Runner):
+    """One forward of each side, then one forward per cell."""
+
+    name: ClassVar[str] = "whole runs"
+    needs_graph: ClassVar[bool] = False
+
+    def __init__(self, plan: Plan, examples: range):
+        self.plan, self.group = plan, Group(plan, examples)
+        group, model = self.group, plan.model
+        self._prompts = group.batch(plan.base)
+        base = read_run(group, *capture(model, self._prompts, _state_names(group), group.columns))
+        longest = self._prompts.rows(group.longest, group.longest + 1)
+        visible = visible_keys(model, longest, group.cut_layers) if group.cut_layers else {}
+        others, other = _other_run(group)
+        self.values = _values(group, others)
+        self.readout = Readout(group, base, other, visible)
+
+    def measure(self, cells: range) -> Measured:
+        """Measure some of the group's cells, each by a forward of its own."""
+        return self.readout.collect(cells, self._run)
+
+    def _run(self, variants: list[Variant], deliver: Deliver) -> None:
+        for index, variant in enumerate(variants):
+            if variant.is_felt:
+                prompt = self._prompts.rows(variant.example, variant.example + 1)
+                for reading, read in run_variant(self.plan.model, prompt, variant, self.values).items():
+                    deliver(reading, [index], read[None])
+
+
+class Gradients(Runner):
+    """One forward with a graph, a backward per metric, and for each cell the sum of what it covers.
+
+    Raises:
+        InputError: a metric reads the last edited layer (a gradient needs one layer for all cells), or has no gradient,
+            or the model was loaded under `torch.inference_mode()`.
+    """
+
+    name: ClassVar[str] = "gradients"
+    needs_graph: ClassVar[bool] = True
+
+    def __init__(self, plan: Plan, examples: range):
+        refuse_without_gradients(plan.model)
+        own_layer = [metric.name for metric in plan.metrics if metric.site != LOGITS and metric.layer is None]
+        if own_layer:
+            raise InputError(
+                f"The metric {own_layer[0]!r} reads each cell's own layer; attribution needs layer= a number."
+            )
+        self.plan, self.group = plan, Group(plan, examples)
+        held, base = self._run_with_graph()
+        others, other = _other_run(self.group)
+        self.values = _values(self.group, others)
+        self.readout = Readout(self.group, base, other, {})
+        self._products = [self._product(m, held) for m in range(len(plan.metrics))]
+
+    def measure(self, cells: range) -> Measured:
+        """Add to the unedited values what each cell covers."""
+        found = self.readout.unedited(cells)
+        for i, cell in enumerate(self.plan.cells[cells.start : cells.stop]):
+            row = cell.example - self.group.examples.start
+            effects = [_sum(product, cell, row) for product in self._products]
+            found.values[i] += torch.tensor(effects, dtype=torch.float64)
+        return found
+
+    def _run_with_graph(self) -> tuple[dict[str, Tensor], Reads]:
+        """Run the prompts that are edited, with gradients from the embeddings on; return what they are wanted at."""
+        held: dict[str, Tensor] = {}
+
+        def hold(activation: Tensor, hook: Any, name: str) -> Tensor:
+            held[name] = activation
+            return activation
+
+        group, places = self.group, self.group.places
+        names = [*_state_names(group), *(SITES[site].hook_name(layer) for site, layer in places)]
+        names += [SITES[_carrying(site)].hook_name(layer) for site, layer in places]
+        begin = makes(lambda activation, hook: activation.detach().requires_grad_(True))
+        hooks: list[Hook] = [(hook_name("embed"), begin)]
+        hooks += [(name, makes(partial(hold, name=name))) for name in dict.fromkeys(names)]
+        logits = self.plan.model.run(group.batch(self.plan.base), hooks, keep=group.columns, grad=True)
+        with torch.enable_grad():
+            return held, read_run(group, held, logits)
+
+    def _product(self, m: int, held: Mapping[str, Tensor]) -> dict[Place, Tensor]:
+        """By place: (value - activation) · gradient of one metric, summed over the width; by key for a pattern."""
+        metric, readout = self.plan.metrics[m], self.readout
+        reading = self.plan.reading(metric, ())
+        with torch.enable_grad():
+            measured = [readout.apply(m, reading, read[None], [i])[0] for i, read in enumerate(readout.base[reading])]
+            total = torch.stack(measured).sum()
+        if not total.requires_grad:
+            raise InputError(
+                f"The metric {metric.name!r} has no gradient; attribution needs one (a logit difference has)."
+            )
+        places = list(self.values.by_site)
+        ends = [held[SITES[_carrying(site)].hook_name(layer)] for site, layer in places]
+        slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
+        products = {}
+        for (site, layer), slope in zip(places, slopes, strict=True):
+            change = self.values.by_site[site, layer] - held[SITES[site].hook_name(layer)].detach()
+            product = change.double() * (0.0 if slope is None else slope.double())
+            products[site, layer] = product if SITES[site].has_keys else product.sum(-1)
+            wrong = ~products[site, layer].flatten(1).isfinite().all(1)
+            if bool(wrong.any()):
+                raise NumericsError(
+                    f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
+                    f"{self.group.examples[int(wrong.nonzero()[0])]} ({self.plan.model.dtype}). Load the model with "
+                    "dtype='float32'."
+                )
+        return products
+
+
+def _state_names(group: Group) -> list[str]:
+    """Name the activations that something reads."""
+    return [SITES[site].hook_name(layer) for site, layer in group.readings if site != LOGITS]
+
+
+def _value_names(group: Group) -> dict[Place, str]:
+    """Name the other run's activations that values are made of."""
+    source = group.plan.source
+    if source is None or not source.takes_other_run:
+        return {}
+    return {(site, layer): SITES[site].hook_name(layer) for site, layer in group.places}
+
+
+def _other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
+    """Run the other prompt of each pair, and keep what values are made of."""
+    plan = group.plan
+    if plan.other is None:
+        return {}, None
+    names = [*_state_names(group), *_value_names(group).values()]
+    activations, logits = capture(plan.model, group.batch(plan.other), names, group.columns)
+    return activations, read_run(group, activations, logits)
+
+
+def _values(group: Group, others: Mapping[str, Tensor]) -> Values:
+    """Return what edits write, given the other run's activations."""
+    plan = group.plan
+    if plan.source is None:
+        return Values({})
+    other = {place: others[name] for place, name in _value_names(group).items()}
+    wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.places)), other)
+    return Values(plan.source.values(wanted))
+
+
+def _carrying(site: str) -> str:
+    """Where a gradient is taken: at what carries an edit of the site, with respect to which it has the same slope."""
+    carrier = SITES[site].carrier
+    return carrier.at if carrier else site
+
+
+def _sum(products: Mapping[Place, Tensor], cell: Cell, example: int) -> float:
+    """Add up what a cell covers."""
+    total = 0.0
+    for edit in cell.edits:
+        assert isinstance(edit, Replace)
+        for layer in edit.layers:
+            product = products[edit.site.name, layer][example]
+            if edit.site.has_keys:
+                product = (product if edit.keys is None else product[..., list(edit.keys)]).sum(-1).T
+            if edit.positions is not None:
+                product = product[list(edit.positions)]
+            if edit.heads is not None:
+                product = product[:, list(edit.heads)]
+            total += float(product.sum())
+    return total
