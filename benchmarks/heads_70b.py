@@ -26,8 +26,7 @@ from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seco
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from benchmarks.sparse_checkpoint import write_checkpoint
-from headwater.heads.classify import LayerScorer
-from headwater.heads.scores import SuitePairs
+from headwater.heads.scores import LayerScorer, SuitePairs
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.layers_ahead import LayersAhead
 from headwater.models.weights import StreamedWeights

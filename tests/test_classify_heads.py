@@ -15,7 +15,7 @@ from scipy import stats
 
 import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
-from headwater.heads import classify
+from headwater.heads import classify, scores
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads, published_embedding, published_k
 from headwater.heads.patterns import attention_classes
@@ -322,8 +322,8 @@ def interrupt_after(monkeypatch, layers: int) -> list[int]:
         begun.append(len(begun))
         return original(*args, **options)
 
-    original = classify.score_layer
-    monkeypatch.setattr(classify, "score_layer", scored)
+    original = scores.score_layer
+    monkeypatch.setattr(scores, "score_layer", scored)
     return begun
 
 

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 import headwater
-from headwater.heads import classify
+from headwater.heads import classify, scores
 from headwater.heads.categories import label_counts
-from headwater.heads.classify import HeadMap
+from headwater.heads.head_map import HeadMap
 from tests import chance
 from tests.tiny import WORDS
 
@@ -158,7 +158,7 @@ def test_an_interrupt_says_that_the_same_command_continues_and_it_does(run, chec
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(classify, "score_layer", interrupted)
+        patch.setattr(scores, "score_layer", interrupted)
         code, printed, error = run(*command, tmp_path / "parts")
     assert (code, printed) == (130, "")
     assert f"Interrupted. The same command continues from {tmp_path / 'parts'}." in error
@@ -169,7 +169,7 @@ def test_an_interrupt_says_that_the_same_command_continues_and_it_does(run, chec
 
 
 def test_an_interrupt_without_a_folder_says_that_nothing_was_kept(run, checkpoint, suite, monkeypatch):
-    monkeypatch.setattr(classify, "score_layer", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(scores, "score_layer", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
     code, _, error = run("heads", checkpoint("llama"), "--relations", suite)
     assert code == 130
     assert "Nothing was kept; with --out FOLDER a run can be continued." in error

@@ -14,8 +14,8 @@ from headwater.demo.page import Section, leading, write_index, write_report
 from headwater.demo.tour import STEPS, prompt_pairs
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
-from headwater.heads import classify
-from headwater.heads.classify import HeadMap
+from headwater.heads import scores
+from headwater.heads.head_map import HeadMap
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -91,7 +91,7 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
         if kind:
             assert all(sentence in shown for sentence in kind.load(tmp_path / name).report())
 
-    monkeypatch.setattr(classify, "score_layer", lambda *a, **k: pytest.fail("classified again"))
+    monkeypatch.setattr(scores, "score_layer", lambda *a, **k: pytest.fail("classified again"))
     code, printed, _ = run(*command, "--quiet")
     assert code == 0
     assert (tmp_path / "index.html").read_text() == text

@@ -11,7 +11,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.head_map import mark_of, plot_head_map
 from headwater.heads.categories import CATEGORIES, label_counts, label_of, labels
-from headwater.heads.classify import HeadMap
+from headwater.heads.head_map import HeadMap
 from headwater.runs.record import RunRecord
 from tests import chance
 

@@ -20,7 +20,7 @@ from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import style, whole_numbers
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
-from headwater.heads.classify import HeadMap
+from headwater.heads.head_map import HeadMap
 from headwater.options import checked_count
 from headwater.runs.result import DRAWINGS
 

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from headwater.heads.ablation import ablate_heads as ablate_heads
     from headwater.heads.categories import CATEGORIES as CATEGORIES
     from headwater.heads.categories import Category as Category
-    from headwater.heads.classify import HeadMap as HeadMap
     from headwater.heads.classify import classify_heads as classify_heads
     from headwater.heads.coverage import relation_coverage as relation_coverage
+    from headwater.heads.head_map import HeadMap as HeadMap
     from headwater.heads.patterns import attention_classes as attention_classes
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations

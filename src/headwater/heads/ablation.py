@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.heads.classify import HeadMap
+from headwater.heads.head_map import HeadMap
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
 from headwater.models.edits import Hook, looks, makes

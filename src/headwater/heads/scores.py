@@ -6,20 +6,42 @@
 3. The score is the share of a relation's items that hit. `beyond_copying` counts only hits whose target beats the
    source token itself, which a head that merely copies cannot do (a target that is the source counts as beating it).
 4. For the null model, every source meets every item's targets: `permutation_moments` of those hits.
+5. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds what
+   follows from them, per layer, head and relation:
+
+       low, high           Wilson's 95 % interval of the score, of as many items as there are distinct sources
+       expected            the mean score under shuffled targets
+       excess              the chance-corrected score, (score - expected) / (1 - expected)
+       p_value, q_value    P(at least this score) under shuffled targets, and the same after false-discovery control
+                           over everything the map holds: heads, relations and both signs
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headwater.errors import InputError
+from headwater.heads.categories import add_excess
 from headwater.heads.relations import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32
-from headwater.kernels.ov import OVMaps
-from headwater.stats.significance import permutation_moments
+from headwater.kernels.ov import OVMaps, longest_column
+from headwater.models.layers_ahead import LayersAhead
+from headwater.models.weights import WeightSource
+from headwater.stats.significance import (
+    Numbers,
+    permutation_moments,
+    permutation_p_values,
+    q_values,
+    wilson_interval,
+)
 
 
 @dataclass(frozen=True)
@@ -148,3 +170,125 @@ def _null_moments(
         for found, sign in zip(moments, signs, strict=True):
             found.append(permutation_moments(any_accepted(sign, pair_item - pair_item[0], int(items.sum()))).cpu())
     return torch.stack(moments[0], dim=1), torch.stack(moments[1], dim=1)
+
+
+@dataclass(frozen=True)
+class LayerScorer:
+    """Scores one layer; what all layers share is read once, when first needed."""
+
+    weights: WeightSource
+    read_layer: LayersAhead
+    suite: SuitePairs
+    null: bool
+    options: Mapping[str, Any]
+
+    def __call__(self, layer: int) -> dict[str, Tensor]:
+        """Return what `LayerScores` holds of one layer, by name."""
+        with torch.inference_mode():
+            factors = self.read_layer(layer)
+            x = self._later_embeddings if layer > 0 else self._raw_embeddings
+            if self.options["norm_gain"]:
+                x = x * factors.norm_gain
+            W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
+            maps = OVMaps(x, W_V, W_O, self._unembedding, self._longest)
+            scores = score_layer(maps, self._suite, null=self.null)
+        return {name: value for name, value in vars(scores).items() if value is not None}
+
+    def _as_stored(self, factor: Tensor) -> Tensor:
+        """On a CUDA device a factor of a bfloat16 or float16 model as the model stores it: so tensor cores take it."""
+        is_half = self.weights.dtype in (torch.bfloat16, torch.float16)
+        return factor.to(self.weights.dtype) if factor.is_cuda and is_half else factor
+
+    @cached_property
+    def _suite(self) -> SuitePairs:
+        return self.suite.to(self.weights.device)
+
+    @cached_property
+    def _unembedding(self) -> Tensor:
+        W_U = self.weights.unembedding()
+        if self.options["norm_gain"]:
+            return W_U * self.weights.final_norm_gain()[:, None]
+        return self._as_stored(W_U)
+
+    @cached_property
+    def _longest(self) -> float:
+        return longest_column(self._unembedding)
+
+    @cached_property
+    def _raw_embeddings(self) -> Tensor:
+        return self.weights.effective_embedding(self.suite.source_tokens, "raw")
+
+    @cached_property
+    def _later_embeddings(self) -> Tensor:
+        kind = self.options["embedding"]
+        x = self.weights.effective_embedding(self.suite.source_tokens, kind)
+        if nothing := int((x == 0).all(-1).sum()):
+            raise InputError(
+                f"{self.weights.name}: the {kind!r} embedding of {nothing} of {len(x)} sources is zero, "
+                'so every token would tie. A model without MLPs is read with embedding="raw".'
+            )
+        return x
+
+
+def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[TokenRelation]) -> pd.DataFrame:
+    """Put the layers' scores into one table, and add what follows from them: intervals, p-values, q-values.
+
+    Args:
+        layers: what `LayerScores` holds of each layer, by name.
+        relations: the relations that were scored.
+    """
+    scores = {name: torch.stack([layer[name] for layer in layers]).numpy() for name in layers[0]}
+    shape = scores["score"].shape
+    layer, head, relation = (index.ravel() for index in np.indices(shape))
+    pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
+    expected, p, q = _null(scores, pairs)
+    sources = np.array([tokens.distinct_sources for tokens in relations], dtype=float)
+    low, high = wilson_interval(np.rint(scores["score"] * pairs) * (sources / pairs), sources)
+    columns = {
+        "layer": layer,
+        "head": head,
+        "relation": np.array([tokens.relation.name for tokens in relations], dtype=object)[relation],
+        "category": np.array([tokens.relation.category for tokens in relations], dtype=object)[relation],
+        "score": scores["score"],
+        "suppression": scores["suppression"],
+        "expected": expected[0],
+        "p_value": p[0],
+        "q_value": q[0],
+        "pairs": pairs.astype(int)[relation],
+        "low": low,
+        "high": high,
+        "beyond_copying": scores["beyond_copying"],
+        "suppression_expected": expected[1],
+        "suppression_p_value": p[1],
+        "suppression_q_value": q[1],
+        "suppression_beyond_copying": scores["suppression_beyond_copying"],
+    }
+    return add_excess(pd.DataFrame({name: np.ravel(column) for name, column in columns.items()}))
+
+
+def _null(scores: Mapping[str, Numbers], pairs: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation]."""
+    observed = np.stack([scores["score"], scores["suppression"]])
+    if "moments" not in scores:
+        unknown = np.full_like(observed, np.nan)
+        return unknown, unknown, unknown
+    moments = np.stack([scores["moments"], scores["suppression_moments"]])
+    p = permutation_p_values(np.rint(observed * pairs), moments)
+    return moments[..., 0] / pairs, p, q_values(p)
+
+
+def relation_table(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:
+    """Return a row per relation: how many pairs survive, whether it is scored, with which k, and what fell out."""
+    rows = [
+        (
+            tokens.relation.name,
+            tokens.relation.category,
+            len(tokens.relation.pairs),
+            len(tokens.targets),
+            tokens.usable,
+            k,
+            tokens.note,
+        )
+        for tokens, k in zip(relations, ks, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["relation", "category", "pairs", "kept", "used", "k", "note"])

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.heads.classify import HeadMap
+from headwater.heads.head_map import HeadMap
 from headwater.heads.prompts import SourcePrompts, checked_templates, relations_of, source_prompts
 from headwater.heads.relations import Relations, TokenRelation
 from headwater.heads.scores import any_accepted

@@ -41,6 +41,7 @@ from headwater.models.memory import refuse_too_large
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import load_tokenizer
+from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
 
@@ -350,3 +351,22 @@ def _refuse_spread(device: str | torch.device | None, what: str) -> None:
         raise InputError(
             f'device="auto" spreads the layers of a checkpoint as it is read, not {what}: give one device.'
         )
+
+
+def weights_of(model: Any, device: str | torch.device | None = None) -> WeightSource:
+    """Return the weights of a loaded model, or of a checkpoint folder or hub name without loading it.
+
+    Raises:
+        InputError: a loaded model is on another device than the one asked for.
+    """
+    if isinstance(model, str | Path):
+        return open_weights(model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    source = model if isinstance(model, WeightSource) else open_weights(hooked_of(model))
+    if device is not None and usable_device(device).type != source.device.type:
+        raise InputError(f"device={device}: this model is on {source.device}, and is scored there; load it elsewhere.")
+    return source
+
+
+def hooked_of(model: Any) -> HookedModel:
+    """Return a loaded model; one that is given by its name is loaded."""
+    return model if isinstance(model, HookedModel) else load(model)

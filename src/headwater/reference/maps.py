@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from headwater.heads.classify import HeadMap, classify_heads
+from headwater.heads.classify import classify_heads
+from headwater.heads.head_map import HeadMap
 from headwater.heads.relations import load_relations
 from headwater.heads.validation import TEMPLATES, dynamic_scores, published_bos
 from headwater.models.hooked import HookedModel

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from headwater.heads.categories import CATEGORIES
-from headwater.heads.classify import HeadMap, classify_heads
+from headwater.heads.classify import classify_heads
+from headwater.heads.head_map import HeadMap
 from headwater.world.corpus import Corpus
 from headwater.world.measure import ablation, answered, probe_aucs
 from headwater.world.wording import fill, wording_of

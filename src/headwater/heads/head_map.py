@@ -1,0 +1,204 @@
+"""The result of head classification: its tables, what they show, and the saved maps of earlier versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pandas as pd
+
+from headwater.errors import ModelError
+from headwater.heads.categories import UNCLASSIFIED, add_excess, apply_rule, head_categories, label_counts, sensitivity
+from headwater.heads.salient import salient_operations
+from headwater.models.hooked import HookedModel
+from headwater.models.loading import load, weights_of
+from headwater.options import checked_count
+from headwater.runs.findings import each_row, rounded
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadMap(Result):
+    """The heads of a model, scored on relations and put into categories."""
+
+    table: pd.DataFrame
+    """A row per layer, head and relation.
+
+    `layer, head, relation, category`; `score, suppression` (0 to 1); `expected`, the mean score under shuffled targets;
+    `excess`, the chance-corrected score (score - expected) / (1 - expected); `p_value, q_value` of the score under
+    shuffled targets; `pairs`, the number of items; `low, high`, the 95 % interval of the score; `beyond_copying`, the
+    score that counts only items whose target beats the source itself; the same of the suppression side; and what the
+    rule says: `implemented, suppressed, copying`. With `rule="published"` the null model's columns, and so the excess,
+    are NaN.
+    """
+    categories: pd.DataFrame
+    """A row per layer and head: `categories`, a tuple of names, and `label`, the figure's name for it; with
+    `attention=True` also `previous_token, duplicate_token, induction` (0 to 1) and `attention_class`."""
+    relations: pd.DataFrame
+    """A row per relation: `relation, category, pairs, kept, used, k, note`."""
+    run: RunRecord
+
+    @property
+    def title(self) -> str:
+        """The model's short name."""
+        return Path(self.run.model).name
+
+    @classmethod
+    def load(cls, folder: str | Path) -> HeadMap:
+        """Read back a head map, also one of headwater 0.1.0, which did not know the excess.
+
+        Its excess follows from its scores, and what the rule says of it is said anew: 0.1.0's controlled rule asked for
+        a score of the threshold, not for an excess.
+
+        Raises:
+            RunFolderError: the folder holds no finished run, or a run of another kind.
+        """
+        result = super().load(folder)
+        return result if "excess" in result.table else _with_excess(result)
+
+    def sensitivity(self) -> pd.DataFrame:
+        """Return how many heads would be in each category under both rules, for thresholds from 0.10 to 0.30.
+
+        Returns:
+            A row per rule and threshold: `rule, threshold, heads` (in any category), and a column per category, in
+            which a head of several categories counts in each. A map made with `rule="published"` has no null model,
+            so its rows are those of that rule alone.
+        """
+        return sensitivity(self.table)
+
+    def summary(self) -> pd.DataFrame:
+        """Return a row per relation: how many heads implement or suppress it, and its best head.
+
+        `relation, category, pairs, heads`, then `layer, head, score, expected, excess` of the head with the largest
+        excess, where there is one, else the highest score.
+        """
+        return best_heads(self.table)
+
+    def findings(self) -> dict[str, Any]:
+        """Return the numbers worth a glance, as JSON values: heads per label, and the rows of the summary."""
+        return {
+            "model": self.run.model,
+            "rule": self.run.options["rule"],
+            "heads": len(self.categories),
+            "labels": label_counts(self.categories),
+            "relations": [as_json(row) for row in each_row(self.summary())],
+            "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
+        }
+
+    def report(self) -> list[str]:
+        """Return how many heads are classified, which is the strongest, and which relations have none."""
+        return sentences_of(self.findings())
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw layer by head, a mark per head in the colour of its category."""
+        return cast("Axes", self._drawn(ax))
+
+    def salient(
+        self,
+        layer: int,
+        head: int,
+        *,
+        model: HookedModel | str | Path | None = None,
+        sources: int = 15,
+        targets: int = 5,
+    ) -> pd.DataFrame:
+        """Return the tokens a head writes most strongly about, and what it maps them to.
+
+        Args:
+            layer: the head's layer.
+            head: the head.
+            model: the model these heads belong to; by default it is opened again by its name.
+            sources: how many salient tokens.
+            targets: how many tokens to list for each, written and suppressed.
+
+        Raises:
+            ModelError: the model cannot be opened by its name, or is another one.
+            InputError: the head does not exist.
+        """
+        layer = checked_count("layer", layer, least=0)
+        if model is None:
+            model = load() if self.run.model == "embedded" else self.run.model
+        weights = weights_of(model)
+        if other := self.run.mismatch(weights):
+            raise ModelError(
+                f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}. "
+                "Pass that model as model=."
+            )
+        embedding = self.run.options["embedding"] if layer > 0 else "raw"
+        return salient_operations(weights, layer, head, embedding=embedding, sources=sources, targets=targets)
+
+
+def _with_excess(saved: HeadMap) -> HeadMap:
+    """Return a head map of headwater 0.1.0 with its excess, and with what the rule says now."""
+    options = saved.run.options
+    table = add_excess(saved.table)
+    table = table.assign(**apply_rule(table, options["rule"], options["threshold"]))
+    said = head_categories(table)
+    others = saved.categories.drop(columns=["categories", "label"])
+    return replace(saved, table=table, categories=said.merge(others, on=["layer", "head"]))
+
+
+def best_heads(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per relation: how many heads implement or suppress it, and its best head.
+
+    The best head of a relation has the largest excess, where there is one, else the highest score.
+
+    Args:
+        table: of a `HeadMap`.
+
+    Returns:
+        `relation, category, pairs, heads`, and of the best head `layer, head, score, expected, excess`.
+    """
+    found = table.loc[table["implemented"] | table["suppressed"], "relation"].value_counts()
+    strength = table["excess"].fillna(table["score"]).groupby(table["relation"], sort=False)
+    best = table.loc[strength.idxmax()].reset_index(drop=True)
+    named = best[["relation", "category", "pairs"]].assign(heads=best["relation"].map(found).fillna(0).astype(int))
+    return named.join(best[["layer", "head", "score", "expected", "excess"]])
+
+
+def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of `best_heads` as JSON values."""
+    return {
+        "relation": row["relation"],
+        "category": row["category"] if isinstance(row["category"], str) else None,
+        "pairs": row["pairs"],
+        "heads": row["heads"],
+        "best_head": f"{row['layer']}.{row['head']}",
+        "best_score": round(row["score"], 4),
+        "best_expected": rounded(row["expected"]),
+        "best_excess": rounded(row["excess"]),
+    }
+
+
+def sentences_of(findings: Mapping[str, Any]) -> list[str]:
+    """Say what the findings of a head map show."""
+    labels = {name: count for name, count in findings["labels"].items() if count and name != UNCLASSIFIED}
+    classified = sum(labels.values())
+    named = ", ".join(f"{count} {'in ' * name.endswith('categories')}{name}" for name, count in labels.items())
+    first = f"{classified} of {findings['heads']} heads are classified under the {findings['rule']} rule"
+    said = [f"{first}: {named}." if named else f"{first}: no head implements any of the relations."]
+    found = [row for row in findings["relations"] if row["heads"]]
+    if found:
+        best = max(found, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
+        by_habit = "" if best["best_excess"] is None else f", where its habits would give {best['best_expected']:.0%}"
+        said.append(
+            f"{len(found)} of {len(findings['relations'])} relations are implemented by some head. The strongest is "
+            f"head {best['best_head']}: it maps {best['best_score']:.0%} of {best['relation']} right{by_habit}."
+        )
+    if findings["rule"] == "published":
+        said.append(
+            "The published rule looks at the score alone: a head that writes the same few tokens whatever it reads "
+            "scores too, and nothing here says by how much."
+        )
+    missing = [row["relation"] for row in findings["relations"] if not row["heads"]]
+    if missing:
+        said.append(f"No head was found for: {', '.join(missing)}.")
+    if findings["left_out"]:
+        said.append(f"Too few pairs of single tokens to be scored: {', '.join(findings['left_out'])}.")
+    return said
