@@ -15,7 +15,7 @@ from scipy import stats
 
 import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
-from headwater.heads import classify, scores
+from headwater.heads import scores
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads, published_embedding, published_k
 from headwater.heads.patterns import attention_classes
