@@ -24,9 +24,9 @@ axes colors errors
 rooms options registry progress
 kernels stats data
 runs
-models
+models probes
 patching questions
-probes lenses
+lenses
 heads circuits pathways likelihood
 detection
 reference

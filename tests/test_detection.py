@@ -20,7 +20,8 @@ from headwater.detection.fit import AnswerSet, Recipe
 from headwater.detection.methods import CLASSIFIERS, METHODS, Detector, p_true
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
-from headwater.pathways.probes import Probe, fit_linear, grouped_folds, probe_states
+from headwater.probes import Probe, fit_linear, grouped_folds
+from headwater.questions.states import probe_states
 from tests import chance
 
 QUICK = Reweighting(epochs=2)

@@ -29,9 +29,9 @@ from headwater.pathways.modes import (
     splits_of,
     within_relations,
 )
-from headwater.pathways.probes import Probes
 from headwater.pathways.report import survives
 from headwater.pathways.tables import stacked, tables_of
+from headwater.probes import Probes
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
 from headwater.stats.resample import Draws

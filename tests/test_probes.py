@@ -12,16 +12,9 @@ from sklearn.preprocessing import StandardScaler
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.pathways.probes import (
-    Probes,
-    fit_linear,
-    fit_probes,
-    grouped_folds,
-    linear_logits,
-    probe_positions,
-    probe_states,
-)
+from headwater.probes import Probes, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.states import probe_positions, probe_states
 from headwater.runs.record import RunRecord
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer

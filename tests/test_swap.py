@@ -6,9 +6,9 @@ import pytest
 
 import headwater as hw
 from headwater.pathways.interventions import Setup, block_random_tokens, other_question_tokens
-from headwater.pathways.probes import probe_positions
 from headwater.pathways.swap import answer_only, replace_spans, swap_random_tokens, swap_subjects
 from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.states import probe_positions
 from tests import chance
 from tests.ending import every_answer_ends
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer

@@ -18,10 +18,11 @@ from headwater.pathways.interventions import (
     block_random_tokens,
     other_question_tokens,
 )
-from headwater.pathways.probes import fit_linear, probe_states
 from headwater.pathways.report import survives
 from headwater.planted import answer_lookup, question_lookup
+from headwater.probes import fit_linear
 from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.states import probe_states
 from headwater.runs.record import RunRecord
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer

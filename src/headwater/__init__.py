@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from headwater.patching.sweep import patch as patch
     from headwater.pathways.attention_saliency import Saliency as Saliency
     from headwater.pathways.attention_saliency import saliency as saliency
-    from headwater.pathways.probes import Probe as Probe
     from headwater.pathways.trace import Pathways as Pathways
     from headwater.pathways.trace import trace_pathways as trace_pathways
+    from headwater.probes import Probe as Probe
     from headwater.questions.answers import AnsweredQuestions as AnsweredQuestions
     from headwater.questions.answers import answer as answer
     from headwater.questions.sources import load_questions as load_questions

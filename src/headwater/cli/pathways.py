@@ -28,7 +28,7 @@ from headwater.errors import InputError
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
-    from headwater.pathways.probes import Probe
+    from headwater.probes import Probe
     from headwater.questions.answers import AnsweredQuestions
     from headwater.questions.extract import EndpointExtractor
     from headwater.questions.sources import Questions
@@ -52,7 +52,7 @@ def _endpoint(given: tuple[str, str]) -> EndpointExtractor:
     return EndpointExtractor(*given)
 
 
-PROBED = {"site": "headwater.pathways.probes:PROBE_SITES", "token": "headwater.pathways.probes:PROBE_TOKENS"}
+PROBED = {"site": "headwater.questions.states:PROBE_SITES", "token": "headwater.questions.states:PROBE_TOKENS"}
 KNOCKED_OUT = PROBED | {"variant": "VARIANTS"}
 EXTRACTOR = Shaped(
     "extractor",
@@ -85,7 +85,7 @@ TRACE = Of(
     filled="answered",
     left_out={"edges": "the other reading is a question for a notebook"},
 )
-STATES = Of("headwater.pathways.probes:probe_states", offers="site token batch_size", choices=PROBED, filled="answered")
+STATES = Of("headwater.questions.states:probe_states", offers="site token batch_size", choices=PROBED, filled="answered")
 SALIENCY = Of(
     "headwater.pathways.attention_saliency:saliency",
     offers="target",
@@ -251,7 +251,8 @@ def _questions(model: str | None, sources: list[str] | None, options: Options) -
 
 def _probe(model: HookedModel, answered: AnsweredQuestions, options: Options, layer: int | None, quiet: bool) -> Probe:
     """Fit the probe whose saliency is measured, on all answers together."""
-    from headwater.pathways.probes import fit_probes, probe_states
+    from headwater.probes import fit_probes
+    from headwater.questions.states import probe_states
     from headwater.runs.processes import processes
 
     given = options.of("probe_states")

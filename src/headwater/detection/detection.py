@@ -37,9 +37,9 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_layer, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.controls import span_logits
-from headwater.pathways.probes import check_probe_options
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.spans import span_shapes
+from headwater.questions.states import check_probe_options
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

@@ -30,8 +30,9 @@ from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES, hook_name
 from headwater.options import checked_count, checked_number
-from headwater.pathways.probes import Probe, probe_positions
+from headwater.probes import Probe
 from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.states import probe_positions
 
 Strength = Float[Tensor, "pathway layer head"]
 """α of the two pathways, question first; one head where all heads of a layer share it."""

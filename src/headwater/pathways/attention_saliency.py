@@ -40,7 +40,6 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.windows import chosen
 from headwater.pathways.edge_saliency import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
-from headwater.pathways.probes import PROBE_SITES, PROBE_TOKENS, Probe
 from headwater.pathways.saliency_report import (
     COLUMNS,
     EDGES,
@@ -50,7 +49,9 @@ from headwater.pathways.saliency_report import (
     sentences_of,
     summary_of,
 )
+from headwater.probes import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.states import PROBE_SITES, PROBE_TOKENS
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import frame_of
 from headwater.runs.record import RunRecord
@@ -254,7 +255,7 @@ def _result(
 def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
     """The layers asked for; those whose heads the probe cannot hang on are refused."""
     if not isinstance(probe, Probe):
-        raise InputError(f"probe must be a Probe, such as hw.pathways.probes.fit_probes(...)[5]; found {shown(probe)}.")
+        raise InputError(f"probe must be a Probe, such as hw.probes.fit_probes(...)[5]; found {shown(probe)}.")
     if not isinstance(probe.layer, int) or not 0 <= probe.layer < model.shape.n_layers:
         raise InputError(
             f"The probe is of layer {shown(probe.layer)}; {model.name} has layers 0 to {model.shape.n_layers - 1}."

@@ -27,7 +27,7 @@ from scipy.special import expit
 from scipy.special import logit as log_odds
 
 from headwater.pathways.modes import MODES, Effects, member_means
-from headwater.pathways.probes import States, fit_linear, linear_logits
+from headwater.probes import States, fit_linear, linear_logits
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Draws, interval
 

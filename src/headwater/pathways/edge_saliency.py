@@ -22,8 +22,9 @@ from headwater.models.gradients import Descent, KeysValues, graphs_in_memory, ke
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
-from headwater.pathways.probes import Probe, probe_positions
+from headwater.probes import Probe
 from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.states import probe_positions
 
 WORTH_A_RUN = 16
 """Fewer tokens than this are not run by themselves first."""

@@ -28,10 +28,11 @@ from headwater.pathways.interventions import (
     other_question_tokens,
 )
 from headwater.pathways.modes import Logits
-from headwater.pathways.probes import Probes, States, fit_probes, grouped_folds, probe_positions, states_at
 from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
+from headwater.probes import Probes, States, fit_probes, grouped_folds
 from headwater.progress import Bar
 from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.states import probe_positions, states_at
 from headwater.runs.analysis import Run
 
 CHUNK = 256

@@ -19,8 +19,8 @@ import numpy as np
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode
 from headwater.pathways.interventions import Intervention, Places, Setup, prompts_of
-from headwater.pathways.probes import probe_positions
 from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.states import probe_positions
 
 SWAP = "token swap"
 RANDOM_SWAP = "random token swap"

@@ -36,10 +36,11 @@ from headwater.pathways.effects import (
     probes_from_tensors,
 )
 from headwater.pathways.interventions import QUERIES, Setup
-from headwater.pathways.probes import Probe, Probes, States, check_probe_options, fit_probes, with_halves
 from headwater.pathways.report import findings_of, report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
+from headwater.probes import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.states import check_probe_options
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

@@ -2,8 +2,7 @@
 
 Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.2.
 
-1. One state per layer of each answered question: what the MLP adds (or attention, or the whole residual stream), at the
-   last token of the exact answer, the last token of the answer, or the token that the exact answer follows.
+1. One state per layer of each row, z = 1 or 0, and its group. `questions.states` reads those of answered questions.
 2. Per layer a logistic regression (scikit-learn) on the standardized states, fitted on all folds but one; folds keep
    rows of one group (one question text) together and the share of wrong answers even. Standardization is folded into
    the weights: logit = state · weight + bias, P(z = 1) = sigmoid(logit), z = 1 for a wrong answer.
@@ -16,7 +15,7 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathw
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,17 +28,10 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from headwater.errors import InputError, did_you_mean
-from headwater.models.edits import Hook, looks
-from headwater.models.hooked import HookedModel
-from headwater.models.sites import SITES
-from headwater.options import checked_count, shown
-from headwater.progress import progress_bar
-from headwater.questions.answers import AnsweredQuestions
+from headwater.errors import InputError
+from headwater.options import checked_count
 from headwater.stats.discrimination import auc
 
-PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
-PROBE_TOKENS = ("answer_last", "exact_answer_last", "before_answer")
 FEW = 200
 C = 0.1
 """Inverse strength of the L2 penalty on the weights of standardized states."""
@@ -119,83 +111,6 @@ def linear_logits(
     return (states.to(weight) * weight).sum(-1) + bias
 
 
-def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
-    """Return the position that a probe reads in each row's tokens.
-
-    Raises:
-        InputError: there is no such token.
-    """
-    table = answered.table
-    if token == "answer_last":
-        return [len(tokens) - 1 for tokens in table["tokens"]]
-    if token == "exact_answer_last":
-        return [max(positions) for positions in table["exact_answer_tokens"]]
-    if token == "before_answer":
-        return [min(positions) - 1 for positions in table["exact_answer_tokens"]]
-    raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
-
-
-def probe_states(
-    model: HookedModel,
-    answered: AnsweredQuestions,
-    *,
-    site: str = "mlp_out",
-    token: str = "exact_answer_last",
-    batch_size: int = 64,
-    progress: bool = True,
-) -> States:
-    """Return the states that probes read, of every layer and row, in float32 on the CPU.
-
-    Args:
-        model: the model that answered.
-        answered: what `hw.answer` returned.
-        site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
-        token: where probes read: `exact_answer_last`, `answer_last` or `before_answer`.
-        batch_size: rows in one run; rows of about equal length run together.
-        progress: show a bar.
-
-    Raises:
-        InputError: an option names nothing.
-    """
-    check_probe_options(site, token, batch_size)
-    return states_at(
-        model, list(answered.table["tokens"]), probe_positions(answered, token), site, batch_size, progress
-    )
-
-
-def states_at(
-    model: HookedModel,
-    tokens: Sequence[Sequence[int]],
-    positions: Sequence[int],
-    site: str,
-    batch_size: int,
-    progress: bool,
-) -> States:
-    """Return the state of every layer at one position of each row of token ids."""
-    shape = model.shape
-    states = torch.empty(shape.n_layers, len(tokens), shape.d_model)
-    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
-    with progress_bar(progress, total=len(order), desc="States", unit="row") as bar:
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            columns = torch.tensor([positions[row] for row in rows])
-            batch = model.tokenize([list(tokens[row]) for row in rows])
-            model.run(batch, list(_keep(states, rows, columns, site)), keep=[0])
-            bar.update(len(rows))
-    return states
-
-
-def _keep(states: States, rows: list[int], columns: Tensor, site: str) -> Iterator[Hook]:
-    """Yield a hook per layer that copies each row's state into its place."""
-    for layer in range(len(states)):
-
-        def keep(activation: Tensor, hook: Any, layer: int = layer) -> None:
-            picked = activation[torch.arange(len(rows), device=activation.device), columns.to(activation.device)]
-            states[layer, rows] = picked.float().cpu()
-
-        yield SITES[site].hook_name(layer), looks(keep)
-
-
 def fit_probes(
     states: States,
     z: ArrayLike,
@@ -211,7 +126,7 @@ def fit_probes(
     """Fit a probe per layer, and choose the best layer on rows left out.
 
     Args:
-        states: what `probe_states` returned.
+        states: a state of each row at every layer.
         z: 1 where the answer is wrong.
         site: what the states are; carried along.
         token: where they were read; carried along.
@@ -298,15 +213,6 @@ def grouped_folds(
     if any(len(np.unique(z[side])) < 2 for split in splits for side in split):
         raise short
     return splits
-
-
-def check_probe_options(site: str, token: str, batch_size: int) -> None:
-    """Refuse a site, token or batch size that there is not."""
-    if not isinstance(site, str) or site not in PROBE_SITES:
-        raise InputError(f"There is no probe site {shown(site)}.{did_you_mean(str(site), PROBE_SITES)}")
-    if not isinstance(token, str) or token not in PROBE_TOKENS:
-        raise InputError(f"There is no probe token {shown(token)}.{did_you_mean(str(token), PROBE_TOKENS)}")
-    checked_count("batch_size", batch_size)
 
 
 def _fit_layers(

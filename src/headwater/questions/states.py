@@ -1,0 +1,114 @@
+"""The states that probes read: at one token of each answered question, of every layer.
+
+Orgad et al., "LLMs Know More Than They Show", ICLR 2025, find most of what a model knows of its errors at the tokens of
+the exact answer.
+
+1. What is read: what the MLP adds, what attention adds, or the whole residual stream.
+2. Where: the last token of the exact answer, the last token of the answer, or the token that the exact answer follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.edits import Hook, looks
+from headwater.models.hooked import HookedModel
+from headwater.models.sites import SITES
+from headwater.options import checked_count, shown
+from headwater.probes import States
+from headwater.progress import progress_bar
+from headwater.questions.answers import AnsweredQuestions
+
+PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
+PROBE_TOKENS = ("answer_last", "exact_answer_last", "before_answer")
+
+
+def check_probe_options(site: str, token: str, batch_size: int) -> None:
+    """Refuse a site, token or batch size that there is not."""
+    if not isinstance(site, str) or site not in PROBE_SITES:
+        raise InputError(f"There is no probe site {shown(site)}.{did_you_mean(str(site), PROBE_SITES)}")
+    if not isinstance(token, str) or token not in PROBE_TOKENS:
+        raise InputError(f"There is no probe token {shown(token)}.{did_you_mean(str(token), PROBE_TOKENS)}")
+    checked_count("batch_size", batch_size)
+
+
+def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
+    """Return the position that a probe reads in each row's tokens.
+
+    Raises:
+        InputError: there is no such token.
+    """
+    table = answered.table
+    if token == "answer_last":
+        return [len(tokens) - 1 for tokens in table["tokens"]]
+    if token == "exact_answer_last":
+        return [max(positions) for positions in table["exact_answer_tokens"]]
+    if token == "before_answer":
+        return [min(positions) - 1 for positions in table["exact_answer_tokens"]]
+    raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
+
+
+def probe_states(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    *,
+    site: str = "mlp_out",
+    token: str = "exact_answer_last",
+    batch_size: int = 64,
+    progress: bool = True,
+) -> States:
+    """Return the states that probes read, of every layer and row, in float32 on the CPU.
+
+    Args:
+        model: the model that answered.
+        answered: what `hw.answer` returned.
+        site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
+        token: where probes read: `exact_answer_last`, `answer_last` or `before_answer`.
+        batch_size: rows in one run; rows of about equal length run together.
+        progress: show a bar.
+
+    Raises:
+        InputError: an option names nothing.
+    """
+    check_probe_options(site, token, batch_size)
+    return states_at(
+        model, list(answered.table["tokens"]), probe_positions(answered, token), site, batch_size, progress
+    )
+
+
+def states_at(
+    model: HookedModel,
+    tokens: Sequence[Sequence[int]],
+    positions: Sequence[int],
+    site: str,
+    batch_size: int,
+    progress: bool,
+) -> States:
+    """Return the state of every layer at one position of each row of token ids."""
+    shape = model.shape
+    states = torch.empty(shape.n_layers, len(tokens), shape.d_model)
+    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
+    with progress_bar(progress, total=len(order), desc="States", unit="row") as bar:
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            columns = torch.tensor([positions[row] for row in rows])
+            batch = model.tokenize([list(tokens[row]) for row in rows])
+            model.run(batch, list(_keep(states, rows, columns, site)), keep=[0])
+            bar.update(len(rows))
+    return states
+
+
+def _keep(states: States, rows: list[int], columns: Tensor, site: str) -> Iterator[Hook]:
+    """Yield a hook per layer that copies each row's state into its place."""
+    for layer in range(len(states)):
+
+        def keep(activation: Tensor, hook: Any, layer: int = layer) -> None:
+            picked = activation[torch.arange(len(rows), device=activation.device), columns.to(activation.device)]
+            states[layer, rows] = picked.float().cpu()
+
+        yield SITES[site].hook_name(layer), looks(keep)
