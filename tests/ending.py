@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.likelihood import answering
 from headwater.models.generation import generate
-from headwater.questions import answers
+from headwater.questions import asking
 
 
 @contextmanager
@@ -22,6 +21,5 @@ def every_answer_ends() -> Iterator[None]:
         return dataclasses.replace(made, stopped=torch.ones_like(made.stopped))
 
     with pytest.MonkeyPatch.context() as patch:
-        for room in (answers, answering):
-            patch.setattr(room, "generate", ended)
+        patch.setattr(asking, "generate", ended)
         yield

@@ -11,7 +11,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.models.generation import Generated, chat_text, end_tokens, generate
-from headwater.questions import answers as room
+from headwater.questions import answers, asking
 from headwater.questions.extract import check_extractor, exact_words
 from tests import chance
 from tests.ending import every_answer_ends
@@ -61,7 +61,7 @@ def scripted(monkeypatch, said):
         stopped = [end is not None or not is_cut for end, is_cut in zip(ends, cut, strict=True)]
         return Generated(tokens, -tokens.float(), lengths, torch.tensor(stopped))
 
-    monkeypatch.setattr(room, "generate", say)
+    monkeypatch.setattr(asking, "generate", say)
 
 
 def _ids(tokenizer, text):
@@ -367,7 +367,7 @@ def test_options_that_cannot_be_used_are_named(options, message):
 
 def test_questions_must_be_loaded_and_the_tokenizer_must_be_there():
     with pytest.raises(InputError, match=r"questions must be what hw.load_questions returns, found a str"):
-        room._check_options(tiny(), "popqa.jsonl", 1, 1)
+        answers._check_options(tiny(), "popqa.jsonl", 1, 1)
     with pytest.raises(InputError, match=r"extractor must be a callable \(question, answer\), found 'gpt'"):
         check_extractor("gpt")
     with pytest.raises(InputError, match="needs a tokenizer"):
@@ -396,7 +396,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
         made = generate(*args, **kwargs)
         return dataclasses.replace(made, stopped=torch.ones_like(made.stopped))
 
-    monkeypatch.setattr(room, "generate", generate_until_interrupted)
+    monkeypatch.setattr(asking, "generate", generate_until_interrupted)
     with pytest.raises(KeyboardInterrupt):
         hw.answer(model, questions, out=tmp_path / "parts", **options)
     with pytest.raises(RunFolderError, match="not finished"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headwater.errors import InputError
-from headwater.likelihood.answering import label_score
+from headwater.questions.judge import label_score
 from headwater.questions.labels import check_label, is_refusal, match, verdict
 from headwater.questions.words import find_words, normalised_words
 from headwater.world.measure import is_right as world_label

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.likelihood import answering, statistics
-from headwater.likelihood.answering import label_score
+from headwater.likelihood import statistics
 from headwater.likelihood.profile import DepthProfile, memorization
+from headwater.questions import asking
+from headwater.questions import judge as judging
+from headwater.questions.judge import label_score
 from tests import chance
 from tests.depth_folders import as_file, as_rows, random_nodes, sentence, write_folder
 from tests.ending import every_answer_ends
@@ -145,7 +147,7 @@ def test_shuffled_texts_hold_the_same_words_and_need_not_score_the_same(model, g
     read = []
     whole = statistics.token_statistics
     spy = lambda model, texts, **more: read.append(list(texts)) or whole(model, texts, **more)  # noqa: E731
-    monkeypatch.setattr("headwater.likelihood.framing.token_statistics", spy)
+    monkeypatch.setattr("headwater.likelihood.framed.token_statistics", spy)
     profile = profile_of(model, graph, controls=True, span="both")
     plain, shuffled = read
     assert [sorted(text.split()) for text in plain] == [sorted(text.split()) for text in shuffled]
@@ -184,7 +186,7 @@ def test_scores_come_from_the_data_a_judge_or_label_match(model, graph, rng):
 
 
 def test_what_a_judge_said_is_kept_when_it_fails(model, graph, tmp_path, monkeypatch):
-    monkeypatch.setattr(answering, "JUDGED_AT_ONCE", 3)
+    monkeypatch.setattr(judging, "JUDGED_AT_ONCE", 3)
     asked = []
 
     def judge(question, accepted, answer):
@@ -328,7 +330,7 @@ def test_a_run_continues_where_it_was_interrupted_and_is_saved_and_loaded(model,
     with pytest.raises(KeyboardInterrupt):
         profile_of(model, graph, out=tmp_path / "run", **options)
     monkeypatch.setattr(statistics, "_measure_windows", measure)
-    monkeypatch.setattr(answering, "_generated", lambda *_: pytest.fail("the answers were there"))
+    monkeypatch.setattr(asking, "generate", lambda *_, **__: pytest.fail("the answers were there"))
     again = profile_of(model, graph, out=tmp_path / "run", **options)
     loaded = DepthProfile.load(tmp_path / "run")
     for name in ("table", "depthwise", "by_layer", "judged", "comparisons", "tokens"):

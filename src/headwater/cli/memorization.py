@@ -53,7 +53,7 @@ PROFILE = Of(
     shaped=(Shaped("layers", str, help="final, all, or layers such as 0,4,8.", read=_layers), JUDGE),
     choices={
         "span": "SPANS",
-        "context": "headwater.likelihood.framing:CONTEXTS",
+        "context": "headwater.questions.asking:CONTEXTS",
         "aggregate": "AGGREGATES",
         "answers": "headwater.likelihood.answering:SOURCES",
     },

@@ -7,7 +7,6 @@ belongs to (without it, all nodes form one); `model_answer` and `score` (1 to 5)
 judge gave it; further fields are kept.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +21,12 @@ from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.likelihood import depthqa
 from headwater.options import checked_path
+from headwater.questions.judge import checked_score
 from headwater.runs.result import table_html
 
 FIRST_COLUMNS = (
     "group", "id", "depth", "question_id", "question", "answers", "predecessors", "successors", "model_answer", "score",
 )  # fmt: skip
-LOWEST_SCORE, HIGHEST_SCORE = 1, 5
 
 
 class Node(NamedTuple):
@@ -151,19 +150,6 @@ def _checked(node: Node) -> Node:
         "score": checked_score(fields.get("score"), where),
     }
     return Node(node.where, others | known)
-
-
-def checked_score(score: Any, where: str) -> float:
-    """Return a judge's score as a number, NaN for none.
-
-    Raises:
-        InputError: it is neither a number from 1 to 5 nor nothing.
-    """
-    if score is None or (isinstance(score, float) and math.isnan(score)):
-        return math.nan
-    if isinstance(score, bool) or not isinstance(score, int | float) or not LOWEST_SCORE <= score <= HIGHEST_SCORE:
-        raise InputError(f"{where}: the score must lie between {LOWEST_SCORE} and {HIGHEST_SCORE}, found {score!r}.")
-    return float(score)
 
 
 def _check_edges(nodes: Mapping[str, Node]) -> None:

@@ -2,7 +2,7 @@
 
 Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, §4; Min-K% of Shi et al., ICLR 2024.
 
-1. Write every question, or an answer behind its question, as the model reads it (`framing`).
+1. Write every question, or an answer behind its question, as the model reads it (`framed`).
 2. Take the likelihood statistics of the tokens of the span, at the final layer and at any others (`statistics`), and
    score them: Min-K% and its relatives (`scores`). Higher = more likely seen; the figure draws minus Min-K%.
 3. Average over each graph's questions of a depth (`aggregate="group"`), or keep questions apart ("node").
@@ -24,18 +24,19 @@ import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError
-from headwater.likelihood.answering import MODEL, Judge, answered_and_scored, plan_of
+from headwater.likelihood.answering import MODEL, Asking, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
 from headwater.likelihood.discrepancy import discrepancies, judged
-from headwater.likelihood.framing import SPANS, Messages, frame_of
+from headwater.likelihood.framed import SPANS, Scored, Scoring
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named
 from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
-from headwater.likelihood.scoring import Scored, Scoring
 from headwater.models.generation import end_tokens
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
+from headwater.questions.asking import RAW, Messages, question_frame
+from headwater.questions.judge import Judge
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import rounded
 from headwater.runs.record import RunRecord
@@ -203,7 +204,7 @@ def memorization(
     checked_name("quartiles", quartiles, AGGREGATES)
     checked_count("batch_size", batch_size)
     controls, seed = checked_flag("controls", controls), checked_seed(seed)
-    frame = frame_of(model, context, prompt)
+    frame = question_frame(model, context, prompt)
     plan = plan_of(graph, answers, judge, span)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if plan.answers == MODEL else None)
     shares = checked_shares(k)
@@ -214,11 +215,11 @@ def memorization(
         "lens": lens_named(lens), "judge": judge, "ends": end_tokens(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
     }  # fmt: skip
-    writing = {"max_new_tokens": max_new_tokens, "first_line": context == "raw", "batch_size": batch_size}
+    asking = Asking(frame, max_new_tokens, "line" if context == RAW else "end", batch_size)
 
     def work(run: Run) -> DepthProfile:
         nodes = graph.table.drop(columns=["model_answer", "score"])
-        nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, frame, writing))
+        nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, asking))
         scoring = Scoring(run, model, frame, span, read, lens, shares, batch_size)
         scored = scoring.score(nodes)
         shuffled = scoring.score_shuffled(nodes, seed) if controls else None

@@ -188,6 +188,22 @@ def token_span(offsets: Offsets, start: int, end: int) -> range:
     return range(held[0], held[-1] + 1)
 
 
+def by_length(lengths: Sequence[int], size: int, before: Sequence[Any] | None = None) -> list[list[int]]:
+    """Deal rows out in batches of about equal length, shortest first, so that little is padding.
+
+    Args:
+        lengths: of each row.
+        size: rows in a batch.
+        before: what rows are ordered by before their length.
+
+    Returns:
+        The rows of each batch; rows of one length stay in their order.
+    """
+    keys = lengths if before is None else list(zip(before, lengths, strict=True))
+    order = sorted(range(len(lengths)), key=keys.__getitem__)
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
 def single_token_id(tokenizer: PreTrainedTokenizerBase, word: str) -> int | None:
     """Return the id of the one token that `word` is after a space, or None when it is several tokens or unknown.
 

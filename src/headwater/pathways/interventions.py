@@ -22,7 +22,7 @@ from headwater.models.tokens import encode, token_span
 from headwater.patching.edge_knockout import Edges, knocked_out_states, windowed_states
 from headwater.probes import States
 from headwater.questions.answers import AnsweredQuestions
-from headwater.questions.examples import SLOT
+from headwater.questions.asking import SLOT
 from headwater.questions.states import probe_positions, states_at
 
 EXACT = "exact question tokens"

@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, tee
+from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,27 +30,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.generation import end_tokens, generate
+from headwater.models.generation import end_tokens
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
 from headwater.options import checked_count
-from headwater.progress import Bar
-from headwater.questions.examples import (
+from headwater.questions.asking import SLOT, Frame, ask, question_frame
+from headwater.questions.extract import Extractor, check_extractor
+from headwater.questions.formats import columns_found
+from headwater.questions.labels import CONTAINS, Label, Verdict, check_label
+from headwater.questions.outcomes import (
     CUT,
     NO_WORDS,
-    SLOT,
     TOO_LONG,
     Answer,
-    Prompt,
+    AskedQuestion,
     ask_extractor,
     first_line,
     labelled,
     outcome_of,
-    prompt_parts,
 )
-from headwater.questions.extract import Extractor, check_extractor
-from headwater.questions.formats import columns_found
-from headwater.questions.labels import CONTAINS, Label, Verdict, check_label
 from headwater.questions.sources import SPAN_COLUMNS, Questions
 from headwater.questions.words import Span
 from headwater.runs.analysis import Run, carry_out
@@ -193,10 +191,10 @@ def answer(
     _check_options(model, questions, max_new_tokens, batch_size)
     check_label(label)
     check_extractor(extractor)
-    before, after = prompt_parts(model.tokenizer, prompt)
+    frame = question_frame(model, prompt=prompt)
     options = {
         "questions": questions.table,
-        "prompt": before + SLOT + after,
+        "prompt": frame.asking(SLOT),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "extractor": extractor,
@@ -205,15 +203,16 @@ def answer(
     }
 
     def work(run: Run) -> AnsweredQuestions:
-        outcomes: dict[int, dict[str, Any] | str] = {}
-        prompts = _prompts(model, questions, (before, after), max_new_tokens, extractor is None, outcomes)
-        order = sorted(prompts, key=lambda place: len(prompts[place].tokens))
-        batches = [[prompts[place] for place in order[i : i + batch_size]] for i in range(0, len(order), batch_size)]
-        with run.bar("Answering", "batch", len(batches)) as bar:
-            answers, to_extract = tee(_labelled(_answers(model, batches, max_new_tokens, run, bar), label, run))
-            found = chain.from_iterable(_extracted(to_extract, extractor, run))
-            answered = zip(order, chain.from_iterable(answers), found, strict=True)
-            outcomes |= {place: outcome_of(a, words, extractor is None) for place, a, words in answered}
+        prompts = _prompts(model, questions, frame, must_have_words=extractor is None)
+        outcomes: list[dict[str, Any] | str] = [TOO_LONG if n in prompts else NO_WORDS for n in range(len(questions))]
+        tokens = {place: asked.tokens for place, asked in prompts.items()}
+        written, asked = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size))
+        lines = ([first_line(model.tokenizer, prompts[place], made) for place, made in batch] for batch in written)
+        answers, to_extract = tee(_labelled(lines, label, run))
+        found = _extracted(to_extract, extractor, run)
+        for batch in zip(asked, answers, found, strict=True):
+            for (place, _), one, words in zip(*batch, strict=True):
+                outcomes[place] = outcome_of(one, words, whole_answer=extractor is None)
         return _result(questions, outcomes, run.record)
 
     return carry_out(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
@@ -249,62 +248,27 @@ def _check_options(model: HookedModel, questions: Any, max_new_tokens: int, batc
     checked_count("batch_size", batch_size)
 
 
-def _prompts(
-    model: HookedModel,
-    questions: Questions,
-    parts: tuple[str, str],
-    max_new_tokens: int,
-    must_have_words: bool,
-    outcomes: dict[int, dict[str, Any] | str],
-) -> dict[int, Prompt]:
-    """Tokenize the prompts, by their place in the table; for those that cannot be used, set the cause."""
-    before, after = parts
+def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_words: bool) -> dict[int, AskedQuestion]:
+    """Tokenize the prompts, by their place in the table: all, or those of questions with exact words.
+
+    Raises:
+        InputError: there are none.
+    """
     prompts = {}
     for place, row in enumerate(questions.table.to_dict("records")):
         if must_have_words and not (row["subject"] or row["property"]):
-            outcomes[place] = NO_WORDS
             continue
-        text = before + row["question"] + after
-        tokens, offsets = encode(model.tokenizer, text, model.bos)
-        if len(tokens) + max_new_tokens > model.shape.n_ctx:
-            outcomes[place] = TOO_LONG
-        else:
-            named = {str(key): value for key, value in row.items()}
-            prompts[place] = Prompt(named, text, len(before), tokens, offsets or ())
-    if not prompts and all(cause == NO_WORDS for cause in outcomes.values()):
+        text = frame.asking(row["question"])
+        tokens, offsets = encode(model.tokenizer, text, model.bos)  # type: ignore[arg-type]
+        named = {str(key): value for key, value in row.items()}
+        prompts[place] = AskedQuestion(named, text, len(frame.before), tokens, offsets or ())
+    if not prompts:
         raise InputError(
             f"None of the {len(questions):,} questions says where its subject and property stand. Give the columns "
             "subject and property, or an extractor: extractor= (headwater.questions.extract), --extract URL MODEL. "
             f"{columns_found({str(name): None for name in questions.table}, *SPAN_COLUMNS)}"
         )
     return prompts
-
-
-def _answers(
-    model: HookedModel, batches: Sequence[Sequence[Prompt]], max_new_tokens: int, run: Run, bar: Bar
-) -> Iterator[list[Answer]]:
-    """Generate for every batch, or take what an earlier run generated."""
-    tokenizer: Any = model.tokenizer
-    ends = end_tokens(model)
-    pieces: dict[int, bool] = {}
-
-    def is_end(token: int) -> bool:
-        if token not in pieces:
-            pieces[token] = token in ends or "\n" in tokenizer.decode([token])
-        return pieces[token]
-
-    def compute(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        batch = model.tokenize([prompt.tokens for prompt in prompts])
-        return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end)))
-
-    for prompts, made in zip(batches, run.pieces("answers", batches, compute, bar), strict=True):
-        answers = []
-        for i, prompt in enumerate(prompts):
-            tokens = made["tokens"][i, : made["lengths"][i]].tolist()
-            tokens = tokens[:-1] if tokens[-1] in ends else tokens
-            log_probs = made["log_probs"][i, : len(tokens)].tolist()
-            answers.append(first_line(tokenizer, prompt, tokens, log_probs, bool(made["stopped"][i])))
-        yield answers
 
 
 def _labelled(batches: Iterable[Sequence[Answer]], label: Label, run: Run) -> Iterator[list[Answer]]:
@@ -344,9 +308,8 @@ def _extracted(
         yield [{part: tuple((a, b) for a, b in spans) for part, spans in one.items()} for one in found]
 
 
-def _result(questions: Questions, outcomes: dict[int, dict[str, Any] | str], run: RunRecord) -> AnsweredQuestions:
-    """Put the outcomes into tables, in the order of the questions."""
-    rows = [outcomes[place] for place in sorted(outcomes)]
+def _result(questions: Questions, rows: Sequence[dict[str, Any] | str], run: RunRecord) -> AnsweredQuestions:
+    """Put the outcomes, in the order of the questions, into tables."""
     used = [row for row in rows if isinstance(row, dict)]
     causes = pd.DataFrame(
         {

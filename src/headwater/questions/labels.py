@@ -29,10 +29,9 @@ from headwater.errors import HeadwaterError, InputError, did_you_mean
 from headwater.options import checked_name, shown
 from headwater.questions.words import MARKS, Span, Word, normalised_words
 
-Judge: TypeAlias = Callable[[str, Sequence[str], str], bool | None]
-"""Says of a question, its accepted answers and an answer whether that is right; None where it cannot say."""
-Label: TypeAlias = str | Judge
-"""One of `RULES`, or a judge."""
+Label: TypeAlias = str | Callable[[str, Sequence[str], str], bool | None]
+"""One of `RULES`, or a judge: a function that says of a question, its accepted answers and an answer whether that is
+right; None where it cannot say."""
 CONTAINS, EXACT, STARTS = RULES = ("contains", "exact", "starts")
 
 _NOT = r"(do\snot|don['’]?t|did\snot|didn['’]?t|can\s?not|can['’]?t|could\snot|couldn['’]?t)"

@@ -19,13 +19,14 @@ from typing import Any
 import pandas as pd
 
 from headwater.errors import InputError
-from headwater.likelihood.answering import MODEL, Judge
-from headwater.likelihood.framing import frame_of
+from headwater.likelihood.answering import MODEL
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.options import checked_path
+from headwater.questions.asking import question_frame
+from headwater.questions.judge import Judge
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
 from headwater.runs.analysis import Run, carry_out
 
@@ -95,7 +96,7 @@ def _asking(model: HookedModel) -> dict[str, Any]:
         return {}
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
     try:
-        frame_of(model, "chat", messages)
+        question_frame(model, "chat", messages)
     except InputError:
         messages = [{"role": "user", "content": SYSTEM + USER}]
     return {"context": "chat", "prompt": messages, "max_new_tokens": min(NEW_TOKENS, model.shape.n_ctx // 2)}

@@ -1,23 +1,85 @@
-"""Score the nodes of a depth graph: each text once, at every layer asked for, as it is or with its words shuffled."""
+"""The texts of a depth graph as a model reads them, and their scores.
+
+1. A text is the question in its frame (`questions.asking`), and an answer behind it.
+2. `span` names what is scored: "question", "answer" (the first accepted one, the question in front of it),
+   "model_answer" (likewise), or "both", question and accepted answer without what stands between them.
+3. Each different text is scored once, at every layer asked for, as it is or with its words shuffled.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from headwater.likelihood.framing import Frame, Framed, framed, framed_statistics, shuffled_words
-from headwater.likelihood.lens import Lens
+from headwater.likelihood.lens import Layers, Lens
 from headwater.likelihood.scores import memorization_scores, score_of
+from headwater.likelihood.statistics import TextStatistics, token_statistics
+from headwater.models.tokens import encode, token_span
+from headwater.questions.asking import Frame
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
     from headwater.runs.analysis import Run
 
+SPANS = ("question", "answer", "model_answer", "both")
 NO_ANSWER = "no answer of the model"
 DESCRIBED = ("tokens", "scored", "windows", "note")
+
+
+class Framed(NamedTuple):
+    """A text and the characters of it that are scored."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def outer(self) -> tuple[int, int] | None:
+        """From the first scored character to the last."""
+        return (self.spans[0][0], self.spans[-1][1]) if self.spans else None
+
+
+def framed(frame: Frame, span: str, question: str, answer: str | None) -> Framed:
+    """Write one text; without an answer, where one is to be scored, there is nothing to score."""
+    start = len(frame.before)
+    asked = (start, start + len(question))
+    if span == "question":
+        return Framed(frame.before + question, (asked,))
+    if not answer:
+        return Framed("", ())
+    text = f"{frame.asking(question)}{frame.joint}{answer}"
+    answered = (len(text) - len(answer), len(text))
+    return Framed(text, (asked, answered) if span == "both" else (answered,))
+
+
+def shuffled_words(text: str, rng: np.random.Generator) -> str:
+    """Return the words of a text in another order."""
+    return " ".join(rng.permutation(np.array(text.split(), dtype=object)).tolist())
+
+
+def framed_statistics(
+    model: HookedModel, texts: Sequence[Framed], layers: Layers, lens: Lens, **options: Any
+) -> TextStatistics:
+    """Return the statistics of the tokens that hold scored characters; long texts are read in windows."""
+    stats = token_statistics(
+        model, [one.text for one in texts], spans=[one.outer for one in texts],
+        layers=layers, lens=lens, long="window", **options,
+    )  # fmt: skip
+    if all(len(one.spans) < 2 for one in texts):
+        return stats
+    kept = np.zeros(len(stats.table), dtype=bool)
+    rows, positions = stats.table.groupby("text").indices, stats.table["position"].to_numpy()
+    scored = stats.texts["scored"].to_numpy(copy=True)
+    for place, one in enumerate(texts):
+        _, offsets = encode(model.tokenizer, one.text, model.bos)  # type: ignore[arg-type]
+        inside = {position for span in one.spans for position in token_span(offsets or (), *span)}
+        here = rows.get(place, np.array([], dtype=int))
+        kept[here] = np.isin(positions[here], sorted(inside))
+        scored[place] = len(inside - {0})
+    return dataclasses.replace(stats, table=stats.table[kept], texts=stats.texts.assign(scored=scored))
 
 
 class Scored(NamedTuple):

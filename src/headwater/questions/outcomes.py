@@ -1,7 +1,7 @@
-"""One question at a time: the prompt it makes, the line the model answered, and what the two become.
+"""What becomes of one question and what the model wrote behind it: a row with exact tokens, or the cause why not.
 
-The steps of `answers` that need no model: prompts, the cut to the first line, labels, and the spans of exact words as
-characters and tokens. What cannot be used becomes the cause why.
+The steps of `answers` that need no model: the cut to the first line, the label, and the spans of exact words as
+characters and tokens.
 
 E_A is found in one way, whatever the label: it is what the extractor names, or without one the whole answer. Were it
 the accepted answer where that is found, and the whole answer where not, its length and place would tell the label.
@@ -9,21 +9,18 @@ the accepted answer where that is found, and the whole answer where not, its len
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.errors import InputError
-from headwater.models.generation import chat_text, continuation_offsets
+from headwater.models.generation import continuation_offsets
 from headwater.models.tokens import Offsets
-from headwater.options import shown
+from headwater.questions.asking import Written
 from headwater.questions.extract import Extractor, call_extractor
 from headwater.questions.labels import NO_VERDICT, Label, Verdict, is_refusal, verdict
 from headwater.questions.spans import shifted, tokens_of
 from headwater.questions.words import Span
 
-PROMPT = "Q: {question}\nA:"
-SLOT = "{question}"
 NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS = (
     "no exact words of the question",
     "prompt too long",
@@ -37,7 +34,7 @@ NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS = (
 
 
 @dataclass(frozen=True)
-class Prompt:
+class AskedQuestion:
     """A question as the model reads it."""
 
     row: dict[str, Any]
@@ -51,7 +48,7 @@ class Prompt:
 class Answer:
     """What the model said to a prompt, cut to its first line."""
 
-    prompt: Prompt
+    prompt: AskedQuestion
     line: str
     written: str
     """The line, and what else the last token of it holds."""
@@ -68,31 +65,15 @@ class Answer:
         return self.line.strip()
 
 
-def prompt_parts(tokenizer: Any, prompt: str | None) -> tuple[str, str]:
-    """Return what stands before the question and what after it.
-
-    Raises:
-        InputError: the prompt, or what the chat template makes of a message, does not hold it exactly once.
-    """
-    if prompt is None:
-        prompt = chat_text(tokenizer, SLOT) or PROMPT
-        if prompt.count(SLOT) != 1:
-            raise InputError("The tokenizer's chat template does not write a message out exactly once; pass prompt=.")
-    if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
-        raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {shown(prompt)}.")
-    before, after = prompt.split(SLOT)
-    return before, after
-
-
-def first_line(
-    tokenizer: Any, prompt: Prompt, tokens: Sequence[int], log_probs: Sequence[float], finished: bool
-) -> Answer:
+def first_line(tokenizer: Any, prompt: AskedQuestion, made: Written) -> Answer:
     """Cut what was generated after the last visible character of its first line; a token is kept or left whole."""
-    text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], tokens)
+    text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], made.tokens)
     line = text.split("\n", 1)[0].rstrip()
     kept = sum(start < len(line) for start, _ in offsets)
     written = text[: offsets[kept - 1][1]] if kept else ""
-    return Answer(prompt, line, written, tuple(tokens[:kept]), offsets[:kept], tuple(log_probs[:kept]), finished)
+    return Answer(
+        prompt, line, written, tuple(made.tokens[:kept]), offsets[:kept], tuple(made.log_probs[:kept]), made.ended
+    )
 
 
 def labelled(answered: Answer, label: Label) -> Answer:

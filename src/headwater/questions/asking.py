@@ -1,0 +1,156 @@
+"""Questions put to a model: the frame each stands in, and what the model writes behind it.
+
+1. Frame: what stands before a question and behind it. Raw, a prompt, by default `Q: {question}` and `A:` on the next
+   line, behind which an answer follows after a space. Chat, the question as a message of the user in the tokenizer's
+   chat template, behind which an answer follows at once; other messages may be given, one of which holds the question.
+2. Greedy generation (`models.generation`), shortest prompts first, up to the end token, or up to the first line break,
+   which may be part of a token. The log-probability of every token is kept.
+3. A prompt that leaves no room for an answer is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.generation import chat_text, end_tokens, generate
+from headwater.models.tokens import by_length
+from headwater.options import shown
+from headwater.runs.analysis import Run
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+
+RAW, CHAT = CONTEXTS = ("raw", "chat")
+PROMPT = "Q: {question}\nA:"
+SLOT = "{question}"
+Messages: TypeAlias = Sequence[Mapping[str, str]]
+"""Of a chat: `role` and `content` of each."""
+
+
+class Frame(NamedTuple):
+    """What stands before a question, what behind it, and what joins an answer to that."""
+
+    before: str
+    after: str
+    joint: str
+
+    def asking(self, question: str) -> str:
+        """Return the question up to where a model is to answer."""
+        return f"{self.before}{question}{self.after}"
+
+
+class Written(NamedTuple):
+    """What a model wrote behind a prompt."""
+
+    tokens: list[int]
+    """The new tokens, without the end token."""
+    log_probs: list[float]
+    """Of each."""
+    ended: bool
+    """By itself, not at the token limit."""
+
+
+def question_frame(model: HookedModel, context: str | None = None, prompt: str | Messages | None = None) -> Frame:
+    """Return the frame of a context.
+
+    Args:
+        model: a model with a tokenizer, where it is to write a chat.
+        context: "raw" or "chat"; None for a chat where the tokenizer has a template and no prompt is given.
+        prompt: of a raw context, a text with one `{question}`; of a chat, messages with one `{question}` in them all.
+
+    Raises:
+        InputError: there is no such context, the prompt does not hold the question once, or there is no chat template.
+    """
+    if context is None:
+        context = CHAT if prompt is None and getattr(model.tokenizer, "chat_template", None) else RAW
+    if not isinstance(context, str) or context not in CONTEXTS:
+        raise InputError(f"There is no context {shown(context)}.{did_you_mean(context, CONTEXTS)}")
+    if context == CHAT:
+        return _chat(model, prompt)
+    prompt = PROMPT if prompt is None else prompt
+    if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
+        raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {shown(prompt)}.")
+    before, after = prompt.split(SLOT)
+    return Frame(before, after, "" if after.endswith((" ", "\n")) else " ")
+
+
+def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
+    if isinstance(messages, str):
+        raise InputError(
+            "A text as prompt= belongs to context='raw'; with context='chat' the tokenizer writes the prompt: give "
+            "messages, a list of {'role': ..., 'content': ...}."
+        )
+    written = (
+        chat_text(model.tokenizer, SLOT if messages is None else messages) if model.tokenizer is not None else None
+    )
+    if written is None:
+        raise InputError(f"The tokenizer of {model.name} has no chat template.")
+    if written.count(SLOT) != 1:
+        raise InputError(f"{model.name}'s chat template does not write a message out exactly once; pass prompt=.")
+    before, after = written.split(SLOT)
+    return Frame(before, after, "")
+
+
+def ask(
+    run: Run,
+    model: HookedModel,
+    prompts: Mapping[int, Sequence[int]],
+    max_new_tokens: int,
+    until: Literal["line", "end"],
+    batch_size: int,
+) -> Iterator[list[tuple[int, Written]]]:
+    """Let a model continue prompts, or take what an earlier run wrote, batch by batch, shortest prompts first.
+
+    Args:
+        run: the analysis that asks.
+        model: a model with a tokenizer.
+        prompts: the token ids of each, by its place; those that leave no room for `max_new_tokens` are left out.
+        max_new_tokens: at most so many, the end token or the line break counted.
+        until: an answer ends at its first line break ("line"), or where the model ends it ("end").
+        batch_size: prompts in one run of the model.
+
+    Yields:
+        The places of a batch, and what was written behind each.
+    """
+    ends, is_end = end_tokens(model), _ending(model, until)
+    fitting = [place for place, tokens in prompts.items() if len(tokens) + max_new_tokens <= model.shape.n_ctx]
+    order = by_length([len(prompts[place]) for place in fitting], batch_size)
+    batches = [[fitting[i] for i in batch] for batch in order]
+
+    def compute(places: Sequence[int]) -> dict[str, Tensor]:
+        batch = model.tokenize([list(prompts[place]) for place in places])
+        return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end)))
+
+    with run.bar("Answering", "question", len(fitting)) as bar:
+        for places, made in zip(batches, run.pieces("answers", batches, compute, bar, len), strict=True):
+            yield [(place, _written(made, row, ends)) for row, place in enumerate(places)]
+
+
+def _ending(model: HookedModel, until: str) -> Callable[[int], bool]:
+    """Return a function that says of a token whether it ends an answer."""
+    tokenizer: Any = model.tokenizer
+    known = dict.fromkeys(end_tokens(model), True)
+
+    def is_end(token: int) -> bool:
+        if token not in known:
+            known[token] = until == "line" and "\n" in tokenizer.decode([token])
+        return known[token]
+
+    return is_end
+
+
+def _written(made: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> Written:
+    tokens = made["tokens"][row, : made["lengths"][row]].tolist()
+    tokens = tokens[:-1] if tokens[-1] in ends else tokens
+    return Written(tokens, made["log_probs"][row, : len(tokens)].tolist(), bool(made["stopped"][row]))
+
+
+def plain_text(model: HookedModel, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Write tokens out as they continue a prompt, without special ones."""
+    tokenizer: Any = model.tokenizer
+    before = tokenizer.decode(prompt[-1:], skip_special_tokens=True)
+    return str(tokenizer.decode([*prompt[-1:], *tokens], skip_special_tokens=True)[len(before) :])

@@ -1,0 +1,94 @@
+"""Scores of answers, from 1 to 5: what a judge says, or 5 where an accepted answer stands in the answer, else 1.
+
+A judge is any function of question, accepted answers and answer. Judges may be slow, or cost money: each different
+answer is judged once, and with `out=` what was said is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headwater.errors import HeadwaterError, InputError
+from headwater.options import shown
+from headwater.questions.labels import match
+from headwater.runs.analysis import Run
+
+LABEL = "label"
+LOWEST_SCORE, HIGHEST_SCORE = 1, 5
+JUDGED_AT_ONCE = 64
+"""How many answers are judged, and their scores kept, at a time."""
+
+Scorer: TypeAlias = Callable[[str, Sequence[str], str], float | None]
+"""Gives a question, its accepted answers and an answer a score from 1 to 5, or None."""
+Judge: TypeAlias = str | Scorer | None
+"""A scorer; "label" for label match; None for the scores in the data, else label match where accepted answers are
+short."""
+Key: TypeAlias = tuple[str, Sequence[str], str | None]
+"""A question, its accepted answers, and the answer to judge; None where there is none."""
+
+
+def check_judge(judge: Any) -> None:
+    """Refuse what is no judge.
+
+    Raises:
+        InputError: it is neither a function nor "label" nor None.
+    """
+    if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
+        raise InputError(
+            f"judge={shown(judge)} is neither 'label' nor a function of question, accepted answers and answer."
+        )
+
+
+def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
+    """Return 5 where an accepted answer stands in the answer, else 1."""
+    return float(HIGHEST_SCORE if match(answer, accepted) else LOWEST_SCORE)
+
+
+def checked_score(score: Any, where: str) -> float:
+    """Return a judge's score as a number, NaN for none.
+
+    Raises:
+        InputError: it is neither a number from 1 to 5 nor nothing.
+    """
+    if score is None or (isinstance(score, float) and math.isnan(score)):
+        return math.nan
+    if isinstance(score, bool) or not isinstance(score, int | float) or not LOWEST_SCORE <= score <= HIGHEST_SCORE:
+        raise InputError(f"{where}: the score must lie between {LOWEST_SCORE} and {HIGHEST_SCORE}, found {score!r}.")
+    return float(score)
+
+
+def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
+    """Return the score of each key, NaN where there is none, or what an earlier run was told."""
+    different = list(dict.fromkeys(keys))
+    parts = [different[start : start + JUDGED_AT_ONCE] for start in range(0, len(different), JUDGED_AT_ONCE)]
+    with run.bar("Judging", "answer", len(different)) as bar:
+
+        def compute(part: Sequence[Key]) -> dict[str, Tensor]:
+            scores = []
+            for key in part:
+                scores.append(_score(scorer, *key))
+                bar.update()
+            return {"score": torch.tensor(scores, dtype=torch.float64)}
+
+        made = run.pieces("judged", parts, compute, bar, len)
+        found = [score for piece in made for score in piece["score"].tolist()]
+    known = dict(zip(different, found, strict=True))
+    return [known[key] for key in keys]
+
+
+def _score(scorer: Scorer, question: str, accepted: Sequence[str], answer: str | None) -> float:
+    """Ask for a score; an answer that is missing has none."""
+    if answer is None:
+        return math.nan
+    try:
+        score = scorer(question, accepted, answer)
+    except Exception as error:
+        if isinstance(error, HeadwaterError):
+            raise
+        raise InputError(f"The judge failed on the question {question!r}: {type(error).__name__}: {error}") from error
+    return checked_score(score, f"The judge's answer to {question!r}")
