@@ -36,7 +36,7 @@ from headwater.detection.reweighting import Reweighted, Strength
 from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.models.generation import chat_text
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.tokens import encode
+from headwater.models.tokens import by_length, encode
 from headwater.options import checked_path, shown
 from headwater.probes import Probe, linear_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
@@ -226,10 +226,8 @@ def p_true(
     true, false = truth_tokens(model, words)
     texts = [str(text) for text in chat] if is_chat else plain
     prompts = [encode(model.tokenizer, text, model.bos)[0] for text in texts]  # type: ignore[arg-type]
-    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     odds = np.empty(len(prompts))
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+    for rows in by_length([len(prompt) for prompt in prompts], batch_size):
         logits = model.run([prompts[row] for row in rows], keep="last")[:, -1].double().cpu()
         odds[rows] = (logits[:, true] - logits[:, false]).numpy()
     return sigmoid(odds)

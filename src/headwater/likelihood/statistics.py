@@ -37,7 +37,7 @@ from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
 from headwater.models.one_pass import one_pass_attention
 from headwater.models.sites import hook_name
-from headwater.models.tokens import Batch, encode, pad_id, refuse_what_has_no_order, token_span
+from headwater.models.tokens import Batch, by_length, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.progress import Bar
@@ -310,12 +310,10 @@ def _measure_windows(
     bar: Bar,
 ) -> dict[str, Tensor]:
     """Measure windows, those of like length together."""
-    by_length = sorted(windows, key=lambda window: len(window.ids))
     pad = pad_id(model.tokenizer)
     parts = []
 
-    def run(chunk: range) -> None:
-        group = by_length[chunk.start : chunk.stop]
+    def run(group: Sequence[_Window]) -> None:
         width = len(group[-1].ids)
         tokens = torch.tensor([window.ids + [pad] * (width - len(window.ids)) for window in group])
         lengths = torch.tensor([len(window.ids) for window in group])
@@ -328,8 +326,8 @@ def _measure_windows(
         parts.append(found | {"text": text, "position": columns + shift, "token_id": tokens[rows, columns]})
         bar.update(len(group))
 
-    for start in range(0, len(by_length), batch_size):
-        in_halves(range(len(by_length))[start : start + batch_size], run)
+    for rows in by_length([len(window.ids) for window in windows], batch_size):
+        in_halves([windows[row] for row in rows], run)
     return {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
 
 

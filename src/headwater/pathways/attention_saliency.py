@@ -37,6 +37,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.gradients import KeysValues, keys_values, refuse_without_gradients
 from headwater.models.hooked import HookedModel
+from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.windows import chosen
 from headwater.pathways.edge_saliency import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
@@ -199,7 +200,6 @@ def _measure(
     run: Run,
 ) -> dict[str, Tensor]:
     """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
-    order = sorted(range(len(rows)), key=lambda i: (rows[i].first, len(rows[i].tokens)))
     readers = (*probe.folds, probe)  # the probe itself is the last, fold -1
     shared = common if (common := common_start(rows)) >= WORTH_A_RUN else 0
     start: KeysValues | None = None
@@ -207,8 +207,8 @@ def _measure(
     shape = (len(rows), len(wanted.layers))
     found = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
     found["logit"] = torch.empty(len(rows), dtype=torch.float64)
-    by_fold = [[i for i in order if fold[i] == place] for place in np.unique(fold)]
-    cut = [part[at : at + batch_size] for part in by_fold for at in range(0, len(part), batch_size)]
+    by_fold = [np.flatnonzero(fold == place).tolist() for place in np.unique(fold)]
+    cut = [batch for part in by_fold for batch in _batches(rows, part, batch_size)]
 
     def compute(places: list[int]) -> dict[str, Tensor]:
         nonlocal start
@@ -221,6 +221,13 @@ def _measure(
             for name, values in made.items():
                 found[name][places] = values
     return found
+
+
+def _batches(rows: Sequence[Row], places: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Batch rows that are read from about the same place on, and are of about equal length."""
+    lengths = [len(rows[i].tokens) for i in places]
+    dealt = by_length(lengths, batch_size, before=[rows[i].first for i in places])
+    return [[places[i] for i in batch] for batch in dealt]
 
 
 def _result(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.tokens import by_length
 from headwater.pathways.interventions import (
     Intervention,
     Setup,
@@ -171,7 +172,7 @@ def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> 
 def _states(run: Run, model: HookedModel, answered: AnsweredQuestions, setup: Setup, bar: Bar) -> States:
     tokens, positions = list(answered.table["tokens"]), probe_positions(answered, setup.token)
     states = torch.empty(model.shape.n_layers, len(tokens), model.shape.d_model)
-    chunks = _chunks(tokens)
+    chunks = by_length([len(row) for row in tokens], CHUNK)
 
     def compute(rows: list[int]) -> dict[str, Tensor]:
         chosen = [tokens[row] for row in rows], [positions[row] for row in rows]
@@ -231,7 +232,7 @@ def _after(
     bar: Bar,
 ) -> Logits:
     """Write into `found` what is read after an intervention, where it applies."""
-    chunks = _chunks(intervention.tokens)
+    chunks = by_length([len(row) for row in intervention.tokens], CHUNK)
 
     def compute(rows: list[int]) -> dict[str, Tensor]:
         return {"logits": torch.from_numpy(read(intervention.rows(rows)))}
@@ -239,9 +240,3 @@ def _after(
     for rows, piece in zip(chunks, run.pieces(stage, chunks, compute, bar, len), strict=True):
         found[:, :, intervention.examples[rows]] = piece["logits"].numpy()
     return found
-
-
-def _chunks(tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Cut rows into pieces of about equal length."""
-    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
-    return [order[start : start + CHUNK] for start in range(0, len(order), CHUNK)]

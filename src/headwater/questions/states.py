@@ -19,6 +19,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
+from headwater.models.tokens import by_length
 from headwater.options import checked_count, shown
 from headwater.probes import States
 from headwater.progress import progress_bar
@@ -92,10 +93,8 @@ def states_at(
     """Return the state of every layer at one position of each row of token ids."""
     shape = model.shape
     states = torch.empty(shape.n_layers, len(tokens), shape.d_model)
-    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
-    with progress_bar(progress, total=len(order), desc="States", unit="row") as bar:
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
+    with progress_bar(progress, total=len(tokens), desc="States", unit="row") as bar:
+        for rows in by_length([len(row) for row in tokens], batch_size):
             columns = torch.tensor([positions[row] for row in rows])
             batch = model.tokenize([list(tokens[row]) for row in rows])
             model.run(batch, list(_keep(states, rows, columns, site)), keep=[0])
