@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
+from headwater.data.rows import read_texts as _texts
 from headwater.heads.relations import load_relations
-from headwater.likelihood.files import _texts
 from headwater.likelihood.graph import load_depth_graph
 from headwater.likelihood.member_texts import load_member_texts
 from headwater.patching.prompts import read_table

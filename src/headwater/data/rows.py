@@ -1,12 +1,14 @@
 """Rows of a file of any shape: JSON lines, a JSON array (bare, or under a key of an object), CSV, TSV, parquet.
 
-`read_rows` yields (number, row) one row at a time, so that a file of gigabytes is never in memory as a whole. The
-number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array.
+- `read_rows` yields (number, row) one row at a time, so that a file of gigabytes is never in memory as a whole. The
+  number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array.
+- `read_texts` yields one text of each row, or of each line, likewise; what cannot be read is a row without a text.
+- `read_objects` returns all rows of a file that is small, each with where it stands.
 """
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +21,10 @@ from headwater.errors import InputError
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+OBJECTS = (".jsonl", ".json", ".parquet")
+"""The files that `read_objects` reads."""
+NOT_TEXTS = (".json", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
 CHUNK = 2**20
 
 
@@ -44,6 +50,76 @@ def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
                 yield number, row
     except UnicodeDecodeError:
         raise InputError(f"{path} is not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def read_texts(path: Path, field: str) -> Iterator[str | None]:
+    """Yield the texts of a file one after the other; None for a row without one.
+
+    Args:
+        path: `.jsonl` has an object per line, `.csv` and `.tsv` have columns; any other file a text per line.
+        field: the field or the column of the text.
+
+    Raises:
+        InputError: it is a file of another kind, has no such column, or a row has more cells than the header. Bytes
+            that are not UTF-8 are no error: they become lone surrogates.
+    """
+    if path.suffix in NOT_TEXTS:
+        raise InputError(
+            f"{path} is no file of texts: give .jsonl, .csv or .tsv with the texts under {field!r}, or a text per line."
+        )
+    with path.open("rb") as file:
+        if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+            raise InputError(f"{path} is UTF-16 text. Save the file as UTF-8.")
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        if path.suffix in SEPARATORS:
+            header, rows = _table(path, lines, " Put texts with separators in quotation marks.")
+            if field not in header:
+                raise InputError(f"{path} has no column {field!r}; it has {', '.join(header) or 'none'}.")
+            yield from (row.get(field) for _, row in rows)
+        elif path.suffix == ".jsonl":
+            yield from (_text_in(line, field) for line in lines if line.strip())
+        else:
+            yield from (line.rstrip("\r\n") for line in lines)
+
+
+def _text_in(line: str, field: str) -> str | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    text = value.get(field) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def read_objects(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with where it stands.
+
+    Raises:
+        InputError: the file cannot be read, or a row is no object; the message has its line.
+    """
+    try:
+        if path.suffix == ".jsonl":
+            lines = path.read_bytes().split(b"\n")
+            return [_object(f"{path}, line {at}", line) for at, line in enumerate(lines, start=1) if line.strip()]
+        if path.suffix == ".json":
+            values = parse_json(path.read_bytes())
+        else:
+            values = [{str(key): value for key, value in row.items()} for row in read_parquet(path).to_dict("records")]
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path} cannot be read ({error}).") from None
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InputError(f"{path} must hold a list of objects.")
+    return [(f"{path}, row {number}", value) for number, value in enumerate(values, start=1)]
+
+
+def _object(where: str, line: bytes) -> tuple[str, dict[str, Any]]:
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{where} is not a JSON object in UTF-8 ({error}).") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{where} is not a JSON object.")
+    return where, value
 
 
 def check_readable(path: Path, what: str) -> None:
@@ -87,15 +163,31 @@ def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(2**27)
-    reader = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t")
-    if not reader.fieldnames:
+    header, rows = _table(path, file)
+    if not header:
         raise InputError(f"{path} is not a table: it has no header.")
+    for number, row in rows:
+        yield number, {name: cell for name, cell in row.items() if cell not in ("", None)}
+
+
+def _table(path: Path, file: TextIO, advice: str = "") -> tuple[Sequence[str], Iterator[tuple[int, dict[str, Any]]]]:
+    """Return the header of a table of cells, and its rows by their lines; None for a cell that is missing."""
+    csv.field_size_limit(2**27)
+    reader = csv.DictReader(file, delimiter=SEPARATORS[path.suffix])
+
+    def rows() -> Iterator[tuple[int, dict[str, Any]]]:
+        try:
+            for row in reader:
+                if None in row:
+                    raise InputError(
+                        f"{path}, row {reader.line_num}: the row has more cells than the header has names.{advice}"
+                    )
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise InputError(f"{path}, row {reader.line_num}: {error}.") from None
+
     try:
-        for row in reader:
-            if None in row:
-                raise InputError(f"{path}, row {reader.line_num}: the row has more cells than the header has names.")
-            yield reader.line_num, {name: cell for name, cell in row.items() if cell not in ("", None)}
+        return reader.fieldnames or (), rows()
     except csv.Error as error:
         raise InputError(f"{path}, row {reader.line_num}: {error}.") from None
 

@@ -1,6 +1,9 @@
 """JSON from data files, where anything may stand, and texts that are no Unicode: each an error of one line."""
 
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from headwater.errors import InputError
@@ -51,3 +54,79 @@ def refuse_half_characters(text: str) -> None:
             f"The text {shown!r} holds half a character, {text[error.start]!r} at {error.start} (a lone surrogate): it "
             "cannot be tokenized. Mend it where it was read, for example with errors='replace'."
         ) from None
+
+
+class JsonDocument:
+    """A JSON file that knows on which line its parts stand."""
+
+    _space = re.compile(r"[ \t\n\r]*")
+    _decoder = json.JSONDecoder()
+
+    def __init__(self, file: Path, what: str, rows: str = "rows"):
+        """Read a file.
+
+        Args:
+            file: the file.
+            what: what it is, for messages: "relation file".
+            rows: what its lists are lists of.
+
+        Raises:
+            InputError: it cannot be read, is empty, or is not JSON in UTF-8; the message has the line.
+        """
+        self.file, self.rows = file, rows
+        try:
+            self.text = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            raise InputError(f"{file}, line {line}: not UTF-8 text. Save the file as UTF-8.") from None
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}.") from None
+        if not self.text.strip():
+            raise InputError(f"{file} is empty.")
+        try:
+            self.value: Any = json.loads(self.text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{file}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}).") from None
+        except (RecursionError, ValueError):
+            raise InputError(f"{file}: not a {what} (nested too deep, or a number without end).") from None
+        if not is_unicode(self.value):
+            raise InputError(f"{file}: {HALF_A_CHARACTER}.")
+
+    def line(self, position: int) -> int:
+        """Return the line, from 1, of what stands at or behind a position."""
+        return self.text.count("\n", 0, self._skip(position)) + 1
+
+    def error(self, position: int, what: str) -> InputError:
+        """Return an error that names the file and the line."""
+        return InputError(f"{self.file}, line {self.line(position)}: {what}" + ("" if what[-1] in ".?" else "."))
+
+    def elements(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield (position, value) for each element of the list that begins at `start`."""
+        position = self._skip(start)
+        if self.text[position] != "[":
+            raise self.error(position, f"expected a list of {self.rows}")
+        position = self._skip(position + 1)
+        while self.text[position] != "]":
+            value, end = self._decoder.raw_decode(self.text, position)
+            yield position, value
+            position = self._after_comma(end)
+
+    def members(self) -> dict[str, tuple[int, Any]]:
+        """Return {key: (position of the value, value)} of the object that the file holds."""
+        found: dict[str, tuple[int, Any]] = {}
+        position = self._skip(self._skip(0) + 1)
+        while self.text[position] != "}":
+            key, end = self._decoder.raw_decode(self.text, position)
+            position = self._skip(self._skip(end) + 1)
+            value, end = self._decoder.raw_decode(self.text, position)
+            found[key] = (position, value)
+            position = self._after_comma(end)
+        return found
+
+    def _skip(self, position: int) -> int:
+        space = self._space.match(self.text, position)
+        return space.end() if space else position
+
+    def _after_comma(self, end: int) -> int:
+        position = self._skip(end)
+        return self._skip(position + 1) if self.text[position] == "," else position

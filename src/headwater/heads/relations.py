@@ -20,7 +20,6 @@ A relation is used when at least 30 pairs survive.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, refuse_half_characters
+from headwater.data.strict_json import JsonDocument, refuse_half_characters
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
 from headwater.models.tokens import panics_are_errors
@@ -301,7 +300,7 @@ def _relation_files(folder: Path) -> Iterator[Path]:
 def _read_categories(file: Path) -> dict[str, str]:
     if not file.exists():
         return {}
-    document = _Document(file)
+    document = JsonDocument(file, "relation file", "[source, target] rows")
     if not isinstance(document.value, dict):
         raise document.error(0, "expected an object {relation name: category}")
     for name, (position, category) in document.members().items():
@@ -310,7 +309,7 @@ def _read_categories(file: Path) -> dict[str, str]:
 
 
 def _read_relation(file: Path, categories: Mapping[str, str]) -> Relation:
-    document = _Document(file)
+    document = JsonDocument(file, "relation file", "[source, target] rows")
     if isinstance(document.value, list):
         name = file.stem
         category = categories.get(name, PUBLISHED_CATEGORIES.get(name))
@@ -331,13 +330,13 @@ def _read_relation(file: Path, categories: Mapping[str, str]) -> Relation:
     return Relation(name, category, pairs, str(document.value.get("provenance", "")))
 
 
-def _check_category(document: "_Document", position: int, where: str, category: object) -> None:
+def _check_category(document: JsonDocument, position: int, where: str, category: object) -> None:
     if category not in CATEGORIES:
         hint = did_you_mean(str(category), CATEGORIES)
         raise document.error(position, f"{where}: {category!r} is not a category.{hint}")
 
 
-def _read_pairs(document: "_Document", start: int, *, unique_sources: bool) -> Iterator[Pair]:
+def _read_pairs(document: JsonDocument, start: int, *, unique_sources: bool) -> Iterator[Pair]:
     lines: dict[str, int] = {}
     empty = True
     for position, row in document.elements(start):
@@ -362,7 +361,7 @@ def _read_pairs(document: "_Document", start: int, *, unique_sources: bool) -> I
         raise document.error(start, "no pairs: the list is empty")
 
 
-def _check_word(document: "_Document", position: int, field: str, word: object) -> None:
+def _check_word(document: JsonDocument, position: int, field: str, word: object) -> None:
     if not isinstance(word, str):
         raise document.error(position, f"{field}: expected a word, found {_shown(word)}")
     if not word or word != word.strip():
@@ -372,67 +371,3 @@ def _check_word(document: "_Document", position: int, field: str, word: object) 
 def _shown(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-class _Document:
-    """A JSON file that knows on which line its parts stand."""
-
-    _space = re.compile(r"[ \t\n\r]*")
-    _decoder = json.JSONDecoder()
-
-    def __init__(self, file: Path):
-        self.file = file
-        try:
-            self.text = file.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            line = error.object.count(b"\n", 0, error.start) + 1
-            raise InputError(f"{file}, line {line}: not UTF-8 text. Save the file as UTF-8.") from None
-        except OSError as error:
-            raise InputError(f"{file} cannot be read: {error.strerror}.") from None
-        if not self.text.strip():
-            raise InputError(f"{file} is empty.")
-        try:
-            self.value: Any = json.loads(self.text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{file}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}).") from None
-        except (RecursionError, ValueError):
-            raise InputError(f"{file}: not a relation file (nested too deep, or a number without end).") from None
-        if not is_unicode(self.value):
-            raise InputError(f"{file}: {HALF_A_CHARACTER}.")
-
-    def line(self, position: int) -> int:
-        return self.text.count("\n", 0, self._skip(position)) + 1
-
-    def error(self, position: int, what: str) -> InputError:
-        return InputError(f"{self.file}, line {self.line(position)}: {what}" + ("" if what[-1] in ".?" else "."))
-
-    def elements(self, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield (position, value) for each element of the list that begins at `start`."""
-        position = self._skip(start)
-        if self.text[position] != "[":
-            raise self.error(position, "expected a list of [source, target] rows")
-        position = self._skip(position + 1)
-        while self.text[position] != "]":
-            value, end = self._decoder.raw_decode(self.text, position)
-            yield position, value
-            position = self._after_comma(end)
-
-    def members(self) -> dict[str, tuple[int, Any]]:
-        """Return {key: (position of the value, value)} of the object that the file holds."""
-        found: dict[str, tuple[int, Any]] = {}
-        position = self._skip(self._skip(0) + 1)
-        while self.text[position] != "}":
-            key, end = self._decoder.raw_decode(self.text, position)
-            position = self._skip(self._skip(end) + 1)
-            value, end = self._decoder.raw_decode(self.text, position)
-            found[key] = (position, value)
-            position = self._after_comma(end)
-        return found
-
-    def _skip(self, position: int) -> int:
-        space = self._space.match(self.text, position)
-        return space.end() if space else position
-
-    def _after_comma(self, end: int) -> int:
-        position = self._skip(end)
-        return self._skip(position + 1) if self.text[position] == "," else position

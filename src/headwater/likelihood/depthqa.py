@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headwater.data.rows import read_parquet
+from headwater.data.rows import OBJECTS, read_objects
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
 
-
-class Row(NamedTuple):
+class DepthRow(NamedTuple):
     """A row of a file, and where it stands."""
 
     where: str
@@ -72,7 +70,7 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tup
             f"The folder {folder} has no questions: a file questions.jsonl (or .json, .parquet) with qid, depth, "
             "question and answer."
         )
-    questions = _by_id(_rows(found["questions"]), "qid")
+    questions = _by_id(found["questions"], "qid")
     notes = []
     if found["nodes"] is None:
         nodes = [(row.where, _node(row, name, row, {"group": name})) for name, row in questions.items()]
@@ -80,7 +78,7 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tup
     else:
         if found["node_to_q"] is None:
             raise InputError(f"The folder {folder} has nodes, but no file node_to_q that says which question each is.")
-        nodes = _nodes(_by_id(_rows(found["nodes"]), "nodeid"), _by_id(_rows(found["node_to_q"]), "nodeid"), questions)
+        nodes = _nodes(_by_id(found["nodes"], "nodeid"), _by_id(found["node_to_q"], "nodeid"), questions)
     answers = _answers(folder, predictions, questions, list(found.values()))
     notes += _give_answers(nodes, answers)
     return nodes, notes
@@ -88,8 +86,8 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tup
 
 def _file_of(folder: Path, name: str) -> Path | None:
     """Find the one file of a name, in the folder or in a folder of that name in it."""
-    inside = [file for file in (folder / name).glob("*") if file.suffix in SUFFIXES]
-    beside = [file for file in folder.glob("*") if file.suffix in SUFFIXES and _is_named(file.stem, name)]
+    inside = [file for file in (folder / name).glob("*") if file.suffix in OBJECTS]
+    beside = [file for file in folder.glob("*") if file.suffix in OBJECTS and _is_named(file.stem, name)]
     found = sorted(inside + beside)
     if len(found) > 1:
         raise InputError(f"The folder {folder} has several files of {name}: {', '.join(str(f) for f in found)}.")
@@ -100,37 +98,10 @@ def _is_named(stem: str, name: str) -> bool:
     return stem == name or stem.endswith((f"_{name}", f"-{name}"))
 
 
-def _rows(file: Path) -> list[Row]:
-    """Read the rows of a file, whatever its kind."""
-    try:
-        if file.suffix == ".jsonl":
-            lines = file.read_bytes().split(b"\n")
-            return [_line(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-        if file.suffix == ".json":
-            values = parse_json(file.read_bytes())
-        else:
-            values = [{str(key): value for key, value in row.items()} for row in read_parquet(file).to_dict("records")]
-    except (ValueError, OSError) as error:
-        raise InputError(f"{file} cannot be read ({error}).") from None
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise InputError(f"{file} must hold a list of objects.")
-    return [Row(f"{file}, row {number}", value) for number, value in enumerate(values, start=1)]
-
-
-def _line(file: Path, number: int, line: bytes) -> Row:
-    where = f"{file}, line {number}"
-    try:
-        value = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{where} is not a JSON object in UTF-8 ({error}).") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{where} is not a JSON object.")
-    return Row(where, value)
-
-
-def _by_id(rows: Sequence[Row], name: str) -> dict[str, Row]:
-    found: dict[str, Row] = {}
-    for row in rows:
+def _by_id(file: Path, name: str) -> dict[str, DepthRow]:
+    """Read the rows of a file by their ids."""
+    found: dict[str, DepthRow] = {}
+    for row in (DepthRow(*placed) for placed in read_objects(file)):
         key = row.text(name)
         if key in found:
             raise InputError(f"{row.where}: {name} {key!r} comes twice, first in {found[key].where}.")
@@ -139,7 +110,7 @@ def _by_id(rows: Sequence[Row], name: str) -> dict[str, Row]:
 
 
 def _nodes(
-    nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: Mapping[str, Row]
+    nodes: Mapping[str, DepthRow], question_of: Mapping[str, DepthRow], questions: Mapping[str, DepthRow]
 ) -> list[tuple[str, dict[str, Any]]]:
     """Give every node its question, and check that the edges are the same from both ends."""
     for name, row in question_of.items():
@@ -167,7 +138,7 @@ def _nodes(
     return made
 
 
-def _check_both_ends(nodes: Mapping[str, Row]) -> None:
+def _check_both_ends(nodes: Mapping[str, DepthRow]) -> None:
     """Predecessors must name the same edges as successors, where successors are given."""
     if not any("direct_successors" in row.fields for row in nodes.values()):
         return
@@ -184,7 +155,7 @@ def _check_both_ends(nodes: Mapping[str, Row]) -> None:
         )
 
 
-def _node(row: Row, name: str, question: Row, known: Mapping[str, Any]) -> dict[str, Any]:
+def _node(row: DepthRow, name: str, question: DepthRow, known: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": name,
         "depth": row.fields.get("depth"),
@@ -196,7 +167,7 @@ def _node(row: Row, name: str, question: Row, known: Mapping[str, Any]) -> dict[
 
 
 def _answers(
-    folder: Path, predictions: Path | None, questions: Mapping[str, Row], others: Sequence[Path | None]
+    folder: Path, predictions: Path | None, questions: Mapping[str, DepthRow], others: Sequence[Path | None]
 ) -> Answers | None:
     """Read the named file of answers, or find the one file with answers to the questions alone."""
     if predictions is not None:

@@ -8,20 +8,18 @@ only token.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.data.rows import check_readable
+from headwater.data.rows import check_readable, read_texts
 from headwater.errors import InputError
 from headwater.likelihood.scores import (
     SHARES,
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 TEXTS_AT_ONCE = 256
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
-OTHER_KINDS = (".json", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
 NO_TEXT = "no text in this row"
 NOTES = ("", EMPTY, NOT_UNICODE, NOTHING_BEFORE, NO_TEXT)
 
@@ -161,56 +157,12 @@ def score_file(
 
     def work(run: Run) -> ScoredTexts:
         with model.held(), (reference or model).held(), run.bar("Scoring", " texts") as bar:
-            pieces = list(run.pieces("texts", _chunks(_texts(path, field)), columns_of, bar, len))
+            pieces = list(run.pieces("texts", _chunks(read_texts(path, field)), columns_of, bar, len))
         if not pieces:
             raise InputError(f"{path} holds no texts.")
         return ScoredTexts(_table(pieces), run.record)
 
     return carry_out(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
-
-
-def _texts(path: Path, field: str) -> Iterator[str | None]:
-    """Read texts one after the other; None for a row without one. Bytes that are not UTF-8 become lone surrogates."""
-    if path.suffix in OTHER_KINDS:
-        raise InputError(
-            f"{path} is no file of texts: give .jsonl, .csv or .tsv with the texts under {field!r}, or a text per line."
-        )
-    with path.open("rb") as file:
-        if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
-            raise InputError(f"{path} is UTF-16 text. Save the file as UTF-8.")
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        if path.suffix in SEPARATORS:
-            yield from _cells(path, lines, field)
-        elif path.suffix == ".jsonl":
-            yield from (_field_of(line, field) for line in lines if line.strip())
-        else:
-            yield from (line.rstrip("\r\n") for line in lines)
-
-
-def _cells(path: Path, lines: TextIO, field: str) -> Iterator[str | None]:
-    csv.field_size_limit(2**27)
-    rows = csv.DictReader(lines, delimiter=SEPARATORS[path.suffix])
-    try:
-        if field not in (rows.fieldnames or ()):
-            raise InputError(f"{path} has no column {field!r}; it has {', '.join(rows.fieldnames or ()) or 'none'}.")
-        for row in rows:
-            if None in row:
-                raise InputError(
-                    f"{path}, row {rows.line_num}: the row has more cells than the header has names. Put texts with "
-                    "separators in quotation marks."
-                )
-            yield row.get(field)
-    except csv.Error as error:
-        raise InputError(f"{path}, row {rows.line_num}: {error}.") from None
-
-
-def _field_of(line: str, field: str) -> str | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    text = value.get(field) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else None
 
 
 def _chunks(texts: Iterator[str | None]) -> Iterator[list[str | None]]:

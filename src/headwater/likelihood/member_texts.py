@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from headwater.data.rows import check_readable, read_parquet
-from headwater.data.strict_json import parse_json
+from headwater.data.rows import check_readable, read_objects, read_parquet
 from headwater.errors import InputError
 from headwater.options import checked_path
 
@@ -50,25 +49,11 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
 
 
 def _read(path: Path) -> pd.DataFrame:
+    if path.suffix in (".jsonl", ".json"):
+        return pd.DataFrame([row for _, row in read_objects(path)])
+    if path.suffix == ".parquet":
+        return read_parquet(path)
     try:
-        if path.suffix == ".jsonl":
-            lines = enumerate(path.read_bytes().split(b"\n"), start=1)
-            return pd.DataFrame([_row(path, number, line) for number, line in lines if line.strip()])
-        if path.suffix == ".json":
-            rows = parse_json(path.read_bytes())
-            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-                raise InputError(f"{path} must hold a list of objects.")
-            return pd.DataFrame(rows)
-        return read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=False)
+        return pd.read_csv(path, keep_default_na=False)
     except (ValueError, AttributeError, OSError) as error:
         raise InputError(f"{path} cannot be read ({error}).") from None
-
-
-def _row(path: Path, number: int, line: bytes) -> dict[str, object]:
-    try:
-        value = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{path}, line {number} is not a JSON object ({error}).") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}, line {number} is not a JSON object.")
-    return value
