@@ -16,7 +16,7 @@ from headwater.detection import detection as detection_module
 from headwater.detection import fit as fitting
 from headwater.detection.detection import Detection, detect
 from headwater.detection.evaluation import NAMES, evaluate
-from headwater.detection.fit import AnswerSet, Recipe
+from headwater.detection.fit import AnswerSet, DetectorSetup
 from headwater.detection.methods import CLASSIFIERS, METHODS, Detector, p_true
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
@@ -64,7 +64,7 @@ def test_no_question_stands_on_both_sides_of_a_split_and_every_answer_on_one(mod
 
 def recipe(**changes):
     given = {"methods": METHODS, "site": "mlp_out", "token": "exact_answer_last", "layer": None, "variant": "mask"}
-    return Recipe(**given | {"cross_fit": True, "reweighting": QUICK, "batch_size": 64} | changes)
+    return DetectorSetup(**given | {"cross_fit": True, "reweighting": QUICK, "batch_size": 64} | changes)
 
 
 def test_states_of_the_test_half_do_not_reach_what_is_fitted(model, answered):
@@ -212,7 +212,7 @@ def test_training_moves_strength_and_probe_down_the_slope_of_their_loss(model, a
 
 
 def test_the_gate_that_training_weighs_by_has_not_seen_the_answer_it_weighs(model, answered, monkeypatch):
-    recipe = Recipe(("pr",), "mlp_out", "exact_answer_last", 2, "mask", True, QUICK, 64)
+    recipe = DetectorSetup(("pr",), "mlp_out", "exact_answer_last", 2, "mask", True, QUICK, 64)
     one, gates = AnswerSet.of(model, answered, "natural", recipe), []
 
     def noted(inputs, *rest, **options):

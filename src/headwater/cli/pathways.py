@@ -85,7 +85,9 @@ TRACE = Of(
     filled="answered",
     left_out={"edges": "the other reading is a question for a notebook"},
 )
-STATES = Of("headwater.questions.states:probe_states", offers="site token batch_size", choices=PROBED, filled="answered")
+STATES = Of(
+    "headwater.questions.states:probe_states", offers="site token batch_size", choices=PROBED, filled="answered"
+)
 SALIENCY = Of(
     "headwater.pathways.attention_saliency:saliency",
     offers="target",

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.detection.evaluation import evaluate, paragraph
-from headwater.detection.fit import COUNTS, AnswerSet, Recipe, relations_of
+from headwater.detection.fit import COUNTS, AnswerSet, DetectorSetup, relations_of
 from headwater.detection.methods import METHODS, Detector, check_methods
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import InputError, did_you_mean
@@ -194,7 +194,7 @@ def detect(
         ['dataset', 'example', 'logit_min', 'probe']
     """
     methods, reweighting = check_methods(methods), Reweighting() if reweighting is None else reweighting
-    recipe = Recipe(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
+    recipe = DetectorSetup(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
     check_answered(model, answered)
     _check(model, recipe, seeds)
     gate = "cross-fitted" if recipe.cross_fit else "fitted on the same"
@@ -221,7 +221,7 @@ Pieces = Mapping[tuple[str, int], Mapping[str, Tensor]]
 """What `AnswerSet.fit` returned, by question set and seed."""
 
 
-def _check(model: HookedModel, recipe: Recipe, seeds: int) -> None:
+def _check(model: HookedModel, recipe: DetectorSetup, seeds: int) -> None:
     check_probe_options(recipe.site, recipe.token, recipe.batch_size)
     if not isinstance(recipe.reweighting, Reweighting):
         raise InputError(f"reweighting must be a Reweighting, found a {type(recipe.reweighting).__name__}.")
@@ -234,7 +234,7 @@ def _check(model: HookedModel, recipe: Recipe, seeds: int) -> None:
 
 
 def _usable(
-    model: HookedModel, answered: AnsweredQuestions, recipe: Recipe, seeds: int
+    model: HookedModel, answered: AnsweredQuestions, recipe: DetectorSetup, seeds: int
 ) -> tuple[list[AnswerSet], pd.DataFrame]:
     """Return the question sets that can be split and fitted, and why the others cannot."""
     sets: list[AnswerSet] = []

@@ -39,7 +39,7 @@ COUNTS = ("train", "q_right", "q_wrong", "a_right", "a_wrong")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DetectorSetup:
     """How detectors are fitted; see `detect`."""
 
     methods: tuple[str, ...]
@@ -63,10 +63,10 @@ class AnswerSet:
     rows: NDArray[np.int64]
     """Their places in the table of all answers."""
     relations: tuple[str, ...]
-    recipe: Recipe
+    recipe: DetectorSetup
 
     @classmethod
-    def of(cls, model: HookedModel, answered: AnsweredQuestions, dataset: str, recipe: Recipe) -> AnswerSet:
+    def of(cls, model: HookedModel, answered: AnsweredQuestions, dataset: str, recipe: DetectorSetup) -> AnswerSet:
         """Pick one of the question sets."""
         rows = np.flatnonzero(answered.table["dataset"] == dataset)
         table = answered.table.iloc[rows].reset_index(drop=True)

@@ -40,7 +40,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.windows import chosen
-from headwater.pathways.edge_saliency import WORTH_A_RUN, Row, Wanted, common_start, measure_batch, rows_of
+from headwater.pathways.edge_saliency import WORTH_A_RUN, SaliencyRow, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.saliency_report import (
     COLUMNS,
     EDGES,
@@ -192,7 +192,7 @@ def saliency(
 
 def _measure(
     model: HookedModel,
-    rows: Sequence[Row],
+    rows: Sequence[SaliencyRow],
     probe: Probe,
     fold: NDArray[np.int64],
     wanted: Wanted,
@@ -223,7 +223,7 @@ def _measure(
     return found
 
 
-def _batches(rows: Sequence[Row], places: Sequence[int], batch_size: int) -> list[list[int]]:
+def _batches(rows: Sequence[SaliencyRow], places: Sequence[int], batch_size: int) -> list[list[int]]:
     """Batch rows that are read from about the same place on, and are of about equal length."""
     lengths = [len(rows[i].tokens) for i in places]
     dealt = by_length(lengths, batch_size, before=[rows[i].first for i in places])
@@ -314,7 +314,7 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
     return np.array(places, dtype=np.int64)
 
 
-def _warn_if_blind(rows: Sequence[Row], probe: Probe, wanted: Wanted) -> None:
+def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, wanted: Wanted) -> None:
     blind = sum(not row.queries for row in rows)
     if blind and "exact_answer" in wanted.edges:
         warnings.warn(

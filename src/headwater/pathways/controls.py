@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.special import logit as log_odds
 
-from headwater.pathways.modes import MODES, Effects, member_means
+from headwater.pathways.modes import MODES, ModeEffects, member_means
 from headwater.probes import States, fit_linear, linear_logits
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Draws, interval
@@ -157,7 +157,7 @@ def compare(
 
 
 def by_intervention(
-    measured: Mapping[str, list[Effects]], q_anchored: Bool[np.ndarray, "seed example"], draws: Draws
+    measured: Mapping[str, list[ModeEffects]], q_anchored: Bool[np.ndarray, "seed example"], draws: Draws
 ) -> pd.DataFrame:
     """Average flips and changes of every intervention by layer, for all examples and by mode.
 

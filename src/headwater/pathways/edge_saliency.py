@@ -41,7 +41,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Row:
+class SaliencyRow:
     """One example: its tokens up to the probe's, and the positions at the ends of its edges."""
 
     tokens: list[int]
@@ -51,7 +51,7 @@ class Row:
     """The first position at which a gradient is wanted."""
 
 
-def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> list[Row]:
+def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> list[SaliencyRow]:
     """Return what is run of each example, and the ends of its edges."""
     rows = []
     positions = probe_positions(answered, probe.token)
@@ -61,12 +61,12 @@ def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> 
         keys = tuple(key for key in question if key <= position)
         queries = tuple(query for query in answer if query <= position)
         first = min((position, *(keys if "all" in edges else queries)))
-        rows.append(Row(list(tokens[: position + 1]), keys, queries, first))
+        rows.append(SaliencyRow(list(tokens[: position + 1]), keys, queries, first))
     return rows
 
 
 def measure_batch(
-    model: HookedModel, rows: Sequence[Row], probe: Probe, wanted: Wanted, start: KeysValues, shared: int
+    model: HookedModel, rows: Sequence[SaliencyRow], probe: Probe, wanted: Wanted, start: KeysValues, shared: int
 ) -> dict[str, Tensor]:
     """Measure some rows, given the keys and values of the tokens that all rows share."""
     device = model.device
@@ -119,7 +119,7 @@ def _flows(
 
 
 def _edges(
-    rows: Sequence[Row], first: int, width: int, names: Sequence[str], device: torch.device
+    rows: Sequence[SaliencyRow], first: int, width: int, names: Sequence[str], device: torch.device
 ) -> tuple[Int[Tensor, "batch key"], dict[str, Bool[Tensor, "batch query key"]]]:
     """Return the positions of E_Q, padded, and which pairs each kind of edge has, for queries from `first` on."""
     n_keys = max(1, *(len(row.keys) for row in rows))
@@ -133,7 +133,7 @@ def _edges(
     return keys, {name: kinds[name] for name in names}
 
 
-def common_start(rows: Sequence[Row]) -> int:
+def common_start(rows: Sequence[SaliencyRow]) -> int:
     """How many tokens all rows begin with, before the first position of any at which a gradient is wanted."""
     first = min(row.first for row in rows)
     starts = np.array([row.tokens[:first] for row in rows])

@@ -84,7 +84,7 @@ class Fits:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Effects:
     """One question set: its probes, and their logits by seed, layer and example."""
 
     answered: AnsweredQuestions
@@ -123,7 +123,7 @@ def measure(
     *,
     window: int | None,
     controls: bool,
-) -> Measured:
+) -> Effects:
     """Measure one question set."""
     name = answered.datasets[0]
     exact = block_exact_tokens(answered, setup)
@@ -157,7 +157,7 @@ def measure(
     for one, logits in zip(listed, found[1:], strict=True):
         others.setdefault(one.name, []).append(logits)
     before = fits.logits(states, np.arange(len(answered.table)))
-    return Measured(answered, fits, states, before, found[0], windowed, others)
+    return Effects(answered, fits, states, before, found[0], windowed, others)
 
 
 def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> list[Intervention]:

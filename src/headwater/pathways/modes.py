@@ -58,7 +58,7 @@ APART = 0.1
 
 
 @dataclass(frozen=True)
-class Effects:
+class ModeEffects:
     """What an intervention does to the probe's original prediction; NaN where it does not apply."""
 
     probability: Logits
@@ -75,7 +75,7 @@ class Effects:
         """Where there is an effect to report."""
         return np.isfinite(self.delta_logit)
 
-    def where(self, applies: Bool[np.ndarray, "seed layer example"]) -> Effects:
+    def where(self, applies: Bool[np.ndarray, "seed layer example"]) -> ModeEffects:
         """Return the same effects where another intervention applies too, and none elsewhere."""
         return replace(
             self,
@@ -84,16 +84,16 @@ class Effects:
             flipped=self.flipped & applies,
         )
 
-    def at(self, layers: Int[np.ndarray, "seed example"]) -> Effects:
+    def at(self, layers: Int[np.ndarray, "seed example"]) -> ModeEffects:
         """Return the effects at each seed's and example's own layer, as the only one."""
-        return Effects(**{name: at_layer(values, layers)[:, None] for name, values in vars(self).items()})
+        return ModeEffects(**{name: at_layer(values, layers)[:, None] for name, values in vars(self).items()})
 
 
-def effects(before: Logits, after: Logits) -> Effects:
+def effects(before: Logits, after: Logits) -> ModeEffects:
     """Compare logits of z = 1 before and after an intervention."""
     sign = np.where(before > 0, 1.0, -1.0)
     probability, probability_after = expit(np.abs(before)), expit(sign * after)
-    return Effects(
+    return ModeEffects(
         probability=probability,
         probability_after=probability_after,
         delta_p=100 * (probability_after - probability),
@@ -112,7 +112,9 @@ def crossed(flips: Bool[np.ndarray, "seed example"]) -> Bool[np.ndarray, "seed e
     return np.roll(flips, -1, axis=0)
 
 
-def splits_of(knockout: Effects, best: Int[np.ndarray, "seed example"], windowed: bool) -> dict[str, NDArray[np.bool_]]:
+def splits_of(
+    knockout: ModeEffects, best: Int[np.ndarray, "seed example"], windowed: bool
+) -> dict[str, NDArray[np.bool_]]:
     """Return who is Q-anchored, by seed, layer and example, for each way to split.
 
     Args:
@@ -129,7 +131,7 @@ def splits_of(knockout: Effects, best: Int[np.ndarray, "seed example"], windowed
     return found
 
 
-def curves(measured: Effects, splits: Mapping[str, NDArray[np.bool_]], draws: Draws) -> pd.DataFrame:
+def curves(measured: ModeEffects, splits: Mapping[str, NDArray[np.bool_]], draws: Draws) -> pd.DataFrame:
     """Average ΔP and the logit change by layer, mode and way to split, with 95 % intervals over questions."""
     tables = []
     for split_by, q_anchored in splits.items():

@@ -19,13 +19,13 @@ from headwater.pathways.controls import (
     relation_logits,
     span_logits,
 )
-from headwater.pathways.effects import Measured
+from headwater.pathways.effects import Effects
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.modes import (
     MODES,
     RANDOM_SPLIT,
     WITHIN,
-    Effects,
+    ModeEffects,
     at_layer,
     components,
     crossed,
@@ -49,7 +49,7 @@ KEPT = ("question", "relation", "popularity", "depth")
 """Columns of the questions that go along into the table of modes."""
 
 
-def tables_of(measured: Measured, rows: Sequence[int], controls: bool) -> dict[str, pd.DataFrame]:
+def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[str, pd.DataFrame]:
     """Return every table of one question set, by the names of the fields of `Pathways`.
 
     Args:
@@ -100,7 +100,9 @@ def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> 
     return np.broadcast_to(at_layer(before, best)[:, None], before.shape)
 
 
-def _table(measured: Measured, shown: Effects, random: Effects | None, own: NDArray[np.bool_] | None) -> pd.DataFrame:
+def _table(
+    measured: Effects, shown: ModeEffects, random: ModeEffects | None, own: NDArray[np.bool_] | None
+) -> pd.DataFrame:
     """A row per example, seed and layer. Modes are those of the layer, or of l* where `own` gives these."""
     shape = shown.delta_p.shape
     seed, layer, example = (axis.ravel() for axis in np.indices(shape))
@@ -131,7 +133,7 @@ def _table(measured: Measured, shown: Effects, random: Effects | None, own: NDAr
     return table
 
 
-def _modes(measured: Measured, exact: Effects, aware: NDArray[np.float64]) -> pd.DataFrame:
+def _modes(measured: Effects, exact: ModeEffects, aware: NDArray[np.float64]) -> pd.DataFrame:
     """A row per example and seed: what happens at l*."""
     best, table = measured.fits.best, measured.answered.table
     seed, example = (axis.ravel() for axis in np.indices(best.shape))
@@ -156,7 +158,7 @@ def _modes(measured: Measured, exact: Effects, aware: NDArray[np.float64]) -> pd
     return pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
 
 
-def _aucs(measured: Measured) -> pd.DataFrame:
+def _aucs(measured: Effects) -> pd.DataFrame:
     """A row per seed, half and layer: the AUC where the layer was chosen, and on the half that was never seen."""
     z, fits = measured.answered.z, measured.fits
     random = measured.others.get(RANDOM, [np.full_like(measured.before, np.nan)])[0]
@@ -181,7 +183,7 @@ def _aucs(measured: Measured) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _baselines(measured: Measured, draws: Draws, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
+def _baselines(measured: Effects, draws: Draws, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
     """AUCs at l*: of the probe and what it is held against, and of two ways to tell the mode beforehand."""
     best, half, z, table = measured.fits.best, measured.fits.half, measured.answered.z, measured.answered.table
     truth = {PROBE: at_layer(measured.before, best)}
@@ -204,7 +206,7 @@ def _baselines(measured: Measured, draws: Draws, own: NDArray[np.bool_], aware: 
     return pd.concat([compare(draws, what, half, scores, name) for name, what, scores in asked], ignore_index=True)
 
 
-def _components(measured: Measured, exact: Effects, random: Effects | None) -> pd.DataFrame:
+def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | None) -> pd.DataFrame:
     """One mode or two of the logit change at l* within relations; peaks of all examples, and of each prediction.
 
     Changes are in standard deviations of the logits of the probe that measures the half: probes differ in scale. They
@@ -237,7 +239,7 @@ def _by_question(values: NDArray[np.float64], questions: NDArray[np.object_]) ->
     return np.asarray(pd.Series(values).groupby(questions).mean(), dtype=np.float64)
 
 
-def _spread(measured: Measured) -> NDArray[np.float64]:
+def _spread(measured: Effects) -> NDArray[np.float64]:
     """Return the standard deviation of the logit at l* over the half that each example is in, by seed and example."""
     logits, half = at_layer(measured.before, measured.fits.best), measured.fits.half
     found = np.empty(logits.shape)

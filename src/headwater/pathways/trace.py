@@ -28,8 +28,8 @@ from headwater.options import checked_count, checked_flag, checked_name, checked
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.effects import (
     FOLDS,
+    Effects,
     Halves,
-    Measured,
     halves,
     measure,
     probes_as_tensors,
@@ -322,7 +322,7 @@ class _Sample:
     """Of seed 0; a question of several sets is everywhere in the half that it is in first."""
 
 
-def _sampled(measured: Measured, halves_before: dict[str, int]) -> _Sample:
+def _sampled(measured: Effects, halves_before: dict[str, int]) -> _Sample:
     """Draw the examples of a set for the pooled probes; add the half of each of its questions to those known."""
     questions = measured.answered.table["question"].astype(str).tolist()
     half = [halves_before.setdefault(*row) for row in zip(questions, measured.fits.half[0].tolist(), strict=True)]

@@ -42,8 +42,8 @@ from headwater.questions.outcomes import (
     CUT,
     NO_WORDS,
     TOO_LONG,
-    Answer,
     AskedQuestion,
+    GivenAnswer,
     ask_extractor,
     first_line,
     labelled,
@@ -271,14 +271,14 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
     return prompts
 
 
-def _labelled(batches: Iterable[Sequence[Answer]], label: Label, run: Run) -> Iterator[list[Answer]]:
+def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) -> Iterator[list[GivenAnswer]]:
     """Say of the answers of each batch whether they are right; what a judge said is kept, because it may cost money."""
     if isinstance(label, str):
         for answers in batches:
             yield [labelled(one, label) for one in answers]
         return
 
-    def compute(answers: Sequence[Answer]) -> dict[str, Tensor]:
+    def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
         said = [labelled(one, label).verdict.is_right for one in answers]
         return {"right": torch.tensor([-1 if one is None else int(one) for one in said], dtype=torch.int8)}
 
@@ -289,7 +289,7 @@ def _labelled(batches: Iterable[Sequence[Answer]], label: Label, run: Run) -> It
 
 
 def _extracted(
-    batches: Iterable[Sequence[Answer]], extractor: Extractor | None, run: Run
+    batches: Iterable[Sequence[GivenAnswer]], extractor: Extractor | None, run: Run
 ) -> Iterator[list[dict[str, tuple[Span, ...]]]]:
     """Ask the extractor about the answers of each batch that can be used; empty for the others."""
     if extractor is None:
@@ -298,7 +298,7 @@ def _extracted(
         return
     ask = extractor
 
-    def compute(answers: Sequence[Answer]) -> dict[str, Tensor]:
+    def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
         with ThreadPoolExecutor(max_workers=max(1, getattr(ask, "workers", 1))) as pool:
             found = list(pool.map(lambda a: ask_extractor(ask, a), answers))
         return {"json": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}

@@ -45,7 +45,7 @@ class AskedQuestion:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GivenAnswer:
     """What the model said to a prompt, cut to its first line."""
 
     prompt: AskedQuestion
@@ -65,18 +65,18 @@ class Answer:
         return self.line.strip()
 
 
-def first_line(tokenizer: Any, prompt: AskedQuestion, made: Written) -> Answer:
+def first_line(tokenizer: Any, prompt: AskedQuestion, made: Written) -> GivenAnswer:
     """Cut what was generated after the last visible character of its first line; a token is kept or left whole."""
     text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], made.tokens)
     line = text.split("\n", 1)[0].rstrip()
     kept = sum(start < len(line) for start, _ in offsets)
     written = text[: offsets[kept - 1][1]] if kept else ""
-    return Answer(
+    return GivenAnswer(
         prompt, line, written, tuple(made.tokens[:kept]), offsets[:kept], tuple(made.log_probs[:kept]), made.ended
     )
 
 
-def labelled(answered: Answer, label: Label) -> Answer:
+def labelled(answered: GivenAnswer, label: Label) -> GivenAnswer:
     """Say whether an answer is right; one that is empty or was cut is not asked about."""
     if not answered.text or not answered.finished:
         return answered
@@ -84,7 +84,7 @@ def labelled(answered: Answer, label: Label) -> Answer:
     return replace(answered, verdict=verdict(label, row["question"], row["answers"], answered.text))
 
 
-def cause_of(answered: Answer) -> str | None:
+def cause_of(answered: GivenAnswer) -> str | None:
     """Say why an answer cannot be used, whatever its exact words are; None where it can."""
     if not answered.text:
         return EMPTY
@@ -95,12 +95,12 @@ def cause_of(answered: Answer) -> str | None:
     return UNJUDGED if answered.verdict.is_right is None else None
 
 
-def ask_extractor(extractor: Extractor, answered: Answer) -> dict[str, tuple[Span, ...]]:
+def ask_extractor(extractor: Extractor, answered: GivenAnswer) -> dict[str, tuple[Span, ...]]:
     """Ask an extractor for the exact words of an answer that can be used, be it right or wrong, and of its question."""
     return {} if cause_of(answered) else call_extractor(extractor, answered.prompt.row["question"], answered.text)
 
 
-def outcome_of(answered: Answer, found: dict[str, tuple[Span, ...]], whole_answer: bool) -> dict[str, Any] | str:
+def outcome_of(answered: GivenAnswer, found: dict[str, tuple[Span, ...]], whole_answer: bool) -> dict[str, Any] | str:
     """Return the row of an answered question, or the cause why it cannot be used."""
     prompt, row = answered.prompt, answered.prompt.row
     cause = cause_of(answered)
