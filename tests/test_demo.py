@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from headwater.demo import tour as cli_demo
+from headwater.demo import steps as cli_demo
 from headwater.demo.page import Section, leading, write_index, write_report
-from headwater.demo.tour import STEPS, prompt_pairs
+from headwater.demo.steps import STEPS, prompt_pairs
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
@@ -111,7 +111,7 @@ def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tm
     steps = {
         "answers": dataclasses.replace(STEPS["answers"], run=broken),
         "saliency": STEPS["saliency"],
-        "heads": dataclasses.replace(STEPS["heads"], run=lambda tour, options: Found.made(), table=None),
+        "heads": dataclasses.replace(STEPS["heads"], run=lambda tour, options: Found.made(), number=None, table=None),
         "memorization": dataclasses.replace(STEPS["memorization"], run=refused),
     }
     monkeypatch.setattr(cli_demo, "STEPS", steps)

@@ -6,20 +6,20 @@ and `--json` go to stdout, everything else to stderr. torch and the models load 
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 import warnings
 from typing import Annotated, Any
 
 import typer
 
-from headwater import __version__
+from headwater.cli import demo as cli_demo
 from headwater.cli import heads as cli_heads
 from headwater.cli import memorization as cli_memorization
 from headwater.cli import patching as cli_patching
 from headwater.cli import pathways as cli_pathways
 from headwater.cli import reproduce as cli_reproduce
 from headwater.cli.command import plain, screen
-from headwater.demo import tour as cli_demo
 from headwater.errors import HeadwaterError
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
@@ -76,7 +76,7 @@ def _fail(message: str, exit_code: int) -> None:
 
 def _print_version(asked: bool | None) -> None:
     if asked:
-        typer.echo(f"headwater {__version__}")
+        typer.echo(f"headwater {importlib.metadata.version('headwater')}")
         raise typer.Exit
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: the options common to all, the words at an interrupt, the files they write, how they report.
+"""What the commands share: the options common to all, the words at an interrupt, how they report.
 
 Results and `--json` go to stdout, everything else to stderr.
 """
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 INTERRUPTED = 130
-CSV_ROWS = 200_000
-"""Tables with more rows are not written as CSV."""
-
 screen = Console(stderr=True, highlight=False)
 
 
@@ -89,30 +86,10 @@ def continues(out: Path | None) -> Iterator[None]:
 
 
 def write(result: Result, out: Path, figure: str) -> list[str]:
-    """Write a result's figure and, beside the parquet tables that are there already, the same tables as CSV.
+    """Write a result's figure, and its tables as CSV."""
+    from headwater.demo import written
 
-    Tables that are too long to be read stay parquet alone. Of several processes the main one writes.
-    """
-    if not is_main():
-        return []
-    import dataclasses
-
-    import matplotlib as mpl
-    import pandas as pd
-
-    mpl.use("Agg")
-    from headwater.figures.style import save_figure
-
-    files = save_figure(result.plot(), out / figure, ("png", "svg", "pdf"))
-    for field in dataclasses.fields(result):  # type: ignore[arg-type]
-        frame = getattr(result, field.name)
-        if isinstance(frame, pd.DataFrame) and len(frame) > CSV_ROWS:
-            files.append(out / f"{field.name}.parquet")
-        elif isinstance(frame, pd.DataFrame):
-            joined = frame.map(lambda cell: " ".join(map(str, cell)) if isinstance(cell, tuple) else cell)
-            joined.to_csv(out / f"{field.name}.csv", index=False, lineterminator="\n")
-            files += [out / f"{field.name}.parquet", out / f"{field.name}.csv"]
-    return [str(file) for file in files]
+    return written.write(result, out, figure)
 
 
 def report(summary: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:

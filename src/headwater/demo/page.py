@@ -13,22 +13,13 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from headwater.demo.steps import STEPS
 from headwater.runs.storage import write_atomically
 from headwater.views.page import made_by, page_of, picture_of, table_of, text_of
 
 if TYPE_CHECKING:
     from headwater.runs.record import RunRecord
     from headwater.runs.result import Result
-
-TITLES = {
-    "heads": "What the attention heads do",
-    "answers": "What the model answers",
-    "pathways": "Does the truthfulness signal come from the question or from the answer?",
-    "saliency": "What the probe hangs on",
-    "detection": "Can wrong answers be detected?",
-    "memorization": "Memorization by question depth",
-    "patching": "Where an answer can be changed",
-}
 
 
 @dataclass(frozen=True)
@@ -49,6 +40,10 @@ class Section:
     """Why there is nothing to see."""
     folder: Path | None = None
     """Where the whole result lies."""
+    found: str = ""
+    """The number, in a few words."""
+    control: str = ""
+    """What it is held against."""
 
 
 def leading(said: Sequence[str], beginnings: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -62,7 +57,7 @@ def write_report(found: Mapping[str, Result], file: Path) -> Path:
     """Write what several results show as Markdown, with the figures beside it."""
     lines = []
     for name, result in found.items():
-        lines += [f"## {TITLES.get(name, name)}", *(_markdown(one) for one in result.report())]
+        lines += [f"## {STEPS[name].title}", *(_markdown(one) for one in result.report())]
         if (file.parent / name / f"{name}.png").exists():
             lines.append(f"![{name}]({name}/{name}.png)")
     run = next(iter(found.values())).run
@@ -81,14 +76,19 @@ def write_index(sections: Sequence[Section], file: Path, *, title: str, run: Run
         title: its heading.
         run: of any of the results, for the line at its end.
     """
-    contents = "".join(
-        f'<li><a href="#part{number}">{text_of(section.title)}</a>{" (failed)" if section.failure else ""}</li>'
-        for number, section in enumerate(sections)
-    )
+    contents = "".join(_entry(number, section) for number, section in enumerate(sections))
     body = "".join(_section(number, section, file.parent) for number, section in enumerate(sections))
     page = page_of(title, f"<nav><ol>{contents}</ol></nav>\n{body}", run)
     write_atomically(file, lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return file
+
+
+def _entry(number: int, section: Section) -> str:
+    """Return a section's place among the contents: its title, and the number beside its control."""
+    said = "; ".join(filter(None, (section.found, section.control)))
+    found = f'<br><span class="asks">{text_of(said[:1].upper() + said[1:])}.</span>' if said else ""
+    failed = " (failed)" if section.failure else ""
+    return f'<li><a href="#part{number}">{text_of(section.title)}</a>{failed}{found}</li>'
 
 
 def _section(number: int, section: Section, folder: Path) -> str:

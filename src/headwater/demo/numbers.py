@@ -1,0 +1,143 @@
+"""What the page shows of each result: one number beside what it is held against, and a small table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from headwater.detection.evaluation import NAMES
+
+QUESTION = "question"
+"""The method that needs no model."""
+
+
+class Number(NamedTuple):
+    """What was found, and what it is held against."""
+
+    found: str
+    control: str = ""
+
+
+def heads(result: Any) -> Number:
+    """How many heads have a label; the strongest beside its habits."""
+    found = result.findings()
+    classified = found["heads"] - found["labels"]["unclassified"]
+    rows = [row for row in found["relations"] if row["best_excess"] is not None]
+    best = max(rows, key=lambda row: row["best_excess"])
+    return Number(
+        f"{classified} of {found['heads']} heads have a label; the strongest maps {best['best_score']:.0%} of "
+        f"{best['relation']} right",
+        f"by its habits alone {best['best_expected']:.0%}",
+    )
+
+
+def answers(result: Any) -> Number:
+    """How many of the answers are wrong."""
+    wrong = [row["wrong"] for row in result.findings()["datasets"] if row["wrong"] is not None]
+    return Number(f"{_percent(wrong)} of the answers of a set are wrong")
+
+
+def pathways(result: Any) -> Number:
+    """How often the knockout flips the probe; as many random words."""
+    sets = result.findings()["datasets"]
+    survive = sum(bool(row["two_modes_survive"]) for row in sets)
+    exact, random = (_percent(row[name] for row in sets) for name in ("flip_rate", "flip_rate_random"))
+    return Number(
+        f"without the question's exact words {exact} of the probe's predictions flip",
+        f"without as many random ones {random}; two modes survive the controls on {survive} of {len(sets)} sets",
+    )
+
+
+def saliency(result: Any) -> Number:
+    """How often the saliency by the cross-entropy is near zero; by the logit."""
+    kinds = [row["saliency_exact_answer"] for row in result.findings()["datasets"] if row["saliency_exact_answer"]]
+    sure, logit = (_percent(kind["near_zero"][name] for kind in kinds) for name in ("cross_entropy", "logit"))
+    return Number(f"in {sure} of the answers of a set the saliency is near zero", f"by the probe's logit in {logit}")
+
+
+def detection(result: Any) -> Number:
+    """The AUC of the best detector; of the question alone."""
+    sets = [row["auc"] for row in result.findings()["datasets"]]
+    fitted = [max(auc for name, auc in one.items() if name != QUESTION and auc is not None) for one in sets]
+    alone = [one[QUESTION] for one in sets if one.get(QUESTION) is not None]
+    return Number(
+        f"the best detector of a set has AUC {_range(fitted)}", f"the question alone, without a model, {_range(alone)}"
+    )
+
+
+def memorization(result: Any) -> Number:
+    """Median Min-K% by depth."""
+    medians = result.findings()["median_min_k"]
+    listed = ", ".join(f"{value:.1f}" for value in medians.values())
+    return Number(f"the median Min-K% is {listed} nats at depth {', '.join(medians)}")
+
+
+def patching(result: Any) -> Number:
+    """How far the strongest place brings the answer back; the strongest head."""
+    cells = result.summary(value="normalized_effect")
+    most = cells.groupby("site")["mean"].max()
+    return Number(
+        f"one place of the residual stream brings {most['resid_pre']:.0%} of the answer back",
+        f"a single head at most {most['z']:.0%}",
+    )
+
+
+def _percent(values: Iterable[float]) -> str:
+    return _span([f"{value:.0%}" for value in sorted(values)]).replace("% to", "to")
+
+
+def _range(values: Iterable[float]) -> str:
+    return _span([f"{value:.2f}" for value in sorted(values)])
+
+
+def _span(said: list[str]) -> str:
+    """The least and the largest; one where they are the same."""
+    return " to ".join(dict.fromkeys((said[0], said[-1]))) if said else "-"
+
+
+def head_table(result: Any) -> pd.DataFrame:
+    """Return the ten relations that a head maps best."""
+    rows = pd.DataFrame(result.findings()["relations"]).sort_values("best_excess", ascending=False).head(10)
+    names = {"best_head": "best head", "best_score": "score", "best_expected": "expected", "best_excess": "excess"}
+    return rows.rename(columns=names)
+
+
+def pathway_table(result: Any) -> pd.DataFrame:
+    """Return the numbers of each question set."""
+    rows = pd.json_normalize(result.findings()["datasets"])
+    names = {
+        "dataset": "dataset",
+        "examples": "answers",
+        "best_layer": "l*",
+        "auc": "AUC",
+        "auc_relation": "AUC of relation alone",
+        "flip_rate": "share that flips",
+        "flip_rate_same_rows": "of rows with as many random words",
+        "flip_rate_random": "flips, random words",
+        "delta_p.Q-anchored": "ΔP, Q-anchored (points)",
+        "delta_p.A-anchored": "ΔP, A-anchored (points)",
+        "two_modes_survive": "two modes survive",
+    }
+    return rows[[name for name in names if name in rows]].rename(columns=names)
+
+
+def detection_table(result: Any) -> pd.DataFrame:
+    """Return aUC of each method on each question set."""
+    sets = result.findings()["datasets"]
+    methods = [NAMES[method] for method in sets[0]["auc"]]
+    return pd.DataFrame({"AUC of": methods} | {row["dataset"]: list(row["auc"].values()) for row in sets})
+
+
+def depth_table(result: Any) -> pd.DataFrame:
+    """Return median Min-K% by depth."""
+    medians = result.findings()["median_min_k"]
+    return pd.DataFrame({"depth": list(medians), "median Min-K% (nats)": list(medians.values())})
+
+
+def patching_table(result: Any) -> pd.DataFrame:
+    """Return the four strongest cells of each site."""
+    cells = result.summary(value="normalized_effect").dropna(axis=1, how="all")
+    order = cells["mean"].abs().sort_values(ascending=False).index
+    return cells.loc[order].groupby("site", sort=False).head(4).drop(columns=["metric", "p_value"])
