@@ -27,9 +27,9 @@ def heads(result: Any) -> Number:
     rows = [row for row in found["relations"] if row["best_excess"] is not None]
     best = max(rows, key=lambda row: row["best_excess"])
     return Number(
-        f"{classified} of {found['heads']} heads have a label; the strongest maps {best['best_score']:.0%} of "
+        f"{classified} of {found['heads']} heads have a label; the strongest maps {_percent([best['best_score']])} of "
         f"{best['relation']} right",
-        f"by its habits alone {best['best_expected']:.0%}",
+        f"by its habits alone {_percent([best['best_expected']])}",
     )
 
 
@@ -79,13 +79,13 @@ def patching(result: Any) -> Number:
     cells = result.summary(value="normalized_effect")
     most = cells.groupby("site")["mean"].max()
     return Number(
-        f"one place of the residual stream brings {most['resid_pre']:.0%} of the answer back",
-        f"a single head at most {most['z']:.0%}",
+        f"one place of the residual stream brings {_percent([most['resid_pre']])} of the answer back",
+        f"a single head at most {_percent([most['z']])}",
     )
 
 
 def _percent(values: Iterable[float]) -> str:
-    return _span([f"{value:.0%}" for value in sorted(values)]).replace("% to", "to")
+    return _span([f"{100 * value:.0f}" for value in sorted(values)]) + " %"
 
 
 def _range(values: Iterable[float]) -> str:
