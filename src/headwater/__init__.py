@@ -7,8 +7,7 @@ The names below load what they need on first use, so `import headwater` itself i
 from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
-
-__version__ = "0.2.0"
+from headwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from headwater.detection.detection import Detection as Detection

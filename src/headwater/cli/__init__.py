@@ -6,7 +6,6 @@ and `--json` go to stdout, everything else to stderr. torch and the models load 
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 import warnings
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from headwater.cli import pathways as cli_pathways
 from headwater.cli import reproduce as cli_reproduce
 from headwater.cli.command import plain, screen
 from headwater.errors import HeadwaterError
+from headwater.version import __version__
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
 CANNOT_BE_USED = 2
@@ -76,7 +76,7 @@ def _fail(message: str, exit_code: int) -> None:
 
 def _print_version(asked: bool | None) -> None:
     if asked:
-        typer.echo(f"headwater {importlib.metadata.version('headwater')}")
+        typer.echo(f"headwater {__version__}")
         raise typer.Exit
 
 

@@ -74,7 +74,7 @@ def controls(pathways: Pathways) -> Figure:
     table = pathways.controls_at_best
     shown = [name for name in LOOKS if (table["intervention"] == name).any()]
     with style():
-        figure, axes = panels(pathways, sharey=True)
+        figure, axes = panels(pathways, sharey=True, names=1.7)
         for ax, dataset in zip(axes, pathways.datasets, strict=True):
             ax.axvline(0, color=FAINT, linewidth=0.6)
             for shift, mode in zip((-0.14, 0.14), MODES, strict=True):
@@ -92,12 +92,12 @@ def controls(pathways: Pathways) -> Figure:
     return figure
 
 
-def panels(pathways: Pathways, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """Make a figure with a panel per question set."""
+def panels(pathways: Pathways, *, sharey: bool = False, names: float = 0.0) -> tuple[Figure, list[Axes]]:
+    """Make a figure with a panel per question set, and inches for names at the left."""
     n = len(pathways.datasets)
     across = n if n <= MOST_ACROSS and n != 4 else 2 if n == 4 else MOST_ACROSS
     rows = -(-n // across)
-    size = max(PANEL[0] * across, 3.4), PANEL[1] * rows + 0.4
+    size = max(PANEL[0] * across, 3.4) + names, PANEL[1] * rows + 0.4
     figure = plt.figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, across, squeeze=False, sharey=sharey).ravel().tolist()
     for spare in axes[n:]:
