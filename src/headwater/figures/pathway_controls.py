@@ -84,7 +84,7 @@ def controls(pathways: Pathways) -> Figure:
                 y = np.arange(len(shown)) + shift
                 ax.hlines(y, rows["delta_p_low"], rows["delta_p_high"], colors=color, linewidths=1.2)
                 ax.plot(rows["delta_p"], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
-            ax.set(title=_titled(pathways, dataset), xlabel="ΔP at l* (percentage points)")
+            ax.set(title=_titled(pathways, dataset, "\n"), xlabel="ΔP at l* (percentage points)")
             ax.set_yticks(range(len(shown)), shown)
             ax.set_ylim(len(shown) - 0.5, -0.5)
             ax.xaxis.set_major_locator(MaxNLocator(4))
@@ -118,13 +118,13 @@ def shared_label(axes: list[Axes], text: str) -> None:
             ax.set_ylabel(text)
 
 
-def _titled(pathways: Pathways, dataset: str) -> str:
+def _titled(pathways: Pathways, dataset: str, between: str = " ") -> str:
     """A question set, how many of its examples were intervened upon, and how many have as many random tokens as E_Q."""
     examples = pathways.modes.loc[pathways.modes["dataset"] == dataset, "example"].nunique()
     at_best = pathways.controls_at_best[pathways.controls_at_best["dataset"] == dataset]
     random = at_best.loc[(at_best["intervention"] == RANDOM) & (at_best["group"] == ALL), "examples"].sum()
     beside = f"; random {random:,}" if random else ""
-    return f"{label(dataset)} (n = {examples:,}{beside})"
+    return f"{label(dataset)}{between}(n = {examples:,}{beside})"
 
 
 def _legend_below(figure: Figure, axes: list[Axes], title: str) -> None:
