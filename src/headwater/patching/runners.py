@@ -155,10 +155,10 @@ class Wave(Runner):
     def _joined_names(self) -> list[str]:
         """Name the activations of the base run with which rows start."""
         names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
-        for cell in self.group.cells:
-            variant = Variant(0, cell.edits, (0,), ())
-            stages = (Stage.BLOCK_INPUT, *taken_as_recorded(variant.stage, self.blocks.parallel))
-            names += [main_site(stage).hook_name(variant.first_layer) for stage in stages]
+        variants = [Variant(0, cell.edits, (0,), ()) for cell in self.group.cells]
+        for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
+            stages = (Stage.BLOCK_INPUT, *taken_as_recorded(entered, self.blocks.parallel))
+            names += [main_site(stage).hook_name(layer) for stage in stages]
         return names
 
     def _read(self, activations: Mapping[str, Tensor], side: Sequence[Prompt]) -> Reads:

@@ -198,9 +198,9 @@ class Walk:
         if Stage.ATTENTION_OUTPUT in taken:
             return tile.recorded(self._recorded(Stage.ATTENTION_OUTPUT, layer))
         if Stage.HEAD_OUTPUT in taken:
-            z = tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
+            site, z = main_site(Stage.HEAD_OUTPUT), tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
             for i, row in enumerate(tile.rows):
-                self._write(main_site(Stage.HEAD_OUTPUT), layer, row, z[tile.tokens_of(i)])
+                self._write(site, layer, row, z[tile.tokens_of(i)])
             return self.blocks.project_heads(layer, z)
         mask, prefix = self._mask(layer, tile), tile.prefix(self.recording, layer)
         call = self.recording.calls[layer]
