@@ -84,3 +84,13 @@ def test_rows_keyed_by_classes_are_named_by_them():
     assert registry[int] == "whole"
     with pytest.raises(InputError, match=r"There is no figure float. Valid: int."):
         registry[float]
+
+
+def test_the_row_of_a_class_is_that_of_the_nearest_class_it_inherits_from():
+    registry: Registry[type, str] = Registry("figure")
+    registry.add(Exception, "any")
+    registry.add(ArithmeticError, "arithmetic")
+    assert registry.of_class(ZeroDivisionError) == "arithmetic"
+    assert registry.of_class(KeyError) == "any"
+    with pytest.raises(InputError, match=r"There is no figure int"):
+        registry.of_class(int)

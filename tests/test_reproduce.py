@@ -15,10 +15,10 @@ from headwater.errors import InputError
 from headwater.heads.classify import classify_heads
 from headwater.heads.relations import PUBLISHED_CATEGORIES, load_relations, tokenize_relations
 from headwater.heads.validation import dynamic_scores
-from headwater.likelihood import answering
 from headwater.models.generation import Generated
 from headwater.models.loading import load
 from headwater.models.weights import open_weights
+from headwater.questions import asking
 from headwater.reference import depth, maps, pathways
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
@@ -351,7 +351,7 @@ def test_an_instruct_model_is_asked_for_whole_answers_in_its_chat_template_as_pu
         judged.add(answer)
         return 4
 
-    monkeypatch.setattr(answering, "generate", say)
+    monkeypatch.setattr(asking, "generate", say)
     found = depth.reproduce_depth(model, graph, judge=judge, progress=False)
     assert asked in prompts
     assert all(prompt.count("<s>") == 0 for prompt in prompts)

@@ -63,6 +63,14 @@ class Registry(Mapping[K, T], Generic[K, T]):
         except (KeyError, TypeError):
             raise InputError(self.unknown(name)) from None
 
+    def of_class(self, kind: type) -> T:
+        """Return the row of a class, or of the nearest class that it inherits from.
+
+        Raises:
+            InputError: there is none.
+        """
+        return self[next((base for base in kind.__mro__ if base in self), kind)]
+
     def unknown(self, name: object) -> str:
         """Return the sentence that says that there is no such row, with the nearest or all that there are."""
         rows = [row if isinstance(row, str) else _said(row) for row in self._filled()]

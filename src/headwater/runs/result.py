@@ -72,12 +72,12 @@ class Result:
 
     def _drawn(self, ax: Axes | None, **options: Any) -> Axes | Figure:
         """Draw with what is registered for the result's class, or for the nearest that it inherits from."""
-        drawn: Axes | Figure = nearest(DRAWINGS, type(self))(self, ax, **options)
+        drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax, **options)
         return drawn
 
     def view(self) -> View:
         """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`."""
-        return nearest(VIEWS, type(self))(self)
+        return VIEWS.of_class(type(self))(self)
 
     def save(self, folder: str | Path) -> Path:
         """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
@@ -113,16 +113,6 @@ class Result:
 
 
 AnyResult = TypeVar("AnyResult", bound=Result)
-T = TypeVar("T")
-
-
-def nearest(rows: Registry[type, T], kind: type) -> T:
-    """Return the row of a class, or of the nearest class that it inherits from.
-
-    Raises:
-        InputError: there is none.
-    """
-    return rows[next((base for base in kind.__mro__ if base in rows), kind)]
 
 
 def table_html(shown: object, table: pd.DataFrame) -> str:
