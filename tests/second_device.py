@@ -67,6 +67,8 @@ def compute(func, args, kwargs):
     name = func.overloadpacket.__name__
     if name in ("is_pinned", "_pin_memory", "pin_memory"):
         return False if name == "is_pinned" else args[0]
+    if name == "_has_compatible_shallow_copy_type":
+        return False  # as across any two devices: a module that is moved gets new parameters
     operands = tree_flatten((args, kwargs))[0]
     tensors = [value for value in operands if isinstance(value, torch.Tensor)]
     there = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
