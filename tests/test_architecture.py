@@ -16,6 +16,7 @@ import pytest
 
 import headwater
 from headwater.axes import AXES
+from headwater.registry import Registry
 from headwater.rooms import homes_of
 
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
@@ -207,6 +208,25 @@ def test_every_public_name_exists_and_none_is_the_name_of_a_module(package):
     assert all(getattr(sys.modules[package], name) is not None for name in homes)
     if package != "headwater":
         assert all(home.startswith(f"{package}.") for home in homes.values())
+
+
+@pytest.mark.parametrize(
+    ("room", "name"),
+    [
+        ("heads", "CATEGORIES"),
+        ("likelihood", "SCORES"),
+        ("models", "FAMILIES"),
+        ("models", "SITES"),
+        ("patching", "METRICS"),
+        ("patching", "VALUES"),
+        ("runs", "DRAWINGS"),
+        ("runs", "VIEWS"),
+    ],
+)
+def test_a_room_offers_its_registry(room, name):
+    registry = getattr(getattr(headwater, room), name)
+    assert isinstance(registry, Registry)
+    assert len(registry) > 0
 
 
 def test_completion_at_the_top_lists_names_and_rooms():

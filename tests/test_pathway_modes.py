@@ -29,7 +29,7 @@ from headwater.pathways.modes import (
     splits_of,
     within_relations,
 )
-from headwater.pathways.report import survives
+from headwater.pathways.summary import survives
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes import Probes
 from headwater.questions.answers import AnsweredQuestions

@@ -6,7 +6,7 @@ import torch
 
 import headwater as hw
 from headwater.models.generation import Generated
-from headwater.pathways.report import survives
+from headwater.pathways.summary import survives
 from headwater.questions import asking
 from headwater.questions.spans import span_shapes
 from tests import chance

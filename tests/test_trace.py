@@ -18,7 +18,7 @@ from headwater.pathways.interventions import (
     block_random_tokens,
     other_question_tokens,
 )
-from headwater.pathways.report import survives
+from headwater.pathways.summary import survives
 from headwater.planted import answer_lookup, question_lookup
 from headwater.probes import fit_linear
 from headwater.questions.answers import AnsweredQuestions

@@ -188,8 +188,9 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
         best = max(found, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
         by_habit = "" if best["best_excess"] is None else f", where its habits would give {best['best_expected']:.0%}"
         said.append(
-            f"{len(found)} of {len(findings['relations'])} relations are implemented by some head. The strongest is "
-            f"head {best['best_head']}: it maps {best['best_score']:.0%} of {best['relation']} right{by_habit}."
+            f"{len(found)} of {len(findings['relations'])} relations are implemented or suppressed by some head. The "
+            f"strongest is head {best['best_head']}: it maps {best['best_score']:.0%} of {best['relation']} "
+            f"right{by_habit}."
         )
     if findings["rule"] == "published":
         said.append(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headwater.likelihood.members import membership as membership
     from headwater.likelihood.profile import DepthProfile as DepthProfile
     from headwater.likelihood.profile import memorization as memorization
-    from headwater.likelihood.report import SCORES as SCORES
+    from headwater.likelihood.scores import SCORES as SCORES
     from headwater.likelihood.scores import MemorizationScores as MemorizationScores
     from headwater.likelihood.scores import Score as Score
     from headwater.likelihood.scores import TextTokens as TextTokens

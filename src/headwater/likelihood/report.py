@@ -22,7 +22,7 @@ SPANS = {
     "model_answer": "the model's answer given the question",
     "both": "question and accepted answer",
 }
-SCORES = {
+SCORED_BY = {
     "data": "from the data",
     "label": "by label match, 5 where an accepted answer stands in the model's answer and else 1",
     "judge": "from the judge given",
@@ -139,7 +139,7 @@ def _answers(profile: Profiled) -> str:
         )
     rows = each_row(profile.judged)
     accuracy = ", ".join(f"{row['value']:.2f} at depth {row['depths']}" for row in rows if row["measure"] == "accuracy")
-    lines = [f"{cut}Scores (1 to 5) are {SCORES[scores]}. Accuracy: {accuracy}."]
+    lines = [f"{cut}Scores (1 to 5) are {SCORED_BY[scores]}. Accuracy: {accuracy}."]
     if scores == "data":
         lines.append("They judge the answers in the data, whichever model wrote them.")
     for name, words in (("forward", "Forward discrepancy"), ("backward", "backward"), ("backward_first", None)):

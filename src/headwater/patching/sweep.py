@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,10 @@ import torch
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.sites import Site, sites_named
+from headwater.models.sites import sites_named
 from headwater.options import checked_count, checked_kind, checked_name, checked_seed, shown
 from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, strongest, summarize
+from headwater.patching.cells import Asked, cells_of, covered
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
@@ -39,26 +40,17 @@ from headwater.patching.prompts import (
     Prompt,
     Prompts,
     Where,
-    aligned_positions,
     read_pairs,
     read_prompts,
 )
 from headwater.patching.readout import Measured
 from headwater.patching.runners import Gradients, Wave
-from headwater.patching.values import Given, Source, recorded, source_of
-from headwater.patching.variants import Replace
+from headwater.patching.values import Given, recorded, source_of
 from headwater.patching.windows import (
     AXES,
-    Step,
     Window,
-    axes_of,
     chosen,
-    grid,
-    labels_of,
     lasting,
-    layer_runs,
-    steps,
-    windows_of,
 )
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
@@ -258,19 +250,19 @@ def patch(
     metrics = as_metrics(metric)
     pool = read_prompts(model, dataset) if dataset is not None else None
     source = source_of(Given(values, base, other, pool, tuple(site.name for site in named), seed))
-    ask = _Ask(over, layers, positions, heads, window)
+    ask = Asked(over, layers, positions, heads, window)
     planned = [(i, site, ask.steps(model, site, base, other, i)) for i in range(len(base)) for site in named]
     refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * len(metrics))
     cells: list[Cell] = []
     for i, site, listed in planned:
-        cells += _cells(base[i], i, site, listed, ask.sizes(site), source)
+        cells += cells_of(base[i], i, site, listed, ask.sizes(site), source)
     plan = Plan(model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size)
     options = {
         "sites": [site.name for site in named],
         "over": {site.name: ask.axes(site) for site in named},
         "window": {site.name: ask.sizes(site) for site in named},
         "layers": chosen(layers, model.shape.n_layers, "layer"),
-        "positions": [_covered(listed["position"], len(base[i])) for i, site, listed in planned if site == named[0]],
+        "positions": [covered(listed["position"], len(base[i])) for i, site, listed in planned if site == named[0]],
         "heads": {s.name: chosen(heads, s.n_heads(model.shape), "head") for s in named if s.has_heads},
         "direction": direction,
         "values": recorded(source),
@@ -294,70 +286,6 @@ def check_call(model: Any, batch_size: Any) -> int | None:
     """
     check_model(model)
     return None if batch_size is None else checked_count("batch_size", batch_size)
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """Which cells were asked for, of whatever site."""
-
-    over: str | Iterable[str] | None
-    layers: Iterable[int] | int | None
-    positions: Where
-    heads: Iterable[int] | int | None
-    window: Window
-
-    def axes(self, site: Site) -> tuple[str, ...]:
-        """The axes that run."""
-        default = ("layer", "head") if site.has_heads else ("layer", "position")
-        return axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
-
-    def sizes(self, site: Site) -> dict[str, int | str]:
-        """The window of each axis that has one."""
-        return windows_of(self.window, self.axes(site))
-
-    def steps(
-        self, model: HookedModel, site: Site, base: Sequence[Prompt], other: Sequence[Prompt] | None, example: int
-    ) -> dict[str, list[Step]]:
-        """The places on each axis of a site, in one example."""
-        axes, sizes, prompt = self.axes(site), self.sizes(site), base[example]
-        n_heads, n_layers = site.n_heads(model.shape), model.shape.n_layers
-        among = {
-            "layer": chosen(self.layers, n_layers, "layer"),
-            "position": aligned_positions(
-                self.positions, prompt, other[example] if other else None, example, len(base)
-            ),
-            "head": chosen(self.heads, n_heads, "head") if site.has_heads else (),
-            "key": range(len(prompt)),
-        }
-        total = {"layer": n_layers, "position": len(prompt), "head": n_heads, "key": len(prompt)}
-        return {
-            axis: steps(among[axis], axis in axes, sizes.get(axis), axis != "layer" and len(among[axis]) == total[axis])
-            for axis in site.swept_axes
-        }
-
-
-def _cells(
-    prompt: Prompt,
-    example: int,
-    site: Site,
-    listed: Mapping[str, list[Step]],
-    sizes: Mapping[str, int | str],
-    source: Source,
-) -> Iterator[Cell]:
-    """Yield one example's cells of one site."""
-    since, values = source.since(example), {"values": source.label} if source.label else {}
-    for step in grid(listed):
-        at, of, to = (step[axis].covers if axis in step else None for axis in ("position", "head", "key"))
-        edits = tuple(Replace(site, run, at, of, to, since) for run in layer_runs(step["layer"].covers or ()))
-        labels = {"site": site.name} | labels_of(step, sizes) | values
-        if "position" in labels:
-            labels["token"] = prompt.strings[labels["position"]]
-        if "head" in labels:
-            labels[site.head_column] = labels.pop("head")
-        nested = "layer" in sizes and len(edits) == 1
-        others = tuple(step[axis].label for axis in listed if axis != "layer")
-        family = (site.name, *others, edits[0].layers.start) if nested else None
-        yield Cell(example, labels, edits, family)
 
 
 def sweep_of(plan: Plan, measured: Measured, run: Run) -> Sweep:
@@ -395,13 +323,6 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
 def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, Any]:
     """Name the prompts of a run by their token ids."""
     return {"prompts": [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]}
-
-
-def _covered(listed: Sequence[Step], length: int) -> tuple[int, ...] | str:
-    """Return the positions that the steps of an axis cover together."""
-    whole = any(step.covers is None for step in listed)
-    covered = sorted({place for step in listed for place in step.covers or ()})
-    return "all" if whole or len(covered) == length else tuple(covered)
 
 
 def metric_options(plan: Plan) -> list[dict[str, Any]]:

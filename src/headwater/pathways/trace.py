@@ -36,7 +36,8 @@ from headwater.pathways.effects import (
     probes_from_tensors,
 )
 from headwater.pathways.interventions import QUERIES, Setup
-from headwater.pathways.report import findings_of, report_of, summary_of
+from headwater.pathways.report import report_of
+from headwater.pathways.summary import findings_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered

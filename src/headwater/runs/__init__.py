@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from headwater.runs.analysis import carry_out as carry_out
     from headwater.runs.folder import RunFolder as RunFolder
     from headwater.runs.record import RunRecord as RunRecord
+    from headwater.runs.result import DRAWINGS as DRAWINGS
+    from headwater.runs.result import VIEWS as VIEWS
     from headwater.runs.result import Result as Result
 
 __getattr__, __dir__, __all__ = opened(__name__)
