@@ -1,39 +1,139 @@
-"""The cells of a patching sweep: what was asked of axes, positions, heads and windows, as edits of each example."""
+"""The cells of a sweep: layers, positions, heads and keys, one at a time or in windows, as edits of each example.
+
+A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at the ends. A cumulative window covers everything
+up to i. An axis that the sweep does not run over is covered whole by every cell.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
+from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import Site
+from headwater.options import checked_count, checked_name, one_or_several, shown, whole_numbers
 from headwater.patching.plan import Cell
-from headwater.patching.prompts import (
-    Prompt,
-    Where,
-    aligned_positions,
-)
+from headwater.patching.prompts import Prompt, Where, aligned_positions
 from headwater.patching.values import Source
 from headwater.patching.variants import Replace
-from headwater.patching.windows import (
-    Step,
-    Window,
-    axes_of,
-    chosen,
-    grid,
-    labels_of,
-    layer_runs,
-    steps,
-    windows_of,
-)
 
-if TYPE_CHECKING:
-    pass
+T = TypeVar("T")
+AXES = ("layer", "position", "head", "key")
+Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
+"""A size, "cumulative", or these by axis; alone it means the layers."""
 
-DIRECTIONS = ("denoise", "noise")
-METHODS = ("exact", "attribution")
-COORDINATES = ("site", "layer", "position", "token", "head", "kv_head", "key", "window", "values", "metric")
+
+@dataclass(frozen=True)
+class Step:
+    """One place on one axis: its label in the table and what it covers (None: all)."""
+
+    label: int | None
+    covers: tuple[int, ...] | None
+
+
+def axes_of(
+    over: str | Iterable[str] | None, default: tuple[str, ...], allowed: Sequence[str], what: str
+) -> tuple[str, ...]:
+    """Return the axes that a sweep runs over.
+
+    Raises:
+        InputError: an axis does not exist, or the site has none of it.
+    """
+    if over is None:
+        return default
+    names = one_or_several(over)
+    for name in names:
+        if checked_name("over", name, AXES) not in allowed:
+            raise InputError(f"{what} has no {name} axis; it has {', '.join(allowed)}.")
+    return tuple(axis for axis in AXES if axis in names)
+
+
+def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
+    """Return the window of each axis that has one.
+
+    Raises:
+        InputError: a window is neither a size nor "cumulative", or its axis is not swept over.
+    """
+    asked = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
+    by_axis: dict[str, int | str] = {}
+    for axis, size in asked.items():
+        if axis not in over:
+            raise InputError(f"window={shown(window)} is for the {axis} axis, which this sweep does not run over.")
+        try:
+            by_axis[axis] = "cumulative" if str(size) == "cumulative" else checked_count("window", size)
+        except InputError:
+            raise InputError(f"window={shown(size)} is neither a number of {axis}s nor 'cumulative'.") from None
+    return by_axis
+
+
+def chosen(indices: Iterable[int] | int | None, count: int, what: str) -> tuple[int, ...]:
+    """Return the layers or heads asked for, in order; negative ones count from the end.
+
+    Raises:
+        InputError: one does not exist.
+    """
+    if indices is None:
+        return tuple(range(count))
+    try:
+        asked = whole_numbers(indices)
+    except TypeError:
+        raise InputError(f"{what}s={shown(indices)} are not whole numbers; they are 0 to {count - 1}.") from None
+    outside = [i for i in asked if not -count <= i < count]
+    if outside or not asked:
+        raise InputError(f"There is no {what} {outside[0] if outside else 'asked for'}; they are 0 to {count - 1}.")
+    return tuple(sorted({i % count for i in asked}))
+
+
+def lasting(value: T) -> T:
+    """Turn an iterator into a tuple, which can be gone through twice."""
+    return cast("T", tuple(value)) if isinstance(value, Iterator) else value
+
+
+def steps(among: Sequence[int], swept: bool, window: int | str | None, whole: bool) -> list[Step]:
+    """List the places on one axis.
+
+    Args:
+        among: the indices that take part.
+        swept: whether the sweep runs over the axis; otherwise one step covers all of them.
+        window: size of the window, or "cumulative".
+        whole: whether `among` is everything there is, so that a step covering it can say None.
+    """
+    if not swept:
+        return [Step(None, None if whole else tuple(among))]
+    if window is None:
+        return [Step(i, (i,)) for i in among]
+    if window == "cumulative":
+        return [Step(i, tuple(j for j in among if j <= i)) for i in among]
+    size = int(window)
+    return [Step(i, tuple(j for j in among if i - size // 2 <= j < i - size // 2 + size)) for i in among]
+
+
+def grid(axes: Mapping[str, list[Step]]) -> list[dict[str, Step]]:
+    """Combine the places on each axis; layers run fastest, so that nested ones stand side by side."""
+    order = [axis for axis in ("position", "key", "head", "layer") if axis in axes]
+    return [dict(zip(order, combination, strict=True)) for combination in product(*(axes[axis] for axis in order))]
+
+
+def layer_runs(covered: Sequence[int]) -> list[range]:
+    """Return layers as ranges without gaps."""
+    runs: list[range] = []
+    for layer in covered:
+        if runs and runs[-1].stop == layer:
+            runs[-1] = range(runs[-1].start, layer + 1)
+        else:
+            runs.append(range(layer, layer + 1))
+    return runs
+
+
+def labels_of(step: Mapping[str, Step], window: Mapping[str, int | str]) -> dict[str, Any]:
+    """Return the coordinates of a cell as the table shows them."""
+    named: dict[str, Any] = {axis: step[axis].label for axis in AXES if axis in step and step[axis].label is not None}
+    if window:
+        named["window"] = ", ".join(str(size) if axis == "layer" else f"{axis} {size}" for axis, size in window.items())
+    return named
 
 
 @dataclass(frozen=True)

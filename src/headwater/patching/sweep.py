@@ -31,7 +31,15 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import sites_named
 from headwater.options import checked_count, checked_kind, checked_name, checked_seed, shown
 from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, strongest, summarize
-from headwater.patching.cells import Asked, cells_of, covered
+from headwater.patching.cells import (
+    AXES,
+    Asked,
+    Window,
+    cells_of,
+    chosen,
+    covered,
+    lasting,
+)
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
@@ -46,12 +54,6 @@ from headwater.patching.prompts import (
 from headwater.patching.readout import Measured
 from headwater.patching.runners import Gradients, Wave
 from headwater.patching.values import Given, recorded, source_of
-from headwater.patching.windows import (
-    AXES,
-    Window,
-    chosen,
-    lasting,
-)
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
