@@ -18,7 +18,7 @@ from headwater.heads.ablation import ablate_heads
 from headwater.heads.validation import dynamic_scores
 from headwater.reference.published import Reproduction, compared
 from headwater.runs.record import RunRecord
-from headwater.runs.result import DRAWINGS, VIEWS, Result, nearest
+from headwater.runs.result import DRAWINGS, VIEWS, Result
 from headwater.runs.view import View
 
 CITY = " Q: In which country is the city of {source} ?\n A:"
@@ -217,7 +217,7 @@ def test_a_class_below_another_is_drawn_and_viewed_as_that_until_it_has_rows_of_
         assert again.plot().lines
         assert again.view().page == "<p>of Counted</p>"
         with DRAWINGS.with_row(Recounted, lambda result, ax: "its own"):
-            assert nearest(DRAWINGS, Recounted)(again, None) == "its own"
+            assert DRAWINGS.of_class(Recounted)(again, None) == "its own"
             assert counted.plot().lines
 
 
