@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -471,3 +472,20 @@ def test_hooks_that_stood_there_before_loading_count_unless_they_are_of_a_librar
     assert hw.load(merged).interventions == {}
     hf.model.layers[1].mlp.register_forward_hook(functools.partial(doubled))
     assert "a forward hook on blocks.1.mlp" in str(hw.load(hf).interventions)
+
+
+def test_a_record_waits_for_what_another_thread_does_to_the_model():
+    model, seen = tiny("neox"), []
+
+    def edit(activation, hook):
+        other = threading.Thread(target=lambda: seen.append(model.interventions))
+        other.start()
+        other.join(timeout=0.5)
+        assert seen == []
+        threads.append(other)
+        return activation * 2
+
+    threads = list[threading.Thread]()
+    model.run(CLEAN, [("blocks.1.hook_mlp_out", edit)])
+    threads[0].join()
+    assert seen == [{}]

@@ -12,7 +12,7 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, §5 and Table 3. For every
 5. AUC on the test half, averaged over seeds; intervals by resampling questions, each with all of its answers and seeds.
    `gain` is the AUC minus that of the single probe on the same resamples.
 
-The methods are described in `detectors`.
+The methods are described in `methods`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.modules import module as torch_modules
 
-from headwater.runs.functions import without_type_checks
+from headwater.runs.functions import content_of, without_type_checks
 from headwater.runs.identity import UNKNOWN
 
 Function: TypeAlias = Callable[..., Any]
@@ -119,7 +119,7 @@ def _held(module: torch.nn.Module) -> Held:
     values: dict[str, Any] = {}
     methods: dict[str, Function] = {}
     kept, kind = vars(module), type(module)
-    for name, value in kept.items():
+    for name, value in tuple(kept.items()):  # a model keeps what it last computed, also while it is looked at
         if name in NOT_LOOKED_AT:
             continue
         if type(value) in PLAIN:
@@ -212,7 +212,7 @@ def _sources(*functions: Any) -> set[str]:
         elif isinstance(one, types.FunctionType):
             one = without_type_checks(one)  # and functools.wraps copies __module__ from another function
             found.add(str(one.__globals__.get("__name__")).split(".")[0])
-            waiting += filter(callable, _contents(one))
+            waiting += filter(callable, map(content_of, one.__closure__ or ()))
         else:
             named = one if isinstance(one, type | types.BuiltinFunctionType) else type(one)
             package = (named.__module__ or "builtins").split(".")[0]
@@ -220,10 +220,3 @@ def _sources(*functions: Any) -> set[str]:
                 found.add(package)
     return found
 
-
-def _contents(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue

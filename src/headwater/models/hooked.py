@@ -135,9 +135,11 @@ class HookedModel:
         """What acts in the model now beside its weights, by the option that records it in a run.
 
         The hooks that `with model.hooks(...)` has attached and that may edit; and what was put into the model past
-        them since it was loaded (`headwater.models.alterations`).
+        them since it was loaded (`headwater.models.alterations`). What another thread does is not seen: it is waited
+        for.
         """
-        found = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
+        with self.lock:
+            found = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
         return {option: what for option, what in found.items() if what}
 
     def settle(self) -> None:

@@ -2,10 +2,10 @@
 
 Luo et al., "Two Pathways to Truthfulness", ACL 2026, with the controls that it lacks.
 
-1. Probes per layer, cross-fitted: every example is measured by probes fitted on others (`measuring`, `probes`).
+1. Probes per layer, cross-fitted: every example is measured by probes fitted on others (`effects`, `headwater.probes`).
 2. Knockout: in layers up to k nothing after E_Q may attend to it; ΔP(k), flips, modes (`modes`). One pass gives all k.
 3. Controls: as many random question tokens, token swap, answer only; one mode or two within each relation; the margin,
-   the relation and the answer's words as baselines (`controls`, `swap`, `modes`, `dip`).
+   the relation and the answer's words as baselines (`controls`, `swap`, `modes`, `headwater.stats.dip`).
 4. What holds on this model, as sentences made of the numbers (`report`).
 """
 

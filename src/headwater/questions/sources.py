@@ -1,6 +1,6 @@
 """Questions with their accepted answers, and where in the question its exact tokens stand.
 
-A question file is one of the public sets in its own format (`datasets`), or a plain table: JSON lines, a JSON array,
+A question file is one of the public sets in its own format (`formats`), or a plain table: JSON lines, a JSON array,
 CSV or TSV. In a plain table `question` and `answers` must be there; the other columns may be.
 
 | column | what it holds |
