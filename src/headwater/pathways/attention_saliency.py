@@ -7,8 +7,8 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.3 (Eq. 1); after Wang 
 1. L is the cross-entropy of the hallucination probe at layer l* with the true z, or the probe's logit. Since L depends
    on the attention through the logit alone, ∂L/∂A = (p - z) · ∂logit/∂A with p the probe's probability: one backward
    serves both, and a confident and right probe (p ≈ z) has no cross-entropy gradient whatever flows.
-2. A ∂L/∂A = A ⟨g, v⟩ (`kernels.attention`), g the gradient at the head's output, from `models.gradients`: no gradient of
-   a pattern is formed, layers above l* and positions after the probe's token are not run, and positions before the
+2. A ∂L/∂A = A ⟨g, v⟩ (`kernels.attention`), g the gradient at the head's output, from `models.gradients`: no gradient
+   of a pattern is formed, layers above l* and positions after the probe's token are not run, and positions before the
    first edge are run without gradients, those that all texts begin with once.
 3. S(E_Q→E_A): the mean over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token.
    Both are averaged over the layers up to l*.
