@@ -219,4 +219,3 @@ def _sources(*functions: Any) -> set[str]:
             if package not in LIBRARIES or not isinstance(one, torch.nn.Module):  # a library's acts on a library's
                 found.add(package)
     return found
-
