@@ -27,7 +27,7 @@ from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seco
 from benchmarks.patching import ROUNDS, in_turns, random_gpt2
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
-from headwater.probes import Probe
+from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
 

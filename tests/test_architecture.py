@@ -25,7 +25,8 @@ axes colors errors version
 rooms options registry progress
 kernels stats data
 runs
-models probes
+models
+probes
 patching questions
 lenses
 heads circuits pathways likelihood

@@ -20,7 +20,7 @@ from headwater.detection.fit import AnswerSet, DetectorSetup
 from headwater.detection.methods import CLASSIFIERS, METHODS, Detector, p_true
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
-from headwater.probes import Probe, fit_linear, grouped_folds
+from headwater.probes.linear import Probe, fit_linear, grouped_folds
 from headwater.questions.states import probe_states
 from tests import chance
 

@@ -18,7 +18,17 @@ from headwater.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-ANALYSES = ("heads", "sweeps", "direct_attribution", "pathways", "saliency", "detection", "memorization", "membership")
+ANALYSES = (
+    "heads",
+    "sweeps",
+    "lenses",
+    "direct_attribution",
+    "pathways",
+    "saliency",
+    "detection",
+    "memorization",
+    "membership",
+)
 FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PUBLIC = sorted(
     name

@@ -56,6 +56,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
         ablate_heads(model, heads, "city_to_country", relations=few, template=CITY, shots=0, draws=2, **quiet),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
         hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(" Paris", " Rome"), **quiet),
+        hw.lens(model, list(PROMPTS), top_k=2, **quiet),
         hw.direct_logit_attribution(model, list(PROMPTS), tokens=(" Paris", " Rome"), **quiet),
         hw.saliency(model, answered, pathways.probe, edges="all", **quiet),
         hw.detect(model, answered, methods=("probe", "logit_mean"), token="before_answer", seeds=1, **quiet),

@@ -31,7 +31,7 @@ from headwater.pathways.modes import (
 )
 from headwater.pathways.summary import survives
 from headwater.pathways.tables import stacked, tables_of
-from headwater.probes import Probes
+from headwater.probes.linear import Probes
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
 from headwater.stats.resample import Draws

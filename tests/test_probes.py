@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.probes import Probes, fit_linear, fit_probes, grouped_folds, linear_logits
+from headwater.probes.linear import Probes, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions, probe_states
 from headwater.runs.record import RunRecord

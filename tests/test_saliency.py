@@ -12,7 +12,7 @@ import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.models import gradients as backward
 from headwater.pathways.attention_saliency import COLUMNS, Saliency
-from headwater.probes import Probe, fit_probes
+from headwater.probes.linear import Probe, fit_probes
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions, probe_states
 from headwater.runs.record import RunRecord

@@ -20,7 +20,7 @@ from headwater.pathways.interventions import (
 )
 from headwater.pathways.summary import survives
 from headwater.planted import answer_lookup, question_lookup
-from headwater.probes import fit_linear
+from headwater.probes.linear import fit_linear
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_states
 from headwater.runs.record import RunRecord

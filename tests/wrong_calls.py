@@ -309,6 +309,11 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "probability": lambda: (hw.probability, {"answer": 5}),
         "rank": lambda: (hw.rank, {"answer": 5}),
         "kl_divergence": lambda: (hw.kl_divergence, {}),
+        "lens": lambda: (hw.lens, {"model": g.model, "prompts": CLEAN, **QUIET}),
+        "LayerPredictions.plot": lambda: (
+            lambda example: hw.lens(g.model, CLEAN, **QUIET).plot(example=example),
+            {"example": 0},
+        ),
         "direct_logit_attribution": lambda: (
             hw.direct_logit_attribution,
             {"model": g.model, "prompts": CLEAN, "tokens": (5, 9), **QUIET},

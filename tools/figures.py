@@ -86,6 +86,7 @@ FIGURES: dict[str, Callable] = {
     "correlations": lambda: dynamic_scores(model(), few_heads(), relations=few_relations()),
     "ablation": ablated,
     "patch": lambda: hw.patch(model(), **pairs(), sites="resid_pre"),
+    "lenses": lambda: hw.lens(model(), ASK.format("France"), progress=False),
     "direct_attribution": lambda: hw.direct_logit_attribution(
         model(), ASK.format("France"), tokens=(" Paris", " Rome"), progress=False
     ),

@@ -135,7 +135,7 @@ def time_a_probe(rows: int = 1000, d_model: int = 8192) -> None:
     """Print the processor time of one fit, on random states whose labels follow a direction with noise."""
     import torch
 
-    from headwater.probes import fit_probes
+    from headwater.probes.linear import fit_probes
 
     torch.set_num_threads(1)
     states, direction = torch.randn(1, rows, d_model), torch.randn(d_model)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from headwater.heads.head_map import HeadMap as HeadMap
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations
-    from headwater.lenses import DirectAttribution as DirectAttribution
-    from headwater.lenses import direct_logit_attribution as direct_logit_attribution
+    from headwater.lenses.direct_attribution import DirectAttribution as DirectAttribution
+    from headwater.lenses.direct_attribution import direct_logit_attribution as direct_logit_attribution
+    from headwater.lenses.predictions import LayerPredictions as LayerPredictions
+    from headwater.lenses.predictions import lens as lens
     from headwater.likelihood.files import score_file as score_file
     from headwater.likelihood.graph import load_depth_graph as load_depth_graph
     from headwater.likelihood.member_texts import load_member_texts as load_member_texts
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from headwater.pathways.attention_saliency import saliency as saliency
     from headwater.pathways.trace import Pathways as Pathways
     from headwater.pathways.trace import trace_pathways as trace_pathways
-    from headwater.probes import Probe as Probe
+    from headwater.probes.linear import Probe as Probe
     from headwater.questions.answers import AnsweredQuestions as AnsweredQuestions
     from headwater.questions.answers import answer as answer
     from headwater.questions.sources import load_questions as load_questions

@@ -28,7 +28,7 @@ from headwater.errors import InputError
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
-    from headwater.probes import Probe
+    from headwater.probes.linear import Probe
     from headwater.questions.answers import AnsweredQuestions
     from headwater.questions.extract import EndpointExtractor
     from headwater.questions.sources import Questions
@@ -253,7 +253,7 @@ def _questions(model: str | None, sources: list[str] | None, options: Options) -
 
 def _probe(model: HookedModel, answered: AnsweredQuestions, options: Options, layer: int | None, quiet: bool) -> Probe:
     """Fit the probe whose saliency is measured, on all answers together."""
-    from headwater.probes import fit_probes
+    from headwater.probes.linear import fit_probes
     from headwater.questions.states import probe_states
     from headwater.runs.processes import processes
 

@@ -26,7 +26,7 @@ from headwater.detection.reweighting import Reweighted, Reweighting, train_rewei
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens
-from headwater.probes import C, States, fit_linear, fit_probes, grouped_folds, linear_logits
+from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_states
 from headwater.stats.discrimination import auc

@@ -38,7 +38,7 @@ from headwater.models.generation import chat_text
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import by_length, encode
 from headwater.options import checked_path, shown
-from headwater.probes import Probe, linear_logits
+from headwater.probes.linear import Probe, linear_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import probe_states
 from headwater.runs.storage import make_folder, read_json, write_atomically, write_json

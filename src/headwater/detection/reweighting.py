@@ -30,7 +30,7 @@ from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES, hook_name
 from headwater.options import checked_count, checked_number
-from headwater.probes import Probe
+from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions
 

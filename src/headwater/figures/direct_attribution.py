@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from headwater.colors import BLUE, FAINT, ORANGE, PURPLE
 from headwater.figures.style import model_title, style, whole_numbers
 from headwater.figures.sweep import DIVERGING
-from headwater.lenses import DirectAttribution
+from headwater.lenses.direct_attribution import DirectAttribution
 from headwater.runs.result import DRAWINGS
 
 LABEL = "Contribution to the logit difference"

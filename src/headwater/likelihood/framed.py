@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from headwater.likelihood.lens import Layers, Lens
+from headwater.lenses.reading import Layers, Lens
 from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.tokens import encode, token_span

@@ -24,12 +24,12 @@ import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError
+from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens
 from headwater.likelihood.answering import MODEL, Asking, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
 from headwater.likelihood.discrepancy import discrepancies, judged
 from headwater.likelihood.framed import SPANS, Scored, Scoring
 from headwater.likelihood.graph import DepthGraph
-from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named
 from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
 from headwater.models.generation import end_tokens
@@ -207,7 +207,7 @@ def memorization(
     frame = question_frame(model, context, prompt)
     plan = plan_of(graph, answers, judge, span)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if plan.answers == MODEL else None)
-    shares = checked_shares(k)
+    shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     options = {
         "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(frame),

@@ -31,7 +31,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.likelihood import TokenStatistics
-from headwater.likelihood.lens import Layers, Lens, chosen_layers, lens_named, reader
+from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
@@ -151,8 +151,8 @@ def token_statistics(
         spans: for each text the characters (start, end) whose tokens are scored, or None for all of them. A token that
             holds characters on both sides of an edge is scored. The whole text is read in any case.
         layers: "final", "all", a layer or several. Layer l is read behind its block, resid_post.
-        lens: how layers are read: "logit", a function, or the (A, b) of a tuned lens by layer. The final layer may be
-            missing from a mapping: it is read as the model reads it.
+        lens: how layers are read: "logit", the folder of a tuned lens, a function, or the (A, b) of a tuned lens by
+            layer. The final layer may be missing from a mapping: it is read as the model reads it.
         long: whether a text longer than the context is an "error" or read in windows ("window").
         stride: how many new tokens each further window scores. Default: half the context.
         batch_size: windows in one run of the model. Results do not depend on it.
@@ -168,6 +168,7 @@ def token_statistics(
     texts = [texts] if isinstance(texts, str) else checked_several("texts", texts, "a text, or a list of texts")
     spans = None if spans is None else checked_several("spans", spans, "a list with (start, end) or None for each text")
     chosen = chosen_layers(layers, model.shape.n_layers)
+    lens = opened_lens(lens, model.shape.n_layers)
     read = reader(lens, chosen, model.shape.n_layers)
     checked_count("batch_size", batch_size)
     options = {"texts": digest([str(text) for text in texts]), "count": len(texts), "spans": spans or []}

@@ -67,9 +67,19 @@ def _check(model: HookedModel, normalise: Normalise, head: UnembeddingHead) -> N
     """Run a few tokens both ways: what is not known about an architecture must not go unnoticed."""
     tokens = torch.arange(min(4, model.shape.d_vocab, model.shape.n_ctx))[None]
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    expected = model.run(batch)[0].float()
+    expected = model.run(batch)[0]
     hidden = normalise(model.run(batch, stop_at=model.shape.n_layers)[0])
-    found = head.logits(hidden, slice(None)).float()
+    found = head.logits(hidden, slice(None))
+    refuse_other_logits(model, found, expected)
+
+
+def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> None:
+    """Refuse logits read from a residual stream that are not the model's own, to the rounding of its dtype.
+
+    Raises:
+        ModelError: they differ.
+    """
+    found, expected = found.float().cpu(), expected.float().cpu()
     error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not error <= max(1e-4, 8 * torch.finfo(model.dtype).eps):
         raise ModelError(

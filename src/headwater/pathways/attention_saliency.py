@@ -50,7 +50,7 @@ from headwater.pathways.saliency_report import (
     sentences_of,
     summary_of,
 )
-from headwater.probes import Probe
+from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import PROBE_SITES, PROBE_TOKENS
 from headwater.runs.analysis import Run, carry_out

@@ -27,7 +27,7 @@ from scipy.special import expit
 from scipy.special import logit as log_odds
 
 from headwater.pathways.modes import MODES, ModeEffects, member_means
-from headwater.probes import States, fit_linear, linear_logits
+from headwater.probes.linear import States, fit_linear, linear_logits
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Draws, interval
 

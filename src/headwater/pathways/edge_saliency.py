@@ -22,7 +22,7 @@ from headwater.models.gradients import Descent, KeysValues, graphs_in_memory, ke
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
-from headwater.probes import Probe
+from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions
 

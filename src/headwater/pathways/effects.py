@@ -30,7 +30,7 @@ from headwater.pathways.interventions import (
 )
 from headwater.pathways.modes import Logits
 from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
-from headwater.probes import Probes, States, fit_probes, grouped_folds
+from headwater.probes.linear import Probes, States, fit_probes, grouped_folds
 from headwater.progress import Bar
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions, states_at

@@ -20,7 +20,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode, token_span
 from headwater.patching.edge_knockout import Edges, knocked_out_states, windowed_states
-from headwater.probes import States
+from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.asking import SLOT
 from headwater.questions.states import probe_positions, states_at

@@ -39,7 +39,7 @@ from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.report import report_of
 from headwater.pathways.summary import findings_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
-from headwater.probes import Probe, Probes, States, fit_probes, with_halves
+from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import check_probe_options
 from headwater.runs.analysis import Run, carry_out

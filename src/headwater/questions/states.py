@@ -21,7 +21,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import by_length
 from headwater.options import checked_count, shown
-from headwater.probes import States
+from headwater.probes.linear import States
 from headwater.progress import progress_bar
 from headwater.questions.answers import AnsweredQuestions
 

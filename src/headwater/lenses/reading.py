@@ -1,7 +1,7 @@
 """How a layer's residual stream is read as a prediction: through which lens, and at which layers.
 
     logit lens       the residual stream h as it is (nostalgebraist 2020)
-    tuned lens       h + A h + b, with the (A, b) of that layer (Belrose et al. 2023)
+    tuned lens       h + A h + b, with the (A, b) of that layer (Belrose et al. 2023); from a folder, or given by layer
     any function     of h and the layer
 
 What a lens gives goes through the model's final norm and its unembedding.
@@ -12,19 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.lenses.tuned_lens import load_tuned_lens
 from headwater.models.memory import failures_named
 from headwater.options import shown, whole_numbers
 from headwater.runs.identity import digest
 
-Lens: TypeAlias = str | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
-"""The logit lens ("logit"); a function of the residual stream `token d_model` (float32) and the layer, which gives what
-the final norm is to read; or each layer's (A, b) of a tuned lens, which adds A h + b to the residual stream h."""
+Lens: TypeAlias = str | Path | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
+"""The logit lens ("logit"); a folder that the tuned-lens package wrote; a function of the residual stream `token
+d_model` (float32) and the layer, which gives what the final norm is to read; or each layer's (A, b) of a tuned lens,
+which adds A h + b to the residual stream h."""
 Layers: TypeAlias = str | int | Sequence[int]
 """The final layer, all of them ("all"), one or several."""
 
@@ -50,6 +53,22 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
     if not chosen or len(chosen) < len(asked):
         raise InputError(f"layers={asked} must name at least one layer, each once.")
     return chosen
+
+
+def opened_lens(lens: Lens, n_layers: int) -> Lens:
+    """Return a lens, read from its folder where it is given as one.
+
+    Raises:
+        InputError: the folder holds no tuned lens, or that of a model with another number of layers.
+    """
+    if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):
+        return lens
+    found = load_tuned_lens(lens)
+    if len(found) != n_layers - 1:
+        raise InputError(
+            f"The tuned lens in {lens} is of a model of {len(found) + 1} layers; this one has {n_layers} layers."
+        )
+    return found
 
 
 def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
@@ -80,7 +99,10 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
     if callable(lens):
         return partial(_called, lens)
     if not isinstance(lens, str) or lens != "logit":
-        raise InputError(f"lens={shown(lens)} is neither 'logit', nor a function, nor a mapping of layers to (A, b).")
+        raise InputError(
+            f"lens={shown(lens)} is neither 'logit', nor the folder of a tuned lens, nor a function, nor a mapping of "
+            "layers to (A, b)."
+        )
     return lambda residual, layer: residual
 
 

@@ -1,0 +1,149 @@
+"""What several layers would predict, read through one unembedding: top tokens, rank of a target, KL to the last one.
+
+With logits x of a layer and x' of the last, p = softmax(x), p' = softmax(x'):
+
+    top       the k largest log p             rank = #{v != t : x_v > x_t} of a target t
+    KL        Σ p' (x' - x) - lse(x') + lse(x) = KL(p' ‖ p), in nats; 0 for the last layer itself
+
+`layer_predictions_reference` is these lines on full logits. `layer_predictions` goes once over tiles of the vocabulary:
+the logits of a tile are held for two layers at a time, sums are kept below the largest logit seen so far, and the k
+largest of a tile are joined with those before.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.kernels.devices import full_float32
+from headwater.kernels.likelihood import UnembeddingHead
+
+TILE_BYTES = 32 * 2**20
+"""What a tile's logits of two layers and its converted weights may take."""
+TOKENS_AT_ONCE = 512
+
+
+class Predicted(NamedTuple):
+    """Per layer and token: the largest log-probabilities (nats) with their tokens, a rank, and KL (nats)."""
+
+    log_probability: Float[Tensor, "layer token k"]
+    top: Int[Tensor, "layer token k"]
+    rank: Int[Tensor, "layer token"]
+    """How many other tokens have a larger logit than the target."""
+    kl: Float[Tensor, "layer token"]
+
+
+def layer_predictions_reference(
+    hidden: Float[Tensor, "layer token d_model"],
+    last: Float[Tensor, "token d_model"],
+    head: UnembeddingHead,
+    target: Int[Tensor, "token"],
+    k: int,
+) -> Predicted:
+    """The formula on full float64 logits: what `layer_predictions` must equal."""
+    wide = head._replace(W_U=head.W_U.double())
+    final = wide.logits(last.double(), slice(None)).log_softmax(-1)
+    found = []
+    for states in hidden:
+        log_p = wide.logits(states.double(), slice(None)).log_softmax(-1)
+        values, top = log_p.topk(k)
+        own = log_p.gather(-1, target[:, None])
+        rank = (log_p > own).scatter(-1, target[:, None], False).sum(-1)
+        found.append(Predicted(values, top, rank, (final.exp() * (final - log_p)).sum(-1)))
+    return Predicted(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+
+
+def layer_predictions(
+    hidden: Float[Tensor, "layer token d_model"],
+    last: Float[Tensor, "token d_model"],
+    head: UnembeddingHead,
+    target: Int[Tensor, "token"],
+    k: int,
+) -> Predicted:
+    """Return what layers predict, in one pass over the vocabulary.
+
+    Args:
+        hidden: states of several layers at some tokens, behind the final norm.
+        last: the same of the last layer.
+        head: the unembedding.
+        target: the token whose rank is asked for, for each.
+        k: how many of the largest.
+
+    Returns:
+        Numbers in float32; products are in float32, sums in float64.
+    """
+    with full_float32():
+        parts = [
+            _of_chunk(hidden[:, start : start + TOKENS_AT_ONCE].float(), *chunk, head, k)
+            for start, chunk in zip(
+                range(0, len(last), TOKENS_AT_ONCE),
+                zip(last.float().split(TOKENS_AT_ONCE), target.split(TOKENS_AT_ONCE), strict=True),
+                strict=True,
+            )
+        ]
+    return Predicted(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
+
+
+class _Running:
+    """The sums of one layer over the tiles seen so far."""
+
+    def __init__(self, states: Tensor, head: UnembeddingHead, target: Tensor):
+        self.own = head.target_logit(states, target)
+        self.rank = torch.zeros_like(target)
+        self.peak = torch.full(target.shape, -torch.inf, dtype=torch.float64, device=states.device)
+        self.total = torch.zeros_like(self.peak)
+        self.values = torch.empty(len(target), 0, device=states.device)
+        self.top = torch.empty(len(target), 0, dtype=torch.long, device=states.device)
+
+    def add(self, logits: Float[Tensor, "token vocabulary_tile"], start: int, target: Tensor, k: int) -> None:
+        """Take in a tile whose first column is `start`."""
+        above = logits > self.own[:, None]
+        column = target - start
+        inside = ((column >= 0) & (column < logits.shape[1])).nonzero()[:, 0]
+        above[inside, column[inside]] = False
+        self.rank += above.sum(-1)
+        values, places = logits.topk(min(k, logits.shape[1]))
+        values, top = torch.cat([self.values, values], -1), torch.cat([self.top, places + start], -1)
+        self.values, order = values.topk(min(k, values.shape[1]))
+        self.top = top.gather(-1, order)
+        peak = torch.maximum(self.peak, logits.amax(-1).double())
+        self.total = self.total * (self.peak - peak).exp() + (logits - peak[:, None].float()).exp().sum(-1).double()
+        self.peak = peak
+
+    @property
+    def lse(self) -> Tensor:
+        """The logarithm of the sum of exponentials."""
+        return self.peak + self.total.log()
+
+
+def _of_chunk(hidden: Tensor, last: Tensor, target: Tensor, head: UnembeddingHead, k: int) -> Predicted:
+    d_model, d_vocab = head.W_U.shape
+    width = max(128, TILE_BYTES // (4 * (d_model + 5 * len(last))))
+    final = _Running(last, head, target)
+    layers = [_Running(states, head, target) for states in hidden]
+    differences = [torch.zeros_like(final.peak) for _ in layers]
+    for start in range(0, d_vocab, width):
+        tile = head._replace(
+            W_U=head.W_U[:, start : start + width].float(),
+            bias=None if head.bias is None else head.bias[start : start + width],
+        )
+        of_last = tile.logits(last, slice(None))
+        before = final.peak
+        final.add(of_last, start, target, 1)
+        weight = (of_last - final.peak[:, None].float()).exp()
+        for place, (states, running) in enumerate(zip(hidden, layers, strict=True)):
+            logits = tile.logits(states, slice(None))
+            running.add(logits, start, target, k)
+            gap = (weight * (of_last - logits)).sum(-1).double()
+            differences[place] = differences[place] * (before - final.peak).exp() + gap
+    kl = [
+        (difference / final.total - final.lse + running.lse).clamp(min=0)
+        for difference, running in zip(differences, layers, strict=True)
+    ]
+    return Predicted(
+        log_probability=torch.stack([(running.values - running.lse[:, None]).float() for running in layers]),
+        top=torch.stack([running.top for running in layers]),
+        rank=torch.stack([running.rank for running in layers]),
+        kl=torch.stack(kl).float(),
+    )

@@ -1,0 +1,14 @@
+"""Lenses: what the residual stream says of the next token, layer by layer and part by part."""
+
+from typing import TYPE_CHECKING
+
+from headwater.rooms import opened
+
+if TYPE_CHECKING:
+    from headwater.lenses.direct_attribution import DirectAttribution as DirectAttribution
+    from headwater.lenses.direct_attribution import direct_logit_attribution as direct_logit_attribution
+    from headwater.lenses.predictions import LayerPredictions as LayerPredictions
+    from headwater.lenses.predictions import lens as lens
+    from headwater.lenses.tuned_lens import load_tuned_lens as load_tuned_lens
+
+__getattr__, __dir__, __all__ = opened(__name__)

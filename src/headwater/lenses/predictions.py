@@ -1,0 +1,291 @@
+"""What each layer would predict if it were the last: the logit lens, and the tuned lens.
+
+nostalgebraist, "interpreting GPT: the logit lens", 2020; Belrose et al., "Eliciting Latent Predictions from
+Transformers with the Tuned Lens", 2023.
+
+    logits of a layer = cap(norm(lens(h)) W_U + b_U)      h: the residual stream behind the layer's block
+
+with the model's own final norm, unembedding, its bias and its soft cap. lens(h) is h itself or h + A h + b
+(`lenses.reading`).
+
+1. One run of the prompts keeps the residual stream behind every layer asked for, and the last, at the positions read.
+2. The last layer's logits must be the model's own: checked at the last token of every prompt, at every call.
+3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
+   given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
+   (`kernels.layer_predictions`). Logits are held for a tile of the vocabulary and two layers at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from headwater.kernels.layer_predictions import layer_predictions
+from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
+from headwater.models.edits import Hook, looks
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.sites import hook_name
+from headwater.models.tokens import Batch, pad_id
+from headwater.models.unembedding import refuse_other_logits, unembedding_head
+from headwater.options import checked_count
+from headwater.patching.metrics import Answer, answer_ids
+from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import said_number
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+from headwater.stats.resample import Draws, interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NONE = -1
+"""Stands for the token that comes next, where none does."""
+
+
+@dataclass(frozen=True, repr=False)
+class LayerPredictions(Result):
+    """What each layer would predict at each position of some prompts."""
+
+    table: pd.DataFrame
+    """A row per example, layer, position and place among the top tokens: `example, layer, position, token` (what stands
+    there), `top` (the place, from 1), `top_token, probability`, `rank` (of the token that comes next, or of the answer
+    given; 0 is the first choice; `<NA>` where nothing comes next) and `kl` (KL(last layer ‖ layer), in nats)."""
+    targets: pd.DataFrame
+    """A row per example and position: `example, position, target, target_id`: the token whose rank the table has."""
+    run: RunRecord
+
+    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+        """Summarize each layer over examples and positions.
+
+        Returns:
+            A row per layer: `layer, places, agrees` (the share of places whose top token is the last layer's), `first`
+            (the share whose target has rank 0), `rank` (its median), and the mean `kl` with its bootstrap interval over
+            examples, `low` and `high`.
+        """
+        best = self.table[self.table["top"] == 1]
+        last = best[best["layer"] == best["layer"].max()].set_index(["example", "position"])["top_token"]
+        rows = []
+        for layer, part in best.groupby("layer", sort=True):
+            same = part["top_token"].to_numpy() == last.loc[list(zip(part["example"], part["position"], strict=True))]
+            ranks = part["rank"].dropna().to_numpy(dtype=float)
+            draws = Draws.of(part["example"], seed=seed)
+            kl = interval(draws.mean(part["kl"].to_numpy(dtype=float)), level)
+            first, median = (float((ranks == 0).mean()), float(np.median(ranks))) if len(ranks) else (np.nan, np.nan)
+            rows.append([layer, len(part), float(np.mean(same)), first, median, *kl])
+        return pd.DataFrame(rows, columns=["layer", "places", "agrees", "first", "rank", "kl", "low", "high"])
+
+    def report(self) -> list[str]:
+        """Return from which layer on the last layer's choice is seen, and how much is lost by reading earlier."""
+        layers = self.summary()
+        examples, places = self.table["example"].nunique(), int(layers["places"].iloc[-1])
+        said = [f"{places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)} were read."]
+        differs = layers.loc[layers["agrees"] < 0.5, "layer"]
+        since = layers.loc[layers["layer"] > (differs.max() if len(differs) else -1)].iloc[0]
+        said.append(
+            f"From layer {since['layer']:.0f} on the top token is the last layer's at half of the positions or more "
+            f"({since['agrees']:.0%} there)."
+        )
+        first = layers.iloc[0]
+        said.append(
+            f"Layer {first['layer']:.0f} is {said_number(first['kl'], first['low'], first['high'])} nats from the last."
+        )
+        if np.isfinite(layers["first"].iloc[-1]):
+            row = layers.iloc[-1]
+            said.append(
+                f"At the last layer the token asked for is the first choice at {row['first']:.0%} of the positions, "
+                f"and its median rank is {row['rank']:.0f}."
+            )
+        said.append(
+            "A layer's reading is what the last norm and the unembedding make of it: it shows what is there in their "
+            "terms, not what the model does with it."
+        )
+        return said
+
+    def plot(self, ax: Axes | None = None, *, example: int = 0) -> Axes:
+        """Draw one prompt's layers and positions as a map: the top token in each cell, its probability as the colour.
+
+        Args:
+            ax: where to draw; default: a new figure.
+            example: which prompt.
+        """
+        return cast("Axes", self._drawn(ax, example=example))
+
+
+def lens(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    lens: Lens = "logit",
+    layers: Layers = "all",
+    positions: Where = "all",
+    answer: Answer | None = None,
+    top_k: int = 5,
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> LayerPredictions:
+    """Read every layer as if it were the last: its top tokens, the rank of what comes next, how far it is from the end.
+
+    Args:
+        model: the model.
+        prompts: one prompt, several, or token ids.
+        lens: how layers are read: "logit", the folder of a tuned lens (as the tuned-lens package writes it), a function
+            of the residual stream and the layer, or (A, b) of a tuned lens by layer.
+        layers: "all", a layer or several; the last is always read too. Layer l is the residual stream behind its block.
+        positions: which positions are read, as in `hw.patch`.
+        answer: the token whose rank is asked for at every position: a text or an id, one for all prompts or one per
+            prompt. Default: at each position the token that comes next in the prompt.
+        top_k: how many top tokens are kept.
+        batch_size: prompts in one run.
+        progress: show a bar.
+        out: a folder for the result. An interrupted run, repeated with it, continues.
+
+    Raises:
+        InputError: a prompt, lens, layer, position, answer or option cannot be used.
+        ModelError: the last layer's reading is not the model's own output.
+    """
+    check_model(model)
+    n_layers = model.shape.n_layers
+    given, read = opened_lens(lens, n_layers), read_prompts(model, prompts)
+    chosen = sorted({*chosen_layers(layers, n_layers), n_layers - 1})
+    transform = reader(given, chosen, n_layers)
+    top_k = checked_count("top_k", top_k, most=model.shape.d_vocab)
+    batch_size = checked_count("batch_size", batch_size)
+    where = [positions_of(positions, prompt, example, len(read)) for example, prompt in enumerate(read)]
+    targets = _targets(model, read, where, answer)
+    options = {
+        "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(given), "layers": chosen,
+        "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
+    }  # fmt: skip
+
+    def work(run: Run) -> LayerPredictions:
+        layered = _Layers(model, read, where, targets, chosen, transform, top_k)
+        batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
+        with run.bar("prompts", "prompt", len(read)) as bar:
+            pieces = list(run.pieces("examples", batches, layered.measure, bar, len))
+        found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
+        return LayerPredictions(
+            _table(model, found, chosen, read, where, targets), _target_table(model, where, targets), run.record
+        )
+
+    return carry_out(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
+
+
+def _targets(
+    model: HookedModel, prompts: Sequence[Prompt], where: Sequence[tuple[int, ...]], answer: Answer | None
+) -> list[Tensor]:
+    """Return, for each prompt and position read, the token whose rank is asked for."""
+    if answer is not None:
+        ids = answer_ids(answer, model.tokenizer, len(prompts), model.shape.d_vocab)
+        return [one.repeat(len(places)) for one, places in zip(ids, where, strict=True)]
+    following = [(*prompt.ids[1:], NONE) for prompt in prompts]
+    return [torch.tensor([after[place] for place in places]) for after, places in zip(following, where, strict=True)]
+
+
+class _Layers:
+    """Reads the layers of some prompts."""
+
+    def __init__(
+        self,
+        model: HookedModel,
+        prompts: Sequence[Prompt],
+        where: Sequence[tuple[int, ...]],
+        targets: Sequence[Tensor],
+        layers: Sequence[int],
+        transform: Callable[[Tensor, int], Tensor],
+        top_k: int,
+    ):
+        self.model, self.prompts, self.where, self.targets = model, prompts, where, targets
+        self.layers, self.transform, self.top_k = layers, transform, top_k
+        self.normalise, self.head = unembedding_head(model)
+
+    @torch.inference_mode()
+    def measure(self, examples: range) -> dict[str, Tensor]:
+        """Return what the layers predict, `layer row ...`; a row is a position read of an example."""
+        held, ends, expected = self._run(examples)
+        end = self.normalise(ends)
+        refuse_other_logits(self.model, self.head.logits(end.float(), slice(None)), expected)
+        device = self.head.W_U.device
+        last = self.normalise(held[self.layers[-1]]).to(device)
+        hidden = [self.normalise(self.transform(held[layer], layer)).to(device).float() for layer in self.layers]
+        target = torch.cat([self.targets[i] for i in examples]).clamp(min=0).to(device)
+        found = layer_predictions(torch.stack(hidden), last, self.head, target, self.top_k)
+        return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
+
+    def _run(self, examples: range) -> tuple[dict[int, Tensor], Tensor, Tensor]:
+        """Run some prompts: the residual streams by layer, `row d_model`; the last tokens' at the end; their logits."""
+        batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
+        rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
+        places = torch.tensor([place for i in examples for place in self.where[i]])
+        held: dict[int, Tensor] = {}
+        ends: list[Tensor] = []
+
+        def keep(layer: int) -> Hook:
+            def take(residual: Tensor, hook: Any) -> None:
+                held[layer] = residual[rows.to(residual.device), places.to(residual.device)]
+                if layer == self.layers[-1]:
+                    ends.append(residual[torch.arange(len(residual)), batch.lengths - 1])
+
+            return hook_name("resid_post", layer), looks(take)
+
+        logits = self.model.run(batch, [keep(layer) for layer in self.layers], keep="last")
+        return held, ends[0], logits[:, 0]
+
+
+def _table(
+    model: HookedModel,
+    found: dict[str, Tensor],
+    layers: Sequence[int],
+    prompts: Sequence[Prompt],
+    where: Sequence[tuple[int, ...]],
+    targets: Sequence[Tensor],
+) -> pd.DataFrame:
+    """Lay the predictions out: by example, layer, position and place among the top tokens."""
+    n_layers, n_rows, k = found["top"].shape
+    example = np.repeat(np.arange(len(where)), [len(places) for places in where])
+    token = np.array([prompt.strings[i] for prompt, places in zip(prompts, where, strict=True) for i in places], object)
+    position = np.array([place for places in where for place in places])
+    used, index = np.unique(found["top"].numpy(), return_inverse=True)
+    strings = np.array(model.token_strings(used.tolist()), dtype=object)
+    unknown = (torch.cat(list(targets)) == NONE).numpy()
+    each = np.tile(np.arange(n_rows), n_layers).repeat(k)
+    table = pd.DataFrame(
+        {
+            "example": example[each],
+            "layer": np.repeat(layers, n_rows * k),
+            "position": position[each],
+            "token": token[each],
+            "top": np.tile(np.arange(1, k + 1), n_layers * n_rows),
+            "top_token": strings[index].reshape(-1),
+            "probability": found["log_probability"].double().exp().numpy().reshape(-1),
+            "rank": pd.array(found["rank"].numpy().reshape(-1).repeat(k), dtype="Int64"),
+            "kl": found["kl"].double().numpy().reshape(-1).repeat(k),
+        }
+    )
+    table.loc[unknown[each], "rank"] = pd.NA
+    return table.iloc[np.lexsort((table["top"], table["position"], table["layer"], table["example"]))].reset_index(
+        drop=True
+    )
+
+
+def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets: Sequence[Tensor]) -> pd.DataFrame:
+    """Name the token whose rank each position has."""
+    ids = [int(one) for part in targets for one in part]
+    known = sorted({one for one in ids if one != NONE})
+    names = dict(zip(known, model.token_strings(known), strict=True)) if known else {}
+    return pd.DataFrame(
+        {
+            "example": np.repeat(np.arange(len(where)), [len(places) for places in where]),
+            "position": [place for places in where for place in places],
+            "target": [names.get(one) for one in ids],
+            "target_id": pd.array([None if one == NONE else one for one in ids], dtype="Int64"),
+        }
+    )

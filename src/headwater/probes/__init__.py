@@ -1,0 +1,12 @@
+"""Probes: what a linear reader finds in a state of the model, and what it would find by itself."""
+
+from typing import TYPE_CHECKING
+
+from headwater.rooms import opened
+
+if TYPE_CHECKING:
+    from headwater.probes.linear import Probe as Probe
+    from headwater.probes.linear import Probes as Probes
+    from headwater.probes.linear import fit_probes as fit_probes
+
+__getattr__, __dir__, __all__ = opened(__name__)
