@@ -7,7 +7,7 @@ import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.sites import HOOKS, SITES, Site, Stage, hook_name, place_named, register_site
 
-NEURONS = Site("mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp")
+NEURONS = Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS, within="mlp")
 PROMPT = " the capital of France is"
 
 
@@ -19,10 +19,10 @@ def neurons(checkpoint):
 
 
 def activations(model, hf_inputs):
-    """What the MLP's output projection reads in layer 1 of the wrapped model."""
+    """What the MLP's input projection gives in layer 1 of the wrapped model: its neurons before their activation."""
     kept = []
-    projection = model.raw.original_model.transformer.h[1].mlp.c_proj
-    handle = projection.register_forward_pre_hook(lambda module, args: kept.append(args[0].clone()))
+    projection = model.raw.original_model.transformer.h[1].mlp.c_fc
+    handle = projection.register_forward_hook(lambda module, args, out: kept.append(out.clone()))
     with torch.no_grad():
         model.raw(hf_inputs)
     handle.remove()
@@ -50,16 +50,16 @@ def test_a_hook_name_leads_back_to_its_site_and_layer():
 
 def test_a_site_from_outside_is_kept_in_a_cache(neurons):
     batch = neurons.tokenize(PROMPT)
-    cache = neurons.cache(PROMPT, residual="mlp_post", attention=False, layers=[1])
+    cache = neurons.cache(PROMPT, residual="mlp_pre", attention=False, layers=[1])
     torch.testing.assert_close(cache.residual[0, 0], activations(neurons, batch.tokens))
-    assert cache.site == "mlp_post"
+    assert cache.site == "mlp_pre"
 
 
 def test_an_edit_of_a_site_from_outside_reaches_what_is_computed_from_it(neurons):
-    """One neuron's activation is multiplied with its row of the output projection and added to the residual stream."""
+    """One neuron's activation is multiplied with its row of the output projection and added; that of 0 is 0."""
     batch, neuron = neurons.tokenize(PROMPT), 5
     row = neurons.raw.original_model.transformer.h[1].mlp.c_proj.weight[neuron]
-    held = activations(neurons, batch.tokens)[:, neuron]
+    held = neurons.raw.original_model.transformer.h[1].mlp.act(activations(neurons, batch.tokens)[:, neuron])
 
     def off(activation, hook):
         activation[..., neuron] = 0
@@ -67,7 +67,7 @@ def test_an_edit_of_a_site_from_outside_reaches_what_is_computed_from_it(neurons
 
     name = hook_name("resid_post", 1)
     kept = []
-    for edits in ([], [(hook_name("mlp_post", 1), off)]):
+    for edits in ([], [(hook_name("mlp_pre", 1), off)]):
         neurons.run(batch, [*edits, (name, lambda activation, hook: kept.append(activation[0]))])
     torch.testing.assert_close(kept[0] - kept[1], held[:, None] * row, atol=1e-5, rtol=1e-4)
 
@@ -75,17 +75,17 @@ def test_an_edit_of_a_site_from_outside_reaches_what_is_computed_from_it(neurons
 def test_a_sweep_over_a_site_from_outside_is_what_a_hook_does(neurons):
     clean, corrupted = " the cat is in France", " the dog is in France"
     options = {"metric": lambda logits: logits[:, -1, 7], "progress": False}
-    sweep = hw.patch(neurons, clean, corrupted, sites="mlp_post", **options)
+    sweep = hw.patch(neurons, clean, corrupted, sites="mlp_pre", **options)
     effects = sweep.table.set_index(["layer", "position"])["effect"]
     kept = []
-    neurons.run(clean, [(hook_name("mlp_post", 1), lambda activation, hook: kept.append(activation[0]))])
+    neurons.run(clean, [(hook_name("mlp_pre", 1), lambda activation, hook: kept.append(activation[0]))])
 
     def write(activation, hook):
         activation[0, 2] = kept[0][2]
         return activation
 
     before = neurons.run(corrupted)[0, -1, 7]
-    after = neurons.run(corrupted, [(hook_name("mlp_post", 1), write)])[0, -1, 7]
+    after = neurons.run(corrupted, [(hook_name("mlp_pre", 1), write)])[0, -1, 7]
     assert float(effects[1, 2]) == pytest.approx(float(after - before), abs=1e-5)
     assert float(effects[1, 2]) != 0
 
@@ -118,5 +118,5 @@ def test_a_row_that_cannot_be_used_is_refused(site, message):
 
 
 def test_a_mistyped_site_is_told_the_near_one_also_one_from_outside(neurons):
-    with pytest.raises(InputError, match=r"There is no site 'mlp_pots'\. Did you mean 'mlp_post'"):
-        hw.patch(neurons, PROMPT, " the capital of Italy is", sites="mlp_pots", metric=lambda logits: logits[:, -1, 0])
+    with pytest.raises(InputError, match=r"There is no site 'mlp_per'\. Did you mean 'mlp_pre'"):
+        hw.patch(neurons, PROMPT, " the capital of Italy is", sites="mlp_per", metric=lambda logits: logits[:, -1, 0])

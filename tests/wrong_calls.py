@@ -281,6 +281,18 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             hw.patch,
             {"model": g.model, "clean": CLEAN, "corrupted": CORRUPTED, "sites": "z", "metric": METRIC, **QUIET},
         ),
+        "ablate": lambda: (
+            hw.ablate,
+            {"model": g.model, "prompts": CLEAN, "heads": [(0, 1)], "metric": METRIC, **QUIET},
+        ),
+        "ablate.sets": lambda: (
+            lambda sets, one, neurons: [
+                hw.ablate(g.model, CLEAN, sets=sets, metric=METRIC, **QUIET),
+                hw.ablate(g.model, CLEAN, sets={"one": one}, metric=METRIC, **QUIET),
+                hw.ablate(g.model, CLEAN, neurons=neurons, metric=METRIC, **QUIET),
+            ],
+            {"sets": [[(0, 1)]], "one": {"mlps": [1]}, "neurons": [(0, 1)]},
+        ),
         "Sweep.summary": lambda: (g.sweep.summary, {}),
         "Sweep.agreement": lambda: (g.sweep.agreement, {"exact": g.sweep}),
         "Sweep.plot": lambda: (

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headwater.likelihood.statistics import token_statistics as token_statistics
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
+    from headwater.patching.ablation import ablate as ablate
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout

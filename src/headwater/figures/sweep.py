@@ -1,7 +1,7 @@
-"""Sweeps: layer × position or layer × head as a heat map, or a curve over one axis.
+"""Sweeps: layer × position or layer × head as a heat map, a curve over one axis, or a dot for each ablated set.
 
 The colour scale diverges from 0 and reaches equally far both ways. Cells without a value (edges that no layer could
-see) are hatched, never shown as zero. Several examples are averaged; a curve carries their bootstrap interval.
+see) are hatched, never shown as zero. Several examples are averaged; curves and dots carry their bootstrap interval.
 """
 
 from __future__ import annotations
@@ -27,12 +27,21 @@ from headwater.runs.result import DRAWINGS
 
 DIVERGING = "RdBu_r"
 UNSEEN, HATCH = "#f4f4f4", "#cfcfcf"
-TITLES = {"edges": "attention severed"}
-LABELS = {"layer": "Layer", "position": "Position", "head": "Head", "kv_head": "Key-value head", "key": "Key"}
+TITLES = {"edges": "attention severed", "complement": "all but the set ablated"}
+LABELS = {
+    "layer": "Layer",
+    "position": "Position",
+    "head": "Head",
+    "kv_head": "Key-value head",
+    "key": "Key",
+    "set": "Set",
+}
 CURVE = SETS[0][0]
 NARROWEST, WIDEST = 2.8, 9.0
 TOKEN = 0.13
 """Inches that a token needs along an axis."""
+SET = 40
+"""Characters of a set's name that are drawn."""
 
 
 @DRAWINGS.add(Sweep)
@@ -88,6 +97,9 @@ def _figure(panels: list[Any], fixed: dict[str, int]) -> tuple[Figure, list[Axes
 def _size(part: pd.DataFrame, fixed: dict[str, int]) -> tuple[float, float]:
     """A panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
     axes = _axes(part, fixed)
+    if axes == ["set"]:
+        longest = part["set"].str.len().clip(upper=SET).max()
+        return max(4.4, 2.8 + 0.065 * longest), max(1.6, 0.9 + 0.22 * part["set"].nunique())
     if len(axes) != 2:
         return 3.4, 2.4
     across = part[axes[1]].nunique()
@@ -106,6 +118,8 @@ def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, 
     label = _value_label(str(name[1]), measure)
     if len(axes) == 2:
         _heat_map(ax, part, axes, measure, label, sweep)
+    elif axes == ["set"]:
+        _sets(ax, part, measure, label)
     elif len(axes) == 1:
         _curve(ax, part, axes[0], measure, label, sweep)
     else:
@@ -114,7 +128,7 @@ def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, 
         )
     settings = "".join(f", {LABELS[axis].lower()} {index}" for axis, index in fixed.items())
     settings += "".join(f", {over}" for over in (part["values"].unique() if "values" in part.columns else ()))
-    band = "; band: 95 %" if len(axes) == 1 else ""
+    band = "; 95 %" if axes == ["set"] else "; band: 95 %" if len(axes) == 1 else ""
     counted = f" (n = {_counts(part, axes)}{band})" if part["example"].nunique() > 1 else ""
     ax.set_title(drawn_label(f"{TITLES.get(name[0], name[0])}{settings}{counted}"))
 
@@ -179,6 +193,21 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
         whole_numbers(ax.xaxis)
         ax.set_xlabel(LABELS[axis])
     ax.set_ylabel(label)
+
+
+def _sets(ax: Axes, part: pd.DataFrame, measure: str, label: str) -> None:
+    """A dot for the mean effect of each set, with its interval, the first set on top."""
+    summary = summarize(part, ["set"], measure, 0.95, 0)
+    places = np.arange(len(summary))
+    ax.axvline(0, color=FAINT, linewidth=0.6)
+    if summary["low"].notna().any():
+        ax.hlines(places, summary["low"], summary["high"], color=CURVE, alpha=0.4, linewidth=2)
+    ax.plot(summary["mean"], places, color=CURVE, marker="o", markersize=3.5, linestyle="none")
+    names = [name if len(name) <= SET else name[: SET - 1] + "…" for name in summary["set"]]
+    ax.set_yticks(places, [drawn_label(name) for name in names])
+    ax.set_ylim(len(summary) - 0.5, -0.5)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel(label)
 
 
 def shown(token: str) -> str:

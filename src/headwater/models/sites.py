@@ -1,10 +1,11 @@
 """Where an intervention acts: the named activations of a block, one row each, as the block computes them.
 
-    serial     resid_pre -> q k v -> pattern -> z -> attn_out -> resid_mid -> mlp_out -> resid_post
-    parallel   resid_pre -> q k v -> pattern -> z -> attn_out              -> mlp_out -> resid_post
+    serial     resid_pre -> q k v -> pattern -> z -> attn_out -> resid_mid -> mlp_post -> mlp_out -> resid_post
+    parallel   resid_pre -> q k v -> pattern -> z -> attn_out              -> mlp_post -> mlp_out -> resid_post
 
 `q`, `k`, `v` are taken before rotation, as TransformerLens names them; with grouped heads `k` and `v` count key-value
-heads. `attn_out` and `mlp_out` are what is added to the residual stream, after a post-norm where there is one.
+heads. `mlp_post` is what the MLP's output projection reads: its neurons, after activation and gate.
+`attn_out` and `mlp_out` are what is added to the residual stream, after a post-norm where there is one.
 
 An edit at a place reaches everything that the model computes from it. Where TransformerLens's hook of that name would
 not do that, the site has a carrier: the edit is made by way of another activation. On a bridge the hook of `resid_mid`
@@ -13,7 +14,7 @@ attention adds.
 
 A site of one's own is one more row:
 
-    register_site(Site("mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp"))
+    register_site(Site("mlp_pre", "blocks.{layer}.mlp.hook_pre", ("position", "d_mlp"), Stage.NEURONS, within="mlp"))
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ for _site in (
         carrier=_MIDDLE,
         absent=_nothing_between,
     ),
+    Site("mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp"),
     Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.MLP_OUTPUT),
     Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
 ):

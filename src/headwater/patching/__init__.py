@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from headwater.rooms import opened
 
 if TYPE_CHECKING:
+    from headwater.patching.ablation import ablate as ablate
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout

@@ -119,17 +119,17 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
     best = cells.iloc[int(cells["mean"].abs().argmax())]
-    axes = [axis for axis in ("layer", "position", "head", "kv_head", "key") if axis in cells and pd.notna(best[axis])]
+    named = ("layer", "position", "head", "kv_head", "key", "set")
+    axes = [axis for axis in named if axis in cells and pd.notna(best[axis])]
     where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
     there = "back to the clean" if direction == "denoise" else "to the corrupted"
     of = f"of the way {there} {metric}" if value == "normalized_effect" else f"on {metric}"
     examples, n_cells = int(best["examples"]), len(cells)
     of_pairs = value == "normalized_effect"
     unit = ("pair" if of_pairs else "prompt") + "s" * (examples != 1) + " of prompts" * of_pairs
-    said = [
-        f"{site}: of {n_cells} cells the strongest is {where}, {said_number(best['mean'], best['low'], best['high'])} "
-        f"{of}, over {examples} {unit}.".replace("_", " ")
-    ]
+    among = f"of {n_cells} cells the strongest is " if n_cells > 1 else ""
+    size = said_number(best["mean"], best["low"], best["high"])
+    said = [f"{site}: {among}{where}, {size} {of}, over {examples} {unit}.".replace("_", " ")]
     if examples < 2:
         said.append(f"{site}: one example has no interval, and says nothing of others.".replace("_", " "))
     elif n_cells > 1:
@@ -143,7 +143,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
-    named = ("example", "site", "layer", "position", "head", "kv_head", "key", "window", "metric")
+    named = ("example", "site", "layer", "position", "head", "kv_head", "key", "window", "set", "metric")
     keys = [name for name in named if name in exact.columns]
     if any(name not in approximate.columns for name in keys):
         raise InputError("The two sweeps do not run over the same axes.")

@@ -188,7 +188,7 @@ def cells_of(
     since, values = source.since(example), {"values": source.label} if source.label else {}
     for step in grid(listed):
         at, of, to = (step[axis].covers if axis in step else None for axis in ("position", "head", "key"))
-        edits = tuple(Replace(site, run, at, of, to, since) for run in layer_runs(step["layer"].covers or ()))
+        edits = tuple(Replace(site, run, at, of, to, since=since) for run in layer_runs(step["layer"].covers or ()))
         labels = {"site": site.name} | labels_of(step, sizes) | values
         if "position" in labels:
             labels["token"] = prompt.strings[labels["position"]]

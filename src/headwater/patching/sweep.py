@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 DIRECTIONS = ("denoise", "noise")
 METHODS = ("exact", "attribution")
-COORDINATES = ("site", "layer", "position", "token", "head", "kv_head", "key", "window", "values", "metric")
+COORDINATES = ("site", "layer", "position", "token", "head", "kv_head", "key", "window", "set", "values", "metric")
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,9 +72,10 @@ class Sweep(Result):
     """What a patching or knockout sweep found."""
 
     table: pd.DataFrame
-    """A row per example, cell and metric: `example, site, layer, position, token, head, kv_head, key, window, values,
-    metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `head` counts query heads, `kv_head`
-    the key-value heads of the sites `k` and `v`; `values` says over what a mean was taken."""
+    """A row per example, cell and metric: `example, site, layer, position, token, head, kv_head, key, window, set,
+    values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `head` counts query heads,
+    `kv_head` the key-value heads of the sites `k` and `v`; `values` says over what a mean was taken, `set` what was
+    ablated together."""
     run: RunRecord
     tokens: Sequence[Sequence[str]] = ()
     """The tokens of each example's edited prompt."""

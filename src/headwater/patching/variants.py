@@ -32,6 +32,8 @@ class Replace:
     heads: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
     """Key positions of a pattern; None is all of them."""
+    units: tuple[int, ...] | None = None
+    """Of the last axis, such as neurons; None is all of it."""
     since: int = 0
     """Before this position the values are those of the run itself, so that writing them changes nothing."""
 
@@ -99,8 +101,11 @@ class Variant:
         """How far into its first layer the first edit acts."""
         if self.start:
             return Stage.BLOCK_INPUT
-        stages = [edit.stage for edit in self.edits if edit.layers.start == self.first_layer]
-        return min(stage for stage in stages if stage is not None)
+        stages = {edit.stage for edit in self.edits if edit.layers.start == self.first_layer and edit.stage is not None}
+        first = min(stages)
+        if Stage.NEURONS in stages and first < Stage.NEURONS:  # within both parts of the block: both are computed
+            return min(first, Stage.PATTERN)
+        return first
 
     @property
     def stop_layer(self) -> int:
@@ -145,7 +150,10 @@ def write_tokens(held: Tensor, edit: Replace, value: Tensor, start: int) -> None
     length = held.shape[0]
     edited = range(start, start + length) if edit.positions is None else edit.positions
     source = torch.tensor([p for p in edited if start <= p < start + length], dtype=torch.long, device=held.device)
-    if edit.heads is None:
+    if edit.units is not None:
+        units = torch.tensor(edit.units, device=held.device)
+        held[(source - start)[:, None], units] = value[source[:, None], units]
+    elif edit.heads is None:
         held[source - start] = value[source]
     else:
         for head in edit.heads:

@@ -1,0 +1,115 @@
+"""Ablation of sets: heads, MLPs, neurons, together, replaced by values that say nothing of the prompt.
+
+Knockout of whole circuits (Wang et al. 2023; Chan et al. 2022, resampling; Li and Janson 2024, on which values to
+take): for each set and prompt, one run in which every component of the set is replaced at once, in all layers where it
+has some. `complement` replaces everything else instead: what is left is what the set does alone.
+
+    effect = metric of the ablated run - metric of the run as it is
+
+All sets go down the layers together, in the walk of `headwater.patching.walk`; what a run computes after the first
+replaced component is computed anew from there, so that later components of the set are replaced in the run as it then
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_flag, checked_seed
+from headwater.patching.components import read_sets
+from headwater.patching.footprint import refuse_too_many_cells
+from headwater.patching.measure import measure
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.plan import Cell, Plan
+from headwater.patching.prompts import Prompts, Where, aligned_positions, read_pairs, read_prompts
+from headwater.patching.sweep import Sweep, check_call, metric_options, prompt_options, sweep_of
+from headwater.patching.values import Given, recorded, source_of
+from headwater.runs.analysis import Run, carry_out
+
+
+def ablate(
+    model: HookedModel,
+    prompts: Prompts,
+    corrupted: Prompts | None = None,
+    *,
+    metric: Metric | Any,
+    heads: Any = None,
+    mlps: Any = None,
+    neurons: Any = None,
+    sets: Mapping[str, Any] | Any = None,
+    complement: bool = False,
+    values: str = "zero",
+    dataset: Prompts | None = None,
+    positions: Where = "all",
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Sweep:
+    """Ablate sets of components, each set as one.
+
+    Args:
+        model: the model; it is left as it was.
+        prompts: one prompt, several, or token ids: those whose runs are ablated.
+        corrupted: the other prompt of each pair, for values from the other run.
+        metric: see `hw.patch`.
+        heads: of one set, the attention heads, as pairs (layer, head). Query heads are counted, also where they share
+            keys and values.
+        mlps: its MLPs, as layers.
+        neurons: its neurons, as pairs (layer, neuron): what the output projection of the MLP reads.
+        sets: several sets in place of one: a mapping from names to sets, or a list of sets. A set is a mapping with
+            `heads`, `mlps`, `neurons`, or a list of heads.
+        complement: replace everything but the set, of the kinds that are named: with `heads` and `mlps` (which may be
+            an empty list) all other heads and all other MLPs.
+        values: what replaces them: see `hw.patch`.
+        dataset: the prompts of `mean` and `resample`; default: the prompts themselves.
+        positions: where.
+        seed: of `resample`.
+        batch_size: see `hw.patch`.
+        progress: show a progress bar.
+        out: a folder that keeps finished cells, see `hw.patch`.
+
+    Returns:
+        A sweep whose table has a row per example, set and metric; `set` is the set's name, or what it holds.
+
+    Raises:
+        InputError: there is no such component, one is named twice, a set is empty, or another option cannot be used.
+    """
+    batch_size, seed = check_call(model, batch_size), checked_seed(seed)
+    complement = checked_flag("complement", complement)
+    base, other = read_pairs(model, prompts, corrupted)
+    chosen = read_sets(model, {"heads": heads, "mlps": mlps, "neurons": neurons}, sets, complement)
+    metrics = as_metrics(metric)
+    pool = read_prompts(model, dataset) if dataset is not None else None
+    named = tuple(dict.fromkeys(part.site.name for one in chosen for part in one.parts))
+    source = source_of(Given(values, base, other, pool, named, seed))
+    refuse_too_many_cells(len(base) * len(chosen) * len(metrics))
+    places = [
+        aligned_positions(positions, prompt, other[i] if other else None, i, len(base)) for i, prompt in enumerate(base)
+    ]
+    cells = []
+    for i, prompt in enumerate(base):
+        at, since = places[i] if len(places[i]) < len(prompt) else None, source.since(i)
+        for one in chosen:
+            labels = {"site": "complement" if complement else "ablation", "set": one.name}
+            labels |= {"values": source.label} if source.label else {}
+            cells.append(Cell(i, labels, tuple(part.edit(at, since) for part in one.parts)))
+    plan = Plan(model, base, other, True, tuple(cells), metrics, source, batch_size=batch_size)
+    options = {
+        "sets": [one.described() for one in chosen],
+        "complement": complement,
+        "positions": places,
+        "direction": "noise",
+        "values": recorded(source),
+        "mean_over": source.mean_over,
+        **prompt_options(base, other, pool),
+        "metrics": metric_options(plan),
+    }
+
+    def work(run: Run) -> Sweep:
+        return sweep_of(plan, measure(plan, run), run)
+
+    return carry_out(Sweep, "ablate", model, options, work, out=out, seed=seed, progress=progress)

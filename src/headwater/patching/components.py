@@ -1,0 +1,212 @@
+"""Sets of components: heads, MLPs, neurons, features of dictionaries, together; read, checked, complemented and named.
+
+A set says of each kind which ones it holds. What it holds in the activations is a part of a site in some layers:
+
+    heads     (layer, head)      z of this query head (with grouped heads too: never a key-value head)
+    mlps      layer              mlp_out of this layer
+    neurons   (layer, neuron)    mlp_post of this neuron
+
+The complement of a set holds every other component of the kinds that were named: that of heads alone leaves the MLPs
+as they are, that of heads and MLPs takes both. A kind is named with an empty list too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.hooked import HookedModel
+from headwater.models.shape import ModelShape
+from headwater.models.sites import Site, sites_named
+from headwater.options import is_one, shown, whole_number
+from headwater.patching.variants import Replace
+
+NAMED_IN_FULL = 8
+"""A set of more components is called by how many it has of each kind."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of component."""
+
+    name: str
+    """Of one."""
+    site: str
+    """Whose activation it is a part of."""
+    among: Callable[[ModelShape], int] | None
+    """How many there are in a layer; None where the layer's one is the whole activation."""
+
+
+KINDS = {
+    "heads": Kind("head", "z", lambda shape: shape.n_heads),
+    "mlps": Kind("mlp", "mlp_out", None),
+    "neurons": Kind("neuron", "mlp_post", lambda shape: shape.d_mlp),
+}
+"""By the word that names several of them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a set holds at one site of one layer."""
+
+    site: Site
+    layer: int
+    among: tuple[int, ...] | None
+    """Which heads or neurons; None is the whole activation."""
+
+    def edit(self, positions: tuple[int, ...] | None, since: int) -> Replace:
+        """Return the edit that replaces it at some positions."""
+        layers = range(self.layer, self.layer + 1)
+        if self.site.has_heads:
+            return Replace(self.site, layers, positions, heads=self.among, since=since)
+        return Replace(self.site, layers, positions, units=self.among, since=since)
+
+
+@dataclass(frozen=True)
+class ComponentSet:
+    """Some components, and what they are called together."""
+
+    name: str
+    members: Mapping[str, tuple[Any, ...]]
+    """By kind, those that were named: `(layer, index)`, or the layer."""
+    parts: tuple[Part, ...]
+    """What is edited: of these, or of all others."""
+
+    def described(self) -> dict[str, Any]:
+        """Return what the record of a run says of it."""
+        return {"name": self.name, **self.members}
+
+
+def read_sets(
+    model: HookedModel, one: Mapping[str, Any], several: Any = None, complement: bool = False
+) -> tuple[ComponentSet, ...]:
+    """Read the sets that were asked for.
+
+    Args:
+        model: whose components they are.
+        one: a single set: by kind, its members, or None.
+        several: in its place, a mapping from names to sets, or a list of sets; a set is a mapping from kinds to
+            members, or a list of heads.
+        complement: whether everything of these kinds but the set is meant.
+
+    Raises:
+        InputError: there is no such component, one is named twice, a set is empty, or both forms are given.
+    """
+    given = {kind: members for kind, members in one.items() if members is not None}
+    if several is None:
+        return (_read(model, given, None, complement),)
+    if given:
+        raise InputError(f"sets= and {next(iter(given))}= were both given: put all sets into sets=, or give one set.")
+    if isinstance(several, Mapping):
+        named = list(several.items())
+    elif is_one(several):
+        raise InputError(f"sets={shown(several)} holds no sets: give a mapping from names to sets, or a list of sets.")
+    else:
+        named = [(None, members) for members in several]
+    if not named:
+        raise InputError("sets= is empty: there is nothing to ablate.")
+    return _told_apart([_read(model, _by_kind(members, name), name, complement) for name, members in named])
+
+
+def _by_kind(members: Any, name: Any) -> dict[str, Any]:
+    """The members of a set by kind; a list holds heads."""
+    where = "A set" if name is None else f"The set {shown(name)}"
+    if is_one(members):
+        raise InputError(f"{where} is {shown(members)}: give a mapping such as {{'heads': [(0, 1)], 'mlps': [4]}}.")
+    if not isinstance(members, Mapping):
+        return {"heads": members}
+    if unknown := [kind for kind in members if kind not in KINDS]:
+        raise InputError(f"{where} names {shown(unknown[0])}.{did_you_mean(unknown[0], KINDS)}")
+    return {kind: listed for kind, listed in members.items() if listed is not None}
+
+
+def _read(model: HookedModel, given: Mapping[str, Any], name: Any, complement: bool) -> ComponentSet:
+    members = {kind: _members(model, kind, listed) for kind, listed in given.items()}
+    if not any(members.values()):
+        called = "The set" if name is None else f"The set {shown(name)}"
+        raise InputError(f"{called} is empty: name {', '.join(f'{kind}=' for kind in KINDS)}, one or several of them.")
+    parts = [part for kind, listed in members.items() for part in _parts(model, kind, listed, complement)]
+    if not parts:
+        raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
+    return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(parts))
+
+
+def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
+    """Check the members of one kind; layers counted from the end are counted from the beginning."""
+    row, n_layers = KINDS[kind], model.shape.n_layers
+    wanted = "whole numbers, the layers" if row.among is None else f"pairs (layer, {row.name}), as [(0, 1), (2, 3)]"
+    if is_one(listed):
+        raise InputError(f"{kind}={shown(listed)}: give a list of {wanted}.")
+    found = []
+    for member in listed:
+        try:
+            layer, *index = [whole_number(member)] if row.among is None else map(whole_number, member)
+            if len(index) != (row.among is not None):
+                raise TypeError
+        except (TypeError, ValueError):
+            raise InputError(f"{kind}= holds {shown(member)}: give a list of {wanted}.") from None
+        found.append((_within(layer, n_layers, "layer"), *_indices(index, row, model.shape, layer)))
+    if twice := [member for member, count in Counter(found).items() if count > 1]:
+        raise InputError(f"{_called(row, twice[0])} is named twice.")
+    sites_named(row.site, model)
+    return tuple(sorted(found)) if row.among is not None else tuple(sorted(layer for layer, *_ in found))
+
+
+def _indices(index: Sequence[int], row: Kind, shape: ModelShape, layer: int) -> tuple[int, ...]:
+    if row.among is None:
+        return ()
+    return (_within(index[0], row.among(shape), row.name, f" in layer {layer}"),)
+
+
+def _within(number: int, count: int, what: str, where: str = "") -> int:
+    if not -count <= number < count:
+        grouped = "; query heads are counted, not key-value heads" if what == "head" else ""
+        raise InputError(f"There is no {what} {number}{where}; they are 0 to {count - 1}{grouped}.")
+    return number % count
+
+
+def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Part]:
+    """What a set, or its complement, holds at the site of a kind, layer by layer."""
+    row, shape = KINDS[kind], model.shape
+    (site,) = sites_named(row.site, model)
+    if row.among is None:
+        layers = [layer for layer in range(shape.n_layers) if (layer in members) != complement]
+        return [Part(site, layer, None) for layer in layers]
+    every, held = range(row.among(shape)), set(members)
+    parts = []
+    for layer in range(shape.n_layers):
+        among = tuple(index for index in every if ((layer, index) in held) != complement)
+        if among:
+            parts.append(Part(site, layer, None if len(among) == len(every) else among))
+    return parts
+
+
+def _called(row: Kind, member: Any) -> str:
+    numbers = member if isinstance(member, tuple) else (member,)
+    return f"{row.name} {'.'.join(map(str, numbers))}"
+
+
+def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
+    """Name a set by its members, or by their number."""
+    said = [_called(KINDS[kind], member) for kind, listed in members.items() for member in listed]
+    if len(said) > NAMED_IN_FULL:
+        said = [f"{len(listed):,} {kind}" for kind, listed in members.items() if listed]
+    return f"all {' and '.join(members)} but {', '.join(said)}" if complement else ", ".join(said)
+
+
+def _told_apart(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:
+    """Number sets that would be called the same; refuse those that are the same.
+
+    Raises:
+        InputError: two sets have the same parts, or a name stands twice.
+    """
+    found: list[ComponentSet] = []
+    for one in sets:
+        if same := [other for other in found if other.parts == one.parts]:
+            raise InputError(f"The sets {shown(same[0].name)} and {shown(one.name)} are the same.")
+        count = sum(other.name.split(" #")[0] == one.name for other in found)
+        found.append(ComponentSet(f"{one.name} #{count + 1}", one.members, one.parts) if count else one)
+    return tuple(found)
