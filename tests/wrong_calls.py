@@ -231,6 +231,7 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "load": lambda: (hw.load, {"what": g.checkpoint}),
         "HookedModel.cache": lambda: (g.model.cache, {"inputs": CLEAN, **QUIET}),
         "HookedModel.run": lambda: (partial(run, g.model), {"inputs": CLEAN}),
+        "HookedModel.generate": lambda: (g.model.generate, {"prompts": CLEAN, "max_new_tokens": 2, **QUIET}),
         "HookedModel.tokenize": lambda: (g.model.tokenize, {"inputs": CLEAN}),
         "HookedModel.token_strings": lambda: (g.model.token_strings, {"tokens": [3, 4]}),
         "classify_heads": lambda: (hw.classify_heads, {"model": g.model, "relations": g.relation, **QUIET}),

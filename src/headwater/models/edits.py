@@ -17,7 +17,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ HookFunction: TypeAlias = Callable[..., Tensor | None]
 """Takes (activation, hook); returns what replaces the activation, or None. The activation is a copy: write into it."""
 Hook: TypeAlias = tuple[str, HookFunction]
 """The name of an activation, such as "blocks.3.hook_resid_post", and what to do there."""
+REPORT = "_fire_post_hoc_hook"
+"""The method by which a TransformerBridge's attention shows an activation whose edit it will not use."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,38 @@ class Attachments:
             self._places[key] = new[own_name if own_name in points else name] = _Place()
             stack.callback(self._places.pop, key)
         return self._places[key]
+
+
+def reporters(raw: Any) -> list[torch.nn.Module]:
+    """Return the attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
+    return [module for module in raw.modules() if hasattr(type(module), REPORT)]
+
+
+@contextlib.contextmanager
+def discarded_edits_raise(attentions: Sequence[torch.nn.Module], architecture: str) -> Iterator[None]:
+    """TransformerLens only warns when it throws an edit away; an experiment must not go on then.
+
+    The warning is not made an error by a filter: filters belong to the process, and so to other threads' models.
+    """
+
+    def report(point: Any, activation: Tensor, label: str) -> Tensor:
+        result = point(activation)
+        same = result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))
+        if not same:
+            raise InterventionError(
+                f"An edit of {label} did not take effect: {architecture} computes its attention by itself, and this "
+                "activation can only be read."
+            )
+        return cast("Tensor", result)
+
+    ours = [module for module in attentions if REPORT not in module.__dict__]
+    try:
+        for module in ours:
+            module.__dict__[REPORT] = report
+        yield
+    finally:
+        for module in ours:
+            module.__dict__.pop(REPORT, None)
 
 
 def _append(held: list[Any], one: Any, stack: contextlib.ExitStack) -> None:

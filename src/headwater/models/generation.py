@@ -1,19 +1,24 @@
-"""Greedy generation in batches, with the log-probability of every token that was chosen.
+"""Generation in batches, with the log-probability of every token that was chosen: the one loop that lets a model write.
 
 1. Prompts are padded on the left, so that in every row the new tokens follow the prompt without a gap, also for layers
    that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
 2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
    and values with it.
-3. A row ends with a token of `stop`, which is kept as its last token, or after `max_new_tokens`.
+3. A row ends with a token of `stop`, or where `wrote` says so, which is kept as its last token; or after
+   `max_new_tokens`.
+4. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
+   right, each from column 0 on; in every step after it one column, each row's newest token (`models.reading` says at
+   which position). Keys and values are pushed to the right after the first step, and rows that have ended stay, so that
+   a row is the same prompt to the end.
 
 A row's result is that of the row alone, to the rounding of sums whose order depends on the size of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,13 +27,22 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from headwater.errors import InputError
-from headwater.models.hooked import is_bridge
+from headwater.models.edits import Hook, listed_hooks
 from headwater.models.memory import in_halves
+from headwater.models.model import is_bridge
+from headwater.models.reading import Reading, reads
 from headwater.models.tokens import Batch, Offsets, pad_id
 from headwater.options import checked_count
+from headwater.runs.record import HOOKS
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
+    from headwater.models.model import Model
+
+Choose: TypeAlias = Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"], int], Int[Tensor, " row"]]
+"""Chooses the next token of rows, from their logits, their numbers among the prompts, and the number of the step."""
+
+Wrote: TypeAlias = Callable[[int, int, int], bool]
+"""Called with the number of a prompt, the step, and its new token; says whether the row ends there."""
 
 
 @dataclass(frozen=True)
@@ -48,53 +62,100 @@ class Generated:
     stopped: Bool[Tensor, " batch"]
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How prompts are continued; see `generate`."""
+
+    max_new_tokens: int
+    stop: Callable[[int], bool]
+    hooks: list[Hook]
+    choose: Choose
+    wrote: Wrote
+
+
+def greedy(logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"], step: int) -> Int[Tensor, " row"]:
+    """Choose the most probable token of each row."""
+    return logits.argmax(-1)
+
+
 def generate(
-    model: HookedModel, prompts: Batch, *, max_new_tokens: int, stop: Callable[[int], bool] = lambda token: False
+    model: Model,
+    prompts: Batch,
+    *,
+    max_new_tokens: int,
+    stop: Callable[[int], bool] = lambda token: False,
+    hooks: Iterable[Hook] = (),
+    choose: Choose = greedy,
+    wrote: Wrote = lambda row, step, token: False,
 ) -> Generated:
-    """Continue prompts greedily.
+    """Continue prompts.
 
     Args:
         model: the model.
         prompts: what `model.tokenize` made.
         max_new_tokens: at most this many new tokens per row.
         stop: says of a token whether it ends its row.
+        hooks: watched or edited activations, at every step; each must fire at each.
+        choose: chooses the next tokens.
+        wrote: told of every token as it is written; says whether its row ends there. Where memory runs out and rows go
+            on in halves, they begin again with step 0.
 
     Raises:
-        InputError: a prompt and its new tokens do not fit into what the model reads.
+        InputError: a prompt and its new tokens do not fit into what the model reads, or hooks cannot be used.
     """
-    max_new_tokens = checked_count("max_new_tokens", max_new_tokens)
+    max_new_tokens, listed = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
+    check_room(model, prompts, max_new_tokens)
+    if listed and not is_bridge(model.raw):
+        raise InputError(
+            f"{model.name} is a HookedTransformer, which runs the whole text anew for every token: hooks would act on "
+            "other columns than they do elsewhere. Load the checkpoint from transformers' format to generate with them."
+        )
+    way = _Way(max_new_tokens, stop, listed, choose, wrote)
+    parts: list[Generated] = []
+
+    def run(rows: range) -> None:
+        parts.append(_continue(model, prompts.rows(rows.start, rows.stop), way, rows.start))
+
+    in_halves(range(len(prompts)), run)
+    return parts[0] if len(parts) == 1 else _joined(parts, pad_id(model.tokenizer))
+
+
+def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
+    """Refuse prompts that with their new tokens do not fit into what the model reads.
+
+    Raises:
+        InputError: with both numbers.
+    """
     longest = int(prompts.lengths.max()) + max_new_tokens
     if longest > model.shape.n_ctx:
         raise InputError(
             f"Prompts and max_new_tokens={max_new_tokens} new tokens come to {longest} tokens; the model reads at most "
             f"{model.shape.n_ctx}."
         )
-    parts: list[Generated] = []
-
-    def run(rows: range) -> None:
-        parts.append(_continue(model, prompts.rows(rows.start, rows.stop), max_new_tokens, stop))
-
-    in_halves(range(len(prompts)), run)
-    return parts[0] if len(parts) == 1 else _joined(parts, pad_id(model.tokenizer))
 
 
-def _continue(model: HookedModel, prompts: Batch, max_new_tokens: int, stop: Callable[[int], bool]) -> Generated:
-    """Continue prompts that go through the model as one batch."""
-    size = (len(prompts), max_new_tokens)
+def _continue(model: Model, prompts: Batch, way: _Way, first: int) -> Generated:
+    """Continue prompts that go through the model as one batch; the first is row `first` of all."""
+    size = (len(prompts), way.max_new_tokens)
     tokens = torch.full(size, pad_id(model.tokenizer), dtype=torch.long)
     log_probs = torch.zeros(size)
     lengths = torch.zeros(len(prompts), dtype=torch.long)
     stopped = torch.zeros(len(prompts), dtype=torch.bool)
-    with torch.inference_mode(), model.lock:
-        state = _Cached(model, prompts) if is_bridge(model.raw) else _Rerun(model, prompts)
+    with model.lock:
+        state = _state(model, prompts, way.hooks)
         live = torch.arange(len(prompts))
-        for step in range(max_new_tokens):
-            logits = state.logits().float()
-            chosen = logits.argmax(-1)
-            log_probs[live, step] = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).cpu()
-            tokens[live, step] = chosen.cpu()
+        for step in range(way.max_new_tokens):
+            with torch.inference_mode():
+                logits = state.logits().float()
+                chosen = way.choose(logits, first + live, step)
+                log_probs[live, step] = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).cpu()
+            new = chosen.tolist()
+            tokens[live, step] = torch.tensor(new)
             lengths[live] += 1
-            ends = torch.tensor([stop(token) for token in chosen.tolist()], dtype=torch.bool)
+            written = zip((first + live).tolist(), new, strict=True)
+            ends = torch.tensor(
+                [way.wrote(row, step, token) or way.stop(token) for row, token in written], dtype=torch.bool
+            )
             stopped[live] = ends
             if bool(ends.all()):
                 break
@@ -103,6 +164,12 @@ def _continue(model: HookedModel, prompts: Batch, max_new_tokens: int, stop: Cal
             state.follow(chosen.cpu(), going)
     width = int(lengths.max())
     return Generated(tokens[:, :width], log_probs[:, :width], lengths, stopped)
+
+
+def _state(model: Model, prompts: Batch, hooks: Sequence[Hook]) -> _Cached | _Rerun:
+    if not is_bridge(model.raw):
+        return _Rerun(model, prompts)
+    return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
 
 
 def _joined(parts: Sequence[Generated], padding: int) -> Generated:
@@ -116,22 +183,23 @@ def _joined(parts: Sequence[Generated], padding: int) -> Generated:
 class _Cached:
     """The rows still going, their keys and values, and the token each reads next."""
 
-    def __init__(self, model: HookedModel, prompts: Batch):
-        self._model, self._cache = model, DynamicCache()
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook] = ()):
+        self._model, self._hooks, self._cache = model, hooks, DynamicCache()
         width = prompts.tokens.shape[1]
-        shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
-        self._reads = Batch(prompts.tokens.gather(1, shift), prompts.mask.gather(1, shift))
+        self._shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
+        self._reads = Batch(prompts.tokens.gather(1, self._shift), prompts.mask.gather(1, self._shift))
         self._mask = self._reads.mask.long()
-        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        self._positions = self._mask.cumsum(1) - 1
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         """Run what was not yet run, and return the logits of the next token."""
         device = self._model.device
         out = self._model.run(
             self._reads,
+            self._hooks,
             keep=[self._reads.tokens.shape[1] - 1],
             attention_mask=self._mask.to(device),
-            position_ids=self._positions.to(device),
+            position_ids=self._positions.clamp(min=0).to(device),
             past_key_values=self._cache,
         )
         return out[:, -1]
@@ -140,16 +208,58 @@ class _Cached:
         """Append the chosen tokens to the rows that go on; forget the others."""
         if len(going) < len(chosen):
             self._cache.batch_select_indices(going.to(self._model.device))
-        new = torch.ones(len(going), 1, dtype=torch.long)
-        self._reads = Batch(chosen[going][:, None], new.bool())
-        self._mask = torch.cat([self._mask[going], new], 1)
-        self._positions = self._positions[going, -1:] + 1
+        self._mask, self._positions = self._mask[going], self._positions[going]
+        self._append(chosen[going])
+
+    def _append(self, tokens: Int[Tensor, " row"]) -> None:
+        """Let each row read one more token next."""
+        new = torch.ones(len(tokens), 1, dtype=torch.long)
+        self._reads = Batch(tokens[:, None], new.bool())
+        self._mask = torch.cat([self._mask, new], 1)
+        self._positions = self._positions[:, -1:] + 1
+
+
+class _Watched(_Cached):
+    """The same for hooks to act on: the first step is a run of the prompts, and every row stays where it is."""
+
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook]):
+        super().__init__(model, prompts, hooks)
+        self._prompts, self._first = prompts, Reading.of(prompts)
+        self._live, self._begun = torch.arange(len(prompts)), False
+
+    def logits(self) -> Float[Tensor, "row d_vocab"]:
+        if self._begun:
+            with reads(Reading(self._positions, self._first.prompts, self._first.rows)):
+                out = super().logits()
+        else:
+            with reads(self._first):
+                out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
+            self._push_right()
+            self._begun = True
+        return out[self._live.to(out.device)]
+
+    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " going"]) -> None:
+        self._live = self._live[going]
+        tokens = torch.full((len(self._prompts),), pad_id(self._model.tokenizer))
+        tokens[self._live] = chosen[going]
+        self._append(tokens)
+
+    def _push_right(self) -> None:
+        """Move keys and values so that each row ends in the last column, as in a batch padded on the left."""
+        if not self._prompts.padded:
+            return
+        for layer in self._cache.layers:
+            where = self._shift[:, None, :, None].to(layer.keys.device)
+            layer.keys, layer.values = (
+                held.gather(2, where.expand(-1, held.shape[1], -1, held.shape[3]))
+                for held in (layer.keys, layer.values)
+            )
 
 
 class _Rerun:
     """The same without a cache, for models that are not behind a bridge: every step runs the rows anew."""
 
-    def __init__(self, model: HookedModel, prompts: Batch):
+    def __init__(self, model: Model, prompts: Batch):
         self._model = model
         self._rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
 
@@ -160,7 +270,7 @@ class _Rerun:
         self._rows = [[*self._rows[i], int(chosen[i])] for i in going.tolist()]
 
 
-def end_tokens(model: HookedModel) -> frozenset[int]:
+def end_tokens(model: Model) -> frozenset[int]:
     """Return the ids that end a text: those of the tokenizer, the config and the generation config together."""
     inner = getattr(model.raw, "original_model", None)
     named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]

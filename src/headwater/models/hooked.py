@@ -15,11 +15,10 @@ from __future__ import annotations
 import contextlib
 import html
 import inspect
-import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -30,20 +29,27 @@ from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.models.alterations import KnownModules
 from headwater.models.caches import Cache, fill_cache
 from headwater.models.checks import finite_output
-from headwater.models.edits import Attached, Attachments, Hook, HookFunction, listed_hooks, looks
+from headwater.models.edits import (
+    Attached,
+    Attachments,
+    Hook,
+    HookFunction,
+    discarded_edits_raise,
+    listed_hooks,
+    looks,
+    reporters,
+)
 from headwater.models.fingerprint import KnownWeights
+from headwater.models.model import is_bridge
+from headwater.models.reading import Keep, Reading, columns_kept, reads
+from headwater.models.sampling import checked_sampling
 from headwater.models.shape import ModelShape
 from headwater.models.sites import hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
+from headwater.models.writing import Stream, Texts, write
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.identity import tokenizer_digest
 from headwater.runs.record import HOOKS, PAST_HOOKS
-
-Keep: TypeAlias = Literal["last"] | Sequence[int] | Int[Tensor, " kept"] | None
-"""The positions whose logits are wanted: all (None), each row's last real token, or these columns."""
-
-REPORT = "_fire_post_hoc_hook"
-"""The method by which a TransformerBridge's attention shows an activation whose edit it will not use."""
 
 
 class HookedModel:
@@ -223,11 +229,13 @@ class HookedModel:
         batch, listed = self.tokenize(inputs), listed_hooks(hooks)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
-        columns = None if stop_at is not None else _columns(keep, batch)
+        columns = None if stop_at is not None else columns_kept(keep, batch)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
             stack.enter_context(self._graph_begins_where_a_hook_says())
+            if "past_key_values" not in forward:
+                stack.enter_context(reads(Reading.of(batch)))
             out = self._forward(batch, columns, stop_at, forward)
             finite_output(self, out, batch, columns, edited=bool(listed), cached="past_key_values" in forward)
         if isinstance(keep, str) and columns is not None:
@@ -251,7 +259,7 @@ class HookedModel:
             with self.lock:
                 yield
             return
-        with self.lock, self._discarded_edits_raise():
+        with self.lock, discarded_edits_raise(self._reporters, self.shape.architecture):
             known = self.raw.hook_dict
             attached = [self._attached(name, function, known) for name, function in listed]
             ran = Attached(hook_name("resid_pre"), looks(lambda activation, hook: None))
@@ -291,6 +299,70 @@ class HookedModel:
             device=device,
             progress=progress,
         )
+
+    def generate(
+        self,
+        prompts: Inputs,
+        hooks: Iterable[Hook] = (),
+        *,
+        max_new_tokens: int = 32,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int = 0,
+        stop: str | Iterable[str] = (),
+        return_tokens: bool = False,
+        stream: Stream | None = None,
+        batch_size: int = 64,
+        progress: bool = True,
+    ) -> Texts | tuple[Texts, list[list[int]]]:
+        """Let the model continue prompts, with hooks if asked; see `headwater.models.writing`.
+
+        Greedy unless `do_sample`, and then the tokens are those of `generate` in transformers. Hooks act at every step.
+        The first run reads the prompts, as in `run`: row by row, from column 0 on, shorter ones padded on the right.
+        Each run after it reads one new token per row, so that activations have one column; which position that is, says
+        `headwater.models.reading.now_reading()`. Rows are the prompts in their order, `batch_size` at a time.
+
+        Args:
+            prompts: anything `tokenize` takes.
+            hooks: watched or edited activations; each must fire at every step.
+            max_new_tokens: at most so many per prompt.
+            do_sample: draw tokens at random.
+            temperature: of the draws, default 1; lower is less random.
+            top_p: draw only from the most probable tokens that together have this probability.
+            top_k: draw only from so many most probable tokens.
+            seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones stand
+                before it: repeat a prompt for several samples).
+            stop: a text or texts; what a model writes ends right before the first of them, wherever tokens begin.
+            return_tokens: return the ids too.
+            stream: called with (number of a prompt, piece of its text) as the text grows.
+            batch_size: prompts in one run.
+            progress: show a bar while several batches run.
+
+        Returns:
+            The new text of each prompt, a list also for one prompt; its `run` is the record of what made it, hooks
+            included. With `return_tokens` also the ids of the new tokens, with the end token or those of the stop
+            string where a text ended by one.
+
+        Raises:
+            InputError: an option cannot be used or contradicts another, or prompts and new tokens are too long.
+            InterventionError: see `run`.
+            NumericsError: see `run`.
+        """
+        texts = write(
+            self,
+            prompts,
+            hooks,
+            sampling=checked_sampling(do_sample, temperature, top_p, top_k, self.shape.d_vocab),
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            stop=stop,
+            stream=stream,
+            batch_size=batch_size,
+            progress=checked_flag("progress", progress),
+        )
+        return (texts, texts.tokens) if checked_flag("return_tokens", return_tokens) else texts
 
     def _forward(
         self,
@@ -348,34 +420,7 @@ class HookedModel:
 
     @cached_property
     def _reporters(self) -> list[torch.nn.Module]:
-        """The attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
-        return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
-
-    @contextlib.contextmanager
-    def _discarded_edits_raise(self) -> Iterator[None]:
-        """TransformerLens only warns when it throws an edit away; an experiment must not go on then.
-
-        The warning is not made an error by a filter: filters belong to the process, and so to other threads' models.
-        """
-
-        def report(point: Any, activation: Tensor, label: str) -> Tensor:
-            result = point(activation)
-            same = result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))
-            if not same:
-                raise InterventionError(
-                    f"An edit of {label} did not take effect: {self.shape.architecture} computes its attention by "
-                    "itself, and this activation can only be read."
-                )
-            return result
-
-        ours = [module for module in self._reporters if REPORT not in module.__dict__]
-        try:
-            for module in ours:
-                module.__dict__[REPORT] = report
-            yield
-        finally:
-            for module in ours:
-                module.__dict__.pop(REPORT, None)
+        return reporters(self.raw)
 
     def _attached(self, name: str, function: HookFunction, known: Mapping[str, Any]) -> Attached:
         if name not in known:
@@ -389,31 +434,10 @@ class HookedModel:
         return Attached(name, function, self.read_only.get(site))
 
 
-def is_bridge(raw: Any) -> bool:
-    """Whether a model is a TransformerBridge, and not a HookedTransformer."""
-    return any(kind.__name__ == "TransformerBridge" for kind in type(raw).__mro__)
-
-
 def _bos_of(raw: Any, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
     if tokenizer is None or not getattr(raw.cfg, "default_prepend_bos", True):
         return None
     return tokenizer.bos_token_id
-
-
-def _columns(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
-    """The columns of the batch whose logits must be computed, or None for all."""
-    if keep is None:
-        return None
-    width = batch.tokens.shape[1]
-    if isinstance(keep, str) and keep == "last":
-        return torch.unique(batch.lengths - 1)
-    try:
-        columns = torch.tensor([operator.index(i) for i in keep], dtype=torch.long)
-    except TypeError:
-        raise InputError(f"keep={shown(keep)} is neither 'last' nor a list of positions.") from None
-    if columns.ndim != 1 or not len(columns) or not -width <= int(columns.min()) <= int(columns.max()) < width:
-        raise InputError(f"keep={shown(keep)} is not a list of positions of sequences of {width} tokens.")
-    return columns % width
 
 
 def check_model(model: Any, option: str = "model") -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headwater.runs.record import Recorded
 
 if TYPE_CHECKING:
     from headwater.models.shape import ModelShape
     from headwater.models.tokens import Batch, Inputs
 
 
-class Model(Protocol):
+class Model(Recorded, Protocol):
     """Something that makes batches of inputs and runs them with hooks; `HookedModel` says what each name means."""
 
     raw: Any
-    name: str
     shape: ModelShape
     misfits: Mapping[str, str]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the inputs go."""
+    config: Any
+    tokenizer: PreTrainedTokenizerBase | None
+    lock: threading.RLock
 
     def tokenize(self, inputs: Inputs) -> Batch:
         """Make a right-padded batch."""
@@ -40,6 +37,13 @@ class Model(Protocol):
         inputs: Inputs,
         hooks: Iterable[tuple[str, Callable[..., Tensor | None]]] = (),
         *,
+        keep: Any = None,
         stop_at: int | None = None,
+        **forward: Any,
     ) -> Tensor:
         """Run inputs, with hooks."""
+
+
+def is_bridge(raw: Any) -> bool:
+    """Whether a model is a TransformerBridge, and not a HookedTransformer."""
+    return any(kind.__name__ == "TransformerBridge" for kind in type(raw).__mro__)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from headwater.models.families import family_named
-from headwater.models.hooked import is_bridge
+from headwater.models.model import is_bridge
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

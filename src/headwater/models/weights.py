@@ -33,8 +33,8 @@ from headwater.models.effective_embedding import bos_token, check_request, chunk
 from headwater.models.families import family_of
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.head_tensors import head_factors, ov_factors
-from headwater.models.hooked import is_bridge
 from headwater.models.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
+from headwater.models.model import is_bridge
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import Batch, load_tokenizer
 from headwater.runs.identity import tokenizer_digest

@@ -1,0 +1,206 @@
+"""What a model writes behind prompts, as texts: `model.generate`.
+
+1. Tokens come from the one loop (`headwater.models.generation`), chosen as `headwater.models.sampling` says. A row ends
+   with one of the model's end tokens (those of the tokenizer, the config and the generation config; nothing else of
+   the generation config counts), after a stop string, or after `max_new_tokens`.
+2. A text is what decoding the prompt grows by with the new tokens, special ones left out. Bytes that do not yet make
+   a character wait for the tokens that complete it.
+3. A stop string may begin and end anywhere within tokens; the text ends right before it. Of several that a token
+   completes, the one that begins first counts. The text of a single special token is a stop string too. What the prompt
+   ends with is no part of it.
+4. A stream is told of each piece of text once it is certain: what may be the beginning of a stop string is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from headwater.errors import InputError
+from headwater.models.edits import Hook, listed_hooks
+from headwater.models.generation import Wrote, check_room, end_tokens, generate
+from headwater.models.sampling import Sampling, drawn_with, draws
+from headwater.models.tokens import Inputs
+from headwater.options import checked_count, one_or_several, shown
+from headwater.progress import progress_bar
+from headwater.runs.record import RunRecord
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+Stream: TypeAlias = Callable[[int, str], Any]
+"""Called with the number of a prompt and a piece of its text, as soon as it is certain."""
+ANCHOR = 4
+"""How many tokens before a piece are decoded with it: some decoders drop a space at the beginning of a text."""
+SETTLED = 32
+"""After so many tokens the text so far is not decoded again."""
+INCOMPLETE = "\ufffd"
+"""What bytes are decoded to that make no character."""
+
+
+class Texts(list[str]):
+    """The texts that a model wrote, one per prompt, and what made them.
+
+    Attributes:
+        tokens: the ids of the new tokens of each, with the end token or those of the stop string where it ended by one.
+        run: the record: model, options, hooks, seed.
+    """
+
+    def __init__(self, texts: Iterable[str], tokens: list[list[int]], run: RunRecord):
+        super().__init__(texts)
+        self.tokens = tokens
+        self.run = run
+
+
+@dataclass
+class Written:
+    """The text of one prompt's new tokens, as it grows."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stops: Sequence[str]
+    prompt: list[int]
+    """The last tokens of the prompt."""
+    before: list[int] = field(default_factory=list)
+    """The last tokens before those that are still decoded."""
+    tokens: list[int] = field(default_factory=list)
+    """Those that are still decoded."""
+    settled: str = ""
+    """The text of the tokens before them."""
+    open: str = ""
+    """The text of these."""
+    told: int = 0
+    """How many characters a stream was told."""
+    ended: bool = False
+    """Whether a stop string was found."""
+
+    def __post_init__(self) -> None:
+        self.before = self.prompt
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.settled + self.open
+
+    def anew(self) -> Written:
+        """Return a text that begins again, as the tokens do where memory ran out; a stream is told nothing twice."""
+        return Written(self.tokenizer, self.stops, self.prompt, told=self.told)
+
+    def add(self, token: int) -> bool:
+        """Append a token; return whether a stop string ends the text."""
+        self.tokens.append(token)
+        start = len(self._decode(self.before))
+        self.open = self._decode([*self.before, *self.tokens])[start:]
+        found = [place for place in map(self.text.find, self.stops) if place >= 0]
+        if found:
+            self.settled, self.open, self.ended = self.text[: min(found)], "", True
+        elif len(self.tokens) >= SETTLED and not self.open.endswith(INCOMPLETE):
+            self.before = [*self.before, *self.tokens][-ANCHOR:]
+            self.settled, self.open, self.tokens = self.text, "", []
+        return self.ended
+
+    def certain(self, whole: bool) -> str:
+        """Return what has become certain since it was last asked; all of it when nothing will follow."""
+        text, upto = self.text, len(self.text)
+        if not whole and not self.ended:
+            upto = len(text.rstrip(INCOMPLETE))
+            held = (n for stop in self.stops for n in range(1, len(stop)) if text[:upto].endswith(stop[:n]))
+            upto -= max(held, default=0)
+        piece = text[self.told : max(upto, self.told)]
+        self.told += len(piece)
+        return piece
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def write(
+    model: Model,
+    prompts: Inputs,
+    hooks: Iterable[Hook],
+    *,
+    sampling: Sampling | None,
+    max_new_tokens: int,
+    seed: int,
+    stop: str | Iterable[str],
+    stream: Stream | None,
+    batch_size: int,
+    progress: bool,
+) -> Texts:
+    """Let a model continue prompts; see `HookedModel.generate`."""
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer to write texts with: pass tokenizer= to hw.load.")
+    if stream is not None and not callable(stream):
+        raise InputError(f"stream={shown(stream)} must be a function of (number of a prompt, piece of its text).")
+    checked_count("max_new_tokens", max_new_tokens)
+    listed, batch = listed_hooks(hooks), model.tokenize(prompts)
+    check_room(model, batch, max_new_tokens)
+    stops, ends = _stops(stop, model)
+    rows = [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)]
+    numbers = draws(seed, rows, max_new_tokens)
+    run = RunRecord.of(
+        "generate",
+        model,
+        {
+            "prompts": rows,
+            "hooks": listed,
+            "sampling": sampling and vars(sampling),
+            "max_new_tokens": max_new_tokens,
+            "stop": stops,
+            "ends": ends,
+            "batch_size": batch_size,
+        },
+        seed,
+    )
+    texts, tokens = list[str](), list[list[int]]()
+    parts = list(batch.split(checked_count("batch_size", batch_size)))
+    for where, part in progress_bar(progress and len(parts) > 1, parts, desc="Generating", unit="batch"):
+        here = [Written(model.tokenizer, stops, row[-ANCHOR:]) for row in rows[where]]
+        made = generate(
+            model,
+            part,
+            max_new_tokens=max_new_tokens,
+            stop=ends.__contains__,
+            hooks=listed,
+            choose=drawn_with(sampling, numbers[where]),
+            wrote=_told(here, where.start, stream),
+        )
+        tokens += [row[:length] for row, length in zip(made.tokens.tolist(), made.lengths.tolist(), strict=True)]
+        texts += [one.text for one in here]
+        for row, one in enumerate(here):
+            if stream is not None and (rest := one.certain(whole=True)):
+                stream(where.start + row, rest)
+    return Texts(texts, tokens, run)
+
+
+def _told(texts: list[Written], first: int, stream: Stream | None) -> Wrote:
+    """Return what is told of each new token of a batch."""
+
+    def wrote(row: int, step: int, token: int) -> bool:
+        if step == 0:
+            texts[row] = texts[row].anew()
+        ended = texts[row].add(token)
+        if stream is not None and (piece := texts[row].certain(whole=False)):
+            stream(first + row, piece)
+        return ended
+
+    return wrote
+
+
+def _stops(stop: Any, model: Model) -> tuple[list[str], frozenset[int]]:
+    """Return the stop strings, and the tokens that end a text.
+
+    Raises:
+        InputError: they are no texts, or an empty one.
+    """
+    stops = one_or_several(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise InputError(f"stop={shown(stop)} must be a text or a list of texts, none of them empty.")
+    tokenizer: Any = model.tokenizer
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    special |= {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = end_tokens(model) | {special[text] for text in stops if text in special}
+    return [text for text in stops if text not in special], ends
