@@ -41,7 +41,7 @@ class Reading:
         rows: the number (or the name) of each row among all that the caller gave.
     """
 
-    positions: Int[Tensor, "row column"]
+    positions: Int[Tensor, "row position"]
     prompts: Int[Tensor, " row"]
     rows: tuple[int | str, ...]
 

@@ -19,6 +19,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.generation import Choose, greedy
-from headwater.options import checked_count, checked_flag, checked_number, checked_seed
+from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ def checked_sampling(do_sample: Any, temperature: Any, top_p: Any, top_k: Any, d
         for name, value in given.items():
             if value is not None:
                 raise InputError(
-                    f"{name}={value!r} changes nothing while the most probable token is taken: give do_sample=True "
-                    f"too, or leave {name} out."
+                    f"{name}={shown(value)} changes nothing while the most probable token is taken: give "
+                    f"do_sample=True too, or leave {name} out."
                 )
         return None
-    if temperature == 0 and not isinstance(temperature, bool):
+    if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
         raise InputError("temperature=0 leaves nothing to draw: for the most probable tokens leave do_sample out.")
     return Sampling(
         1.0 if temperature is None else checked_number("temperature", temperature, above=0.0),
@@ -83,7 +84,7 @@ def checked_sampling(do_sample: Any, temperature: Any, top_p: Any, top_k: Any, d
     )
 
 
-def draws(seed: Any, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row step"]:
+def draws(seed: Any, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row token"]:
     """Return the numbers between 0 and 1 by which each prompt's tokens are drawn.
 
     Args:
@@ -102,7 +103,7 @@ def draws(seed: Any, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tens
     return torch.from_numpy(np.stack(rows))
 
 
-def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row step"]) -> Choose:
+def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row token"]) -> Choose:
     """Return the function that chooses the next tokens.
 
     Args:

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.errors import InputError
 from headwater.models.edits import Hook, listed_hooks
 from headwater.models.generation import Wrote, check_room, end_tokens, generate
+from headwater.models.memory import failures_named
 from headwater.models.sampling import Sampling, drawn_with, draws
 from headwater.models.tokens import Inputs
 from headwater.options import checked_count, one_or_several, shown
@@ -171,7 +172,7 @@ def write(
         texts += [one.text for one in here]
         for row, one in enumerate(here):
             if stream is not None and (rest := one.certain(whole=True)):
-                stream(where.start + row, rest)
+                _tell(stream, where.start + row, rest)
     return Texts(texts, tokens, run)
 
 
@@ -183,10 +184,15 @@ def _told(texts: list[Written], first: int, stream: Stream | None) -> Wrote:
             texts[row] = texts[row].anew()
         ended = texts[row].add(token)
         if stream is not None and (piece := texts[row].certain(whole=False)):
-            stream(first + row, piece)
+            _tell(stream, first + row, piece)
         return ended
 
     return wrote
+
+
+def _tell(stream: Stream, number: int, piece: str) -> None:
+    with failures_named("stream"):
+        stream(number, piece)
 
 
 def _stops(stop: Any, model: Model) -> tuple[list[str], frozenset[int]]:
