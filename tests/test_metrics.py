@@ -5,8 +5,9 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.models.positions import Prompt, positions_of
 from headwater.patching.metrics import answer_ids, as_metrics
-from headwater.patching.prompts import Prompt, positions_of, side_by_side
+from headwater.patching.prompts import side_by_side
 from tests.tiny import tiny_tokenizer
 
 

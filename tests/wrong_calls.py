@@ -294,6 +294,31 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             ],
             {"sets": [[(0, 1)]], "one": {"mlps": [1]}, "neurons": [(0, 1)]},
         ),
+        "characters": lambda: (
+            lambda start, stop: hw.patch(
+                g.model, CLEAN, sites="z", values="zero", metric=METRIC, positions=hw.characters(start, stop), **QUIET
+            ),
+            {"start": 1, "stop": 4},
+        ),
+        "last_token_of": lambda: (
+            lambda where: hw.knockout(
+                g.model, CLEAN, block=hw.Edges("last", hw.last_token_of(where)), metric=METRIC, **QUIET
+            ),
+            {"where": " Paris"},
+        ),
+        "patch.roles": lambda: (
+            lambda subject, spans: hw.patch(
+                g.model,
+                CLEAN,
+                CORRUPTED,
+                sites="resid_pre",
+                metric=METRIC,
+                positions={"subject": subject, "end": "last"},
+                spans=spans,
+                **QUIET,
+            ),
+            {"subject": (" Paris", " Rome"), "spans": "together"},
+        ),
         "Sweep.summary": lambda: (g.sweep.summary, {}),
         "Sweep.agreement": lambda: (g.sweep.agreement, {"exact": g.sweep}),
         "Sweep.plot": lambda: (

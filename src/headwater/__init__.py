@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from headwater.likelihood.statistics import token_statistics as token_statistics
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
+    from headwater.models.positions import characters as characters
+    from headwater.models.positions import last_token_of as last_token_of
     from headwater.patching.ablation import ablate as ablate
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states

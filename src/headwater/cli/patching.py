@@ -47,6 +47,7 @@ PATCH = Of(
     left_out=PYTHON
     | {
         "positions": "all take part; a choice may be a function",
+        "spans": "of positions by role alone",
         "heads": "all take part",
         "dataset": "a mean over other prompts than these is a question for a notebook",
         "seed": "of resample alone",

@@ -35,6 +35,7 @@ from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.norms import Norm, attention_post_norm, final_norm
+from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import unembedding_head
@@ -42,7 +43,7 @@ from headwater.models.weights import LoadedWeights
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
-from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
+from headwater.patching.prompts import Prompts, read_prompts
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord

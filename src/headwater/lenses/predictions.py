@@ -31,12 +31,13 @@ from headwater.kernels.layer_predictions import layer_predictions
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel, check_model
+from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import refuse_other_logits, unembedding_head
 from headwater.options import checked_count
 from headwater.patching.metrics import Answer, answer_ids
-from headwater.patching.prompts import Prompt, Prompts, Where, positions_of, read_prompts
+from headwater.patching.prompts import Prompts, read_prompts
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord

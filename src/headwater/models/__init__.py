@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from headwater.models.families import Family as Family
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
+    from headwater.models.positions import characters as characters
+    from headwater.models.positions import last_token_of as last_token_of
     from headwater.models.sites import SITES as SITES
     from headwater.models.sites import Site as Site
     from headwater.models.sites import register_site as register_site

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from headwater.models.hooked import HookedModel
+from headwater.models.positions import Where
 from headwater.options import checked_flag, checked_seed
 from headwater.patching.components import read_sets
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import Prompts, Where, aligned_positions, read_pairs, read_prompts
+from headwater.patching.prompts import Prompts, aligned_positions, read_pairs, read_prompts
 from headwater.patching.sweep import Sweep, check_call, metric_options, prompt_options, sweep_of
 from headwater.patching.values import Given, recorded, source_of
 from headwater.runs.analysis import Run, carry_out

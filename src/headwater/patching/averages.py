@@ -87,7 +87,8 @@ def note_of_lengths(lengths: Sequence[int], columns: Sequence[str]) -> str | Non
     return (
         f"Prompts of {min(lengths)} to {max(lengths)} tokens are averaged by {counted[0]}, counted from the beginning: "
         "a cell may hold other words of one prompt than of another, and fewer prompts than there are (`examples` "
-        "counts them). Sweep prompts of one length, or a token of each with positions= and over='layer'."
+        "counts them). Name positions by role, as in positions={'subject': [...], 'end': 'last'}, or sweep prompts of "
+        "one length."
     )
 
 
@@ -143,7 +144,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
-    named = ("example", "site", "layer", "position", "head", "kv_head", "key", "window", "set", "metric")
+    named = ("example", "site", "layer", "position", "role", "head", "kv_head", "key", "window", "set", "metric")
     keys = [name for name in named if name in exact.columns]
     if any(name not in approximate.columns for name in keys):
         raise InputError("The two sweeps do not run over the same axes.")

@@ -1,5 +1,8 @@
 """The cells of a sweep: layers, positions, heads and keys, one at a time or in windows, as edits of each example.
 
+Positions are numbers, or stand by role (`models.positions`): then a step on their axis is a role, all of whose tokens
+are edited together, or one of its tokens.
+
 A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at the ends. A cumulative window covers everything
 up to i. An axis that the sweep does not run over is covered whole by every cell.
 """
@@ -13,15 +16,17 @@ from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.positions import Prompt, Where
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_name, one_or_several, shown, whole_numbers
 from headwater.patching.plan import Cell
-from headwater.patching.prompts import Prompt, Where, aligned_positions
+from headwater.patching.prompts import Spot, role_spots, spot_of
 from headwater.patching.values import Source
 from headwater.patching.variants import Replace
 
 T = TypeVar("T")
 AXES = ("layer", "position", "head", "key")
+SPANS = ("together", "token by token")
 Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
 """A size, "cumulative", or these by axis; alone it means the layers."""
 
@@ -32,6 +37,8 @@ class Step:
 
     label: int | None
     covers: tuple[int, ...] | None
+    role: str | None = None
+    """What the positions are in their prompt."""
 
 
 def axes_of(
@@ -111,6 +118,30 @@ def steps(among: Sequence[int], swept: bool, window: int | str | None, whole: bo
     return [Step(i, tuple(j for j in among if i - size // 2 <= j < i - size // 2 + size)) for i in among]
 
 
+def role_steps(spots: Mapping[str, Spot], swept: bool, spans: str) -> list[Step]:
+    """List the roles of a prompt as places on the axis of positions; or, not swept over, as one.
+
+    Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`, `subject[1]`.
+    """
+    if not swept:
+        everywhere = sorted({position for spot in spots.values() for position in spot.base})
+        return [Step(None, tuple(everywhere), " + ".join(spots))]
+    if spans == SPANS[0]:
+        return [Step(s.base[0] if len(s.base) == 1 else None, s.base, role) for role, s in spots.items()]
+    return [
+        Step(position, (position,), f"{role}[{i}]" if len(spot.base) > 1 else role)
+        for role, spot in spots.items()
+        for i, position in enumerate(spot.base)
+    ]
+
+
+def matched_positions(spots: Mapping[str, Spot], base: Prompt, other: Prompt | None) -> dict[int, int] | None:
+    """Return which position of the other prompt each position that may be edited is; None where they are the same."""
+    same = {here: there for spot in spots.values() for here, there in zip(spot.base, spot.other, strict=True)}
+    same_length = other is None or len(base) == len(other)
+    return None if same_length and all(here == there for here, there in same.items()) else same
+
+
 def grid(axes: Mapping[str, list[Step]]) -> list[dict[str, Step]]:
     """Combine the places on each axis; layers run fastest, so that nested ones stand side by side."""
     order = [axis for axis in ("position", "key", "head", "layer") if axis in axes]
@@ -131,6 +162,8 @@ def layer_runs(covered: Sequence[int]) -> list[range]:
 def labels_of(step: Mapping[str, Step], window: Mapping[str, int | str]) -> dict[str, Any]:
     """Return the coordinates of a cell as the table shows them."""
     named: dict[str, Any] = {axis: step[axis].label for axis in AXES if axis in step and step[axis].label is not None}
+    if (at := step.get("position")) is not None and at.role is not None:
+        named["role"] = at.role
     if window:
         named["window"] = ", ".join(str(size) if axis == "layer" else f"{axis} {size}" for axis, size in window.items())
     return named
@@ -145,35 +178,67 @@ class Asked:
     positions: Where
     heads: Iterable[int] | int | None
     window: Window
+    spans: str = SPANS[0]
+    """Whether the tokens of a role are edited together, or each by itself."""
+
+    def __post_init__(self) -> None:
+        checked_name("spans", self.spans, SPANS)
+        if self.spans != SPANS[0] and not self.by_role:
+            raise InputError(f"spans={self.spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
+
+    @property
+    def by_role(self) -> bool:
+        """Whether positions stand by role."""
+        return isinstance(self.positions, Mapping)
 
     def axes(self, site: Site) -> tuple[str, ...]:
-        """The axes that run."""
-        default = ("layer", "head") if site.has_heads else ("layer", "position")
+        """The axes that run; roles are told apart unless `over` leaves positions out."""
+        default: tuple[str, ...] = ("layer", "head") if site.has_heads else ("layer", "position")
+        default = (*default, "position") if self.by_role and site.has_heads else default
         return axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
 
     def sizes(self, site: Site) -> dict[str, int | str]:
-        """The window of each axis that has one."""
-        return windows_of(self.window, self.axes(site))
+        """The window of each axis that has one.
+
+        Raises:
+            InputError: it is of positions, which roles do not put in a row.
+        """
+        sizes = windows_of(self.window, self.axes(site))
+        if self.by_role and "position" in sizes:
+            raise InputError("A window of positions needs positions in a row; roles have none. Name a span as a role.")
+        return sizes
 
     def steps(
-        self, model: HookedModel, site: Site, base: Sequence[Prompt], other: Sequence[Prompt] | None, example: int
+        self, model: HookedModel, site: Site, base: Sequence[Prompt], spots: Mapping[str, Spot], example: int
     ) -> dict[str, list[Step]]:
-        """The places on each axis of a site, in one example."""
+        """The places on each axis of a site, in one example, of which `spots` are the positions."""
         axes, sizes, prompt = self.axes(site), self.sizes(site), base[example]
         n_heads, n_layers = site.n_heads(model.shape), model.shape.n_layers
         among = {
             "layer": chosen(self.layers, n_layers, "layer"),
-            "position": aligned_positions(
-                self.positions, prompt, other[example] if other else None, example, len(base)
-            ),
+            "position": sorted({position for spot in spots.values() for position in spot.base}),
             "head": chosen(self.heads, n_heads, "head") if site.has_heads else (),
             "key": range(len(prompt)),
         }
         total = {"layer": n_layers, "position": len(prompt), "head": n_heads, "key": len(prompt)}
-        return {
+        listed = {
             axis: steps(among[axis], axis in axes, sizes.get(axis), axis != "layer" and len(among[axis]) == total[axis])
             for axis in site.swept_axes
         }
+        if self.by_role:
+            listed["position"] = role_steps(spots, "position" in axes, self.spans)
+        return listed
+
+    def spots(self, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int) -> list[dict[str, Spot]]:
+        """By example: what the positions are in both prompts, by role; by an empty name where there are no roles."""
+        found = []
+        for i, prompt in enumerate(base):
+            pair = (prompt, other[i] if other else None, i, len(base), base_side)
+            if isinstance(self.positions, Mapping):
+                found.append(role_spots(self.positions, *pair))
+            else:
+                found.append({"": spot_of(self.positions, *pair)})
+        return found
 
 
 def cells_of(
@@ -183,19 +248,22 @@ def cells_of(
     listed: Mapping[str, list[Step]],
     sizes: Mapping[str, int | str],
     source: Source,
+    in_line: bool = True,
 ) -> Iterator[Cell]:
-    """Yield one example's cells of one site."""
-    since, values = source.since(example), {"values": source.label} if source.label else {}
+    """Yield one example's cells of one site; `in_line`: the two prompts of the pair align token by token."""
+    since, values = source.since(example) if in_line else 0, {"values": source.label} if source.label else {}
     for step in grid(listed):
         at, of, to = (step[axis].covers if axis in step else None for axis in ("position", "head", "key"))
         edits = tuple(Replace(site, run, at, of, to, since=since) for run in layer_runs(step["layer"].covers or ()))
         labels = {"site": site.name} | labels_of(step, sizes) | values
         if "position" in labels:
             labels["token"] = prompt.strings[labels["position"]]
+        elif "role" in labels:
+            labels["token"] = "".join(prompt.strings[position] for position in at or ())
         if "head" in labels:
             labels[site.head_column] = labels.pop("head")
         nested = "layer" in sizes and len(edits) == 1
-        others = tuple(step[axis].label for axis in listed if axis != "layer")
+        others = tuple((step[axis].label, step[axis].role) for axis in listed if axis != "layer")
         family = (site.name, *others, edits[0].layers.start) if nested else None
         yield Cell(example, labels, edits, family)
 

@@ -58,7 +58,7 @@ def examples_at_once(plan: Plan, gradients: bool = False) -> int:
 
 def example_bytes(plan: Plan, example: int, cells: Sequence[Cell], gradients: bool = False) -> int:
     """Estimate what one example with its cells takes on the model's device."""
-    shape, length = plan.model.shape, len(plan.base[example])
+    shape, length = plan.model.shape, max(len(side[example]) for side in (plan.base, plan.other) if side is not None)
     sides = 1 if plan.other is None else 2
     per_token = 12 * shape.d_model + 4 * shape.d_mlp + 3 * shape.n_heads * length
     numbers = _replaced(plan, cells, length) + sides * length * per_token

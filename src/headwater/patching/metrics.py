@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import failures_named
+from headwater.models.positions import Where
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
 from headwater.options import checked_several, is_one, shown, whole_number
-from headwater.patching.prompts import Where
 from headwater.patching.variants import LOGITS
 from headwater.registry import Registry
 

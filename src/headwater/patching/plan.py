@@ -9,22 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import sites_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count
 from headwater.patching.metrics import Metric, answer_ids
-from headwater.patching.prompts import Prompt, Where, aligned_positions, positions_of
+from headwater.patching.prompts import Spot, spot_of
 from headwater.patching.values import Source
 from headwater.patching.variants import LOGITS, Cut, Edit, Place, Reading, Replace, Variant
 
+Kept: TypeAlias = Sequence[tuple[int, ...]]
+"""By example: the positions that something reads."""
 WAVE_TOKENS = 1 << 15
 """The most tokens that travel down the layers together."""
 GROUP_FLOATS = 1 << 26
@@ -60,6 +63,9 @@ class Plan:
     states: tuple[Reading, ...] = ()
     """Residual-stream states that are wanted themselves, beside what metrics read."""
     states_at: Where = "last"
+    matched: tuple[Mapping[int, int] | None, ...] = ()
+    """By example: of each position that edits may write, the same one of the other prompt; None, or nothing at all,
+    where these are the same numbers."""
     checked: set[str] = field(default_factory=set)
     """The metrics that were seen to treat each row by itself."""
 
@@ -77,14 +83,19 @@ class Plan:
                 sites_named(metric.site, self.model)
 
     @cached_property
-    def kept(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """By example and metric: the positions it reads."""
+    def spots(self) -> tuple[tuple[Spot, ...], ...]:
+        """By example and metric: the positions it reads, in both prompts."""
         pairs = zip(self.base, self.other or [None] * len(self.base), strict=True)
-        n = len(self.base)
+        n, side = len(self.base), 0 if self.base_is_clean else 1
         return tuple(
-            tuple(aligned_positions(metric.at, base, other, i, n) for metric in self.metrics)
+            tuple(spot_of(metric.at, base, other, i, n, side) for metric in self.metrics)
             for i, (base, other) in enumerate(pairs)
         )
+
+    @cached_property
+    def kept(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By example and metric: the positions it reads in the prompt that is edited."""
+        return tuple(tuple(spot.base for spot in spots) for spots in self.spots)
 
     @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:
@@ -96,6 +107,26 @@ class Plan:
             tuple(sorted({p for at in (*kept, state) for p in at}))
             for kept, state in zip(self.kept, states, strict=True)
         )
+
+    @cached_property
+    def other_positions(self) -> tuple[tuple[int, ...], ...]:
+        """By example: the positions of the other prompt that are read as those of `positions` are of the edited one.
+
+        Raises:
+            InputError: what two metrics read is one position of one prompt and two of the other.
+        """
+        found = []
+        for i, (spots, positions) in enumerate(zip(self.spots, self.positions, strict=True)):
+            same: dict[int, int] = {}
+            for spot in spots:
+                for here, there in zip(spot.base, spot.other, strict=True):
+                    if same.setdefault(here, there) != there:
+                        raise InputError(
+                            f"The metrics read position {here} of pair {i}, which is {same[here]} of the other prompt "
+                            f"for one and {there} for another: name what they read alike."
+                        )
+            found.append(tuple(same.get(position, position) for position in positions))
+        return tuple(found)
 
     @cached_property
     def answers(self) -> tuple[tuple[Int[Tensor, " example"], ...], ...]:
@@ -128,7 +159,8 @@ class Group:
     def __init__(self, plan: Plan, examples: range):
         self.plan, self.examples = plan, examples
         self.lengths = [len(plan.base[i]) for i in examples]
-        self.kept = [plan.positions[i] for i in examples]
+        self.kept: Kept = [plan.positions[i] for i in examples]
+        self.other_kept: Kept = [plan.other_positions[i] for i in examples] if plan.other is not None else []
         self.cells = [cell for cell in plan.cells if cell.example in examples]
         self.readings = sorted({*plan.states, *(plan.reading(m, c.edits) for m in plan.metrics for c in self.cells)})
 
@@ -149,10 +181,19 @@ class Group:
         edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Cut)]
         return {layer for edit in edits for layer in edit.layers}
 
-    @cached_property
-    def columns(self) -> Int[Tensor, " kept"]:
-        """Every position that something reads in some prompt."""
-        return torch.tensor(sorted({p for kept in self.kept for p in kept}))
+    def in_base(self, activation: Shaped[Tensor, "example position *width"]) -> Shaped[Tensor, "example _ *width"]:
+        """Lay out an activation of the other run by the positions of the prompts that are edited.
+
+        What stands at a position that has no like in the other prompt is anything: no edit writes it.
+        """
+        matched = [self.plan.matched[i] if self.plan.matched else None for i in self.examples]
+        if all(one is None for one in matched):
+            return activation
+        index = torch.arange(max(self.lengths)).clamp_max(activation.shape[1] - 1).repeat(len(matched), 1)
+        for row, one in enumerate(matched):
+            for here, there in (one or {}).items():
+                index[row, here] = there
+        return activation[torch.arange(len(matched))[:, None], index]
 
     def batch(self, *sides: Sequence[Prompt]) -> Batch:
         """The prompts of one side after those of another, each called by its example and, of a pair, its side."""
@@ -177,6 +218,11 @@ class Group:
         return variants
 
 
+def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
+    """Return every position that something reads in some prompt."""
+    return torch.tensor(sorted({p for positions in kept for p in positions}))
+
+
 def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     """Cut a sweep into groups of examples and waves of cells: (examples of the group, cells of the wave)."""
     per_example = [0] * len(plan.base)
@@ -192,11 +238,12 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     groups: list[list[int]] = []
     width, live = 0, 0
     for example, prompt in enumerate(plan.base):
-        wider = max(width, len(prompt))
+        longer = max(len(prompt), len(plan.other[example]) if plan.other is not None else 0)
+        wider = max(width, longer)
         fits = groups and (len(groups[-1]) + 1) * wider * shape.d_model * recorded <= GROUP_FLOATS
         if not (fits and live + per_example[example] <= WAVE_TOKENS):
             groups.append([])
-            wider, live = len(prompt), 0
+            wider, live = longer, 0
         groups[-1].append(example)
         width, live = wider, live + per_example[example]
     for group in groups:

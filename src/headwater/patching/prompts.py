@@ -1,13 +1,13 @@
-"""Prompts, pairs of prompts, and positions in them.
+"""Prompts and pairs of prompts as sweeps read them, and where what is named in one of a pair stands in the other.
 
-A position is named by a number, a range, a text, a function of the tokens, or one of "last", "first", "all". Pairs must
-align token by token; where they do not, the error shows the two tokenizations side by side.
+Pairs must align token by token; where they do not, the error shows the two tokenizations side by side. Only where
+positions are named by role (`models.positions`) may pairs be of any two lengths: each prompt is resolved by itself, and
+the tokens of a role in one prompt are those of the same role in the other, one for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -19,30 +19,14 @@ from torch import Tensor
 
 from headwater.data.rows import read_rows
 from headwater.errors import InputError
-from headwater.models.memory import failures_named
-from headwater.models.tokens import Batch, Offsets, token_span, token_strings
-from headwater.options import shown, whole_numbers
+from headwater.models.positions import AbsentError, Prompt, checked_roles, positions_of, role_in
+from headwater.models.tokens import Batch, token_strings
+from headwater.options import shown
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 Prompts: TypeAlias = str | Iterable[str] | Sequence[Sequence[int]] | Tensor | Batch
-Where: TypeAlias = int | str | range | slice | tuple[int, int] | AbstractSet[int] | Callable[..., Any] | list[Any]
-"""Positions: a number (negative counts from the end), a span (start, stop), a range, a set, "last", "first", "all", a
-text that the prompt holds once, a function of the token strings giving any of these, or a list with one per prompt."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One tokenized prompt."""
-
-    ids: tuple[int, ...]
-    strings: tuple[str, ...]
-    offsets: Offsets | None = None
-    text: str | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
@@ -57,8 +41,16 @@ def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
-def read_pairs(model: HookedModel, clean: Any, corrupted: Any) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...] | None]:
+def read_pairs(
+    model: HookedModel, clean: Any, corrupted: Any, *, by_role: bool = False
+) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...] | None]:
     """Tokenize pairs of prompts, given side by side or as a table (see `read_table`).
+
+    Args:
+        model: the model.
+        clean: the clean prompts, or a table of pairs.
+        corrupted: the others.
+        by_role: whether pairs may be of two lengths, since positions in them are named by role.
 
     Raises:
         InputError: the numbers of prompts differ, a table lacks a column, or a pair does not align.
@@ -72,9 +64,10 @@ def read_pairs(model: HookedModel, clean: Any, corrupted: Any) -> tuple[tuple[Pr
     if len(first) != len(second):
         raise InputError(f"{len(first)} clean prompts were given and {len(second)} corrupted ones: they must be pairs.")
     for example, (a, b) in enumerate(zip(first, second, strict=True)):
-        if len(a) != len(b):
+        if len(a) != len(b) and not by_role:
             raise InputError(
                 f"Pair {example} does not align: {len(a)} tokens in the clean prompt, {len(b)} in the corrupted one. "
+                "Name positions by role, as in positions={'subject': (' Rome', ' New York'), 'end': 'last'}. "
                 f"Choose prompts that differ token for token.\n{side_by_side(a, b)}"
             )
         if a.ids == b.ids:
@@ -111,35 +104,19 @@ def _cell(row: Mapping[Any, Any], name: str, where: str) -> Any:
     return cell if isinstance(cell, str) else list(cell)
 
 
-def positions_of(where: Any, prompt: Prompt, example: int, n_examples: int) -> tuple[int, ...]:
-    """Return the positions that a name stands for in one prompt, ascending.
+@dataclass(frozen=True)
+class Spot:
+    """What a name stands for in the two prompts of a pair, token for token."""
 
-    Raises:
-        InputError: it names nothing, or something outside the prompt.
-    """
-    if isinstance(where, list):
-        if len(where) != n_examples:
-            raise InputError(
-                f"A list of positions holds one entry per prompt; {len(where)} were given for {n_examples} prompts. "
-                "For several positions of every prompt give a range, a set or a (start, stop) tuple."
-            )
-        where = where[example]
-        if isinstance(where, list):
-            where = set(where)
-    if callable(where):
-        with failures_named("The function that names positions"):
-            where = where(prompt.strings)
-    found = _positions(where, prompt)
-    outside = [position for position in found if not 0 <= position < len(prompt)]
-    if outside or not found:
-        raise InputError(
-            f"Position {outside[0] if outside else shown(where)} is not in prompt {example} of {len(prompt)} tokens: "
-            f"{_numbered(prompt)}"
-        )
-    return tuple(sorted(set(found)))
+    base: tuple[int, ...]
+    """Positions in the prompt that is edited."""
+    other: tuple[int, ...]
+    """The same in the other prompt; without one, those of `base`."""
 
 
-def aligned_positions(where: Any, base: Prompt, other: Prompt | None, example: int, n: int) -> tuple[int, ...]:
+def aligned_positions(
+    where: Any, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
+) -> tuple[int, ...]:
     """Return the positions a name stands for in both prompts of a pair; a text may stand in one of them only.
 
     Raises:
@@ -148,9 +125,9 @@ def aligned_positions(where: Any, base: Prompt, other: Prompt | None, example: i
     if other is None:
         return positions_of(where, base, example, n)
     found = []
-    for prompt in (base, other):
+    for prompt, side in ((base, base_side), (other, 1 - base_side)):
         try:
-            found.append(positions_of(where, prompt, example, n))
+            found.append(positions_of(where, prompt, example, n, side))
         except InputError:
             if prompt is other and not found:
                 raise
@@ -160,6 +137,81 @@ def aligned_positions(where: Any, base: Prompt, other: Prompt | None, example: i
             f"{found[1]}.\n{side_by_side(base, other)}"
         )
     return found[0]
+
+
+def spot_of(where: Any, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0) -> Spot:
+    """Return the positions a name stands for in each prompt of a pair: in prompts of one length, the same ones.
+
+    Raises:
+        InputError: it stands for different positions in two prompts of one length, or for more tokens in one prompt
+            than in the other.
+    """
+    if other is None or len(base) == len(other):
+        at = aligned_positions(where, base, other, example, n, base_side)
+        return Spot(at, at)
+    sides = (base_side, 1 - base_side)
+    a, b = (positions_of(where, p, example, n, side) for p, side in zip((base, other), sides, strict=True))
+    if len(a) != len(b):
+        raise InputError(
+            f"{shown(where)} is {len(a)} and {len(b)} tokens of the two prompts of pair {example}, which are of "
+            f"{len(base)} and {len(other)} tokens: name as many in each."
+        )
+    return Spot(a, b)
+
+
+def role_spots(
+    where: Mapping[Any, Any], base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
+) -> dict[str, Spot]:
+    """Return, by role, its tokens in both prompts of a pair, each prompt resolved by itself.
+
+    A word that is in one prompt only stands, in the other of one length, for the same positions.
+
+    Raises:
+        InputError: a role is not in a prompt, covers more tokens of one prompt than of the other, or shares a token
+            with another role that stands for another token of the other prompt.
+    """
+    checked_roles(where)
+    spots: dict[str, Spot] = {}
+    matched: dict[int, tuple[str, int]] = {}
+    for role, place in where.items():
+        spot = spots[role] = _role_spot(role, place, base, other, example, n, base_side)
+        if len(spot.base) != len(spot.other):
+            raise InputError(
+                f"The role {role!r} is {len(spot.base)} tokens of one prompt of pair {example} and {len(spot.other)} "
+                f"of the other: they cannot be matched one for one. hw.last_token_of({shown(place)}) names the last "
+                "token of each."
+            )
+        for here, there in zip(spot.base, spot.other, strict=True):
+            first, taken = matched.setdefault(here, (role, there))
+            if taken != there:
+                raise InputError(
+                    f"Token {here} of pair {example} is {first!r} and {role!r}, which are two tokens ({taken} and "
+                    f"{there}) of the other prompt."
+                )
+    return spots
+
+
+def _role_spot(role: str, place: Any, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int) -> Spot:
+    """Resolve one role in a pair."""
+    if other is None:
+        at = role_in(role, place, base, example, n)
+        return Spot(at, at)
+    found: list[tuple[int, ...] | None] = []
+    absent: AbsentError | None = None
+    for prompt, side in ((base, base_side), (other, 1 - base_side)):
+        try:
+            found.append(role_in(role, place, prompt, example, n, side))
+        except AbsentError as error:
+            found.append(None)
+            absent = error
+    a, b = found
+    if absent is not None and (len(base) != len(other) or (a is None and b is None)):
+        raise InputError(
+            f"{absent} Of a pair of two lengths, name both words: (the clean prompt's, the corrupted one's)."
+            if len(base) != len(other)
+            else str(absent)
+        )
+    return Spot(a if a is not None else b or (), b if b is not None else a or ())
 
 
 def first_difference(a: Prompt, b: Prompt) -> int:
@@ -176,47 +228,3 @@ def side_by_side(a: Prompt, b: Prompt) -> str:
         for i, (x, y) in enumerate(zip_longest(a.strings, b.strings))
     ]
     return "\n".join(rows)
-
-
-def _positions(where: Any, prompt: Prompt) -> list[int]:
-    length = len(prompt)
-    if isinstance(where, bool) or where is None:
-        return []
-    if isinstance(where, str):
-        return _named(where, prompt)
-    if isinstance(where, slice):
-        return list(range(length))[where]
-    if isinstance(where, tuple) and len(where) != 2:
-        raise InputError(
-            f"A tuple of positions is a span (start, stop); this one is {shown(where)}. Give a set instead."
-        )
-    try:
-        numbers = whole_numbers(range(*where) if isinstance(where, tuple) else where)
-    except TypeError:
-        raise InputError(
-            f"{shown(where)} does not name positions. Give a number, a span, a set, 'last', or a text."
-        ) from None
-    return [number + length if number < 0 else number for number in numbers]
-
-
-def _named(name: str, prompt: Prompt) -> list[int]:
-    fixed = {"last": [len(prompt) - 1], "first": [0], "all": list(range(len(prompt)))}
-    if name in fixed:
-        return fixed[name]
-    if prompt.text is None or prompt.offsets is None:
-        raise InputError(
-            f"The text {name!r} cannot be looked for in token ids. Give positions, or the prompts as text."
-        )
-    count = prompt.text.count(name)
-    if count != 1:
-        raise InputError(
-            f"The text {name!r} stands {count} times in the prompt {prompt.text!r}; it must stand there once. "
-            "Give positions instead."
-        )
-    start = prompt.text.index(name)
-    return list(token_span(prompt.offsets, start, start + len(name)))
-
-
-def _numbered(prompt: Prompt) -> str:
-    shown = [f"{i}:{s!r}" for i, s in enumerate(prompt.strings[:24])]
-    return " ".join(shown) + (" ..." if len(prompt) > 24 else "")

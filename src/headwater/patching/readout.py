@@ -13,7 +13,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.sites import SITES
 from headwater.patching.metrics import Metric
-from headwater.patching.plan import Cell, Group
+from headwater.patching.plan import Cell, Group, Kept, columns_of
 from headwater.patching.variants import LOGITS, Cut, Deliver, Reading, Variant
 
 Reads: TypeAlias = dict[Reading, list[Tensor]]
@@ -50,17 +50,20 @@ class Measured:
 
 
 def read_run(
-    group: Group, activations: Mapping[str, Tensor], logits: Float[Tensor, "example kept d_vocab"] | None = None
+    group: Group,
+    positions: Kept,
+    activations: Mapping[str, Tensor],
+    logits: Float[Tensor, "example kept d_vocab"] | None = None,
 ) -> Reads:
-    """Read whole runs of a group's examples; without logits, everything else that is read."""
-    columns = group.columns.tolist()
+    """Read whole runs of a group's examples at some positions; without logits, everything else that is read."""
+    columns = columns_of(positions).tolist()
     read: Reads = {}
     for site, layer in group.readings:
         if site != LOGITS:
             held = activations[SITES[site].hook_name(layer)]
-            read[site, layer] = [held[i, list(kept)] for i, kept in enumerate(group.kept)]
+            read[site, layer] = [held[i, list(kept)] for i, kept in enumerate(positions)]
         elif logits is not None:
-            places = [[columns.index(p) for p in kept] for kept in group.kept]
+            places = [[columns.index(p) for p in kept] for kept in positions]
             read[site, layer] = [logits[i, place] for i, place in enumerate(places)]
     return read
 

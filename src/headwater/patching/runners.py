@@ -31,10 +31,10 @@ from headwater.models.checks import not_finite
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.memory import is_out_of_memory
+from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, Stage, hook_name, main_site, taken_as_recorded
 from headwater.patching.forwards import capture, run_edited, run_variant, visible_keys
-from headwater.patching.plan import Cell, Group, Plan
-from headwater.patching.prompts import Prompt
+from headwater.patching.plan import Cell, Group, Kept, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.values import Wanted
 from headwater.patching.variants import LOGITS, Deliver, Place, Replace, Values, Variant
@@ -88,13 +88,13 @@ class Wave(Runner):
         self._answers: Tensor | None = None
         if (answers := plan.only_answers) is not None:
             self._answers = answers[examples.start : examples.stop].to(plan.model.device)
-        sides = [plan.base] if plan.other is None else [plan.base, plan.other]
+        self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
         names = [*_state_names(self.group), *self._joined_names(), *_value_names(self.group).values()]
-        self.recording: Recording = self.blocks.record(self.group.batch(*sides), names)
+        self.recording: Recording = self.blocks.record(self.group.batch(*self._sides), names)
         others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
         self.values = _values(self.group, others)
-        base = self._read(self.recording.activations, plan.base)
-        other = self._read(others, plan.other) if plan.other is not None else None
+        base = self._read(self.recording.activations, plan.base, self.group.kept)
+        other = self._read(others, plan.other, self.group.other_kept) if plan.other is not None else None
         self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
         if not plan.model.steps_checked:
             if reason := self._distrust():
@@ -107,7 +107,8 @@ class Wave(Runner):
 
     def _walk(self, variants: list[Variant], deliver: Deliver) -> None:
         tile = self._tile or TILE_TOKENS.get(self.plan.model.device.type, TILE_TOKENS["cpu"])
-        walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, self._answers)
+        answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
+        walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
         try:
             walk.run()
         except NotFiniteError as found:
@@ -119,8 +120,9 @@ class Wave(Runner):
         n_layers = self.plan.model.shape.n_layers
         if set(self.recording.keys) != set(range(n_layers)):
             return "its attention does not hand its keys and values to a cache"
-        longest = self.group.longest
-        last = self.group.lengths[longest] - 1
+        lengths = [len(side[i]) for side in self._sides for i in self.group.examples]
+        longest = lengths.index(max(lengths))
+        last = lengths[longest] - 1
         found: list[Tensor] = []
         variant = Variant(longest, (), (last,), ((LOGITS, n_layers),), start=(0, (last + 1) // 2))
         try:
@@ -137,7 +139,7 @@ class Wave(Runner):
         expected = logits[longest].float()
         tolerance = max(1e-4, 8 * torch.finfo(logits.dtype).eps) * float(expected.abs().max())
         if self._answers is not None:
-            expected = expected[self._answers[longest]]
+            expected = expected[self._answers[longest % len(self.group.examples)]]
         difference = float((found[0].float() - expected).abs().max())
         return (
             f"stepping through its blocks changes its logits by {difference:.1e}"
@@ -147,7 +149,7 @@ class Wave(Runner):
 
     def _name_not_finite(self, variant: Variant, position: int) -> NoReturn:
         """Say in which layer an edited run went wrong, by making it once more as a whole run."""
-        model, batch = self.plan.model, self.group.batch(self.plan.base).rows(variant.example, variant.example + 1)
+        model, batch = self.plan.model, self.group.batch(*self._sides).rows(variant.example, variant.example + 1)
         run_edited(model, batch, variant, self.values)
         token = int(batch.tokens[0, position])
         raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
@@ -161,15 +163,15 @@ class Wave(Runner):
             names += [main_site(stage).hook_name(layer) for stage in stages]
         return names
 
-    def _read(self, activations: Mapping[str, Tensor], side: Sequence[Prompt]) -> Reads:
+    def _read(self, activations: Mapping[str, Tensor], side: Sequence[Prompt], kept: Kept) -> Reads:
         """Read one side of the recorded run, whose logits were not computed."""
         group, n_layers = self.group, self.plan.model.shape.n_layers
-        read = read_run(group, activations)
+        read = read_run(group, kept, activations)
         if (LOGITS, n_layers) in group.readings:
             residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
-            read[LOGITS, n_layers] = [self._logits(residual[i, list(kept)], i) for i, kept in enumerate(group.kept)]
+            read[LOGITS, n_layers] = [self._logits(residual[i, list(places)], i) for i, places in enumerate(kept)]
             for i, logits in enumerate(read[LOGITS, n_layers]):
-                self._refuse_not_finite(logits, side, i)
+                self._refuse_not_finite(logits, side, i, kept)
         return read
 
     def _logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
@@ -177,10 +179,12 @@ class Wave(Runner):
             return self.blocks.logits(residual)
         return self.blocks.logits_of(residual, self._answers[example].expand(len(residual), -1))
 
-    def _refuse_not_finite(self, logits: Float[Tensor, "kept width"], side: Sequence[Prompt], example: int) -> None:
+    def _refuse_not_finite(
+        self, logits: Float[Tensor, "kept width"], side: Sequence[Prompt], example: int, kept: Kept
+    ) -> None:
         wrong = ~logits[:, :1].isfinite().all(-1)
         if bool(wrong.any()):
-            batch, position = self.group.batch(side), self.group.kept[example][int(wrong.nonzero()[0])]
+            batch, position = self.group.batch(side), kept[example][int(wrong.nonzero()[0])]
             token = int(batch.tokens[example, position])
             raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(example), position, token))
 
@@ -195,7 +199,8 @@ class Whole(Runner):
         self.plan, self.group = plan, Group(plan, examples)
         group, model = self.group, plan.model
         self._prompts = group.batch(plan.base)
-        base = read_run(group, *capture(model, self._prompts, _state_names(group), group.columns))
+        captured = capture(model, self._prompts, _state_names(group), columns_of(group.kept))
+        base = read_run(group, group.kept, *captured)
         longest = self._prompts.rows(group.longest, group.longest + 1)
         visible = visible_keys(model, longest, group.cut_layers) if group.cut_layers else {}
         others, other = _other_run(group)
@@ -262,9 +267,9 @@ class Gradients(Runner):
         begin = makes(lambda activation, hook: activation.detach().requires_grad_(True))
         hooks: list[Hook] = [(hook_name("embed"), begin)]
         hooks += [(name, makes(partial(hold, name=name))) for name in dict.fromkeys(names)]
-        logits = self.plan.model.run(group.batch(self.plan.base), hooks, keep=group.columns, grad=True)
+        logits = self.plan.model.run(group.batch(self.plan.base), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
-            return held, read_run(group, held, logits)
+            return held, read_run(group, group.kept, held, logits)
 
     def _product(self, m: int, held: Mapping[str, Tensor]) -> dict[Place, Tensor]:
         """By place: (value - activation) · gradient of one metric, summed over the width; by key for a pattern."""
@@ -314,8 +319,8 @@ def _other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
     if plan.other is None:
         return {}, None
     names = [*_state_names(group), *_value_names(group).values()]
-    activations, logits = capture(plan.model, group.batch(plan.other), names, group.columns)
-    return activations, read_run(group, activations, logits)
+    activations, logits = capture(plan.model, group.batch(plan.other), names, columns_of(group.other_kept))
+    return activations, read_run(group, group.other_kept, activations, logits)
 
 
 def _values(group: Group, others: Mapping[str, Tensor]) -> Values:
@@ -323,7 +328,7 @@ def _values(group: Group, others: Mapping[str, Tensor]) -> Values:
     plan = group.plan
     if plan.source is None:
         return Values({})
-    other = {place: others[name] for place, name in _value_names(group).items()}
+    other = {place: group.in_base(others[name]) for place, name in _value_names(group).items()}
     wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.places)), other)
     return Values(plan.source.values(wanted))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,29 +28,26 @@ import torch
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.sites import sites_named
+from headwater.models.positions import Prompt, Where
+from headwater.models.sites import Site, sites_named
 from headwater.options import checked_count, checked_kind, checked_name, checked_seed, shown
 from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, strongest, summarize
 from headwater.patching.cells import (
     AXES,
+    SPANS,
     Asked,
     Window,
     cells_of,
     chosen,
     covered,
     lasting,
+    matched_positions,
 )
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import (
-    Prompt,
-    Prompts,
-    Where,
-    read_pairs,
-    read_prompts,
-)
+from headwater.patching.prompts import Prompts, Spot, read_pairs, read_prompts
 from headwater.patching.readout import Measured
 from headwater.patching.runners import Gradients, Wave
 from headwater.patching.values import Given, recorded, source_of
@@ -64,7 +61,11 @@ if TYPE_CHECKING:
 
 DIRECTIONS = ("denoise", "noise")
 METHODS = ("exact", "attribution")
-COORDINATES = ("site", "layer", "position", "token", "head", "kv_head", "key", "window", "set", "values", "metric")
+COORDINATES = (
+    *("site", "layer", "position", "role", "token", "head", "kv_head", "key"),
+    *("window", "set", "values", "metric"),
+)
+"""The columns that name a cell, as far as a sweep has them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,10 +73,10 @@ class Sweep(Result):
     """What a patching or knockout sweep found."""
 
     table: pd.DataFrame
-    """A row per example, cell and metric: `example, site, layer, position, token, head, kv_head, key, window, set,
-    values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `head` counts query heads,
-    `kv_head` the key-value heads of the sites `k` and `v`; `values` says over what a mean was taken, `set` what was
-    ablated together."""
+    """A row per example, cell and metric: `example, site, layer, position, role, token, head, kv_head, key, window,
+    set, values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `role` is what positions
+    were named as (`position` is `<NA>` where it is several tokens); `head` counts query heads, `kv_head` the key-value
+    heads of the sites `k` and `v`; `values` says over what a mean was taken, `set` what was ablated together."""
     run: RunRecord
     tokens: Sequence[Sequence[str]] = ()
     """The tokens of each example's edited prompt."""
@@ -143,7 +144,10 @@ class Sweep(Result):
     def coordinates(self) -> list[str]:
         """The columns that name a cell."""
         named = [name for name in COORDINATES if name in self.table.columns]
-        return named if self.table["example"].nunique() == 1 else [name for name in named if name != "token"]
+        if self.table["example"].nunique() == 1:
+            return named
+        own = ("token", "position") if "role" in named else ("token",)
+        return [name for name in named if name not in own]
 
     def plot(
         self,
@@ -201,6 +205,7 @@ def patch(
     layers: Iterable[int] | int | None = None,
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,
+    spans: str = SPANS[0],
     window: Window = None,
     dataset: Prompts | None = None,
     method: str = "exact",
@@ -225,8 +230,11 @@ def patch(
         values: `other run`, `zero`, `mean` (over `dataset`: at each position where all prompts are of one length, else
             over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`).
         layers: which take part.
-        positions: which take part; query positions for `pattern`.
+        positions: which take part; query positions for `pattern`. A mapping names them by role, each prompt resolved by
+            itself: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep runs over roles, which stand in a
+            column `role`, and prompts may be of any lengths, also the two of a pair. See `headwater.models.positions`.
         heads: which take part; key-value heads for `k` and `v`.
+        spans: whether the tokens of a role are patched `together` (one cell) or `token by token`.
         window: patch this many layers around each at once, or `"cumulative"`; a mapping gives it by axis.
         dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
         method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
@@ -244,7 +252,8 @@ def patch(
     checked_name("method", method, METHODS)
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     over, layers, heads = lasting(over), lasting(layers), lasting(heads)
-    first, second = read_pairs(model, clean, corrupted)
+    ask = Asked(over, layers, positions, heads, window, spans)
+    first, second = read_pairs(model, clean, corrupted, by_role=ask.by_role)
     base_is_clean = direction == "noise" or second is None
     base, other = (first, second) if base_is_clean or second is None else (second, first)
     named = sites_named(sites, model)
@@ -253,13 +262,16 @@ def patch(
     metrics = as_metrics(metric)
     pool = read_prompts(model, dataset) if dataset is not None else None
     source = source_of(Given(values, base, other, pool, tuple(site.name for site in named), seed))
-    ask = Asked(over, layers, positions, heads, window)
-    planned = [(i, site, ask.steps(model, site, base, other, i)) for i in range(len(base)) for site in named]
+    spots = ask.spots(base, other, 0 if base_is_clean else 1)
+    matched = _matched(spots, base, other, named)
+    planned = [(i, site, ask.steps(model, site, base, spots[i], i)) for i in range(len(base)) for site in named]
     refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * len(metrics))
     cells: list[Cell] = []
     for i, site, listed in planned:
-        cells += cells_of(base[i], i, site, listed, ask.sizes(site), source)
-    plan = Plan(model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size)
+        cells += cells_of(base[i], i, site, listed, ask.sizes(site), source, matched[i] is None)
+    plan = Plan(
+        model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size, matched=matched
+    )
     options = {
         "sites": [site.name for site in named],
         "over": {site.name: ask.axes(site) for site in named},
@@ -273,12 +285,40 @@ def patch(
         "method": method,
         **prompt_options(first, second, pool),
         "metrics": metric_options(plan),
-    }
+    } | ({"roles": _recorded_roles(spots), "spans": spans} if ask.by_role else {})
 
     def work(run: Run) -> Sweep:
         return sweep_of(plan, measure(plan, run, Gradients if method == "attribution" else Wave), run)
 
     return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
+
+
+def _matched(
+    spots: Sequence[Mapping[str, Spot]],
+    base: Sequence[Prompt],
+    other: Sequence[Prompt] | None,
+    sites: Iterable[Site],
+) -> tuple[dict[int, int] | None, ...]:
+    """Return by example which position of the other prompt each position is that may be edited (see `Plan.matched`).
+
+    Raises:
+        InputError: they differ, and a site holds keys, for all of which there would have to be a match.
+    """
+    others = other if other is not None else [None] * len(base)
+    matched = tuple(matched_positions(*pair) for pair in zip(spots, base, others, strict=True))
+    unlike = [i for i, one in enumerate(matched) if one is not None]
+    keyed = [site.name for site in sites if site.has_keys]
+    if unlike and keyed:
+        raise InputError(
+            f"The site {keyed[0]} holds every key of a prompt, and pair {unlike[0]} does not align token by token: "
+            "give pairs that do."
+        )
+    return matched
+
+
+def _recorded_roles(spots: Sequence[Mapping[str, Spot]]) -> list[dict[str, list[list[int]]]]:
+    """Write down by example and role the positions in both prompts."""
+    return [{role: [list(spot.base), list(spot.other)] for role, spot in one.items()} for one in spots]
 
 
 def check_call(model: Any, batch_size: Any) -> int | None:

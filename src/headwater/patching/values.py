@@ -22,11 +22,12 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_name
 from headwater.patching.forwards import capture
-from headwater.patching.prompts import Prompt, first_difference
+from headwater.patching.prompts import first_difference
 from headwater.patching.variants import Place
 from headwater.registry import Registry
 

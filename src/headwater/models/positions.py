@@ -1,0 +1,271 @@
+"""Which tokens of a prompt are meant: by number, span, word, characters, function, or role.
+
+    positions of one prompt   a number (negative counts from the end), a span (start, stop), a range, a set, "last",
+                              "first", "all", a word, `characters(...)`, `last_token_of(...)`, a function of the token
+                              strings that gives any of these
+    of several prompts        one of these for all, or a list with one per prompt
+    by role                   a mapping from names to any of these: {"subject": [" France", " Italy"], "end": "last"}
+
+A word is looked for in the text as it is written: as whole words first, else as any stretch of characters; one
+that begins with a space and is not there is looked for without it, since a prompt may begin with it. It must be there
+once. Its tokens are those that hold any of its characters, by the tokenizer's offsets (`models.tokens.token_span`).
+
+Each prompt is resolved by itself. Of a pair, an entry may hold two, (the clean prompt's, the corrupted one's), and a
+list may go on after the clean prompts with the corrupted ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from headwater.errors import InputError
+from headwater.models.memory import failures_named
+from headwater.models.tokens import Offsets, token_span
+from headwater.options import shown, whole_number, whole_numbers
+
+Place: TypeAlias = int | str | range | slice | tuple[Any, Any] | AbstractSet[int] | Callable[..., Any] | list[Any]
+Where: TypeAlias = Place | Mapping[str, Place]
+"""Positions as this file's first lines name them."""
+SIDES = ("clean", "corrupted")
+
+
+class AbsentError(InputError):
+    """A word that is to be found in a prompt is not there."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One tokenized prompt."""
+
+    ids: tuple[int, ...]
+    strings: tuple[str, ...]
+    offsets: Offsets | None = None
+    text: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Characters:
+    """The tokens that hold any of a prompt's characters `start` to `stop`, the stop not included."""
+
+    start: Any
+    """A number; or a function of the text that gives (start, stop) or a match of a regular expression."""
+    stop: Any = None
+
+    def of(self, prompt: Prompt) -> list[int]:
+        """Return the positions in a prompt."""
+        text, offsets = _text_of(prompt, shown(self))
+        start, stop = self.start, self.stop
+        if callable(start):
+            with failures_named("The function that names characters"):
+                found = start(text)
+                start, stop = found.span() if isinstance(found, re.Match) else found
+        try:
+            first, last = whole_number(start), whole_number(stop)
+        except TypeError:
+            raise InputError(f"characters({shown(start)}, {shown(stop)}) are not two whole numbers.") from None
+        if not 0 <= first < last <= len(text):
+            raise InputError(f"The characters {first} to {last} are not in a prompt of {len(text)} characters.")
+        return list(token_span(offsets, first, last))
+
+
+@dataclass(frozen=True)
+class LastTokenOf:
+    """The last token of what something else names, such as a subject of several tokens."""
+
+    where: Any
+
+
+def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) -> Characters:
+    """Name tokens by characters of their prompt's text.
+
+    Args:
+        start: the first character; or a function of the text that gives (start, stop), or a match of a regular
+            expression, as in `hw.characters(lambda text: re.search("[A-Z][a-z]+$", text))`.
+        stop: the character after the last.
+
+    Returns:
+        What `positions=` takes, wherever positions are named.
+    """
+    return Characters(start, stop)
+
+
+def last_token_of(where: Place | Any) -> LastTokenOf:
+    """Name the last token of a span, such as a subject's, whatever its length.
+
+    Args:
+        where: a word, a span, characters or a function; or a list with one of these per prompt.
+
+    Returns:
+        What `positions=` takes, wherever positions are named.
+    """
+    return LastTokenOf(where)
+
+
+def positions_of(where: Any, prompt: Prompt, example: int, n_examples: int, side: int | None = None) -> tuple[int, ...]:
+    """Return the positions that a name stands for in one prompt, ascending; of roles, those of any of them.
+
+    Args:
+        where: see the first lines of this file.
+        prompt: the prompt.
+        example: its number, for a list with one entry per prompt.
+        n_examples: how many prompts (or pairs) there are.
+        side: 0 in the clean prompt of a pair, 1 in the corrupted one; None where there are no pairs.
+
+    Raises:
+        InputError: it names nothing, or something outside the prompt.
+    """
+    if isinstance(where, Mapping):
+        roles = roles_of(where, prompt, example, n_examples, side)
+        return tuple(sorted({position for places in roles.values() for position in places}))
+    if isinstance(where, LastTokenOf):
+        return positions_of(where.where, prompt, example, n_examples, side)[-1:]
+    where = _of_example(where, example, n_examples, side)
+    if isinstance(where, LastTokenOf):
+        return positions_of(where.where, prompt, 0, 1, side)[-1:]
+    if callable(where):
+        with failures_named("The function that names positions"):
+            where = where(prompt.strings)
+    found = _positions(where, prompt)
+    outside = [position for position in found if not 0 <= position < len(prompt)]
+    if outside or not found:
+        raise InputError(
+            f"Position {outside[0] if outside else shown(where)} is not in prompt {example} of {len(prompt)} tokens: "
+            f"{_numbered(prompt)}"
+        )
+    return tuple(sorted(set(found)))
+
+
+def roles_of(
+    where: Mapping[Any, Any], prompt: Prompt, example: int, n_examples: int, side: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return the positions of each role in one prompt; see `positions_of`.
+
+    Raises:
+        InputError: a role has no name, or is not in the prompt; the message names the role and the prompt.
+    """
+    checked_roles(where)
+    return {role: role_in(role, place, prompt, example, n_examples, side) for role, place in where.items()}
+
+
+def role_in(
+    role: str, place: Any, prompt: Prompt, example: int, n_examples: int, side: int | None = None
+) -> tuple[int, ...]:
+    """Return the positions of one role in one prompt; see `roles_of`."""
+    try:
+        return positions_of(place, prompt, example, n_examples, side)
+    except InputError as error:
+        of = f"prompt {example}" if side is None else f"the {SIDES[side]} prompt of pair {example}"
+        raise type(error)(f"The role {role!r} in {of}: {error}") from None
+
+
+def checked_roles(where: Mapping[Any, Any]) -> None:
+    """Refuse a mapping that does not name roles.
+
+    Raises:
+        InputError: it is empty, a name is no text, or a role is made of roles.
+    """
+    if not where or not all(isinstance(name, str) and name for name in where):
+        raise InputError(f"positions={shown(dict(where))} does not map names of roles to positions.")
+    nested = [name for name, place in where.items() if isinstance(place, Mapping)]
+    if nested:
+        raise InputError(f"The role {nested[0]!r} is made of roles itself; give it positions.")
+
+
+def _of_example(where: Any, example: int, n_examples: int, side: int | None) -> Any:
+    """Of what was named for several prompts, or for both of a pair, take one prompt's."""
+    if isinstance(where, list):
+        both = side is not None and len(where) == 2 * n_examples
+        if len(where) != n_examples and not both:
+            raise InputError(
+                f"A list of positions holds one entry per prompt; {len(where)} were given for {n_examples} prompts. "
+                "For several positions of every prompt give a range, a set or a (start, stop) tuple."
+            )
+        where = where[example + (n_examples * int(side or 0) if both else 0)]
+        if isinstance(where, list):
+            where = set(where)
+    if isinstance(where, tuple) and len(where) == 2 and not _are_numbers(where):
+        if side is None:
+            raise InputError(
+                f"{shown(where)} names positions of two prompts, clean and corrupted, and there are no pairs here."
+            )
+        where = where[side]
+    return where
+
+
+def _are_numbers(pair: tuple[Any, ...]) -> bool:
+    try:
+        return bool([whole_number(part) for part in pair])
+    except TypeError:
+        return False
+
+
+def _positions(where: Any, prompt: Prompt) -> list[int]:
+    length = len(prompt)
+    if isinstance(where, bool) or where is None:
+        return []
+    if isinstance(where, str):
+        return _named(where, prompt)
+    if isinstance(where, Characters):
+        return where.of(prompt)
+    if isinstance(where, slice):
+        return list(range(length))[where]
+    if isinstance(where, tuple) and len(where) != 2:
+        raise InputError(
+            f"A tuple of positions is a span (start, stop); this one is {shown(where)}. Give a set instead."
+        )
+    try:
+        numbers = whole_numbers(range(*where) if isinstance(where, tuple) else where)
+    except TypeError:
+        raise InputError(
+            f"{shown(where)} does not name positions. Give a number, a span, a set, 'last', or a text."
+        ) from None
+    return [number + length if number < 0 else number for number in numbers]
+
+
+def _named(name: str, prompt: Prompt) -> list[int]:
+    fixed = {"last": [len(prompt) - 1], "first": [0], "all": list(range(len(prompt)))}
+    if name in fixed:
+        return fixed[name]
+    text, offsets = _text_of(prompt, f"The text {name!r}")
+    found = _occurrences(name, text)
+    if len(found) != 1:
+        raise (InputError if found else AbsentError)(
+            f"The text {name!r} stands {len(found)} times in the prompt {shown(text)}; it must stand there once. "
+            "Give positions instead."
+        )
+    return list(token_span(offsets, *found[0]))
+
+
+def _occurrences(name: str, text: str) -> list[tuple[int, int]]:
+    """Return the characters of a name in a text: as whole words if anywhere, else anywhere, else without its space."""
+    if not name.strip():
+        return [(i, i + len(name)) for i in range(len(text)) if name and text.startswith(name, i)]
+    before, after = (r"(?<!\w)" if _is_word(name[0]) else ""), (r"(?!\w)" if _is_word(name[-1]) else "")
+    whole = [found.span() for found in re.finditer(before + re.escape(name) + after, text)]
+    anywhere = [(i, i + len(name)) for i in range(len(text)) if text.startswith(name, i)]
+    bare = name.lstrip()
+    return whole or anywhere or (_occurrences(bare, text) if bare != name else [])
+
+
+def _is_word(character: str) -> bool:
+    """Whether a character is a part of words."""
+    return bool(re.match(r"\w", character))
+
+
+def _text_of(prompt: Prompt, name: str) -> tuple[str, Offsets]:
+    """Return a prompt's text with the characters of its tokens."""
+    if prompt.text is None or prompt.offsets is None:
+        raise InputError(f"{name} cannot be looked for in token ids. Give positions, or the prompts as text.")
+    return prompt.text, prompt.offsets
+
+
+def _numbered(prompt: Prompt) -> str:
+    listed: Sequence[str] = [f"{i}:{s!r}" for i, s in enumerate(prompt.strings[:24])]
+    return " ".join(listed) + (" ..." if len(prompt) > 24 else "")

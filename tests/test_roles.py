@@ -1,0 +1,243 @@
+"""Positions by role: each prompt is resolved by itself, and pairs of other lengths are patched token for token."""
+
+import re
+
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.models.positions import Prompt, positions_of, roles_of
+from headwater.patching.prompts import role_spots
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+METRIC = hw.logit_difference(5, 9)
+CLEAN = [" the cat of France is", " Paris is in France"]
+CORRUPTED = [" the big cat of Italy in Rome is", " Berlin is the capital of Germany in"]
+SUBJECTS = [(" France", " Italy"), (" Paris", " Berlin")]
+ROLES = {"subject": SUBJECTS, "end": "last"}
+LAYERS = {"llama": "model.layers", "gemma2": "model.layers", "neox": "gpt_neox.layers", "gpt2": "transformer.h"}
+OUT = {"llama": "self_attn.o_proj", "gemma2": "self_attn.o_proj", "neox": "attention.dense", "gpt2": "attn.c_proj"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+
+
+def place_of(ids, word):
+    """The token of a word, found among the token strings."""
+    strings = [TOKENIZER.decode([token]) for token in ids[0].tolist()]
+    return len(strings) - 1 if word == "last" else strings.index(word)
+
+
+def run_with_hooks(raw, ids, hooks):
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        with torch.no_grad():
+            return raw(ids).logits[0, -1]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def by_hand(raw, module, clean, corrupted, word, heads=slice(None), width=None):
+    """Denoise by plain hooks: what the module reads at the clean prompt's word, into the corrupted prompt's."""
+    here, there = place_of(corrupted, word[1]), place_of(clean, word[0])
+    kept = {}
+
+    def keep(_, args, options):
+        kept["value"] = (args[0] if args else options["hidden_states"])[0, there].clone()
+
+    def write(_, args, options):
+        held = (args[0] if args else options["hidden_states"]).clone()
+        if width is None:
+            held[0, here] = kept["value"]
+        else:
+            held.view(1, held.shape[1], -1, width)[0, here, heads] = kept["value"].view(-1, width)[heads]
+        return ((held, *args[1:]), options) if args else (args, options | {"hidden_states": held})
+
+    before = run_with_hooks(raw, corrupted, [])
+    run_with_hooks(raw, clean, [(module, keep)])
+    after = run_with_hooks(raw, corrupted, [(module, write)])
+    return float((after - before)[5] - (after - before)[9])
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_pairs_of_other_lengths_equal_plain_hooks_of_the_same_word(family):
+    raw = tiny_model(family)
+    loaded = hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    options = {"metric": METRIC, "positions": ROLES, "progress": False, "layers": [0, 2]}
+    stream = hw.patch(loaded, CLEAN, CORRUPTED, sites="resid_pre", **options).table
+    heads = hw.patch(loaded, CLEAN, CORRUPTED, sites="z", heads=[1, 3], **options).table
+    layers = raw.get_submodule(LAYERS[family])
+    assert len(stream) == 2 * 2 * 2
+    for row in stream.to_dict("records"):
+        pair = [loaded.tokenize(texts[row["example"]]).tokens for texts in (CLEAN, CORRUPTED)]
+        word = SUBJECTS[row["example"]] if row["role"] == "subject" else ("last", "last")
+        expected = by_hand(raw, layers[row["layer"]], *pair, word)
+        assert row["effect"] == pytest.approx(expected, abs=1e-5)
+    for row in heads.to_dict("records"):
+        pair = [loaded.tokenize(texts[row["example"]]).tokens for texts in (CLEAN, CORRUPTED)]
+        word = SUBJECTS[row["example"]] if row["role"] == "subject" else ("last", "last")
+        module = layers[row["layer"]].get_submodule(OUT[family])
+        expected = by_hand(raw, module, *pair, word, heads=row["head"], width=loaded.shape.d_head)
+        assert row["effect"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_whole_runs_gradients_and_the_wavefront_read_the_same_word(model, monkeypatch, direction):
+    options = {"sites": ["resid_pre", "z"], "metric": [METRIC, hw.kl_divergence()], "positions": ROLES}
+    options |= {"progress": False, "direction": direction}
+    fast = hw.patch(model, CLEAN, CORRUPTED, **options)
+    estimated = hw.patch(model, CLEAN, CORRUPTED, **options | {"metric": METRIC, "method": "attribution"})
+    monkeypatch.setattr("headwater.patching.runners.cannot_step", lambda _: "it is asked to")
+    with pytest.warns(UserWarning, match="one whole run per cell"):
+        slow = hw.patch(model, CLEAN, CORRUPTED, **options)
+    assert (fast.engine, slow.engine) == ("wavefront", "whole runs")
+    pd.testing.assert_frame_equal(fast.table, slow.table, atol=1e-5, rtol=1e-4)
+    logit = fast.table[fast.table["metric"] == METRIC.name]
+    assert estimated.table["role"].tolist() == logit["role"].tolist()
+    last = (logit["site"] == "resid_pre") & (logit["layer"] == 2) & (logit["role"] == "end")
+    assert (estimated.table["effect"].to_numpy() != 0)[last.to_numpy()].all()
+
+
+def test_a_pair_of_one_length_may_hold_its_role_at_two_places(model):
+    clean, corrupted = " Paris is in the capital", " the big cat of Rome"
+    sweep = hw.patch(
+        model, clean, corrupted, sites="resid_pre", positions={"city": (" Paris", " Rome")}, metric=METRIC, layers=0,
+        progress=False,
+    )  # fmt: skip
+    embedded = tiny_model("llama")
+    pair = [model.tokenize(text).tokens for text in (clean, corrupted)]
+    expected = by_hand(embedded, embedded.model.layers[0], *pair, (" Paris", " Rome"))
+    assert sweep.table["effect"].item() == pytest.approx(expected, abs=1e-5)
+    assert (sweep.table["position"].item(), sweep.table["token"].item()) == (5, " Rome")
+
+
+def test_a_span_is_patched_together_or_token_by_token(model):
+    clean, corrupted = " the cat of France is", " six chat of France is"
+    roles = {"animal": (" the cat", range(1, 3)), "end": -1}
+    options = {"sites": "resid_pre", "metric": METRIC, "layers": 0, "progress": False}
+    together = hw.patch(model, clean, corrupted, positions=roles, **options).table
+    apart = hw.patch(model, clean, corrupted, positions=roles, spans="token by token", **options).table
+    numbered = hw.patch(model, clean, corrupted, positions={1, 2}, over="layer", **options).table
+    assert together["role"].tolist() == ["animal", "end"]
+    assert together["token"].tolist() == [" six chat", " is"]
+    assert together["position"].isna().tolist() == [True, False]
+    assert together["effect"][0] == pytest.approx(numbered["effect"][0], abs=1e-6)
+    assert apart["role"].tolist() == ["animal[0]", "animal[1]", "end"]
+    assert apart["position"].tolist() == [1, 2, 5]
+    by_number = hw.patch(model, clean, corrupted, positions={1, 2, 5}, **options).table
+    assert apart["effect"].tolist() == pytest.approx(by_number["effect"].tolist(), abs=1e-6)
+
+
+def test_ablations_take_roles_of_prompts_of_any_length(model):
+    sweep = hw.patch(
+        model, [*CLEAN, *CORRUPTED], sites="mlp_out", values="zero", metric=METRIC, progress=False,
+        positions={"subject": [" France", " Paris", " Italy", " Berlin"], "end": "last"},
+    )  # fmt: skip
+    summary = sweep.summary()
+    assert summary["examples"].unique().tolist() == [4]
+    assert summary["role"].tolist() == ["subject"] * 3 + ["end"] * 3
+    assert "position" not in summary
+    assert summary.attrs["notes"] == []
+
+
+def test_roles_left_out_of_over_are_patched_at_once(model):
+    options = {"sites": "z", "metric": METRIC, "progress": False}
+    at_once = hw.patch(model, CLEAN, CORRUPTED, positions=ROLES, over="layer", **options).table
+    assert at_once["role"].unique().tolist() == ["subject + end"]
+    by_head = hw.patch(model, CLEAN, CORRUPTED, positions=ROLES, **options).table
+    assert by_head.groupby(["example", "layer", "head"]).size().unique().tolist() == [2]
+
+
+TEXT = " the cat is in Spain, in the red house of the cats"
+WORDS = re.findall(r" ?\w+|,", TEXT)
+ENDS = [sum(map(len, WORDS[: i + 1])) for i in range(len(WORDS))]
+PROMPT = Prompt(
+    tuple(range(len(WORDS))), tuple(WORDS), tuple(zip([0, *ENDS[:-1]], ENDS, strict=True)), TEXT
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("cat", (1,)), (" cat", (1,)), ("red house", (8, 9)), ("Spain", (4,)), ("cats", (12,)),
+        (hw.last_token_of(" red house"), (9,)), (hw.last_token_of([(8, 10)]), (9,)), ([hw.last_token_of("is")], (2,)),
+        (hw.characters(1, 4), (0,)), (hw.characters(lambda text: re.search("red house", text)), (8, 9)),
+        (hw.characters(lambda text: (0, 8)), (0, 1)), (lambda tokens: tokens.index(" is"), (2,)),
+        ({"a": "cat", "b": "last"}, (1, 12)),
+    ],
+)  # fmt: skip
+def test_words_spans_characters_functions_and_numbers_name_tokens(where, expected):
+    assert positions_of(where, PROMPT, 0, 1) == expected
+
+
+def test_a_word_with_its_space_is_found_where_the_text_begins_with_it():
+    prompt = Prompt((0, 1), ("France", " is"), ((0, 6), (6, 9)), "France is")
+    assert positions_of(" France", prompt, 0, 1) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({"subject": "dog"}, "The role 'subject' in prompt 0: The text 'dog' stands 0 times"),
+        ({"subject": " in"}, "The role 'subject' in prompt 0: The text ' in' stands 2 times"),
+        ({"end": 40}, "The role 'end' in prompt 0: Position 40 is not in prompt 0"),
+        ({"end": ("cat", "dog")}, "two prompts, clean and corrupted, and there are no pairs"),
+        ({}, "does not map names of roles"),
+        ({1: "last"}, "does not map names of roles"),
+        ({"a": {"b": 1}}, "is made of roles itself"),
+        ({"a": hw.characters(3, 3)}, "are not in a prompt of"),
+        ({"a": hw.characters("x")}, "are not two whole numbers"),
+        ({"a": hw.characters(lambda text: None)}, "The function that names characters failed"),
+        ({"a": None}, "The role 'a' in prompt 0"),
+    ],
+)
+def test_roles_that_are_not_there_are_refused_by_name(where, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        roles_of(where, PROMPT, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"positions": {"subject": " France", "end": "last"}}, "name both words: (the clean prompt's, the corrupted"),
+        ({"positions": {"a": "all"}}, "9 tokens of one prompt of pair 0 and 6 of the other"),
+        ({"positions": {"a": [(" the cat", " big"), " is"]}}, "hw.last_token_of"),
+        ({"positions": {"a": [" France", " Paris", " Italy"]}}, "one entry per prompt; 3 were given for 2"),
+        ({"positions": {"a": "last", "b": ({3}, "last")}}, "which are two tokens"),
+        ({"positions": "last"}, "Name positions by role"),
+        ({"positions": ROLES, "window": {"position": 2}}, "roles have none"),
+        ({"positions": ROLES, "spans": "each"}, "token by token"),
+        ({"positions": "last", "spans": "token by token"}, "is for positions by role"),
+        ({"positions": ROLES, "sites": "pattern"}, "does not align token by token"),
+    ],
+)
+def test_pairs_whose_roles_do_not_match_are_refused(model, options, message):
+    given = {"sites": "resid_pre", "metric": METRIC, "progress": False}
+    with pytest.raises(InputError, match=re.escape(message)):
+        hw.patch(model, CLEAN, CORRUPTED, **given | options)
+
+
+def test_a_list_may_go_on_with_the_corrupted_prompts():
+    prompts = [Prompt((0, 1), (" a", " b"), ((0, 2), (2, 4)), " a b"), Prompt((0, 2), (" a", " c"))]
+    spots = role_spots({"x": [0, 1], "y": ({1}, {0})}, *prompts, 0, 1)
+    assert (spots["x"].base, spots["x"].other) == ((0,), (1,))
+    assert (spots["y"].base, spots["y"].other) == ((1,), (0,))
+    mirrored = role_spots({"x": [0, 1]}, prompts[1], prompts[0], 0, 1, base_side=1)
+    assert (mirrored["x"].base, mirrored["x"].other) == ((1,), (0,))
+
+
+def test_a_run_of_other_roles_is_another_run(model, tmp_path):
+    options = {"sites": "resid_pre", "metric": METRIC, "progress": False, "out": tmp_path / "run"}
+    hw.patch(model, CLEAN, CORRUPTED, positions=ROLES, **options)
+    again = hw.patch(model, CLEAN, CORRUPTED, positions=ROLES, **options)
+    assert again.table["role"].unique().tolist() == ["subject", "end"]
+    loaded = hw.Sweep.load(tmp_path / "run")
+    assert loaded.summary()["role"].unique().tolist() == ["subject", "end"]
+    with pytest.raises(hw.HeadwaterError, match="another run"):
+        hw.patch(model, CLEAN, CORRUPTED, positions={"city": SUBJECTS, "end": "last"}, **options)
