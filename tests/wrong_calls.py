@@ -235,6 +235,10 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "HookedModel.tokenize": lambda: (g.model.tokenize, {"inputs": CLEAN}),
         "HookedModel.token_strings": lambda: (g.model.token_strings, {"tokens": [3, 4]}),
         "classify_heads": lambda: (hw.classify_heads, {"model": g.model, "relations": g.relation, **QUIET}),
+        "compare_heads": lambda: (
+            hw.compare_heads,
+            {"models": {"a": g.model, "b": g.model}, "relations": g.relation, **QUIET},
+        ),
         "load_relations": lambda: (hw.load_relations, {"relations": None}),
         "Relation": lambda: (hw.Relation, {"name": "pairs", "category": "knowledge", "pairs": g.relation.pairs}),
         "Relation.pairs": lambda: (

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from headwater.detection.detection import detect as detect
     from headwater.errors import HeadwaterError as HeadwaterError
     from headwater.heads.classify import classify_heads as classify_heads
+    from headwater.heads.comparison import HeadComparison as HeadComparison
+    from headwater.heads.comparison import compare_heads as compare_heads
     from headwater.heads.head_map import HeadMap as HeadMap
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations

@@ -1,10 +1,11 @@
-"""The commands `headwater heads` and `headwater relations`."""
+"""The commands `headwater heads`, `headwater compare` and `headwater relations`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
 from headwater.cli.command import EMBEDDED, AsJson, Model, Out, Quiet, columns, continues, plain, report, write
@@ -26,6 +27,13 @@ CLASSIFY = Of(
         "norm_gain": "how much the answer hangs on it is a question for a notebook",
         "attention": "it runs the model, which the command never does",
     },
+)
+COMPARE = Of(
+    "headwater.heads.comparison:compare_heads",
+    offers="k threshold embedding device",
+    shaped=(RELATIONS, MULTI_TOKEN),
+    filled="models",
+    left_out={"norm_gain": "how much the answer hangs on it is a question for a notebook"},
 )
 SUITE = Of("headwater.heads.relations:load_relations", shaped=(RELATIONS,))
 COVERAGE = Of("headwater.heads.coverage:relation_coverage", shaped=(MULTI_TOKEN,), filled="relations tokenizer")
@@ -54,6 +62,30 @@ def heads(
         head_map = classify_heads(read, progress=not quiet, out=out, **given)
         files = write(head_map, out, "head_map") if out else []
     report(head_map.findings() | {"files": files}, as_json, show_heads)
+
+
+@command(COMPARE, summary=COMPARE)
+def compare(
+    options: Options,
+    models: Annotated[list[str], typer.Argument(help="Two or more checkpoint folders or hub names, the first before.")],
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """The models have as many layers and heads as one another: base and instruct, or checkpoints of one training.
+
+    **Examples**
+
+    `headwater compare path/to/base path/to/instruct --out runs/tuned`
+
+    `headwater compare run/step-1000 run/step-2000 run/step-4000 --json`
+    """
+    with continues(out):
+        from headwater.heads.comparison import compare_heads
+
+        comparison = compare_heads(models, progress=not quiet, out=out, **options.of("compare_heads"))
+        files = write(comparison, out, "head_comparison") if out else []
+    report(comparison.findings() | {"files": files}, as_json, _show_changes)
 
 
 @command(SUITE, COVERAGE)
@@ -102,6 +134,22 @@ def show_heads(summary: dict[str, Any], console: Console) -> None:
     console.print("", table, sep="\n")
     if summary["left_out"]:
         console.print(f"\nLeft out, too few pairs of single tokens: {plain(', '.join(summary['left_out']))}")
+
+
+def _show_changes(summary: dict[str, Any], console: Console) -> None:
+    console.print(f"[bold]{plain(' → '.join(summary['models']))}[/]\n")
+    table = columns("model,category", "heads,gained,lost,stronger,weaker")
+    for row in summary["summary"]:
+        counts = (f"{row[name]:,}" for name in ("heads", "gained", "lost", "stronger", "weaker"))
+        table.add_row(plain(row["model"]), row["category"], *counts)
+    console.print(table)
+    if summary["largest"]:
+        table = columns("model,head,relation,sign,change", "excess,difference,q")
+        for row in summary["largest"]:
+            numbers = (f"{row['excess']:.2f}", f"{row['difference']:+.2f}", f"{row['q_value']:.1g}")
+            place = (plain(row["model"]), f"{row['layer']}.{row['head']}", row["relation"], row["sign"], row["change"])
+            table.add_row(*place, *numbers)
+        console.print("\nThe largest changes:", table, sep="\n")
 
 
 def _show_coverage(summary: dict[str, Any], console: Console) -> None:

@@ -15,10 +15,12 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 5. A rule says which scores count, and the categories of these relations are the head's categories (`categories`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.heads.categories import RULES, apply_rule, head_categories
@@ -90,7 +92,8 @@ def classify_heads(
         InputError: a relation file is wrong, no relation keeps 30 pairs, or an option does not exist.
         RunFolderError: `out` holds another run.
     """
-    k, threshold = _check_options(rule, k, threshold, embedding)
+    checked_name("rule", rule, RULES)
+    k, threshold = checked_scoring(k, threshold, embedding)
     norm_gain, attention = checked_flag("norm_gain", norm_gain), checked_flag("attention", attention)
     given = load_relations(relations)
     weights = weights_of(model, device)
@@ -100,6 +103,7 @@ def classify_heads(
         )
     tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=rule == "published")
     ks = [k or published_k(relation, weights.shape) for relation in given]
+    usable = usable_relations(tokenized, ks, weights.name)
     options = {
         "relations": digest(describe([[relation.name, relation.category, relation.pairs] for relation in given])),
         "rule": rule,
@@ -110,16 +114,9 @@ def classify_heads(
         "norm_gain": norm_gain,
         "attention": attention,
     }
-    usable = [(relation, k) for relation, k in zip(tokenized, ks, strict=True) if relation.usable]
-    if not usable:
-        raise _nothing_usable(tokenized, weights.name)
 
     def work(run: Run) -> HeadMap:
-        n_layers = weights.shape.n_layers
-        with LayersAhead(weights) as read_layer, run.bar("Scoring heads", "layer", n_layers) as bar:
-            pairs = suite_pairs(*zip(*usable, strict=True))
-            scorer = LayerScorer(weights, read_layer, pairs, rule == "controlled", options)
-            layers = list(run.pieces("layer", range(n_layers), scorer, bar))
+        layers = scored_layers(weights, usable, options, run, null=rule == "controlled")
         table = score_table(layers, [relation for relation, _ in usable])
         table = table.assign(**apply_rule(table, rule, threshold))
         categories = head_categories(table)
@@ -128,6 +125,52 @@ def classify_heads(
         return HeadMap(table, categories, relation_table(tokenized, ks), run.record)
 
     return carry_out(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
+
+
+Usable: TypeAlias = Sequence[tuple[TokenRelation, int]]
+"""Relations with enough items, and how many of the largest logits count as a hit for each."""
+
+
+def usable_relations(tokenized: Sequence[TokenRelation], ks: Sequence[int], model: str) -> Usable:
+    """Return the relations with enough items left, each with its k.
+
+    Raises:
+        InputError: there is none.
+    """
+    usable = [(relation, k) for relation, k in zip(tokenized, ks, strict=True) if relation.usable]
+    if not usable:
+        raise _nothing_usable(tokenized, model)
+    return usable
+
+
+def scored_layers(
+    weights: WeightSource,
+    usable: Usable,
+    options: Mapping[str, Any],
+    run: Run,
+    *,
+    null: bool,
+    items: bool = False,
+    desc: str = "Scoring heads",
+) -> list[dict[str, Tensor]]:
+    """Score a model's heads layer by layer, each a piece of the run.
+
+    Args:
+        weights: the model.
+        usable: what is scored.
+        options: `embedding` and `norm_gain`.
+        run: keeps the pieces and shows the bar.
+        null: whether shuffled targets are scored too.
+        items: whether the hits of single items are kept.
+        desc: what the bar says.
+
+    Returns:
+        What `LayerScores` holds of each layer, by name.
+    """
+    n_layers = weights.shape.n_layers
+    with LayersAhead(weights) as read_layer, run.bar(desc, "layer", n_layers) as bar:
+        scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), null, options, items)
+        return list(run.pieces("layer", range(n_layers), scorer, bar))
 
 
 def published_k(relation: Relation, shape: ModelShape) -> int:
@@ -143,9 +186,12 @@ def published_embedding(shape: ModelShape) -> str:
     return "raw" if is_llama_70b else "mlp0"
 
 
-def _check_options(rule: str, k: int | None, threshold: float, embedding: str | None) -> tuple[int | None, float]:
-    """Return k and threshold as plain numbers."""
-    checked_name("rule", rule, RULES)
+def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> tuple[int | None, float]:
+    """Return k and threshold as plain numbers.
+
+    Raises:
+        InputError: one of them is none, or there is no such embedding.
+    """
     if embedding is not None:
         checked_name("embedding", embedding, KINDS)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)

@@ -22,7 +22,7 @@ A relation is used when at least 30 pairs survive.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -121,6 +121,8 @@ class TokenRelation:
     """The accepted target ids of each item, each id once."""
     dropped: pd.DataFrame
     """source, target, reason: a row per pair that fell out."""
+    words: tuple[Pair, ...] = ()
+    """The source of each item and the accepted targets that are left, as words."""
 
     @property
     def usable(self) -> bool:
@@ -200,6 +202,25 @@ def tokenize_relations(
     return tuple(_tokenize(relation, tokens, same_words) for relation in relations)
 
 
+def shared_relations(
+    relations: Iterable[Relation], tokenizers: Sequence[Any], *, multi_token: str | None = None
+) -> tuple[Relation, ...]:
+    """Return the relations with the pairs, and of each the targets, that survive for every one of several tokenizers.
+
+    Args:
+        relations: the relations, all of them kept in the result, however few of their pairs survive.
+        tokenizers: of the models that are to be compared.
+        multi_token: as in `tokenize_relations`.
+    """
+    shared, before = tuple(relations), None
+    while shared != before:
+        before = shared
+        for tokenizer in tokenizers:
+            tokenized = tokenize_relations(shared, tokenizer, multi_token=multi_token)
+            shared = tuple(replace(tokens.relation, pairs=tokens.words) for tokens in tokenized)
+    return shared
+
+
 def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """Return the tokens of each word as they stand inside a sentence: after a space, without special tokens.
 
@@ -223,7 +244,8 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 
 def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], same_words: bool) -> TokenRelation:
-    items: dict[tuple[int, frozenset[int]], tuple[int, ...]] = {}
+    items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
+    words: list[Pair] = []
     dropped = []
     for source, accepted in relation.pairs:
         targets, reason = _targets(relation, source, accepted, tokens, same_words)
@@ -232,26 +254,30 @@ def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], same_word
             dropped.append((source, " | ".join(accepted), reason or REPEATED))
         else:
             items[item] = targets
+            words.append((source, tuple(targets.values())))
     table = pd.DataFrame(dropped, columns=["source", "target", "reason"])
     sources = torch.tensor([source for source, _ in items], dtype=torch.int64)
-    return TokenRelation(relation, sources, tuple(items.values()), table)
+    return TokenRelation(relation, sources, tuple(map(tuple, items.values())), table, tuple(words))
 
 
 def _targets(
     relation: Relation, source: str, accepted: Sequence[str], tokens: Mapping[str, Sequence[int]], same_words: bool
-) -> tuple[tuple[int, ...], str]:
-    """Return the target tokens of a pair, each once, or none of them and the reason."""
+) -> tuple[dict[int, str], str]:
+    """Return the target tokens of a pair, each once, with their words, or none of them and the reason."""
     one_token = [target for target in accepted if len(tokens[target]) == 1]
     if len(tokens[source]) != 1 or not one_token:
         word = source if len(tokens[source]) != 1 else accepted[0]
-        return (), f"{word!r} is {len(tokens[word])} tokens" if tokens[word] else f"{word!r} is not in the vocabulary"
+        return {}, f"{word!r} is {len(tokens[word])} tokens" if tokens[word] else f"{word!r} is not in the vocabulary"
     own = tokens[source][0]
     kept = [
         target
         for target in one_token
         if tokens[target][0] != own or relation.is_copying or (same_words and target == source)
     ]
-    return tuple(dict.fromkeys(tokens[target][0] for target in kept)), "" if kept else OWN_TARGET
+    found: dict[int, str] = {}
+    for target in kept:
+        found.setdefault(tokens[target][0], target)
+    return found, "" if kept else OWN_TARGET
 
 
 def _suite() -> Path:

@@ -89,6 +89,8 @@ class LayerScores:
     moments: Float[Tensor, "head relation moment"] | None = None
     """`permutation_moments` of the number of hits; None where the null model was not asked for."""
     suppression_moments: Float[Tensor, "head relation moment"] | None = None
+    hits: Bool[Tensor, "sign head item"] | None = None
+    """Whether each item hits, and whether it is suppressed; None where single items were not asked for."""
 
 
 def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePairs:
@@ -112,13 +114,14 @@ def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePa
     )
 
 
-def score_layer(maps: OVMaps, suite: SuitePairs, *, null: bool) -> LayerScores:
+def score_layer(maps: OVMaps, suite: SuitePairs, *, null: bool, items: bool = False) -> LayerScores:
     """Score one layer's heads.
 
     Args:
         maps: the layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
         suite: the relations, on the device of `maps`.
         null: whether the moments under shuffled targets are wanted too; they cost several times the scores.
+        items: whether the hits of single items are wanted too.
     """
     with torch.inference_mode(), full_float32():
         source, target = suite.pair_source, suite.pair_target
@@ -126,15 +129,27 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null: bool) -> LayerScores:
         top, bottom = ov_blocked.topk_membership(maps, source, target, k)
         beyond_top = _beats_source(maps, suite, top, sign=1)
         beyond_bottom = _beats_source(maps, suite, bottom, sign=-1)
-        shares = [_shares(suite, hits) for hits in (top, bottom, beyond_top, beyond_bottom)]
-        return LayerScores(*shares, *(_null_moments(maps, suite) if null else (None, None)))
+        found = [
+            any_accepted(hits, suite.pair_item, len(suite.item_source))
+            for hits in (top, bottom, beyond_top, beyond_bottom)
+        ]
+        shares = torch.stack([_shares(suite, hits) for hits in found])
+        moments = _null_moments(maps, suite) if null else (None, None)
+        return LayerScores(
+            score=shares[0],
+            suppression=shares[1],
+            beyond_copying=shares[2],
+            suppression_beyond_copying=shares[3],
+            moments=moments[0],
+            suppression_moments=moments[1],
+            hits=torch.stack(found[:2]).cpu() if items else None,
+        )
 
 
-def _shares(suite: SuitePairs, hits: Bool[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
-    """The share of each relation's items with a hit among their pairs."""
-    items = any_accepted(hits, suite.pair_item, len(suite.item_source))
+def _shares(suite: SuitePairs, hits: Bool[Tensor, "head item"]) -> Float[Tensor, "head relation"]:
+    """The share of each relation's items that hit."""
     counts = torch.zeros(len(hits), len(suite.k), dtype=torch.float64, device=hits.device)
-    return (counts.index_add_(1, suite.item_relation, items.double()) / suite.items).cpu()
+    return (counts.index_add_(1, suite.item_relation, hits.double()) / suite.items).cpu()
 
 
 def any_accepted(hits: Bool[Tensor, "*row pair"], item: Int[Tensor, "pair"], n_items: int) -> Bool[Tensor, "*row item"]:
@@ -181,6 +196,7 @@ class LayerScorer:
     suite: SuitePairs
     null: bool
     options: Mapping[str, Any]
+    items: bool = False
 
     def __call__(self, layer: int) -> dict[str, Tensor]:
         """Return what `LayerScores` holds of one layer, by name."""
@@ -191,7 +207,7 @@ class LayerScorer:
                 x = x * factors.norm_gain
             W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
             maps = OVMaps(x, W_V, W_O, self._unembedding, self._longest)
-            scores = score_layer(maps, self._suite, null=self.null)
+            scores = score_layer(maps, self._suite, null=self.null, items=self.items)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
     def _as_stored(self, factor: Tensor) -> Tensor:

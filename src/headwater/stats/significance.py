@@ -20,8 +20,9 @@ favourite targets and some rare hits, and near normal for a dense H. Against exa
 below 0.6 of the true one where that is above 1e-4, mostly within 10 % of it, and further out too long: the safe side.
 
 **Flipped signs** (`sign_flip_p`): were effects as likely to have the other sign, how often would their mean be this far
-from 0? **Several tests**: the share of false discoveries among them (`q_values`, Benjamini and Hochberg), and one p of
-all (`combined_p`, Fisher). **A share** of items: Wilson's interval (`wilson_interval`).
+from 0? **Items gained and lost** (`mcnemar_p`): were a changed item as likely to be lost as gained, how often would the
+two numbers be this far apart? **Several tests**: the share of false discoveries among them (`q_values`, Benjamini and
+Hochberg), and one p of all (`combined_p`, Fisher). **A share** of items: Wilson's interval (`wilson_interval`).
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
-from scipy.special import chndtr, ndtri
+from scipy.special import bdtr, chndtr, ndtri
 from scipy.stats import combine_pvalues, false_discovery_control
 from torch import Tensor
 
@@ -112,6 +113,18 @@ def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
         signs[0] = 1.0
     observed = abs(effects.sum())
     return float((np.abs(signs @ effects) >= observed * (1 - 1e-12)).mean())
+
+
+def mcnemar_p(gained: Numbers, lost: Numbers) -> Numbers:
+    """Two-sided exact p of McNemar's test (1947) on paired yes and no: 1 where nothing was gained or lost.
+
+    Args:
+        gained: the numbers of items that are yes now and were no before, of any shape.
+        lost: those that are no now and were yes before.
+    """
+    changed = gained + lost
+    tail = bdtr(np.minimum(gained, lost), np.maximum(changed, 1).astype(int), 0.5)
+    return np.where(changed > 0, np.minimum(2 * tail, 1.0), 1.0)
 
 
 def q_values(p_values: Numbers) -> Numbers:

@@ -1,0 +1,328 @@
+"""Which heads differ between models of one shape: base and instruct, checkpoints of one training, before and after.
+
+The same head, relation by relation, in two models. Both are scored on the same items, straight from their parameters
+(`classify`); what is compared is which items hit.
+
+1. The relations keep the pairs that every model's tokenizer has as single tokens (`shared_relations`).
+2. Each model is classified under the controlled rule, one model and one layer at a time, and keeps the hits of its
+   items: whether a target is among the k largest logits (sign "score") or the k smallest (sign "suppression").
+3. A source gains where more of its items hit than in the first model, and is lost where fewer do; items of one source
+   are one source, because a head reads them alike. McNemar's exact test: were gains and losses equally likely, how
+   often would the two numbers be this far apart? q: false-discovery control over heads, relations and signs.
+4. The effect is the difference of the excess, the chance-corrected score: a head that only changed its favourite answer
+   gains and loses items, and its excess stays where it was.
+5. A change is named where q is at most 5 %: `gained` and `lost` where the rule says so of one model only, `stronger`
+   and `weaker` where it says so of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, PREFIXES, apply_rule
+from headwater.heads.classify import (
+    Usable,
+    checked_scoring,
+    published_embedding,
+    published_k,
+    scored_layers,
+    usable_relations,
+)
+from headwater.heads.relations import Relation, Relations, load_relations, shared_relations, tokenize_relations
+from headwater.heads.scores import score_table
+from headwater.models.hooked import HookedModel
+from headwater.models.loading import weights_of
+from headwater.models.weights import WeightSource
+from headwater.options import checked_flag, has_no_order, is_one, shown
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import each_row
+from headwater.runs.identity import describe, digest
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+from headwater.stats.significance import Numbers, mcnemar_p, q_values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+AnyModel: TypeAlias = HookedModel | WeightSource | str | Path
+CHANGES = ("gained", "lost", "stronger", "weaker")
+FLAGS = {"score": "implemented", "suppression": "suppressed"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadComparison(Result):
+    """What `compare_heads` returns."""
+
+    table: pd.DataFrame
+    """A row per model, layer, head, relation and sign ("score", "suppression").
+
+    `model, layer, head, relation, category, sign`; `pairs`, the number of items, `sources`, of distinct sources among
+    them; `share`, the share of items that hit; `expected`, that share under shuffled targets; `excess`, the
+    chance-corrected share; `found`, whether the controlled rule says that the head implements (suppresses) the
+    relation. Against the first model: `difference` of the excess; `gained, lost`, the numbers of sources that hit more
+    and less often; `p_value` (McNemar) and `q_value`; `change`, one of gained, lost, stronger, weaker, or empty. The
+    rows of the first model have none of these.
+    """
+    relations: pd.DataFrame
+    """A row per relation: `relation, category, pairs, shared, used`: how many of its pairs every tokenizer has."""
+    run: RunRecord
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the models, the first one the one that the others are compared with."""
+        return list(dict.fromkeys(self.table["model"]))
+
+    @property
+    def changed(self) -> pd.DataFrame:
+        """The rows of the table with a named change, the largest difference first."""
+        rows = self.table[self.table["change"] != ""]
+        return rows.reindex(rows["difference"].abs().sort_values(ascending=False).index)
+
+    def summary(self) -> pd.DataFrame:
+        """Return a row per model and category: how many heads are in it, and what changed against the first model.
+
+        `model, category, heads`, and the numbers of heads with a relation of the category that is `gained, lost,
+        stronger, weaker`. Category "any" counts heads over all categories.
+        """
+        rows = []
+        for model in self.models:
+            of_model = self.table[self.table["model"] == model]
+            for category in ("any", *CATEGORIES):
+                of_category = of_model if category == "any" else of_model[of_model["category"] == category]
+                classified = of_category["found"] & of_category["category"].notna()
+                changes = {name: _heads(of_category[of_category["change"] == name]) for name in CHANGES}
+                rows.append({"model": model, "category": category, "heads": _heads(of_category[classified])} | changes)
+        return pd.DataFrame(rows)
+
+    def findings(self) -> dict[str, Any]:
+        """Return the numbers of the summary, and the ten largest changes, as JSON values."""
+        columns = ["model", "layer", "head", "relation", "sign", "change", "excess", "difference", "q_value"]
+        largest = self.changed[columns].head(10).round(4)
+        return {
+            "model": self.run.model,
+            "models": self.models,
+            "summary": each_row(self.summary()),
+            "largest": each_row(largest),
+        }
+
+    def report(self) -> list[str]:
+        """Return what changed from the first model to each other, and which change is the largest."""
+        first, *others = self.models
+        summary = self.summary()
+        said = []
+        for model in others:
+            row = summary[(summary["model"] == model) & (summary["category"] == "any")].iloc[0]
+            before = summary[(summary["model"] == first) & (summary["category"] == "any")].iloc[0]
+            counts = ", ".join(f"{row[name]} {name}" for name in CHANGES)
+            said.append(
+                f"From {first} to {model}: {before['heads']} heads classified before, {row['heads']} after; heads with "
+                f"a relation {counts} (false-discovery rate {FALSE_DISCOVERY_RATE:.0%})."
+            )
+            largest = self.changed[self.changed["model"] == model]
+            if len(largest):
+                top = largest.iloc[0]
+                said.append(
+                    f"The largest change is of head {top['layer']}.{top['head']} on {top['relation']} ({top['sign']}): "
+                    f"an excess of {top['excess'] - top['difference']:.2f} before and {top['excess']:.2f} after."
+                )
+        few = self.relations[~self.relations["used"]]
+        if len(few):
+            said.append(f"{len(few)} of {len(self.relations)} relations have too few pairs that all tokenizers share.")
+        return said
+
+    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+        """Draw layer by head what changed; of more than two models, the heads of each category, model by model."""
+        return self._drawn(ax)
+
+    def __repr__(self) -> str:
+        return f"HeadComparison({' → '.join(self.models)}: {len(self.changed):,} changes in {len(self.table):,} rows)"
+
+
+def compare_heads(
+    models: Sequence[AnyModel] | Mapping[str, AnyModel],
+    *,
+    relations: Relations = None,
+    k: int | None = None,
+    threshold: float = 0.15,
+    embedding: str | None = None,
+    multi_token: str | None = None,
+    norm_gain: bool = False,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> HeadComparison:
+    """Say which heads implement or suppress which relations more, or less, than in the first of several models.
+
+    Args:
+        models: two or more models of the same layers and heads: loaded, or checkpoint folders or hub names, read from
+            safetensors with one layer of one model in memory at a time. A mapping names them; else they are named after
+            their folders.
+        relations: as in `classify_heads`. Those are compared whose pairs are single tokens for every model.
+        k: how many of the largest logits count as a hit; by default as published for each model's vocabulary.
+        threshold: the chance-corrected score from which on a head implements a relation.
+        embedding: what heads from layer 1 on read for a token, as in `classify_heads`.
+        multi_token: "first" lets the first token stand for a word of several; by default such words fall out.
+        norm_gain: fold the norms' gains into what heads read and write, as in `classify_heads`.
+        device: where checkpoints are scored; default: a CUDA device if there is one, else the CPU.
+        progress: show a bar for each model.
+        out: a folder for the result. It keeps finished layers: an interrupted call, repeated, goes on from there.
+
+    Raises:
+        InputError: fewer than two models, models of other shapes or with one name, no relation that keeps 30 pairs for
+            all of them, or an option that does not exist.
+        ModelError: a model cannot be read.
+        RunFolderError: `out` holds another run.
+    """
+    k, threshold = checked_scoring(k, threshold, embedding)
+    norm_gain = checked_flag("norm_gain", norm_gain)
+    compared = {name: weights_of(model, device) for name, model in _named(models).items()}
+    first = next(iter(compared.values()))
+    _refuse_other_shapes(compared)
+    given = load_relations(relations)
+    shared = shared_relations(given, [one.tokenizer for one in compared.values()], multi_token=multi_token)
+    usable = {name: _usable(shared, weights, k, multi_token) for name, weights in compared.items()}
+    options = {
+        "models": {name: f"{one.fingerprint} {one.tokenizer_digest} {one.dtype}" for name, one in compared.items()},
+        "relations": digest(describe([[relation.name, relation.category, relation.pairs] for relation in given])),
+        "k": k,
+        "threshold": threshold,
+        "embedding": embedding or published_embedding(first.shape),
+        "multi_token": multi_token,
+        "norm_gain": norm_gain,
+    }
+
+    def work(run: Run) -> HeadComparison:
+        tables, hits = [], []
+        for number, (name, weights) in enumerate(compared.items()):
+            part, desc = run.part(f"model-{number:03d}"), f"Scoring {name}"
+            layers = scored_layers(weights, usable[name], options, part, null=True, items=True, desc=desc)
+            hits.append(torch.stack([layer["hits"] for layer in layers], dim=1))
+            tables.append(_signs(score_table(layers, [one for one, _ in usable[name]]), name, threshold))
+        changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]
+        table = pd.concat([_compared(table, tables[0], change) for table, change in zip(tables, changes, strict=True)])
+        used = {tokens.relation.name for tokens, _ in next(iter(usable.values()))}
+        rows = [
+            (r.name, r.category, len(r.pairs), len(s.pairs), r.name in used) for r, s in zip(given, shared, strict=True)
+        ]
+        names = pd.DataFrame(rows, columns=["relation", "category", "pairs", "shared", "used"])
+        return HeadComparison(table.reset_index(drop=True), names, run.record)
+
+    return carry_out(HeadComparison, "compare_heads", first, options, work, out=out, progress=progress)
+
+
+def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, AnyModel]:
+    """Return the models by the names that the table gives them."""
+    if isinstance(models, Mapping):
+        named = {str(name): model for name, model in models.items()}
+    elif is_one(models) or has_no_order(models):
+        raise InputError(f"models={shown(models)} are no two models: give a list, or a mapping that names them.")
+    else:
+        listed = list(models)
+        named = dict(zip(_names([str(getattr(model, "name", model)) for model in listed]), listed, strict=True))
+    if len(named) < 2:
+        raise InputError(f"{len(named)} of two or more models were given: a comparison needs the first and another.")
+    return named
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Return the ends of paths, as short as tells them apart."""
+    parts = [Path(path).parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    if not parts:
+        return []
+    raise InputError(
+        f"Several of the models are named {paths[0]!r}: name them yourself, with a mapping {{name: model}}."
+    )
+
+
+def _refuse_other_shapes(compared: Mapping[str, WeightSource]) -> None:
+    (first, one), *others = compared.items()
+    for name, other in others:
+        ours, theirs = (f"{w.shape.n_layers} layers × {w.shape.n_heads} heads" for w in (one, other))
+        if ours != theirs:
+            raise InputError(
+                f"{name} has {theirs}, {first} has {ours}: a head of one is no head of the other. Compare models of "
+                "one shape; classify_heads scores each by itself."
+            )
+
+
+def _usable(shared: Sequence[Relation], weights: WeightSource, k: int | None, multi_token: str | None) -> Usable:
+    tokenized = tokenize_relations(shared, weights.tokenizer, multi_token=multi_token)
+    ks = [k or published_k(relation, weights.shape) for relation in shared]
+    return usable_relations(tokenized, ks, weights.name)
+
+
+def _signs(table: pd.DataFrame, model: str, threshold: float) -> pd.DataFrame:
+    """Return a model's score table with a row per sign, and what the controlled rule says."""
+    table = table.assign(**apply_rule(table, "controlled", threshold))
+    parts = []
+    for sign, prefix in PREFIXES.items():
+        columns = {sign: "share", f"{prefix}expected": "expected", f"{prefix}excess": "excess", FLAGS[sign]: "found"}
+        part = table[["layer", "head", "relation", "category", "pairs", *columns]].rename(columns=columns)
+        parts.append(part.assign(model=model, sign=sign))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _changes(
+    now: Bool[Tensor, "sign layer head item"], before: Bool[Tensor, "sign layer head item"], usable: Usable
+) -> dict[str, Numbers]:
+    """Count, for each sign, layer, head and relation, the sources that hit more often than before, and less often."""
+    gained, lost, sources, start = [], [], [], 0
+    for tokens, _ in usable:
+        _, source = tokens.source.unique(return_inverse=True)
+        items = slice(start, start := start + len(source))
+        net = _net(now[..., items], before[..., items], source)
+        gained.append((net > 0).sum(-1))
+        lost.append((net < 0).sum(-1))
+        sources.append(torch.full_like(gained[-1], tokens.distinct_sources))
+    counts = {"sources": sources, "gained": gained, "lost": lost}
+    return {name: torch.stack(count, dim=-1).double().numpy().ravel() for name, count in counts.items()}
+
+
+def _net(
+    now: Bool[Tensor, "*head item"], before: Bool[Tensor, "*head item"], source: Int[Tensor, " item"]
+) -> Int[Tensor, "*head source"]:
+    """The number of each source's items that hit now, less those that hit before."""
+    change = now.int() - before.int()
+    net = torch.zeros(*change.shape[:-1], int(source.max()) + 1, dtype=torch.int32)
+    return net.index_add_(-1, source, change)
+
+
+def _compared(table: pd.DataFrame, first: pd.DataFrame, change: Mapping[str, Numbers]) -> pd.DataFrame:
+    """Put what changed against the first model beside a model's rows."""
+    is_first = table is first
+    counts = pd.DataFrame(dict(change), index=table.index).astype({"sources": int})
+    p = mcnemar_p(counts["gained"].to_numpy(), counts["lost"].to_numpy())
+    tested = counts.assign(difference=table["excess"] - first["excess"], p_value=p, q_value=q_values(p))
+    if is_first:
+        tested[["difference", "gained", "lost", "p_value", "q_value"]] = np.nan
+    table = table.join(tested)
+    names = [
+        table["found"] & ~first["found"],
+        first["found"] & ~table["found"],
+        table["found"] & first["found"] & (table["difference"] > 0),
+        table["found"] & first["found"] & (table["difference"] < 0),
+    ]
+    discovered = table["q_value"] <= FALSE_DISCOVERY_RATE
+    change_of = np.select([discovered & name for name in names], CHANGES, default="")
+    columns = ["model", "layer", "head", "relation", "category", "sign", "pairs", "sources", "share", "expected"]
+    columns += ["excess", "found", "difference", "gained", "lost", "p_value", "q_value", "change"]
+    return table.assign(change=change_of)[columns]
+
+
+def _heads(rows: pd.DataFrame) -> int:
+    return len(rows[["layer", "head"]].drop_duplicates())
