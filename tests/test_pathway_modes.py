@@ -16,16 +16,14 @@ from headwater.pathways.controls import (
 )
 from headwater.pathways.effects import Effects, Fits
 from headwater.pathways.interventions import RANDOM
+from headwater.pathways.mean_effects import FEWEST, averaged, member_means
 from headwater.pathways.modes import (
     CROSSED,
-    FEWEST,
     PER_LAYER,
     WITHIN,
     components,
-    curves,
     decided,
     effects,
-    member_means,
     splits_of,
     within_relations,
 )
@@ -66,7 +64,8 @@ def test_effects_are_measured_on_the_original_prediction_row_by_row():
 def test_curves_average_over_the_examples_and_seeds_of_a_mode():
     before, after = random_logits()
     found, best = effects(before, after), np.full((2, 80), 1)
-    table = curves(found, splits_of(found, best, False), Draws.of(range(80))).set_index(["split_by", "mode", "layer"])
+    table = averaged(found, splits_of(found, best, False), Draws.of(range(80)))
+    table = table.set_index(["split_by", "group", "layer"])
     for layer in range(3):
         own = found.delta_p[:, layer][found.flipped[:, layer]]
         assert table.loc[(PER_LAYER, "Q-anchored", layer), "delta_p"] == pytest.approx(own.mean())
@@ -102,10 +101,10 @@ def test_a_population_with_one_mode_is_reported_as_one_though_the_published_spli
     rng = chance.rng()
     before = rng.normal(0, 1.5, (1, 1, 1500))
     found = effects(before, before * 0.8 + rng.normal(0, 1.0, before.shape))
-    table = curves(
+    table = averaged(
         found, splits_of(found, np.zeros((1, 1500), dtype=np.int64), False), Draws.of(range(1500), draws=200)
     )
-    published = table[table["split_by"] == PER_LAYER].set_index("mode")
+    published = table[table["split_by"] == PER_LAYER].set_index("group")
     assert published.loc["Q-anchored", "delta_p_high"] < -25
     assert published.loc["A-anchored", "delta_p_low"] > -8
     assert components(found.delta_logit.ravel())["verdict"].startswith("one peak")
@@ -313,7 +312,7 @@ def test_a_mode_that_is_the_prediction_is_known_from_the_logit_and_not_from_its_
 def test_tables_hold_plain_numbers():
     before, after = random_logits()
     found = effects(before, after)
-    table = curves(found, splits_of(found, np.zeros((2, 80), dtype=np.int64), False), Draws.of(range(80), draws=50))
+    table = averaged(found, splits_of(found, np.zeros((2, 80), dtype=np.int64), False), Draws.of(range(80), draws=50))
     assert isinstance(table, pd.DataFrame)
     assert table["share"].between(0, 1).all()
     assert table.groupby(["split_by", "layer"])["share"].sum().round(9).eq(1).all()

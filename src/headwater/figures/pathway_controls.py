@@ -18,8 +18,8 @@ from matplotlib.ticker import MaxNLocator
 from headwater.colors import BLUE, FAINT, ORANGE, PURPLE, RED
 from headwater.figures.fonts import label
 from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, style, whole_numbers
-from headwater.pathways.controls import ALL
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.trace import Pathways

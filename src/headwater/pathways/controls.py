@@ -1,4 +1,4 @@
-"""What the published analysis lacks: baselines for the probe and for the modes, and every intervention side by side.
+"""What the published analysis lacks: baselines for the probe and for the modes.
 
 - `relation_logits`: how often answers of this relation are wrong, in the examples the probe was fitted on. A probe that
   is no better has learnt which questions are hard, not whether this answer is true.
@@ -10,7 +10,6 @@
   examples and read on the other. Its baselines: −|logit| of the truth probe, since what is undecided flips easily, and
   both logit and |logit| (`logit_baseline`), since often one prediction flips and the other does not.
 - `compare`: AUCs with intervals, and the difference of two on the same resamples.
-- `by_intervention`: how often predictions flip, for all examples and by mode, after each intervention.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.special import logit as log_odds
 
-from headwater.pathways.modes import MODES, ModeEffects, member_means
 from headwater.probes.linear import States, fit_linear, linear_logits
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Draws, interval
@@ -36,7 +34,6 @@ PRIOR = 2.0
 SHAPES = ("exact_length", "exact_before", "exact_after")
 LONG = 8
 """Counts of tokens from this one up are one."""
-ALL = "all"
 PerExample = Float[np.ndarray, "seed example"]
 
 
@@ -154,35 +151,6 @@ def compare(
             difference = interval(beside - found)._asdict()
             rows.append({"question": question, "score": f"{first} − {name}", "difference": True} | difference)
     return pd.DataFrame(rows)
-
-
-def by_intervention(
-    measured: Mapping[str, list[ModeEffects]], q_anchored: Bool[np.ndarray, "seed example"], draws: Draws
-) -> pd.DataFrame:
-    """Average flips and changes of every intervention by layer, for all examples and by mode.
-
-    Args:
-        measured: the effects of each intervention, one per draw of its tokens.
-        q_anchored: who is Q-anchored, where possible by another seed's probe.
-        draws: of the examples, by question.
-    """
-    tables = []
-    groups = {ALL: np.ones_like(q_anchored), MODES[0]: q_anchored, MODES[1]: ~q_anchored}
-    for name, each in measured.items():
-        values = {
-            "flip_rate": np.concatenate([one.flipped for one in each]).astype(float),
-            "delta_p": np.concatenate([one.delta_p for one in each]),
-            "delta_logit": np.concatenate([one.delta_logit for one in each]),
-        }
-        applies = np.concatenate([one.applies for one in each])
-        for group, member in groups.items():
-            taken = np.swapaxes(applies & np.tile(member[:, None], (len(each), 1, 1)), 1, 2)
-            columns: dict[str, Any] = {"intervention": name, "group": group, "layer": np.arange(taken.shape[2])}
-            for column, numbers in values.items():
-                mean, low, high, examples = member_means(draws, np.nan_to_num(np.swapaxes(numbers, 1, 2)), taken)
-                columns |= {"examples": examples, column: mean, f"{column}_low": low, f"{column}_high": high}
-            tables.append(pd.DataFrame(columns))
-    return pd.concat(tables, ignore_index=True)
 
 
 def _mean_auc(

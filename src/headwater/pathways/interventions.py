@@ -29,6 +29,8 @@ EXACT = "exact question tokens"
 RANDOM = "random question tokens"
 BESIDE = "exact question tokens, rows of the random ones"
 """The first, on the rows that the second leaves: what it is compared with."""
+WINDOWED = "exact question tokens, in a window"
+"""The first in so many layers around each instead of in all up to it; read at l*."""
 QUERIES = ("after", "answer")
 Places: TypeAlias = list[tuple[int, ...]]
 """Positions, by row."""

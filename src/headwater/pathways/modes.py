@@ -1,4 +1,4 @@
-"""From probe logits before and after an intervention to ΔP, modes and their curves.
+"""From probe logits before and after an intervention to ΔP and modes, and whether there are two.
 
 Luo et al., "Two Pathways to Truthfulness", ACL 2026, §3.2, with P the probe's probability of its original prediction:
 
@@ -36,7 +36,6 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from headwater.stats.dip import critical_dip, dip, dip_p
-from headwater.stats.resample import Draws, ends
 from headwater.stats.significance import combined_p, q_values
 
 MODES = ("Q-anchored", "A-anchored")
@@ -47,8 +46,6 @@ TWO, ONE, NO_RELATIONS = "two modes", "one mode not rejected", "relations unknow
 """What `decided` says of a question set; `TOO_FEW` too."""
 WITHIN = "within relations"
 Logits = Float[np.ndarray, "seed layer example"]
-FEWEST = 10
-"""With fewer examples a mean gets no interval."""
 FEWEST_FOR_COMPONENTS = 20
 LEVEL = 0.05
 EVIDENCE = 10.0
@@ -129,43 +126,6 @@ def splits_of(
     if len(own) > 1:
         found[CROSSED] = np.repeat(crossed(own)[:, None], n_layers, axis=1)
     return found
-
-
-def curves(measured: ModeEffects, splits: Mapping[str, NDArray[np.bool_]], draws: Draws) -> pd.DataFrame:
-    """Average ΔP and the logit change by layer, mode and way to split, with 95 % intervals over questions."""
-    tables = []
-    for split_by, q_anchored in splits.items():
-        for mode in MODES:
-            member = measured.applies & (q_anchored == (mode == MODES[0]))
-            member = np.swapaxes(member, 1, 2)
-            columns = {"split_by": split_by, "mode": mode, "layer": np.arange(member.shape[2])}
-            for name in ("delta_p", "delta_logit"):
-                values = np.nan_to_num(np.swapaxes(getattr(measured, name), 1, 2))
-                mean, low, high, examples = member_means(draws, values, member)
-                columns |= {"examples": examples, name: mean, f"{name}_low": low, f"{name}_high": high}
-            columns["share"] = member.sum((0, 1)) / np.maximum(measured.applies.sum((0, 2)), 1)
-            tables.append(pd.DataFrame(columns))
-    return pd.concat(tables, ignore_index=True)
-
-
-def member_means(
-    draws: Draws, values: Float[np.ndarray, "seed example *column"], member: Bool[np.ndarray, "seed example *column"]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Average over the seeds and examples that are members, with intervals.
-
-    Args:
-        draws: of the examples.
-        values: by seed, example and whatever else.
-        member: what takes part.
-
-    Returns:
-        By column: mean, low, high (NaN where fewer than `FEWEST` examples are ever members), and how many are.
-    """
-    sizes = member.sum(0)
-    means = draws.ratio(np.where(member, values, 0.0).sum(0), sizes)
-    examples = (sizes > 0).sum(0)
-    low, high = (np.where(examples < FEWEST, np.nan, end) for end in ends(means))
-    return means[0], low, high, examples
 
 
 def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float | int | str]:

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from headwater.pathways.controls import ALL
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.mean_effects import ALL, FEWEST
 from headwater.pathways.modes import (
     BEST_LAYER,
     CROSSED,
-    FEWEST,
     FEWEST_FOR_COMPONENTS,
     LEVEL,
     MODES,

@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import pandas as pd
 
 from headwater.errors import InputError
-from headwater.pathways.controls import ALL
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import (
     BEST_LAYER,
     MODES,

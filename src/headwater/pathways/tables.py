@@ -1,4 +1,4 @@
-"""The tables of a traced question set, from its logits: rows per layer, modes at l*, AUCs, curves, controls."""
+"""The tables of a traced question set, from its logits: rows per layer, modes at l*, AUCs, averages, baselines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from headwater.pathways.controls import (
     aware_logits,
-    by_intervention,
     compare,
     logit_baseline,
     relation_answer_logits,
@@ -21,18 +20,16 @@ from headwater.pathways.controls import (
 )
 from headwater.pathways.effects import Effects
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.mean_effects import mean_effects_of
 from headwater.pathways.modes import (
     MODES,
-    RANDOM_SPLIT,
     WITHIN,
     ModeEffects,
     at_layer,
     components,
     crossed,
-    curves,
     decided,
     effects,
-    splits_of,
     within_relations,
 )
 from headwater.questions.spans import span_shapes
@@ -58,35 +55,23 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
         controls: whether to compare with baselines.
     """
     dataset = measured.answered.datasets[0]
-    best = measured.fits.best
+    best, windowed = measured.fits.best, None
     draws = Draws.of(measured.answered.table["question"])
-    exact = effects(measured.before, measured.knockout)
-    shown = exact if measured.windowed is None else effects(_everywhere(measured.before, best), measured.windowed)
-    random = effects(measured.before, measured.others[RANDOM][0]) if RANDOM in measured.others else None
-    windowed = measured.windowed is not None
-    lines = curves(shown, splits_of(exact, best, windowed), draws)
-    at_best = [curves(exact.at(best), splits_of(exact.at(best), np.zeros_like(best), windowed), draws)]
-    if random is not None:
-        at_best.append(curves(random.at(best), {RANDOM_SPLIT: random.at(best).flipped}, draws))
-        if not windowed:
-            lines = pd.concat([lines, curves(random, {RANDOM_SPLIT: random.flipped}, draws)], ignore_index=True)
-    own = at_layer(exact.flipped, best)
-    aware = aware_logits(measured.states, own, measured.fits.half, best) if controls else np.full(own.shape, np.nan)
-    done = {EXACT: [exact]} | {
-        name: [effects(measured.before, after) for after in draws] for name, draws in measured.others.items()
+    done = {EXACT: [effects(measured.before, measured.knockout)]} | {
+        name: [effects(measured.before, after) for after in drawn] for name, drawn in measured.others.items()
     }
-    q_anchored = own if len(own) == 1 else crossed(own)
+    exact, random = done[EXACT][0], done[RANDOM][0] if RANDOM in done else None
+    if measured.windowed is not None:
+        windowed = effects(_everywhere(measured.before, best), measured.windowed)
     if random is not None:
         done[BESIDE] = [exact.where(random.applies)]
-    done_at_best = {name: [draw.at(best) for draw in draws] for name, draws in done.items()}
+    own = at_layer(exact.flipped, best)
+    aware = aware_logits(measured.states, own, measured.fits.half, best) if controls else np.full(own.shape, np.nan)
     found = {
-        "table": _table(measured, shown, random, own if windowed else None),
+        "table": _table(measured, windowed or exact, random, None if windowed is None else own),
         "modes": _modes(measured, exact, aware),
         "auc": _aucs(measured),
-        "curves": lines,
-        "curves_at_best": pd.concat(at_best, ignore_index=True).drop(columns="layer"),
-        "controls": by_intervention(done, q_anchored, draws),
-        "controls_at_best": by_intervention(done_at_best, q_anchored, draws).drop(columns="layer"),
+        "mean_effects": mean_effects_of(done, windowed, best, draws),
         "baselines": _baselines(measured, draws, own, aware),
         "components": _components(measured, exact, random),
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -36,6 +36,7 @@ from headwater.pathways.effects import (
     probes_from_tensors,
 )
 from headwater.pathways.interventions import QUERIES, Setup
+from headwater.pathways.mean_effects import controls_of, curves_of, of_four_tables
 from headwater.pathways.report import report_of
 from headwater.pathways.summary import findings_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
@@ -44,7 +45,7 @@ from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import check_probe_options
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Earlier, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,16 +79,15 @@ class Pathways(Result):
     length and place of E_A (`spans.span_shapes`)."""
     auc: pd.DataFrame
     """`dataset, seed, split, layer, best, validation_auc, auc, auc_after_knockout, auc_after_random`."""
-    curves: pd.DataFrame
-    """Mean ΔP and logit change by `dataset, split_by, mode, layer`, with 95 % intervals; see `pathways.modes`."""
-    curves_at_best: pd.DataFrame
-    """The same at l* of each fit, by `dataset, split_by, mode`."""
-    controls: pd.DataFrame
-    """Flip rates and changes by `dataset, intervention, group, layer`, with 95 % intervals. Groups: "all", and
-    the modes at l*, given by another seed's probe where there is one. Random question tokens are as many as E_Q has,
-    on the `examples` that have as many; the knockout of E_Q on these alone is an intervention of its own beside it."""
-    controls_at_best: pd.DataFrame
-    """The same at l* of each fit, by `dataset, intervention, group`."""
+    mean_effects: pd.DataFrame
+    """What every intervention does on average: a row per `dataset, intervention, split_by, group, layer`.
+
+    - `layer`: missing in the rows that are at l* of each fit;
+    - `split_by`: how the modes are told apart (`pathways.modes`), "not split" for the `group` "all";
+    - `examples` that are ever in the group, its `share`; `flip_rate, delta_p, delta_logit` with 95 % intervals.
+
+    Random question tokens are as many as E_Q has, on the `examples` that have as many; the knockout of E_Q on these
+    alone is an intervention of its own beside it. `curves` and `controls` are rows of this table."""
     baselines: pd.DataFrame
     """AUCs at l* by `dataset, question, score` with 95 % intervals, and differences of two (`difference`)."""
     components: pd.DataFrame
@@ -102,6 +102,31 @@ class Pathways(Result):
     dropped: pd.DataFrame
     """`dataset, cause, examples`: question sets that could not be traced."""
     run: RunRecord
+
+    EARLIER: ClassVar = {"mean_effects": Earlier(3, of_four_tables)}
+
+    @property
+    def curves(self) -> pd.DataFrame:
+        """Mean ΔP and logit change by `dataset, split_by, mode, layer`, with 95 % intervals; see `pathways.modes`."""
+        return curves_of(self.mean_effects, at_best=False)
+
+    @property
+    def curves_at_best(self) -> pd.DataFrame:
+        """The same at l* of each fit, by `dataset, split_by, mode`."""
+        return curves_of(self.mean_effects, at_best=True)
+
+    @property
+    def controls(self) -> pd.DataFrame:
+        """Flip rates and changes by `dataset, intervention, group, layer`, with 95 % intervals.
+
+        Groups: "all", and the modes at l*, given by another seed's probe where there is one.
+        """
+        return controls_of(self.mean_effects, at_best=False)
+
+    @property
+    def controls_at_best(self) -> pd.DataFrame:
+        """The same at l* of each fit, by `dataset, intervention, group`."""
+        return controls_of(self.mean_effects, at_best=True)
 
     @property
     def datasets(self) -> tuple[str, ...]:

@@ -18,10 +18,13 @@ from headwater.runs.identity import UNKNOWN, describe, unknown_in
 from headwater.runs.storage import read_json
 
 RUN_FILE = "run.json"
-FORMAT = 2
+FORMAT = 3
 """The layout of a run folder. 0 (before it was written down) has no manifest; 0 and 1 (headwater 0.1.0) recorded less
 of what made a run: of functions their names, of large weights a sample, of the tokenizer nothing. Their results are
-read, and no run goes on in their folders."""
+read, and no run goes on in their folders. Up to 2 some results kept in several tables what is one now
+(`result.Earlier`)."""
+RECORD_SINCE = 2
+"""The first format whose record tells whether two runs are the same."""
 MANIFEST_SINCE = 1
 """The first format with the seal of every file in `run.json`."""
 HOOKS, PAST_HOOKS = "hooks of the model", "past model.hooks"
@@ -158,7 +161,7 @@ def refuse_other_run(path: Path, run: RunRecord) -> RunRecord | None:
         return None
     plain = read_json(path / RUN_FILE)
     earlier = read_record(path, plain)
-    if plain.get("format", 0) < FORMAT:
+    if plain.get("format", 0) < RECORD_SINCE:
         raise RunFolderError(
             f"The output folder {path} was written by an earlier headwater ({earlier.versions.get('headwater')}), "
             "which recorded too little to tell whether this is the same run. Choose another folder, or delete this "

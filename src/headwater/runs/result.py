@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import html
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -41,6 +42,20 @@ VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", filled
 """What shows a result as a page, by its class; what has none of its own shows as `Result` does."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """How folders of earlier formats keep a table: as several ones, named as the arguments of `join`."""
+
+    before: int
+    """The first format that keeps the table itself."""
+    join: Callable[..., pd.DataFrame]
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the tables that they keep instead."""
+        return tuple(inspect.signature(self.join).parameters)
+
+
 class Result:
     """Base of the result dataclasses: a `table`, a `run`, and what is said, drawn and kept of them.
 
@@ -49,6 +64,8 @@ class Result:
 
     table: pd.DataFrame
     run: RunRecord
+    EARLIER: ClassVar[Mapping[str, Earlier]] = {}
+    """The tables, by field, that earlier formats kept otherwise."""
 
     def summary(self) -> pd.DataFrame:
         """Return the few numbers that are worth a glance, one row for each thing that they are about."""
@@ -138,6 +155,9 @@ def write_result(path: Path, result: Result) -> None:
             plain["run"] = dataclasses.asdict(value)
         else:
             plain[field.name] = value
+    for earlier in result.EARLIER.values():
+        for name in earlier.tables:
+            (path / f"{name}.parquet").unlink(missing_ok=True)
     if tensors:
         files.append(TENSORS)
         write_atomically(path / TENSORS, lambda temporary: save_file(tensors, temporary))
@@ -158,14 +178,19 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
     if plain.get("result") != cls.__name__:
         found = plain.get("result")
         raise RunFolderError(f"{path} holds a {found}, not a {cls.__name__}: use {found}.load.")
-    if "manifest" in plain or plain.get("format", 0) >= MANIFEST_SINCE:
-        _check_manifest(path, plain.get("manifest"), cls)
+    written = plain.get("format", 0)
+    earlier = {name: one for name, one in cls.EARLIER.items() if written < one.before}
+    if "manifest" in plain or written >= MANIFEST_SINCE:
+        _check_manifest(path, plain.get("manifest"), cls, earlier)
     try:
         tensors = load_file(path / TENSORS) if (path / TENSORS).exists() else {}
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name == "run":
                 values["run"] = run
+            elif field.name in earlier:
+                parts = {name: pd.read_parquet(path / f"{name}.parquet") for name in earlier[field.name].tables}
+                values[field.name] = earlier[field.name].join(**parts)
             elif (path / f"{field.name}.parquet").exists():
                 values[field.name] = _tuples(pd.read_parquet(path / f"{field.name}.parquet"))
             else:
@@ -196,9 +221,11 @@ def _seal(file: Path) -> dict[str, Any]:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def _check_manifest(path: Path, manifest: object, cls: type[Result]) -> None:
-    """Refuse files that are not the ones the run wrote."""
-    known = {TENSORS, *(f"{field.name}.parquet" for field in dataclasses.fields(cls))}  # type: ignore[arg-type]
+def _check_manifest(path: Path, manifest: object, cls: type[Result], earlier: Mapping[str, Earlier]) -> None:
+    """Refuse files that are not the ones the run wrote, in the format that it wrote."""
+    tables = {field.name for field in dataclasses.fields(cls)} - set(earlier)  # type: ignore[arg-type]
+    tables |= {name for one in earlier.values() for name in one.tables}
+    known = {TENSORS, *(f"{name}.parquet" for name in tables)}
     if not isinstance(manifest, dict):
         raise RunFolderError(
             f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it cannot be told whether its files are "
