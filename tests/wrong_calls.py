@@ -379,6 +379,21 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             ),
             {name: getattr(g.pathways.probe, name) for name in ("site", "token", "layer", "weight", "bias")},
         ),
+        "fit_probe": lambda: (
+            hw.fit_probe,
+            {
+                "cache": torch.randn(24, 3),
+                "labels": [0, 1] * 12,
+                "controls": 1,
+                "strengths": (0.1,),
+                "folds": 2,
+                **QUIET,
+            },
+        ),
+        "ProbeFit.probe": lambda: (
+            hw.fit_probe(torch.randn(24, 3), [0, 1] * 12, controls=0, strengths=(0.1,), **QUIET).probe,
+            {"layer": 0},
+        ),
         "trace_pathways": lambda: (hw.trace_pathways, {**g.two, "seeds": 1, "controls": False, **QUIET}),
         "Pathways.plot": lambda: (
             lambda split_by, value: g.pathways.plot(split_by=split_by, value=value),

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import torch
+
 import headwater as hw
 from headwater.figures import save_figure
 from headwater.heads.ablation import ablate_heads
@@ -74,6 +76,19 @@ def ablated() -> object:
     return ablate_heads(model(), few_heads(), "city_to_country", **given)
 
 
+def probed() -> hw.ProbeFit:
+    """Read from the questions for capitals whether the country lies in Africa."""
+    pairs = next(one for one in hw.load_relations() if one.name == "country_to_continent").pairs
+    prompts = [ASK.format(country.strip()) for country, _ in pairs]
+    states: dict[int, list] = {layer: [] for layer in range(model().shape.n_layers)}
+    for prompt in prompts:
+        cache = model().cache(prompt, sites="resid_post", progress=False)
+        for layer, rows in states.items():
+            rows.append(cache.residual[layer, 0, -1])
+    labels = ["Africa" in {target.strip() for target in targets} for _, targets in pairs]
+    return hw.fit_probe({layer: torch.stack(rows) for layer, rows in states.items()}, labels, site="resid_post")
+
+
 def membership() -> hw.Membership:
     """Tell texts of the model's corpus from others."""
     texts = hw.load_member_texts()
@@ -90,6 +105,7 @@ FIGURES: dict[str, Callable] = {
     "direct_attribution": lambda: hw.direct_logit_attribution(
         model(), ASK.format("France"), tokens=(" Paris", " Rome"), progress=False
     ),
+    "probes": probed,
     "knockout": knocked_out,
     "answers": answered,
     "delta_p": traced,

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways as Pathways
     from headwater.pathways.trace import trace_pathways as trace_pathways
     from headwater.probes.linear import Probe as Probe
+    from headwater.probes.selectivity import ProbeFit as ProbeFit
+    from headwater.probes.selectivity import fit_probe as fit_probe
     from headwater.questions.answers import AnsweredQuestions as AnsweredQuestions
     from headwater.questions.answers import answer as answer
     from headwater.questions.sources import load_questions as load_questions

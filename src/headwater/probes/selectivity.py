@@ -1,0 +1,366 @@
+"""How well a linear probe reads labels from states, and how much of that it could have learned of anything.
+
+Hewitt & Liang, "Designing and Interpreting Probes with Control Tasks", EMNLP 2019.
+
+1. Per layer every row gets its logit from a probe that saw neither it nor its group (`probes.cross_fitted`).
+2. AUC counts pairs of one fold, accuracy all rows; the intervals draw groups, with the fits as they are.
+3. A control task has the same states and labels drawn at random, one per type (`types`): what a probe reads there it
+   has learned by heart. selectivity = accuracy - accuracy on the control task, the mean of several draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int, Shaped
+from numpy import ndarray
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.options import (
+    checked_count,
+    checked_number,
+    checked_repeats,
+    checked_seed,
+    checked_several,
+    shown,
+)
+from headwater.probes.cross_fitted import chosen_strength, cross_fitted
+from headwater.probes.given_states import GivenStates, given_states
+from headwater.probes.linear import Probe, fit_linear, grouped_folds
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import said_number
+from headwater.runs.identity import digest
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+from headwater.stats.discrimination import auc
+from headwater.stats.resample import Draws, interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+STRENGTHS = (0.001, 0.01, 0.1, 1.0)
+"""Inverse strengths of the L2 penalty on the weights of standardized states."""
+Groups = Sequence[Hashable]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ProbeFit(Result):
+    """What linear probes read from each layer, on rows left out, beside control tasks."""
+
+    table: pd.DataFrame
+    """A row per layer: `layer, rows, groups`, `auc`, `accuracy`, `selectivity` with `..._low` and `..._high`,
+    `majority` (the accuracy of always saying the commoner label), `control_auc` and `control_accuracy` (means over
+    draws)."""
+    predictions: pd.DataFrame
+    """A row per layer and row: `layer, row, group, label, fold, logit` (of label 1, from a probe that saw neither the
+    row nor its group) and `C` (the strength chosen for it)."""
+    weight: Tensor
+    """`layer feature`: of probes fitted on all rows, to be used on others."""
+    bias: Tensor
+    """`layer`."""
+    site: str
+    run: RunRecord
+
+    def summary(self) -> pd.DataFrame:
+        """Return the table by layer, without the ends of the intervals of accuracy."""
+        left_out = ["accuracy_low", "accuracy_high"]
+        return self.table.drop(columns=left_out)
+
+    @property
+    def best(self) -> int:
+        """The layer with the highest AUC."""
+        return int(self.table.loc[self.table["auc"].idxmax(), "layer"])
+
+    def probe(self, layer: int | None = None) -> Probe:
+        """Return the probe of a layer (by default the best) fitted on all rows: for other rows than these.
+
+        Raises:
+            InputError: there is no such layer.
+        """
+        layer = self.best if layer is None else layer
+        layers = self.table["layer"].tolist()
+        if layer not in layers:
+            raise InputError(f"There is no probe of layer {shown(layer)}; there are {', '.join(map(str, layers))}.")
+        place = layers.index(layer)
+        seen = frozenset(one for one in self.predictions["group"] if isinstance(one, str))
+        return Probe(self.site, "given", layer, self.weight[place], float(self.bias[place]), seen)
+
+    def report(self) -> list[str]:
+        """Return what the best layer reads, and what of it a probe could have learned of anything."""
+        row = self.table.loc[self.table["auc"].idxmax()]
+        layers = len(self.table)
+        auc_said = said_number(row["auc"], row["auc_low"], row["auc_high"], places=3)
+        accuracy = said_number(row["accuracy"], row["accuracy_low"], row["accuracy_high"], places=3)
+        said = [
+            f"Layer {row['layer']:.0f} is read best: AUC {auc_said}, accuracy {accuracy} where the commoner label "
+            f"alone has {row['majority']:.3f}, over {row['rows']:.0f} rows of {row['groups']:.0f} groups left out in "
+            "turn."
+        ]
+        if layers > 1:
+            said.append(f"It is the best of {layers} layers, and so somewhat overestimated.")
+        if not row["auc_low"] > 0.5:
+            said.append("That is not told from chance.")
+        if np.isfinite(row["selectivity"]):
+            selectivity = said_number(row["selectivity"], row["selectivity_low"], row["selectivity_high"], places=3)
+            said.append(
+                f"Labels drawn at random are read with accuracy {row['control_accuracy']:.3f}: selectivity "
+                f"{selectivity}."
+            )
+            if not row["selectivity_low"] > 0:
+                said.append("The probe reads no more here than it could learn of any labels.")
+        said.append("That a probe reads something does not say that the model does.")
+        return said
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw AUC by layer with its interval, the control task's AUC, and selectivity."""
+        return cast("Axes", self._drawn(ax))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Rows with their labels, and how they are split."""
+
+    labels: Int[ndarray, " row"]
+    groups: Groups
+    types: Groups
+    folds: int
+    strengths: tuple[float, ...]
+    controls: int
+    level: float
+    seed: int
+    draws: Draws = field(repr=False)
+
+    def splits(self, labels: Int[ndarray, " row"]) -> list[tuple[ndarray, ndarray]] | None:
+        """Deal the rows into folds for some labels; None where a class has too few groups."""
+        try:
+            return list(grouped_folds(labels, self.groups, self.folds, self.seed))
+        except InputError:
+            return None
+
+    def control(self, number: int) -> Int[ndarray, " row"]:
+        """Draw labels, one per type, as often 1 as the labels are."""
+        codes = pd.factorize(pd.Series(list(self.types), dtype=object), use_na_sentinel=False)[0]
+        n_types, rng = int(codes.max()) + 1, np.random.default_rng([self.seed, number])
+        ones = int(np.clip(round(self.labels.mean() * n_types), 1, n_types - 1)) if n_types > 1 else 1
+        drawn = np.zeros(n_types, dtype=np.int64)
+        drawn[rng.permutation(n_types)[:ones]] = 1
+        return drawn[codes]
+
+
+def fit_probe(
+    cache: Any,
+    labels: Iterable[Any],
+    *,
+    groups: Iterable[Hashable] | None = None,
+    types: Iterable[Hashable] | None = None,
+    site: str | None = None,
+    layers: Sequence[int] | int | None = None,
+    folds: int = 5,
+    strengths: Sequence[float] = STRENGTHS,
+    controls: int = 3,
+    level: float = 0.95,
+    seed: int = 0,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> ProbeFit:
+    """Fit a linear probe per layer, cross-fitted by group, and compare it with control tasks.
+
+    Args:
+        cache: the states: what `model.cache` gives; an array `row feature`, `layer row feature`; or a mapping of layers
+            to arrays `row feature`.
+        labels: 0 or 1 (or False and True) for each row.
+        groups: for each row what it belongs to, such as its question or text: rows of one group are never on both sides
+            of a split, and intervals draw groups. Default: the prompt of a cache's row, and else each row by itself.
+        types: for each row of what type it is, such as its word: a control task gives all rows of a type one random
+            label. Default: the groups. A type that recurs in several groups can be learned by heart; one that does not
+            leaves the control task at chance.
+        site: which of a cache's sites; needed where it holds several.
+        layers: which layers; default: all.
+        folds: each of this many folds is left out in turn.
+        strengths: inverse strengths of the L2 penalty; one is chosen for each fold without it.
+        controls: how many control tasks are drawn and averaged; 0 for none.
+        level: of the intervals.
+        seed: of the folds, the control tasks and the bootstrap.
+        progress: show a bar over layers.
+        out: a folder for the result. An interrupted run, repeated with it, continues.
+
+    Raises:
+        InputError: states, labels, groups or options cannot be used, or a class has fewer groups than there are folds.
+    """
+    states = given_states(cache, site, layers)
+    task = _task(states, labels, groups, types, folds, strengths, controls, level, seed)
+    splits = task.splits(task.labels)
+    if splits is None:
+        counts = [len({g for g, label in zip(task.groups, task.labels, strict=True) if label == v}) for v in (0, 1)]
+        raise InputError(
+            f"{counts[0]} groups with label 0 and {counts[1]} with label 1 are too few for {task.folds} folds that each "
+            "hold both. Give more rows, or fewer folds."
+        )
+    options = {
+        "labels": task.labels.tolist(), "groups": digest([str(one) for one in task.groups]),
+        "types": digest([str(one) for one in task.types]), "site": states.site, "layers": list(states.layers),
+        "folds": task.folds, "strengths": list(task.strengths), "controls": task.controls, "level": task.level,
+    }  # fmt: skip
+
+    def work(run: Run) -> ProbeFit:
+        def compute(layer: int) -> dict[str, Tensor]:
+            return _of_layer(states.of_layer(layer), task, splits)
+
+        with run.bar("probes", "layer", len(states.layers)) as bar:
+            pieces = list(run.pieces("layer", states.layers, compute, bar))
+        return _result(states, task, pieces, run.record)
+
+    return carry_out(ProbeFit, "fit_probe", states, options, work, out=out, seed=task.seed, progress=progress)
+
+
+def _task(
+    states: GivenStates,
+    labels: Iterable[Any],
+    groups: Iterable[Hashable] | None,
+    types: Iterable[Hashable] | None,
+    folds: int,
+    strengths: Sequence[float],
+    controls: int,
+    level: float,
+    seed: int,
+) -> _Task:
+    """Check what goes with the states."""
+    given = checked_several("labels", labels, "a list with a label for each row")
+    if len(given) != states.rows:
+        raise InputError(f"{len(given)} labels were given for {states.rows} rows of states.")
+    wrong = [i for i, label in enumerate(given) if not _is_label(label)]
+    if wrong:
+        raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 0 and 1.")
+    codes = np.array([int(label) for label in given], dtype=np.int64)
+    of_groups = _named("groups", groups, states.rows) or list(states.groups)
+    listed = [checked_number("strengths", one, above=0.0) for one in checked_several("strengths", strengths, "a list")]
+    if not listed:
+        raise InputError("strengths=[] holds no strength of the penalty; give one at least.")
+    seed = checked_seed(seed)
+    return _Task(
+        labels=codes,
+        groups=of_groups,
+        types=_named("types", types, states.rows) or of_groups,
+        folds=checked_count("folds", folds, least=2),
+        strengths=tuple(listed),
+        controls=0 if controls == 0 and not isinstance(controls, bool) else checked_repeats("controls", controls),
+        level=checked_number("level", level, above=0.0, below=1.0),
+        seed=seed,
+        draws=Draws.of(of_groups, seed=seed),
+    )
+
+
+def _named(option: str, given: Iterable[Hashable] | None, rows: int) -> list[Hashable]:
+    """Return the names of rows as a list."""
+    if given is None:
+        return []
+    listed = checked_several(option, given, "a list with a name for each row")
+    if len(listed) != rows:
+        raise InputError(f"{len(listed)} {option} were given for {rows} rows of states.")
+    if unnamed := [i for i, one in enumerate(listed) if not isinstance(one, Hashable) or isinstance(one, Tensor)]:
+        raise InputError(
+            f"{option}: entry {unnamed[0]}, {shown(listed[unnamed[0]])}, is no name; give texts or numbers."
+        )
+    return listed
+
+
+def _is_label(label: Any) -> bool:
+    try:
+        return label in (0, 1)
+    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
+        return False
+
+
+def _of_layer(
+    states: Float[ndarray, "row feature"], task: _Task, splits: list[tuple[ndarray, ndarray]]
+) -> dict[str, Tensor]:
+    """Return the logits of one layer, those of its control tasks, and a probe fitted on all rows."""
+    given = (task.groups, splits, task.strengths, task.seed)
+    found = cross_fitted(states, task.labels, *given)
+    chosen = chosen_strength(states, task.labels, task.groups, task.strengths, task.seed)
+    weight, bias = fit_linear(states, task.labels, chosen)
+    logits, folds, labels = [], [], []
+    for number in range(task.controls):
+        drawn = task.control(number)
+        dealt = task.splits(drawn)
+        if dealt is not None:
+            control = cross_fitted(states, drawn, task.groups, dealt, task.strengths, task.seed)
+            logits.append(control.logit)
+            folds.append(control.fold)
+            labels.append(drawn)
+    shape = (len(logits), len(task.labels))
+    return {
+        "logit": torch.from_numpy(found.logit), "fold": torch.from_numpy(found.fold), "C": torch.from_numpy(found.C),
+        "weight": torch.from_numpy(weight), "bias": torch.tensor(bias, dtype=torch.float64),
+        "control_logit": torch.from_numpy(np.array(logits, dtype=float).reshape(shape)),
+        "control_fold": torch.from_numpy(np.array(folds, dtype=np.int64).reshape(shape)),
+        "control_label": torch.from_numpy(np.array(labels, dtype=np.int64).reshape(shape)),
+    }  # fmt: skip
+
+
+def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
+    """Measure one layer."""
+    held = {name: tensor.numpy() for name, tensor in piece.items()}
+    labels = task.labels
+    right = _right(held["logit"], labels)
+    draws = task.draws
+    aucs = draws.apply(lambda counts: auc(held["logit"], labels, counts=counts, strata=held["fold"]))
+    measured = {"auc": interval(aucs, task.level), "accuracy": interval(draws.mean(right), task.level)}
+    numbers = {"majority": float(max(labels.mean(), 1 - labels.mean())), "control_auc": np.nan}
+    control = np.full_like(right, np.nan)
+    if len(held["control_logit"]):
+        tasks = list(zip(held["control_logit"], held["control_label"], held["control_fold"], strict=True))
+        numbers["control_auc"] = float(np.mean([auc(logit, drawn, strata=fold) for logit, drawn, fold in tasks]))
+        control = np.mean([_right(logit, drawn) for logit, drawn, _ in tasks], axis=0)
+    numbers["control_accuracy"] = float(control.mean())
+    measured["selectivity"] = interval(draws.mean(right - control), task.level)
+    for name, found in measured.items():
+        numbers |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+    return numbers
+
+
+def _right(logits: Float[ndarray, " row"], labels: Shaped[ndarray, " row"]) -> Float[ndarray, " row"]:
+    """1 where the sign of the logit is the label's; half where it has none."""
+    return np.where(logits == 0, 0.5, (logits > 0) == (labels == 1))
+
+
+COLUMNS = (
+    "layer", "rows", "groups", "auc", "auc_low", "auc_high", "accuracy", "accuracy_low", "accuracy_high", "majority",
+    "control_auc", "control_accuracy", "selectivity", "selectivity_low", "selectivity_high",
+)  # fmt: skip
+
+
+def _result(states: GivenStates, task: _Task, pieces: Sequence[Mapping[str, Tensor]], run: RunRecord) -> ProbeFit:
+    sizes = {"rows": states.rows, "groups": len(set(task.groups))}
+    measured = [
+        {"layer": layer} | sizes | _numbers(piece, task) for layer, piece in zip(states.layers, pieces, strict=True)
+    ]
+    predictions = [
+        pd.DataFrame(
+            {
+                "layer": layer,
+                "row": np.arange(states.rows),
+                "group": [one if isinstance(one, str | int) else str(one) for one in task.groups],
+                "label": task.labels,
+                "fold": piece["fold"].numpy(),
+                "logit": piece["logit"].numpy(),
+                "C": piece["C"].numpy(),
+            }
+        )
+        for layer, piece in zip(states.layers, pieces, strict=True)
+    ]
+    return ProbeFit(
+        table=pd.DataFrame(measured)[list(COLUMNS)],
+        predictions=pd.concat(predictions, ignore_index=True),
+        weight=torch.stack([piece["weight"] for piece in pieces]),
+        bias=torch.stack([piece["bias"] for piece in pieces]),
+        site=states.site,
+        run=run,
+    )
