@@ -80,13 +80,12 @@ def probed() -> hw.ProbeFit:
     """Read from the questions for capitals whether the country lies in Africa."""
     pairs = next(one for one in hw.load_relations() if one.name == "country_to_continent").pairs
     prompts = [ASK.format(country.strip()) for country, _ in pairs]
-    states: dict[int, list] = {layer: [] for layer in range(model().shape.n_layers)}
-    for prompt in prompts:
-        cache = model().cache(prompt, sites="resid_post", progress=False)
-        for layer, rows in states.items():
-            rows.append(cache.residual[layer, 0, -1])
+    states = {
+        layer: torch.stack([model().run(prompt, stop_at=layer + 1)[0, -1] for prompt in prompts])
+        for layer in range(model().shape.n_layers)
+    }
     labels = ["Africa" in {target.strip() for target in targets} for _, targets in pairs]
-    return hw.fit_probe({layer: torch.stack(rows) for layer, rows in states.items()}, labels, site="resid_post")
+    return hw.fit_probe(states, labels, site="resid_post")
 
 
 def membership() -> hw.Membership:

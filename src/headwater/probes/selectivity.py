@@ -35,7 +35,7 @@ from headwater.probes.cross_fitted import chosen_strength, cross_fitted
 from headwater.probes.given_states import GivenStates, given_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.findings import said_number
+from headwater.runs.findings import each_row, said_number
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -76,7 +76,7 @@ class ProbeFit(Result):
     @property
     def best(self) -> int:
         """The layer with the highest AUC."""
-        return int(self.table.loc[self.table["auc"].idxmax(), "layer"])
+        return int(self.table["layer"].iloc[int(self.table["auc"].argmax())])
 
     def probe(self, layer: int | None = None) -> Probe:
         """Return the probe of a layer (by default the best) fitted on all rows: for other rows than these.
@@ -94,7 +94,7 @@ class ProbeFit(Result):
 
     def report(self) -> list[str]:
         """Return what the best layer reads, and what of it a probe could have learned of anything."""
-        row = self.table.loc[self.table["auc"].idxmax()]
+        row = max(each_row(self.table), key=lambda one: one["auc"])
         layers = len(self.table)
         auc_said = said_number(row["auc"], row["auc_low"], row["auc_high"], places=3)
         accuracy = said_number(row["accuracy"], row["accuracy_low"], row["accuracy_high"], places=3)
@@ -200,8 +200,8 @@ def fit_probe(
     if splits is None:
         counts = [len({g for g, label in zip(task.groups, task.labels, strict=True) if label == v}) for v in (0, 1)]
         raise InputError(
-            f"{counts[0]} groups with label 0 and {counts[1]} with label 1 are too few for {task.folds} folds that each "
-            "hold both. Give more rows, or fewer folds."
+            f"{counts[0]} groups with label 0 and {counts[1]} with label 1 are too few for {task.folds} folds that "
+            "each hold both. Give more rows, or fewer folds."
         )
     options = {
         "labels": task.labels.tolist(), "groups": digest([str(one) for one in task.groups]),
