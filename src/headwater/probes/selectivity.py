@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,9 +25,9 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.options import (
+    MOST_REPEATS,
     checked_count,
     checked_number,
-    checked_repeats,
     checked_seed,
     checked_several,
     shown,
@@ -84,13 +85,15 @@ class ProbeFit(Result):
         Raises:
             InputError: there is no such layer.
         """
-        layer = self.best if layer is None else layer
         layers = self.table["layer"].tolist()
-        if layer not in layers:
+        asked = (
+            [self.best] if layer is None else [one for one in layers if isinstance(layer, Integral) and one == layer]
+        )
+        if not asked:
             raise InputError(f"There is no probe of layer {shown(layer)}; there are {', '.join(map(str, layers))}.")
-        place = layers.index(layer)
+        place = layers.index(asked[0])
         seen = frozenset(one for one in self.predictions["group"] if isinstance(one, str))
-        return Probe(self.site, "given", layer, self.weight[place], float(self.bias[place]), seen)
+        return Probe(self.site, "given", asked[0], self.weight[place], float(self.bias[place]), seen)
 
     def report(self) -> list[str]:
         """Return what the best layer reads, and what of it a probe could have learned of anything."""
@@ -250,7 +253,7 @@ def _task(
         types=_named("types", types, states.rows) or of_groups,
         folds=checked_count("folds", folds, least=2),
         strengths=tuple(listed),
-        controls=0 if controls == 0 and not isinstance(controls, bool) else checked_repeats("controls", controls),
+        controls=checked_count("controls", controls, least=0, most=MOST_REPEATS),
         level=checked_number("level", level, above=0.0, below=1.0),
         seed=seed,
         draws=Draws.of(of_groups, seed=seed),
