@@ -34,6 +34,7 @@ LABELS = {
     "head": "Head",
     "kv_head": "Key-value head",
     "key": "Key",
+    "feature": "Feature",
     "set": "Set",
 }
 CURVE = SETS[0][0]
@@ -110,7 +111,10 @@ def _size(part: pd.DataFrame, fixed: dict[str, int]) -> tuple[float, float]:
 def _axes(part: pd.DataFrame, fixed: dict[str, int]) -> list[str]:
     """The axes a panel runs over."""
     held = [name for name in LABELS if name in part.columns and name not in fixed]
-    return [name for name in held if part[name].notna().any()]
+    held = [name for name in held if part[name].notna().any()]
+    if "feature" in held and part["layer"].nunique() == 1:  # a dictionary is of one layer
+        held.remove("layer")
+    return held
 
 
 def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, int]) -> None:

@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 from headwater.rooms import opened
 
 if TYPE_CHECKING:
+    from headwater.models.dictionaries import Features as Features
+    from headwater.models.dictionaries import features as features
     from headwater.models.families import FAMILIES as FAMILIES
     from headwater.models.families import Family as Family
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
+    from headwater.models.sae_folder import load_sae as load_sae
     from headwater.models.sites import SITES as SITES
     from headwater.models.sites import Site as Site
     from headwater.models.sites import register_site as register_site

@@ -22,9 +22,9 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -87,7 +87,22 @@ class Site:
     def swept_axes(self) -> tuple[str, ...]:
         """The axes that a sweep can run over; `head` counts key-value heads where the site has those."""
         axes = tuple("head" if axis == "kv_head" else axis for axis in self.axes)
-        return "layer", *(axis for axis in ("position", "head", "key") if axis in axes)
+        return "layer", *(axis for axis in ("position", "head", "key", "feature") if axis in axes)
+
+    @property
+    def default_axes(self) -> tuple[str, ...]:
+        """The axes that a sweep runs over where none is named."""
+        return "layer", next(axis for axis in ("head", "feature", "position") if axis in self.swept_axes)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether the entries of its last axis are told apart: features."""
+        return "feature" in self.axes
+
+    @property
+    def units(self) -> Sequence[int] | None:
+        """Which entries of its last axis a sweep runs over, if any: features."""
+        return None
 
     @property
     def has_heads(self) -> bool:
@@ -115,6 +130,40 @@ class Site:
     def width(self, shape: ModelShape, length: int) -> int:
         """How many numbers the activation holds per token of a prompt of this length."""
         return math.prod(AXES[axis](shape, length) for axis in self.axes if axis != "position")
+
+    def layers(self, shape: ModelShape) -> Sequence[int]:
+        """The layers that have it."""
+        return range(shape.n_layers)
+
+    def read(self, activation: Tensor) -> Tensor:
+        """Return what edits are written in, of what passes at its hook: the activation itself."""
+        return activation
+
+    def written(self, activation: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return an activation of which `change` was made to what `read` gives of it."""
+        return change(activation)
+
+    def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
+        """Return (value - activation) · gradient, summed over the width; by key for a pattern."""
+        product = (value - activation).double() * gradient.double()
+        return product if self.has_keys else product.sum(-1)
+
+    def fitted(self, model: Model) -> Site:
+        """Return it as a site of a model.
+
+        Raises:
+            InputError: the model has none of it, or one that is not what its shape says.
+        """
+        if reason := self.absent(model.shape):
+            raise InputError(f"{self.name} was asked for, but {reason}")
+        if reason := model.misfits.get(self.name):
+            raise InputError(reason)
+        return self
+
+    @property
+    def described(self) -> Any:
+        """What the record of a run says of it."""
+        return self.name
 
     def n_heads(self, shape: ModelShape) -> int:
         """How many heads the site has: key-value heads for `k` and `v`."""
@@ -232,28 +281,26 @@ def place_named(hook: str) -> tuple[Site, int] | None:
     return None if site is None else (site, int(found[1]))
 
 
-def sites_called(names: str | Iterable[str]) -> tuple[Site, ...]:
-    """Look sites up by name, whatever the model.
+def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
+    """Look sites up by name, whatever the model; a site, such as features of a dictionary, stands for itself.
 
     Raises:
-        InputError: there is no such site.
+        InputError: there is no such site, or two of one name.
     """
     asked = one_or_several(names)
     if not asked:
         raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
-    return tuple({name: SITES[name] for name in asked}.values())
+    found: dict[str, Site] = {}
+    for site in (one if isinstance(one, Site) else SITES[one] for one in asked):
+        if found.setdefault(site.name, site) is not site:
+            raise InputError(f"Two sites are called {site.name!r}: give one of them another name=.")
+    return tuple(found.values())
 
 
-def sites_named(names: str | Iterable[str], model: Model) -> tuple[Site, ...]:
+def sites_named(names: str | Site | Iterable[str | Site], model: Model) -> tuple[Site, ...]:
     """Look up the sites of a model by name.
 
     Raises:
         InputError: no such site, or the model has none of it, or one that is not what its shape says.
     """
-    sites = sites_called(names)
-    for site in sites:
-        if reason := site.absent(model.shape):
-            raise InputError(f"{site.name} was asked for, but {reason}")
-        if reason := model.misfits.get(site.name):
-            raise InputError(reason)
-    return sites
+    return tuple(site.fitted(model) for site in sites_called(names))

@@ -1,4 +1,4 @@
-"""Ablation of sets: heads, MLPs, neurons, together, replaced by values that say nothing of the prompt.
+"""Ablation of sets: heads, MLPs, neurons, features, together, replaced by values that say nothing of the prompt.
 
 Knockout of whole circuits (Wang et al. 2023; Chan et al. 2022, resampling; Li and Janson 2024, on which values to
 take): for each set and prompt, one run in which every component of the set is replaced at once, in all layers where it
@@ -40,6 +40,7 @@ def ablate(
     heads: Any = None,
     mlps: Any = None,
     neurons: Any = None,
+    features: Any = None,
     sets: Mapping[str, Any] | Any = None,
     complement: bool = False,
     values: str = "zero",
@@ -61,8 +62,9 @@ def ablate(
             keys and values.
         mlps: its MLPs, as layers.
         neurons: its neurons, as pairs (layer, neuron): what the output projection of the MLP reads.
+        features: its features, as `hw.features(...)` or `hw.load_sae(...)` with `.only([...])`, one or several.
         sets: several sets in place of one: a mapping from names to sets, or a list of sets. A set is a mapping with
-            `heads`, `mlps`, `neurons`, or a list of heads.
+            `heads`, `mlps`, `neurons`, `features`, or a list of heads.
         complement: replace everything but the set, of the kinds that are named: with `heads` and `mlps` (which may be
             an empty list) all other heads and all other MLPs.
         values: what replaces them: see `hw.patch`.
@@ -82,10 +84,12 @@ def ablate(
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     complement = checked_flag("complement", complement)
     base, other = read_pairs(model, prompts, corrupted)
-    chosen = read_sets(model, {"heads": heads, "mlps": mlps, "neurons": neurons}, sets, complement)
+    chosen = read_sets(
+        model, {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}, sets, complement
+    )
     metrics = as_metrics(metric)
     pool = read_prompts(model, dataset) if dataset is not None else None
-    named = tuple(dict.fromkeys(part.site.name for one in chosen for part in one.parts))
+    named = tuple(dict.fromkeys(part.site for one in chosen for part in one.parts))
     source = source_of(Given(values, base, other, pool, named, seed))
     refuse_too_many_cells(len(base) * len(chosen) * len(metrics))
     places = [

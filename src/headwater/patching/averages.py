@@ -120,7 +120,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
     best = cells.iloc[int(cells["mean"].abs().argmax())]
-    named = ("layer", "position", "head", "kv_head", "key", "set")
+    named = ("layer", "position", "head", "kv_head", "key", "feature", "set")
     axes = [axis for axis in named if axis in cells and pd.notna(best[axis])]
     where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
     there = "back to the clean" if direction == "denoise" else "to the corrupted"
@@ -144,7 +144,10 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
-    named = ("example", "site", "layer", "position", "role", "head", "kv_head", "key", "window", "set", "metric")
+    named = (
+        *("example", "site", "layer", "position", "role", "head", "kv_head", "key", "feature", "window", "set"),
+        "metric",
+    )
     keys = [name for name in named if name in exact.columns]
     if any(name not in approximate.columns for name in keys):
         raise InputError("The two sweeps do not run over the same axes.")

@@ -1,4 +1,4 @@
-"""The cells of a sweep: layers, positions, heads and keys, one at a time or in windows, as edits of each example.
+"""The cells of a sweep: layers, positions, heads, keys, features, one at a time or in windows, as edits of examples.
 
 Positions are numbers, or stand by role (`models.positions`): then a step on their axis is a role, all of whose tokens
 are edited together, or one of its tokens.
@@ -25,7 +25,7 @@ from headwater.patching.values import Source
 from headwater.patching.variants import Replace
 
 T = TypeVar("T")
-AXES = ("layer", "position", "head", "key")
+AXES = ("layer", "position", "head", "key", "feature")
 SPANS = ("together", "token by token")
 Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
 """A size, "cumulative", or these by axis; alone it means the layers."""
@@ -94,6 +94,19 @@ def chosen(indices: Iterable[int] | int | None, count: int, what: str) -> tuple[
     return tuple(sorted({i % count for i in asked}))
 
 
+def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
+    """Return the layers of a site that were asked for.
+
+    Raises:
+        InputError: the model has no such layer, or the site is of others.
+    """
+    asked, own = chosen(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
+    found = tuple(layer for layer in asked if layer in own)
+    if not found:
+        raise InputError(f"layers={shown(indices)}, but {site.name} is of layer {', '.join(map(str, own))}.")
+    return found
+
+
 def lasting(value: T) -> T:
     """Turn an iterator into a tuple, which can be gone through twice."""
     return cast("T", tuple(value)) if isinstance(value, Iterator) else value
@@ -144,7 +157,7 @@ def matched_positions(spots: Mapping[str, Spot], base: Prompt, other: Prompt | N
 
 def grid(axes: Mapping[str, list[Step]]) -> list[dict[str, Step]]:
     """Combine the places on each axis; layers run fastest, so that nested ones stand side by side."""
-    order = [axis for axis in ("position", "key", "head", "layer") if axis in axes]
+    order = [axis for axis in ("position", "key", "head", "feature", "layer") if axis in axes]
     return [dict(zip(order, combination, strict=True)) for combination in product(*(axes[axis] for axis in order))]
 
 
@@ -193,8 +206,8 @@ class Asked:
 
     def axes(self, site: Site) -> tuple[str, ...]:
         """The axes that run; roles are told apart unless `over` leaves positions out."""
-        default: tuple[str, ...] = ("layer", "head") if site.has_heads else ("layer", "position")
-        default = (*default, "position") if self.by_role and site.has_heads else default
+        default = site.default_axes
+        default = (*default, "position") if self.by_role and "position" not in default else default
         return axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
 
     def sizes(self, site: Site) -> dict[str, int | str]:
@@ -214,13 +227,16 @@ class Asked:
         """The places on each axis of a site, in one example, of which `spots` are the positions."""
         axes, sizes, prompt = self.axes(site), self.sizes(site), base[example]
         n_heads, n_layers = site.n_heads(model.shape), model.shape.n_layers
-        among = {
-            "layer": chosen(self.layers, n_layers, "layer"),
+        units = site.units or ()
+        among: dict[str, Sequence[int]] = {
+            "layer": layers_of(self.layers, site, model),
             "position": sorted({position for spot in spots.values() for position in spot.base}),
             "head": chosen(self.heads, n_heads, "head") if site.has_heads else (),
             "key": range(len(prompt)),
+            "feature": units,
         }
         total = {"layer": n_layers, "position": len(prompt), "head": n_heads, "key": len(prompt)}
+        total["feature"] = site.width(model.shape, len(prompt)) if units else 0
         listed = {
             axis: steps(among[axis], axis in axes, sizes.get(axis), axis != "layer" and len(among[axis]) == total[axis])
             for axis in site.swept_axes
@@ -253,8 +269,10 @@ def cells_of(
     """Yield one example's cells of one site; `in_line`: the two prompts of the pair align token by token."""
     since, values = source.since(example) if in_line else 0, {"values": source.label} if source.label else {}
     for step in grid(listed):
-        at, of, to = (step[axis].covers if axis in step else None for axis in ("position", "head", "key"))
-        edits = tuple(Replace(site, run, at, of, to, since=since) for run in layer_runs(step["layer"].covers or ()))
+        covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
+        at, of, to, units = (covers[axis] for axis in ("position", "head", "key", "feature"))
+        runs = layer_runs(covers["layer"] or ())
+        edits = tuple(Replace(site, run, at, of, to, units, since) for run in runs)
         labels = {"site": site.name} | labels_of(step, sizes) | values
         if "position" in labels:
             labels["token"] = prompt.strings[labels["position"]]

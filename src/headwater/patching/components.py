@@ -5,6 +5,7 @@ A set says of each kind which ones it holds. What it holds in the activations is
     heads     (layer, head)      z of this query head (with grouped heads too: never a key-value head)
     mlps      layer              mlp_out of this layer
     neurons   (layer, neuron)    mlp_post of this neuron
+    features  dictionaries       of each, those that `.only([...])` chose, or all of them
 
 The complement of a set holds every other component of the kinds that were named: that of heads alone leaves the MLPs
 as they are, that of heads and MLPs takes both. A kind is named with an empty list too.
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.errors import InputError, did_you_mean
+from headwater.models.dictionaries import Features
 from headwater.models.hooked import HookedModel
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, sites_named
-from headwater.options import is_one, shown, whole_number
+from headwater.options import is_one, one_or_several, shown, whole_number
 from headwater.patching.variants import Replace
 
 NAMED_IN_FULL = 8
@@ -40,6 +42,7 @@ class Kind:
     """How many there are in a layer; None where the layer's one is the whole activation."""
 
 
+FEATURES = "features"
 KINDS = {
     "heads": Kind("head", "z", lambda shape: shape.n_heads),
     "mlps": Kind("mlp", "mlp_out", None),
@@ -71,13 +74,14 @@ class ComponentSet:
 
     name: str
     members: Mapping[str, tuple[Any, ...]]
-    """By kind, those that were named: `(layer, index)`, or the layer."""
+    """By kind, those that were named: `(layer, index)`, the layer, or the features of a dictionary."""
     parts: tuple[Part, ...]
     """What is edited: of these, or of all others."""
 
     def described(self) -> dict[str, Any]:
         """Return what the record of a run says of it."""
-        return {"name": self.name, **self.members}
+        features = [site.described for site in self.members.get(FEATURES, ())]
+        return {"name": self.name, **self.members} | ({FEATURES: features} if features else {})
 
 
 def read_sets(
@@ -118,17 +122,25 @@ def _by_kind(members: Any, name: Any) -> dict[str, Any]:
         raise InputError(f"{where} is {shown(members)}: give a mapping such as {{'heads': [(0, 1)], 'mlps': [4]}}.")
     if not isinstance(members, Mapping):
         return {"heads": members}
-    if unknown := [kind for kind in members if kind not in KINDS]:
-        raise InputError(f"{where} names {shown(unknown[0])}.{did_you_mean(unknown[0], KINDS)}")
+    if unknown := [kind for kind in members if kind not in (*KINDS, FEATURES)]:
+        raise InputError(f"{where} names {shown(unknown[0])}.{did_you_mean(unknown[0], (*KINDS, FEATURES))}")
     return {kind: listed for kind, listed in members.items() if listed is not None}
 
 
 def _read(model: HookedModel, given: Mapping[str, Any], name: Any, complement: bool) -> ComponentSet:
-    members = {kind: _members(model, kind, listed) for kind, listed in given.items()}
+    members = {
+        kind: _dictionaries(model, listed) if kind == FEATURES else _members(model, kind, listed)
+        for kind, listed in given.items()
+    }
     if not any(members.values()):
         called = "The set" if name is None else f"The set {shown(name)}"
-        raise InputError(f"{called} is empty: name {', '.join(f'{kind}=' for kind in KINDS)}, one or several of them.")
-    parts = [part for kind, listed in members.items() for part in _parts(model, kind, listed, complement)]
+        raise InputError(
+            f"{called} is empty: name {', '.join(f'{kind}=' for kind in (*KINDS, FEATURES))}, one or several of them."
+        )
+    parts: list[Part] = []
+    for kind, listed in members.items():
+        of_features = kind == FEATURES
+        parts += _feature_parts(listed, complement) if of_features else _parts(model, kind, listed, complement)
     if not parts:
         raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
     return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(parts))
@@ -153,6 +165,30 @@ def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
         raise InputError(f"{_called(row, twice[0])} is named twice.")
     sites_named(row.site, model)
     return tuple(sorted(found)) if row.among is not None else tuple(sorted(layer for layer, *_ in found))
+
+
+def _dictionaries(model: HookedModel, listed: Any) -> tuple[Features, ...]:
+    """Check dictionaries: features of one, or of several."""
+    asked = one_or_several(listed)
+    if wrong := [one for one in asked if not isinstance(one, Features)]:
+        raise InputError(
+            f"features= holds {shown(wrong[0])}: give what hw.features or hw.load_sae returns, .only([...])."
+        )
+    found = tuple(one.fitted(model) for one in asked)
+    if len({one.name for one in found}) < len(found):
+        raise InputError(f"The dictionary {found[0].name!r} is named twice: name its features together, or name= it.")
+    return found
+
+
+def _feature_parts(members: Sequence[Features], complement: bool) -> list[Part]:
+    """What a set of features, or its complement in their dictionaries, holds."""
+    parts = []
+    for site in members:
+        held = set(site.units)
+        among = tuple(feature for feature in range(site.count) if (feature in held) != complement)
+        if among:
+            parts.append(Part(site, site.layer, None if len(among) == site.count else among))
+    return parts
 
 
 def _indices(index: Sequence[int], row: Kind, shape: ModelShape, layer: int) -> tuple[int, ...]:
@@ -191,9 +227,14 @@ def _called(row: Kind, member: Any) -> str:
 
 def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
     """Name a set by its members, or by their number."""
-    said = [_called(KINDS[kind], member) for kind, listed in members.items() for member in listed]
+    said = [
+        f"feature {number} of {member.name}" if kind == FEATURES else _called(KINDS[kind], member)
+        for kind, listed in members.items()
+        for member, number in ((m, n) for m in listed for n in (m.units if kind == FEATURES else (None,)))
+    ]
     if len(said) > NAMED_IN_FULL:
-        said = [f"{len(listed):,} {kind}" for kind, listed in members.items() if listed]
+        sizes = {k: sum(len(m.units) if k == FEATURES else 1 for m in listed) for k, listed in members.items()}
+        said = [f"{size:,} {kind}" for kind, size in sizes.items() if size]
     return f"all {' and '.join(members)} but {', '.join(said)}" if complement else ", ".join(said)
 
 

@@ -14,16 +14,22 @@ heads (`benchmarks/NOTES.md`). Memory that runs out all the same is met by halvi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from headwater.errors import InputError
 from headwater.models.gradients import graph_bytes
 from headwater.models.memory import how_many_fit, refuse_too_large
-from headwater.models.sites import SITES
+from headwater.models.shape import ModelShape
+from headwater.models.sites import Site
 from headwater.patching.plan import WAVE_TOKENS, Cell, Plan, tokens_of
 from headwater.patching.variants import Replace
 
+MOST_FEATURES = 4096
+"""A dictionary of more features is swept exactly over those that were chosen only."""
 CELL_BYTES = 800
 """What a cell takes from its first label to its row of the table."""
 
@@ -36,6 +42,31 @@ def refuse_too_many_cells(n_cells: int) -> None:
     """
     advice = "Sweep over fewer axes (over=), layers, heads, positions or prompts."
     refuse_too_large(f"The list of this sweep's {n_cells:,} cells", n_cells * CELL_BYTES, torch.device("cpu"), advice)
+
+
+def refuse_whole_dictionaries(planned: Sequence[tuple[Site, Mapping[str, Sequence[Any]]]], shape: ModelShape) -> None:
+    """Refuse to sweep exactly over all features of a large dictionary: a run for each, of which most do nothing.
+
+    Args:
+        planned: for each example and site, the places on each axis.
+        shape: of the model.
+
+    Raises:
+        InputError: with how many runs these would be, and of how many layers.
+    """
+    cells: dict[Site, int] = {}
+    for site, steps in planned:
+        if site.has_units and len(steps["feature"]) == site.width(shape, 1):
+            cells[site] = cells.get(site, 0) + math.prod(map(len, steps.values()))
+    for site, n_cells in cells.items():
+        if (count := site.width(shape, 1)) > MOST_FEATURES:
+            above = shape.n_layers - min(site.layers(shape))
+            raise InputError(
+                f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
+                f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
+                "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
+                "forward and one backward for all."
+            )
 
 
 def examples_at_once(plan: Plan, gradients: bool = False) -> int:
@@ -77,6 +108,6 @@ def _replaced(plan: Plan, cells: Sequence[Cell], length: int) -> int:
     if plan.source is None:
         return 0
     edits = [edit for cell in cells for edit in cell.edits if isinstance(edit, Replace)]
-    places = {(edit.site.name, layer) for edit in edits for layer in edit.layers}
-    widths = (SITES[site].width(plan.model.shape, length) for site, _ in places)
+    places = {(edit.site.name, layer): edit.site for edit in edits for layer in edit.layers}
+    widths = (site.width(plan.model.shape, length) for site in places.values())
     return plan.source.copies * length * sum(widths)

@@ -18,7 +18,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_of
-from headwater.models.sites import sites_named
+from headwater.models.sites import Site, sites_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count
 from headwater.patching.metrics import Metric, answer_ids
@@ -174,6 +174,12 @@ class Group:
         """Where edits write."""
         edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
         return {(edit.site.name, layer) for edit in edits for layer in edit.layers}
+
+    @cached_property
+    def sites(self) -> dict[str, Site]:
+        """The sites where edits write, by name."""
+        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
+        return {edit.site.name: edit.site for edit in edits}
 
     @cached_property
     def cut_layers(self) -> set[int]:

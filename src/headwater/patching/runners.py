@@ -32,7 +32,7 @@ from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.memory import is_out_of_memory
 from headwater.models.positions import Prompt
-from headwater.models.sites import SITES, Stage, hook_name, main_site, taken_as_recorded
+from headwater.models.sites import SITES, Site, Stage, hook_name, main_site, taken_as_recorded
 from headwater.patching.forwards import capture, run_edited, run_variant, visible_keys
 from headwater.patching.plan import Cell, Group, Kept, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
@@ -262,8 +262,8 @@ class Gradients(Runner):
             return activation
 
         group, places = self.group, self.group.places
-        names = [*_state_names(group), *(SITES[site].hook_name(layer) for site, layer in places)]
-        names += [SITES[_carrying(site)].hook_name(layer) for site, layer in places]
+        names = [*_state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
+        names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
         begin = makes(lambda activation, hook: activation.detach().requires_grad_(True))
         hooks: list[Hook] = [(hook_name("embed"), begin)]
         hooks += [(name, makes(partial(hold, name=name))) for name in dict.fromkeys(names)]
@@ -283,13 +283,14 @@ class Gradients(Runner):
                 f"The metric {metric.name!r} has no gradient; attribution needs one (a logit difference has)."
             )
         places = list(self.values.by_site)
-        ends = [held[SITES[_carrying(site)].hook_name(layer)] for site, layer in places]
+        sites = self.group.sites
+        ends = [held[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
         slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
         products = {}
         for (site, layer), slope in zip(places, slopes, strict=True):
-            change = self.values.by_site[site, layer] - held[SITES[site].hook_name(layer)].detach()
-            product = change.double() * (0.0 if slope is None else slope.double())
-            products[site, layer] = product if SITES[site].has_keys else product.sum(-1)
+            standing = held[sites[site].hook_name(layer)].detach()
+            slope = torch.zeros_like(standing) if slope is None else slope
+            products[site, layer] = sites[site].first_order(standing, slope, self.values.by_site[site, layer])
             wrong = ~products[site, layer].flatten(1).isfinite().all(1)
             if bool(wrong.any()):
                 raise NumericsError(
@@ -310,7 +311,7 @@ def _value_names(group: Group) -> dict[Place, str]:
     source = group.plan.source
     if source is None or not source.takes_other_run:
         return {}
-    return {(site, layer): SITES[site].hook_name(layer) for site, layer in group.places}
+    return {(site, layer): group.sites[site].hook_name(layer) for site, layer in group.places}
 
 
 def _other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
@@ -328,15 +329,15 @@ def _values(group: Group, others: Mapping[str, Tensor]) -> Values:
     plan = group.plan
     if plan.source is None:
         return Values({})
-    other = {place: group.in_base(others[name]) for place, name in _value_names(group).items()}
-    wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.places)), other)
+    names, sites = _value_names(group), group.sites
+    other = {place: sites[place[0]].read(group.in_base(others[name])) for place, name in names.items()}
+    wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.places)), other, sites)
     return Values(plan.source.values(wanted))
 
 
-def _carrying(site: str) -> str:
+def _carrying(site: Site) -> Site:
     """Where a gradient is taken: at what carries an edit of the site, with respect to which it has the same slope."""
-    carrier = SITES[site].carrier
-    return carrier.at if carrier else site
+    return SITES[site.carrier.at] if site.carrier else site
 
 
 def _sum(products: Mapping[Place, Tensor], cell: Cell, example: int) -> float:
@@ -352,5 +353,7 @@ def _sum(products: Mapping[Place, Tensor], cell: Cell, example: int) -> float:
                 product = product[list(edit.positions)]
             if edit.heads is not None:
                 product = product[:, list(edit.heads)]
+            if edit.units is not None:
+                product = product[:, [*edit.units, -1]]
             total += float(product.sum())
     return total

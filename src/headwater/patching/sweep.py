@@ -43,7 +43,7 @@ from headwater.patching.cells import (
     lasting,
     matched_positions,
 )
-from headwater.patching.footprint import refuse_too_many_cells
+from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
@@ -62,7 +62,8 @@ if TYPE_CHECKING:
 DIRECTIONS = ("denoise", "noise")
 METHODS = ("exact", "attribution")
 COORDINATES = (
-    *("site", "layer", "position", "role", "token", "head", "kv_head", "key"),
+COORDINATES = (
+    *("site", "layer", "position", "role", "token", "head", "kv_head", "key", "feature"),
     *("window", "set", "values", "metric"),
 )
 """The columns that name a cell, as far as a sweep has them."""
@@ -73,10 +74,11 @@ class Sweep(Result):
     """What a patching or knockout sweep found."""
 
     table: pd.DataFrame
-    """A row per example, cell and metric: `example, site, layer, position, role, token, head, kv_head, key, window,
-    set, values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `role` is what positions
-    were named as (`position` is `<NA>` where it is several tokens); `head` counts query heads, `kv_head` the key-value
-    heads of the sites `k` and `v`; `values` says over what a mean was taken, `set` what was ablated together."""
+    """A row per example, cell and metric: `example, site, layer, position, role, token, head, kv_head, key, feature,
+    window, set, values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `role` is what
+    positions were named as (`position` is `<NA>` where it is several tokens); `head` counts query heads, `kv_head` the
+    key-value heads of the sites `k` and `v`; `values` says over what a mean was taken, `set` what was ablated
+    together."""
     run: RunRecord
     tokens: Sequence[Sequence[str]] = ()
     """The tokens of each example's edited prompt."""
@@ -197,7 +199,7 @@ def patch(
     clean: Prompts | pd.DataFrame | Path,
     corrupted: Prompts | None = None,
     *,
-    sites: str | Iterable[str],
+    sites: str | Site | Iterable[str | Site],
     metric: Metric | Any,
     over: str | Iterable[str] | None = None,
     direction: str = "denoise",
@@ -221,11 +223,13 @@ def patch(
         clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
             or the path of a CSV or JSON Lines file).
         corrupted: the other prompt of each pair. May be absent when values come from elsewhere.
-        sites: one or more of resid_pre, resid_mid, resid_post, attn_out, mlp_out, z, q, k, v, pattern.
+        sites: one or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern, or
+            features of a dictionary, as `hw.features` and `hw.load_sae` give them.
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
             `row kept d_vocab` at the last position that gives a number per row.
-        over: the axes to run over, of `layer`, `position`, `head` and, for `pattern`, `key`. Default: layer and head
-            where a site has heads, layer and position otherwise. What is not run over is patched all at once.
+        over: the axes to run over, of `layer`, `position`, `head`, for `pattern` `key`, and for a dictionary `feature`.
+            Default: layer and head where a site has heads, layer and feature of a dictionary, layer and position
+            otherwise. What is not run over is patched all at once.
         direction: `denoise` edits the corrupted run, `noise` the clean one.
         values: `other run`, `zero`, `mean` (over `dataset`: at each position where all prompts are of one length, else
             over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`).
@@ -261,10 +265,12 @@ def patch(
         raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
     metrics = as_metrics(metric)
     pool = read_prompts(model, dataset) if dataset is not None else None
-    source = source_of(Given(values, base, other, pool, tuple(site.name for site in named), seed))
+    source = source_of(Given(values, base, other, pool, named, seed))
     spots = ask.spots(base, other, 0 if base_is_clean else 1)
     matched = _matched(spots, base, other, named)
     planned = [(i, site, ask.steps(model, site, base, spots[i], i)) for i in range(len(base)) for site in named]
+    if method == "exact":
+        refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
     refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * len(metrics))
     cells: list[Cell] = []
     for i, site, listed in planned:
@@ -273,7 +279,7 @@ def patch(
         model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size, matched=matched
     )
     options = {
-        "sites": [site.name for site in named],
+        "sites": [site.described for site in named],
         "over": {site.name: ask.axes(site) for site in named},
         "window": {site.name: ask.sizes(site) for site in named},
         "layers": chosen(layers, model.shape.n_layers, "layer"),

@@ -23,7 +23,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
-from headwater.models.sites import SITES
+from headwater.models.sites import Site
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_name
 from headwater.patching.forwards import capture
@@ -47,7 +47,7 @@ class Given:
     """The other prompt of each pair."""
     dataset: tuple[Prompt, ...] | None
     """What was given as `dataset=`."""
-    sites: tuple[str, ...]
+    sites: tuple[Site, ...]
     seed: int
 
 
@@ -62,13 +62,15 @@ class Wanted:
     places: tuple[Place, ...]
     other: Mapping[Place, Tensor]
     """The other run's activations, for kinds that take them."""
+    sites: Mapping[str, Site]
+    """By name, the sites of the places."""
 
     def of_runs(self, prompts: Sequence[Prompt], names: Sequence[int | str]) -> dict[Place, Tensor]:
         """Run prompts, each called by its name in messages, and return their activations at each place."""
         batch = Batch.of([prompt.ids for prompt in prompts], pad_id(self.model.tokenizer)).named(names)
-        hooks = {(site, layer): SITES[site].hook_name(layer) for site, layer in self.places}
-        held, _ = capture(self.model, batch, list(hooks.values()))
-        return {place: held[name] for place, name in hooks.items()}
+        hooks = {(site, layer): self.sites[site].hook_name(layer) for site, layer in self.places}
+        held, _ = capture(self.model, batch, list(dict.fromkeys(hooks.values())))
+        return {place: self.sites[place[0]].read(held[name]) for place, name in hooks.items()}
 
 
 class Source(ABC):
@@ -149,7 +151,8 @@ class Zero(Source):
         zero = torch.zeros((), dtype=model.dtype, device=model.device)
         n = len(wanted.examples)
         return {
-            (site, layer): zero.expand(n, *SITES[site].size(model.shape, wanted.width)) for site, layer in wanted.places
+            (site, layer): zero.expand(n, *wanted.sites[site].size(model.shape, wanted.width))
+            for site, layer in wanted.places
         }
 
 
@@ -181,7 +184,7 @@ class Mean(_OfDataset):
         super().__init__(given)
         pool = self.pool
         one_length = len({len(prompt) for prompt in (*pool, *given.base)}) == 1
-        if any(SITES[site].has_keys for site in given.sites) and not one_length:
+        if any(site.has_keys for site in given.sites) and not one_length:
             raise InputError("A mean of attention patterns needs prompts of one length; these differ.")
         if not one_length and all(len(prompt) < 2 for prompt in pool):
             raise InputError(
@@ -203,7 +206,7 @@ class Mean(_OfDataset):
     def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
         """Return each mean for every example, and where it is one over tokens, for every position."""
         if missing := tuple(place for place in wanted.places if place not in self._means):
-            self._take_means(Wanted(wanted.model, wanted.examples, wanted.width, missing, {}))
+            self._take_means(Wanted(wanted.model, wanted.examples, wanted.width, missing, {}, wanted.sites))
         n, by_position = len(wanted.examples), self.mean_over == "examples"
         means = {place: self._means[place] for place in wanted.places}
         return {

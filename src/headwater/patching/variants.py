@@ -150,6 +150,15 @@ def write_tokens(held: Tensor, edit: Replace, value: Tensor, start: int) -> None
     length = held.shape[0]
     edited = range(start, start + length) if edit.positions is None else edit.positions
     source = torch.tensor([p for p in edited if start <= p < start + length], dtype=torch.long, device=held.device)
+    if edit.site.has_units:
+        units = slice(None) if edit.units is None else torch.tensor(edit.units, device=held.device)
+
+        def change(features: Tensor) -> Tensor:
+            features[:, units] = value[source][:, units].to(features)
+            return features
+
+        held[source - start] = edit.site.written(held[source - start], change)
+        return
     if edit.units is not None:
         units = torch.tensor(edit.units, device=held.device)
         held[(source - start)[:, None], units] = value[source[:, None], units]

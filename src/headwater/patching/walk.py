@@ -85,6 +85,8 @@ class Walk:
                     self.writers.setdefault((edit.site.name, layer), set()).add(index)
             for reading in variant.readings if variant.is_felt else ():
                 self.readers.setdefault(reading, []).append(index)
+        edited = (edit.site for variant in variants for edit in variant.edits if isinstance(edit, Replace))
+        self.sites: dict[str, Site] = dict(SITES) | {site.name: site for site in edited}
         self.joining = self._plan()
         self._busy: dict[Stage, list[Site]] = {}
         self.rows: dict[int, Row] = {}
@@ -174,7 +176,7 @@ class Walk:
         """The sites of a layer, outside attention and MLP, that are written or read, by stage."""
         places = {*self.writers, *self.readers}
         busy: dict[Stage, list[Site]] = {}
-        for site in SITES.values():
+        for site in self.sites.values():
             if site.within is None and site.stage is not None and (site.name, layer) in places:
                 busy.setdefault(site.stage, []).append(site)
         return busy
@@ -198,9 +200,11 @@ class Walk:
         if Stage.ATTENTION_OUTPUT in taken:
             return tile.recorded(self._recorded(Stage.ATTENTION_OUTPUT, layer))
         if Stage.HEAD_OUTPUT in taken:
-            site, z = main_site(Stage.HEAD_OUTPUT), tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
-            for i, row in enumerate(tile.rows):
-                self._write(site, layer, row, z[tile.tokens_of(i)])
+            z = tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
+            for site in self.sites.values():
+                if site.stage == Stage.HEAD_OUTPUT and (site.name, layer) in self.writers:
+                    for i, row in enumerate(tile.rows):
+                        self._write(site, layer, row, z[tile.tokens_of(i)])
             return self.blocks.project_heads(layer, z)
         mask, prefix = self._mask(layer, tile), tile.prefix(self.recording, layer)
         call = self.recording.calls[layer]
@@ -406,7 +410,7 @@ def not_walked(edits: Iterable[Edit]) -> str | None:
     """
     for site in {edit.site.name: edit.site for edit in edits if isinstance(edit, Replace)}.values():
         inside = site.within is not None and site.stage in (Stage.ATTENTION, Stage.NEURONS) and not site.has_keys
-        if site.stage is None or not (inside or site == main_site(site.stage)):
+        if site.stage is None or not (inside or site.hook == main_site(site.stage).hook):
             return f"where {site.name} lies in a block is not known to the walk down the layers"
     return None
 

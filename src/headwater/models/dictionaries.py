@@ -1,0 +1,286 @@
+"""Features as a site: an activation read through a dictionary (a sparse autoencoder, say), and written back through it.
+
+Of the activation a of a token at some site of one layer, with its heads laid side by side where it has some:
+
+    features   f = encode(a)
+    error      e = a - decode(f)               what the dictionary does not say of a
+    written    a' = decode(f') + e             features f' in place of f, the error kept (Marks et al. 2024)
+               a' = decode(f')                 with keep_error=False: what the dictionary misses is lost too
+
+An edit of some features at some tokens changes these features there; the others are those of the run that is edited,
+after the edits of earlier layers. Where no feature is edited the activation stays as it is, to the last digit.
+
+Dictionaries that scale or shift what they read by the activation itself (a norm, a mean) say so by `standardize`:
+a = shift + scale · n, encode reads n, decode gives n.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.memory import failures_named
+from headwater.models.sites import SITES, Site
+from headwater.options import checked_count, checked_flag, checked_layer, shown, whole_numbers
+from headwater.runs.identity import digest
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+    from headwater.models.shape import ModelShape
+
+Coder = Callable[[Tensor], Tensor]
+"""Takes rows and gives rows: `row d` of activations and `row feature`."""
+ALIKE = 1e-3
+"""How far what is computed of a row alone may lie from what is computed of it beside another, as a share."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Features(Site):
+    """A dictionary at a site of one layer, itself a site: what `hw.features` and `hw.load_sae` return."""
+
+    encode: Coder = lambda rows: rows
+    decode: Coder = lambda rows: rows
+    standardize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """Gives, of activations `row d`, the shift and the scale that their standardized form lacks."""
+    at: str = "resid_post"
+    """The site whose activation is read and written."""
+    layer: int = 0
+    keep_error: bool = True
+    chosen: tuple[int, ...] | None = None
+    """The features that sweeps run over; None: all of them."""
+    count: int = 0
+    """How many features there are; known once it has met a model."""
+
+    def __repr__(self) -> str:
+        among = "" if self.chosen is None else f", {len(self.chosen):,} chosen"
+        many = f"{self.count:,} " if self.count else ""
+        return f"Features({many}features of {self.at}, layer {self.layer}{among})"
+
+    def only(self, features: Iterable[int] | int) -> Features:
+        """Return the same dictionary, of which sweeps and ablations take these features.
+
+        Raises:
+            InputError: they are no whole numbers, none at all, or one is named twice.
+        """
+        try:
+            chosen = whole_numbers(features)
+        except TypeError:
+            raise InputError(f"only({shown(features)}): give numbers of features, as [3, 17].") from None
+        if not chosen or len(set(chosen)) < len(chosen) or min(chosen) < 0:
+            raise InputError(f"only({shown(features)}) must name at least one feature, each once, from 0 up.")
+        self._refuse_beyond(chosen)
+        return dataclasses.replace(self, chosen=tuple(chosen))
+
+    def size(self, shape: ModelShape, length: int) -> tuple[int, ...]:
+        """Return the size of one example's features."""
+        return length, self.count
+
+    def width(self, shape: ModelShape, length: int) -> int:
+        """How many features there are."""
+        return self.count
+
+    def layers(self, shape: ModelShape) -> Sequence[int]:
+        """The one layer that it belongs to."""
+        return (self.layer,)
+
+    @property
+    def described(self) -> Any:
+        """What the record of a run says of it: its place and the digest of the dictionary."""
+        chosen = None if self.chosen is None else list(self.chosen)
+        return {"name": self.name, "at": self.at, "layer": self.layer, "features": chosen, "dictionary": self}
+
+    @property
+    def units(self) -> tuple[int, ...] | None:
+        """The features that a sweep runs over."""
+        return tuple(range(self.count)) if self.chosen is None else self.chosen
+
+    def digest(self) -> str:
+        """Name the dictionary by what it computes with: weights, functions, place."""
+        parts = [self.name, self.at, self.layer, self.keep_error, self.chosen, self.encode, self.decode]
+        return digest([*parts, self.standardize])
+
+    def read(self, activation: Tensor) -> Tensor:
+        """Return the features, `... position feature`, of activations `... position (head) width`.
+
+        Raises:
+            InputError: the dictionary fails, or gives NaN or infinity.
+        """
+        rows, lead = self._rows(activation)
+        return self._encoded(self._standardized(rows)[0]).unflatten(0, lead)
+
+    def written(
+        self, activation: Float[Tensor, row * width], change: Callable[[Float[Tensor, "row feature"]], Tensor]
+    ) -> Float[Tensor, row * width]:
+        """Return activations with `change` made to their features.
+
+        Raises:
+            InputError: see `read`.
+        """
+        rows, _ = self._rows(activation)
+        standard, shift, scale = self._standardized(rows)
+        features = self._encoded(standard)
+        before = features.clone()
+        after = self.decode(change(features))
+        if self.keep_error:
+            after = after + (standard - self.decode(before))
+        return (shift + scale * after).to(activation.dtype).view_as(activation)
+
+    def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
+        """Return (value - feature) · gradient at each feature, through `decode`.
+
+        Behind the features stands what losing the error adds: 0 where it is kept.
+        """
+        rows, lead = self._rows(activation.detach())
+        standard, shift, scale = self._standardized(rows)
+        slope = self._rows(gradient.detach())[0]
+        with torch.enable_grad():
+            features = self._encoded(standard).detach().requires_grad_(True)
+            rebuilt = shift + scale * self.decode(features)
+            (at_features,) = torch.autograd.grad(rebuilt, features, slope)
+        product = (value.reshape(features.shape) - features.detach()).double() * at_features.double()
+        lost = ((rebuilt.detach() - rows).double() * slope.double()).sum(-1, keepdim=True)
+        lost = torch.zeros_like(lost) if self.keep_error else lost
+        return torch.cat([product, lost], 1).unflatten(0, lead)
+
+    def fitted(self, model: Model) -> Features:
+        """Return it as a site of a model: its place is there, and the dictionary is as wide as it.
+
+        Raises:
+            InputError: one of these is not so, or it fails on numbers, mixes rows, or gives NaN.
+        """
+        layer = checked_layer(f"layer of {self.name}", self.layer, model.shape.n_layers)
+        row = SITES[self.at]
+        if reason := row.absent(model.shape) or model.misfits.get(self.at):
+            raise InputError(f"{self.name} is of {self.at}, but {reason}")
+        width = row.width(model.shape, 1)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(2, width, generator=generator).to(
+            model.device, torch.promote_types(model.dtype, torch.float32)
+        )
+        standard, *_ = self._standardized(rows)
+        what = f"{self.at} of {model.shape.architecture}, {width} wide,"
+        try:
+            features = self._encoded(standard)
+        except InputError as error:
+            raise InputError(f"The dictionary {self.name} does not take {what} as rows: {error}") from None
+        with failures_named(f"decode of {self.name}, given features {tuple(features.shape)},"):
+            rebuilt = self.decode(features)
+        if not isinstance(rebuilt, Tensor) or rebuilt.shape != rows.shape:
+            found = tuple(rebuilt.shape) if isinstance(rebuilt, Tensor) else f"a {type(rebuilt).__name__}"
+            raise InputError(
+                f"decode of {self.name} gives {found} of features {tuple(features.shape)}, where {what} needs "
+                f"{tuple(rows.shape)}."
+            )
+        self._refuse_not_finite(rebuilt, "decode")
+        for one, whole, of in ((self.encode, features, standard), (self.decode, rebuilt, features)):
+            if not torch.allclose(one(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.abs().max())):
+                raise InputError(f"{self.name} gives a row something else beside other rows than alone: it mixes rows.")
+        found = dataclasses.replace(self, layer=layer, count=features.shape[1])
+        found._refuse_beyond(self.chosen or ())
+        return found
+
+    def _rows(self, activation: Tensor) -> tuple[Float[Tensor, "row d"], tuple[int, ...]]:
+        """Lay activations out as rows, heads side by side, in float32 or wider; and what lay before the width."""
+        heads = len(SITES[self.at].axes) - 2
+        lead = activation.shape[: activation.ndim - 1 - heads]
+        return activation.reshape(lead.numel(), -1).to(torch.promote_types(activation.dtype, torch.float32)), lead
+
+    def _standardized(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.standardize is None:
+            return rows, rows.new_zeros(()), rows.new_ones(())
+        shift, scale = self.standardize(rows)
+        return (rows - shift) / scale, shift, scale
+
+    def _encoded(self, rows: Tensor) -> Float[Tensor, "row feature"]:
+        with failures_named(f"encode of {self.name}, given rows {tuple(rows.shape)},"):
+            features = self.encode(rows)
+        if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(rows):
+            found = tuple(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
+            raise InputError(
+                f"encode of {self.name} gives {found} of rows {tuple(rows.shape)}; it must give a row each."
+            )
+        if not features.is_floating_point():
+            raise InputError(f"encode of {self.name} gives {features.dtype}; features must be real numbers.")
+        self._refuse_not_finite(features, "encode")
+        return features
+
+    def _refuse_not_finite(self, found: Tensor, what: str) -> None:
+        if not bool(found.sum(dtype=torch.float64).isfinite()) and not bool(found.isfinite().all()):
+            raise InputError(f"{what} of {self.name} gives NaN or infinity of finite numbers: look at its weights.")
+
+    def _refuse_beyond(self, features: Sequence[int]) -> None:
+        if self.count and (beyond := [feature for feature in features if feature >= self.count]):
+            raise InputError(f"There is no feature {beyond[0]} in {self.name}; they are 0 to {self.count - 1}.")
+
+
+def features(
+    encode: Coder,
+    decode: Coder,
+    *,
+    at: str = "resid_post",
+    layer: int,
+    keep_error: bool = True,
+    name: str | None = None,
+) -> Features:
+    """Make a site of the features of a dictionary.
+
+    Args:
+        encode: takes activations `row d` in float32 (of a site with heads these side by side) and gives features
+            `row feature`; each row by itself.
+        decode: gives activations of features.
+        at: the site whose activation is read: of the residual stream, attn_out, mlp_out, mlp_post, z, q, k or v.
+        layer: its layer, from 0.
+        keep_error: whether what `decode(encode(a))` misses of an activation a is added again when features are edited.
+        name: what the table's column `site` says; default: the place.
+
+    Returns:
+        What `hw.patch(sites=...)` and `hw.ablate(features=...)` take; `.only([3, 17])` chooses features.
+
+    Raises:
+        InputError: an argument cannot be used. What does not fit a model is said when it meets it.
+    """
+    for what, function in (("encode", encode), ("decode", decode)):
+        if not callable(function) or isinstance(function, type):
+            raise InputError(f"{what}={shown(function)} must be a function of rows.")
+    return place(
+        encode, decode, at, checked_count("layer", layer, least=0), checked_flag("keep_error", keep_error), name
+    )
+
+
+def place(
+    encode: Coder,
+    decode: Coder,
+    at: str,
+    layer: int,
+    keep_error: bool,
+    name: str | None = None,
+    **more: Any,
+) -> Features:
+    """Make the site of a dictionary from checked parts."""
+    known = [site for site, row in SITES.items() if row.axes[0] == "position"]
+    if at not in known:
+        raise InputError(f"at={shown(at)} has no vector per token to read.{did_you_mean(at, known)}")
+    if name is not None and (not isinstance(name, str) or not name.strip()):
+        raise InputError(f"name={shown(name)} must be a text.")
+    row = SITES[at]
+    return Features(
+        name=name or f"{at} {layer} features",
+        hook=row.hook,
+        axes=("position", "feature"),
+        stage=row.stage,
+        within=row.within,
+        carrier=row.carrier,
+        encode=encode,
+        decode=decode,
+        at=at,
+        layer=layer,
+        keep_error=keep_error,
+        **more,
+    )
