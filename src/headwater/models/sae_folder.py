@@ -213,9 +213,7 @@ def _activation(config: Mapping[str, Any], architecture: str, where: Path) -> tu
     options = config.get("activation_fn_kwargs") or {}
     k = config.get("k", options.get("k") if isinstance(options, dict) else None)
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise InputError(
-            f"{where} says of how many features the largest are kept neither in k nor in {shown(options)}."
-        )
+        raise InputError(f"{where} does not say how many features are kept: no k in {shown(options)}.")
     return activation, k
 
 

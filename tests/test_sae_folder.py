@@ -1,0 +1,243 @@
+"""Folders of sae-lens are read as its formulas say, by old key names and new ones; what does not fit is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.models.sae_folder import load_sae
+
+D, N = 12, 30
+NEWER = {"hook_name": "blocks.1.hook_resid_post", "hook_layer": 1, "d_in": D, "d_sae": N}
+QUIET = {"progress": False}
+
+
+def some_weights(*names):
+    sizes = {"W_enc": (D, N), "W_dec": (N, D), "b_dec": (D,)} | dict.fromkeys(names, (N,))
+    return {name: torch.randn(*size) / 3 for name, size in sizes.items()}
+
+
+def written(folder, weights, **config):
+    (folder / "cfg.json").write_text(json.dumps(NEWER | config))
+    save_file(weights, folder / "sae_weights.safetensors")
+    return folder
+
+
+def edited_through(features, rows, unit):
+    """Rows with one feature set to 2."""
+
+    def change(found):
+        found[:, unit] = 2.0
+        return found
+
+    return features.written(rows, change)
+
+
+FORMULAS = {
+    "standard": (
+        {"architecture": "standard"}, ("b_enc",),
+        lambda x, w: ((x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]).relu(),
+    ),
+    "no centring": (
+        {"architecture": "standard", "apply_b_dec_to_input": False}, ("b_enc",),
+        lambda x, w: (x @ w["W_enc"] + w["b_enc"]).relu(),
+    ),
+    "tanh": (
+        {"activation_fn_str": "tanh-relu"}, ("b_enc",),
+        lambda x, w: ((x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]).relu().tanh(),
+    ),
+    "gated": (
+        {"architecture": "gated"}, ("b_gate", "r_mag", "b_mag"),
+        lambda x, w: (((x - w["b_dec"]) @ w["W_enc"] + w["b_gate"]) > 0)
+        * ((x - w["b_dec"]) @ (w["W_enc"] * w["r_mag"].exp()) + w["b_mag"]).relu(),
+    ),
+    "jumprelu": (
+        {"architecture": "jumprelu"}, ("b_enc", "threshold"),
+        lambda x, w: (p := (x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]).relu() * (p > w["threshold"]),
+    ),
+    "topk, version 6": (
+        {"architecture": "topk", "k": 4}, ("b_enc",),
+        lambda x, w: (p := (x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]).relu()
+        * (p >= p.sort(-1, descending=True).values[:, 3:4]),
+    ),
+    "topk, versions 3 to 5": (
+        {"architecture": "standard", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": 4}}, ("b_enc",),
+        lambda x, w: (p := (x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]).relu()
+        * (p >= p.sort(-1, descending=True).values[:, 3:4]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", list(FORMULAS))
+def test_each_architecture_is_computed_by_its_formula(kind, tmp_path):
+    config, names, encode = FORMULAS[kind]
+    weights, rows = some_weights(*names), torch.randn(7, D)
+    features = load_sae(written(tmp_path, weights, **config))
+    expected = encode(rows, weights)
+    torch.testing.assert_close(features.read(rows), expected)
+    torch.testing.assert_close(features.decode(expected), expected @ weights["W_dec"] + weights["b_dec"])
+    assert (features.at, features.layer, features.count) == ("resid_post", 1, N)
+    change = (2.0 - expected[:, 3:4]) * weights["W_dec"][3]  # the decoder is linear, and the error is kept
+    torch.testing.assert_close(edited_through(features, rows, 3), rows + change)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("norm", ["layer_norm", "constant_norm_rescale"])
+def test_standardized_activations_come_back_in_their_own_units(norm, tmp_path):
+    weights, rows = some_weights("b_enc"), 5 * torch.randn(7, D) + 3
+    features = load_sae(written(tmp_path, weights, normalize_activations=norm), keep_error=False)
+    if norm == "layer_norm":
+        shift, scale = rows.mean(-1, keepdim=True), rows.std(-1, keepdim=True) + 1e-5
+    else:
+        shift, scale = torch.zeros(()), rows.norm(dim=-1, keepdim=True) / D**0.5
+    found = (((rows - shift) / scale - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]).relu()
+    torch.testing.assert_close(features.read(rows), found)
+    found[:, 3] = 2.0
+    rebuilt = (found @ weights["W_dec"] + weights["b_dec"]) * scale + shift
+    torch.testing.assert_close(edited_through(features, rows, 3), rebuilt)
+
+
+def test_a_factor_that_activations_are_multiplied_with_is_folded_or_asked_for(tmp_path):
+    weights, rows = some_weights("b_enc"), torch.randn(7, D)
+    options = {"normalize_activations": "expected_average_only_in"}
+    features = load_sae(written(tmp_path, weights, **options, norm_scaling_factor=0.5))
+    found = ((0.5 * rows - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]).relu()
+    torch.testing.assert_close(features.read(rows), found)
+    torch.testing.assert_close(features.decode(found), (found @ weights["W_dec"] + weights["b_dec"]) / 0.5)
+    with pytest.raises(InputError, match="no norm_scaling_factor"):
+        load_sae(written(tmp_path, weights, **options))
+
+
+def test_scales_of_features_are_read_where_the_config_asks_for_them(tmp_path):
+    weights, rows = some_weights("b_enc", "scaling_factor"), torch.randn(7, D)
+    before = (rows - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
+    tuned = load_sae(written(tmp_path, weights, finetuning_scaling_factor=True))
+    scaled = before.relu() * weights["scaling_factor"]
+    torch.testing.assert_close(tuned.decode(before.relu()), scaled @ weights["W_dec"] + weights["b_dec"])
+    plain = load_sae(written(tmp_path, weights))
+    torch.testing.assert_close(plain.decode(before.relu()), before.relu() @ weights["W_dec"] + weights["b_dec"])
+    norms = weights["W_dec"].norm(dim=-1)
+    topk = {"architecture": "topk", "k": N, "rescale_acts_by_decoder_norm": True}
+    rescaled = load_sae(written(tmp_path, weights, **topk))
+    torch.testing.assert_close(rescaled.read(rows), (before * norms).relu())
+    torch.testing.assert_close(
+        rescaled.decode((before * norms).relu()), before.relu() @ weights["W_dec"] + weights["b_dec"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        ({"hook_point": "blocks.2.hook_resid_pre", "hook_point_layer": 2}, ("resid_pre", 2)),
+        ({"hook_name": "blocks.0.attn.hook_z", "hook_layer": 0}, ("z", 0)),
+        ({"hook_name": "blocks.3.hook_mlp_out"}, ("mlp_out", 3)),
+        ({"metadata": {"hook_name": "blocks.1.hook_resid_mid"}, "architecture": "standard"}, ("resid_mid", 1)),
+    ],
+)
+def test_the_place_is_read_by_the_key_names_of_every_version(config, place, tmp_path):
+    save_file(some_weights("b_enc"), tmp_path / "sae_weights.safetensors")
+    (tmp_path / "cfg.json").write_text(json.dumps(config))
+    features = load_sae(tmp_path)
+    assert (features.at, features.layer) == place
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "message"),
+    [
+        ({"architecture": "transcoder"}, {}, "architecture 'transcoder'; known are standard, gated, jumprelu, topk"),
+        ({"hook_name": "blocks.1.ln2.hook_normalized"}, {}, "which is no site here"),
+        ({"hook_name": None}, {}, "names no hook_name"),
+        ({"hook_head_index": 3}, {}, "of a single head"),
+        ({"normalize_activations": "batch"}, {}, "normalize_activations 'batch'; known are"),
+        ({"activation_fn_str": "gelu"}, {}, "activation_fn_str 'gelu'; known are"),
+        ({"architecture": "topk"}, {}, "no k in"),
+        ({"architecture": "topk", "k": 31}, {}, "the 31 largest of 30"),
+        ({"d_in": 13}, {}, "says d_in=13, but W_enc is 12 by 30"),
+        ({"architecture": "jumprelu"}, {}, "no threshold, which a jumprelu autoencoder needs"),
+        ({}, {"b_enc": torch.zeros(29)}, r"b_enc is \(29,\), where W_enc makes it \(30,\)"),
+        ({}, {"W_dec": torch.full((N, D), torch.nan)}, "W_dec holds NaN or infinity"),
+        ({}, {"W_enc": torch.zeros(3)}, "no matrix W_enc"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_in_one_line(config, weights, message, tmp_path):
+    with pytest.raises(InputError, match=message) as refused:
+        load_sae(written(tmp_path, some_weights("b_enc") | weights, **config))
+    assert "\n" not in str(refused.value)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"holds no cfg\.json"):
+        load_sae(tmp_path)
+    written(tmp_path, some_weights("b_enc"))
+    (tmp_path / "sae_weights.safetensors").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"sae_weights\.safetensors cannot be read"):
+        load_sae(tmp_path)
+    (tmp_path / "cfg.json").write_text("{")
+    with pytest.raises(InputError, match=r"cfg\.json is no JSON: line 1"):
+        load_sae(tmp_path)
+    (tmp_path / "cfg.json").write_text("[]")
+    with pytest.raises(InputError, match="must hold an object"):
+        load_sae(tmp_path)
+
+
+def test_an_autoencoder_of_another_width_is_refused_by_the_model(tmp_path):
+    features = load_sae(written(tmp_path, some_weights("b_enc")))
+    with pytest.raises(InputError, match="does not take resid_post of LlamaForCausalLM, 128 wide"):
+        hw.patch(hw.load(), " a", sites=features, values="zero", metric=hw.probability(" b"), **QUIET)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """An autoencoder trained for seconds on what the embedded model holds at resid_post of layer 2, and its states."""
+    model = hw.load()
+    places = ("France", "Italy", "Spain", "Austria", "Norway", "Poland", "Japan", "Egypt", "Greece", "Portugal")
+    texts = [
+        f" Q: {asked} {name} ?\n A:"
+        for name in places
+        for asked in ("What is the capital of", "Which language is spoken in", "On which continent is")
+    ]
+    states = torch.cat([model.cache(text, attention=False, layers=[2]).residual[0, 0] for text in texts])
+    centre = states.mean(0)
+    weights = {
+        "W_enc": torch.randn(128, 192) / 128**0.5, "b_enc": torch.zeros(192),
+        "W_dec": torch.randn(192, 128) / 192**0.5, "b_dec": centre.clone(),
+    }  # fmt: skip
+    for weight in weights.values():
+        weight.requires_grad_(True)
+    step = torch.optim.Adam(weights.values(), lr=1e-2)
+    for _ in range(300):
+        found = ((states - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]).relu()
+        error = (found @ weights["W_dec"] + weights["b_dec"] - states).square().sum(-1).mean()
+        loss = error + 0.02 * found.sum(-1).mean()
+        step.zero_grad()
+        loss.backward()
+        step.step()
+    folder = tmp_path_factory.mktemp("sae")
+    config = {"hook_name": "blocks.2.hook_resid_post", "hook_layer": 2, "d_in": 128, "d_sae": 192}
+    written(folder, {name: weight.detach().contiguous() for name, weight in weights.items()}, **config)
+    return model, folder, states
+
+
+def test_a_trained_autoencoder_rebuilds_the_states_and_its_features_carry_the_answer(trained):
+    model, folder, states = trained
+    features = load_sae(folder)
+    rebuilt = features.decode(features.read(states))
+    assert float((rebuilt - states).square().sum() / (states - states.mean(0)).square().sum()) < 0.2
+    pair = (" Q: What is the capital of France ?\n A:", " Q: What is the capital of Italy ?\n A:")
+    options = {"metric": hw.logit_difference(" Paris", " Rome"), "positions": "last", **QUIET}
+    whole = hw.patch(model, *pair, sites="resid_post", layers=2, over="layer", **options).table["effect"][0]
+    together = hw.patch(model, *pair, sites=features, over="layer", **options).table["effect"][0]
+    assert together / whole > 0.5
+    swept = hw.patch(model, *pair, sites=features, **options)
+    estimated = hw.patch(model, *pair, sites=features, method="attribution", **options)
+    assert estimated.agreement(swept)["spearman"][0] > 0.8
+    best = swept.table.loc[swept.table["effect"].abs().nlargest(20).index, "feature"].tolist()
+    few = hw.patch(model, *pair, sites=features.only(best), over="layer", **options).table["effect"][0]
+    assert few / together > 0.3
+    removed = hw.ablate(model, pair[0], features=features.only(best), **options).table
+    assert removed["set"].tolist() == ["20 features"]
+    assert removed["effect"][0] < 0
