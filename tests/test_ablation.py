@@ -141,6 +141,21 @@ def test_means_at_chosen_positions_equal_plain_hooks(models, family):
         assert row.effect == pytest.approx(after - before, abs=2e-5)
 
 
+@pytest.mark.oracle
+def test_each_role_of_a_prompt_is_ablated_by_itself(models):
+    model, plain = models("llama")
+    prompts = some_prompts(8, 6)
+    found = hw.ablate(
+        model, prompts, **SET, positions={"early": (1, 3), "end": "last"}, metric=METRIC, progress=False
+    ).table
+    assert found["role"].tolist() == ["early", "end"] * 2
+    for row in found.itertuples():
+        prompt = prompts[row.example]
+        at = slice(1, 3) if row.role == "early" else slice(len(prompt) - 1, None)
+        before, after = (replaced((plain, "llama"), parts, lambda *_: 0.0, prompt, at) for parts in ([], members(SET)))
+        assert row.effect == pytest.approx(after - before, abs=2e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_set_of_one_head_is_the_cell_of_a_patch_with_zero(models, family):
     model, _ = models(family)

@@ -20,13 +20,22 @@ from typing import Any
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_flag, checked_seed
+from headwater.patching.cells import Asked
 from headwater.patching.components import read_sets
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import Prompts, aligned_positions, read_pairs, read_prompts
-from headwater.patching.sweep import Sweep, check_call, metric_options, prompt_options, sweep_of
+from headwater.patching.prompts import Prompts, read_pairs, read_prompts
+from headwater.patching.sweep import (
+    Sweep,
+    check_call,
+    matched_by_example,
+    metric_options,
+    prompt_options,
+    recorded_roles,
+    sweep_of,
+)
 from headwater.patching.values import Given, recorded, source_of
 from headwater.runs.analysis import Run, carry_out
 
@@ -69,7 +78,7 @@ def ablate(
             an empty list) all other heads and all other MLPs.
         values: what replaces them: see `hw.patch`.
         dataset: the prompts of `mean` and `resample`; default: the prompts themselves.
-        positions: where.
+        positions: where; with roles (see `hw.patch`) each set is ablated at each role by itself.
         seed: of `resample`.
         batch_size: see `hw.patch`.
         progress: show a progress bar.
@@ -91,22 +100,24 @@ def ablate(
     pool = read_prompts(model, dataset) if dataset is not None else None
     named = tuple(dict.fromkeys(part.site for one in chosen for part in one.parts))
     source = source_of(Given(values, base, other, pool, named, seed))
-    refuse_too_many_cells(len(base) * len(chosen) * len(metrics))
-    places = [
-        aligned_positions(positions, prompt, other[i] if other else None, i, len(base)) for i, prompt in enumerate(base)
-    ]
+    ask = Asked((), None, positions, None, None)
+    spots = ask.spots(base, other, 0)
+    matched = matched_by_example(spots, base, other, named)
+    refuse_too_many_cells(sum(map(len, spots)) * len(chosen) * len(metrics))
+    common = {"site": "complement" if complement else "ablation"} | ({"values": source.label} if source.label else {})
     cells = []
     for i, prompt in enumerate(base):
-        at, since = places[i] if len(places[i]) < len(prompt) else None, source.since(i)
-        for one in chosen:
-            labels = {"site": "complement" if complement else "ablation", "set": one.name}
-            labels |= {"values": source.label} if source.label else {}
-            cells.append(Cell(i, labels, tuple(part.edit(at, since) for part in one.parts)))
-    plan = Plan(model, base, other, True, tuple(cells), metrics, source, batch_size=batch_size)
+        since = source.since(i) if matched[i] is None else 0
+        for role, spot in spots[i].items():
+            labels = common | ({"role": role} if ask.by_role else {})
+            at = spot.base if len(spot.base) < len(prompt) else None
+            for one in chosen:
+                cells.append(Cell(i, labels | {"set": one.name}, tuple(part.edit(at, since) for part in one.parts)))
+    plan = Plan(model, base, other, True, tuple(cells), metrics, source, batch_size=batch_size, matched=matched)
     options = {
         "sets": [one.described() for one in chosen],
         "complement": complement,
-        "positions": places,
+        "positions": recorded_roles(spots),
         "direction": "noise",
         "values": recorded(source),
         "mean_over": source.mean_over,

@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 DIRECTIONS = ("denoise", "noise")
 METHODS = ("exact", "attribution")
 COORDINATES = (
-COORDINATES = (
     *("site", "layer", "position", "role", "token", "head", "kv_head", "key", "feature"),
     *("window", "set", "values", "metric"),
 )
@@ -267,7 +266,7 @@ def patch(
     pool = read_prompts(model, dataset) if dataset is not None else None
     source = source_of(Given(values, base, other, pool, named, seed))
     spots = ask.spots(base, other, 0 if base_is_clean else 1)
-    matched = _matched(spots, base, other, named)
+    matched = matched_by_example(spots, base, other, named)
     planned = [(i, site, ask.steps(model, site, base, spots[i], i)) for i in range(len(base)) for site in named]
     if method == "exact":
         refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
@@ -291,7 +290,7 @@ def patch(
         "method": method,
         **prompt_options(first, second, pool),
         "metrics": metric_options(plan),
-    } | ({"roles": _recorded_roles(spots), "spans": spans} if ask.by_role else {})
+    } | ({"roles": recorded_roles(spots), "spans": spans} if ask.by_role else {})
 
     def work(run: Run) -> Sweep:
         return sweep_of(plan, measure(plan, run, Gradients if method == "attribution" else Wave), run)
@@ -299,7 +298,7 @@ def patch(
     return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def _matched(
+def matched_by_example(
     spots: Sequence[Mapping[str, Spot]],
     base: Sequence[Prompt],
     other: Sequence[Prompt] | None,
@@ -322,7 +321,7 @@ def _matched(
     return matched
 
 
-def _recorded_roles(spots: Sequence[Mapping[str, Spot]]) -> list[dict[str, list[list[int]]]]:
+def recorded_roles(spots: Sequence[Mapping[str, Spot]]) -> list[dict[str, list[list[int]]]]:
     """Write down by example and role the positions in both prompts."""
     return [{role: [list(spot.base), list(spot.other)] for role, spot in one.items()} for one in spots]
 
