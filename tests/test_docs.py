@@ -117,7 +117,7 @@ def test_the_table_of_hooks_has_every_site_with_the_shape_that_it_has():
     shape, (n_rows, length) = model.shape, batch.tokens.shape
     sizes = {
         "position": length, "query": length, "key": length, "d_model": shape.d_model, "d_head": shape.d_head,
-        "head": shape.n_heads, "kv_head": shape.n_kv_heads,
+        "head": shape.n_heads, "kv_head": shape.n_kv_heads, "d_mlp": shape.d_mlp,
     }  # fmt: skip
     assert seen == {name: (n_rows, *(sizes[axis] for axis in axes.split())) for name, _, axes in rows}
 

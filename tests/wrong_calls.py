@@ -27,6 +27,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+from safetensors.torch import save_file
 
 import headwater as hw
 from headwater.heads.ablation import ablate_heads
@@ -203,6 +204,24 @@ class Given:
         return hw.direct_logit_attribution(self.model, [CLEAN, CORRUPTED], tokens=(5, 9), **QUIET)
 
     @cached_property
+    def dictionary(self) -> Any:
+        return hw.features(torch.relu, torch.relu, layer=1)
+
+    @cached_property
+    def sae(self) -> Path:
+        folder = self.folder / "sae"
+        folder.mkdir(exist_ok=True)
+        (folder / "cfg.json").write_text(json.dumps({"hook_name": "blocks.1.hook_resid_post"}))
+        weights = {
+            "W_enc": torch.ones(32, 4),
+            "W_dec": torch.ones(4, 32),
+            "b_enc": torch.ones(4),
+            "b_dec": torch.ones(32),
+        }
+        save_file(weights, folder / "sae_weights.safetensors")
+        return folder
+
+    @cached_property
     def checkpoint(self) -> Path:
         return tiny_folder(self.folder / "checkpoint", "llama")
 
@@ -290,6 +309,19 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             hw.ablate,
             {"model": g.model, "prompts": CLEAN, "heads": [(0, 1)], "metric": METRIC, **QUIET},
         ),
+        "features": lambda: (hw.features, {"encode": torch.relu, "decode": torch.relu, "layer": 1}),
+        "Features.only": lambda: (g.dictionary.only, {"features": [3]}),
+        "Features.sites": lambda: (
+            lambda sites, features, encode, decode: [
+                hw.patch(g.model, CLEAN, CORRUPTED, sites=sites, metric=METRIC, **QUIET),
+                hw.ablate(g.model, CLEAN, features=features, metric=METRIC, **QUIET),
+                hw.patch(
+                    g.model, CLEAN, sites=hw.features(encode, decode, layer=1), values="zero", metric=METRIC, **QUIET
+                ),
+            ],
+            {"sites": g.dictionary, "features": g.dictionary.only(3), "encode": torch.relu, "decode": torch.relu},
+        ),
+        "load_sae": lambda: (hw.load_sae, {"folder": g.sae}),
         "ablate.sets": lambda: (
             lambda sets, one, neurons: [
                 hw.ablate(g.model, CLEAN, sets=sets, metric=METRIC, **QUIET),

@@ -97,7 +97,7 @@ class Features(Site):
         return {"name": self.name, "at": self.at, "layer": self.layer, "features": chosen, "dictionary": self}
 
     @property
-    def units(self) -> tuple[int, ...] | None:
+    def units(self) -> tuple[int, ...]:
         """The features that a sweep runs over."""
         return tuple(range(self.count)) if self.chosen is None else self.chosen
 
@@ -182,9 +182,9 @@ class Features(Site):
         for one, whole, of in ((self.encode, features, standard), (self.decode, rebuilt, features)):
             if not torch.allclose(one(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.abs().max())):
                 raise InputError(f"{self.name} gives a row something else beside other rows than alone: it mixes rows.")
-        found = dataclasses.replace(self, layer=layer, count=features.shape[1])
-        found._refuse_beyond(self.chosen or ())
-        return found
+        fitting = dataclasses.replace(self, layer=layer, count=features.shape[1])
+        fitting._refuse_beyond(self.chosen or ())
+        return fitting
 
     def _rows(self, activation: Tensor) -> tuple[Float[Tensor, "row d"], tuple[int, ...]]:
         """Lay activations out as rows, heads side by side, in float32 or wider; and what lay before the width."""
@@ -265,8 +265,8 @@ def place(
 ) -> Features:
     """Make the site of a dictionary from checked parts."""
     known = [site for site, row in SITES.items() if row.axes[0] == "position"]
-    if at not in known:
-        raise InputError(f"at={shown(at)} has no vector per token to read.{did_you_mean(at, known)}")
+    if not isinstance(at, str) or at not in known:
+        raise InputError(f"at={shown(at)} has no vector per token to read.{did_you_mean(str(at), known)}")
     if name is not None and (not isinstance(name, str) or not name.strip()):
         raise InputError(f"name={shown(name)} must be a text.")
     row = SITES[at]

@@ -92,7 +92,8 @@ def ablate(
     """
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     complement = checked_flag("complement", complement)
-    base, other = read_pairs(model, prompts, corrupted)
+    ask = Asked((), None, positions, None, None)
+    base, other = read_pairs(model, prompts, corrupted, by_role=ask.by_role)
     chosen = read_sets(
         model, {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}, sets, complement
     )
@@ -100,7 +101,6 @@ def ablate(
     pool = read_prompts(model, dataset) if dataset is not None else None
     named = tuple(dict.fromkeys(part.site for one in chosen for part in one.parts))
     source = source_of(Given(values, base, other, pool, named, seed))
-    ask = Asked((), None, positions, None, None)
     spots = ask.spots(base, other, 0)
     matched = matched_by_example(spots, base, other, named)
     refuse_too_many_cells(sum(map(len, spots)) * len(chosen) * len(metrics))
