@@ -9,7 +9,6 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.patching.walk import Walk
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -282,22 +281,6 @@ def test_a_folder_is_of_the_weights_of_its_dictionary(models, tmp_path):
     own.out[0, 0] += 1
     with pytest.raises(hw.HeadwaterError, match="another run"):
         hw.patch(model, clean, corrupted, sites=features, out=tmp_path / "out", **QUIET)
-
-
-def test_rows_of_a_tile_are_read_through_the_dictionary_together(models, monkeypatch):
-    model, _ = models("llama")
-    clean, corrupted = some_prompts(5), some_prompts(5)
-    own, calls, steps = Random(32), [], []
-    step = Walk._step
-    monkeypatch.setattr(Walk, "_step", lambda self, layer, rows: (steps.append(layer), step(self, layer, rows))[1])
-
-    def encode(rows):
-        calls.append(len(rows))
-        return own.encode(rows)
-
-    features = hw.features(encode, own.decode, layer=1)
-    hw.patch(model, clean, corrupted, sites=features, **QUIET)
-    assert len(calls) <= steps.count(1) + 4
 
 
 @pytest.mark.parametrize(
