@@ -58,6 +58,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
         hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(" Paris", " Rome"), **quiet),
         hw.lens(model, list(PROMPTS), top_k=2, **quiet),
+        hw.edges(model, *PROMPTS, metric=hw.logit_difference(" Paris", " Rome"), receivers=["mlp", "logits"], **quiet),
         hw.direct_logit_attribution(model, list(PROMPTS), tokens=(" Paris", " Rome"), **quiet),
         hw.fit_probe(torch.randn(2, 40, 4), [0, 1] * 20, controls=1, strengths=(0.1,), **quiet),
         hw.saliency(model, answered, pathways.probe, edges="all", **quiet),

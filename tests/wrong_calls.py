@@ -158,6 +158,11 @@ class Given:
         return hw.classify_heads(self.embedded, relations=[self.next_number], **QUIET)
 
     @cached_property
+    def edges(self) -> hw.EdgeEffects:
+        pairs = [[CLEAN, CLEAN], [CORRUPTED, CORRUPTED]]
+        return hw.edges(self.model, *pairs, metric=METRIC, receivers="logits", **QUIET)
+
+    @cached_property
     def sweep(self) -> Any:
         return hw.patch(self.model, CLEAN, CORRUPTED, sites="resid_pre", metric=METRIC, **QUIET)
 
@@ -355,6 +360,21 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             ),
             {"subject": (" Paris", " Rome"), "spans": "together"},
         ),
+        "edges": lambda: (
+            hw.edges,
+            {
+                "model": g.model,
+                "clean": CLEAN,
+                "corrupted": CORRUPTED,
+                "metric": METRIC,
+                "receivers": "logits",
+                **QUIET,
+            },
+        ),
+        "EdgeEffects.top": lambda: (g.edges.top, {"n": 3}),
+        "EdgeEffects.agreement": lambda: (g.edges.agreement, {"exact": g.edges}),
+        "EdgeEffects.stability": lambda: (g.edges.stability, {"splits": 2, "n": 5}),
+        "EdgeEffects.plot": lambda: (g.edges.plot, {"metric": None}),
         "Sweep.summary": lambda: (g.sweep.summary, {}),
         "Sweep.agreement": lambda: (g.sweep.agreement, {"exact": g.sweep}),
         "Sweep.plot": lambda: (

@@ -51,6 +51,9 @@ AXES = {
     "depth": "levels of questions, or of a recursion",
     "sender": "where a path begins",
     "receiver": "where a path ends",
+    "kind": "what a head reads: q, k, v",
+    "step": "runs on the way from one embedding to another",
+    "edge": "from what writes into the residual stream to what reads it",
     "role": "what a token is in its prompt",
     # of statistics
     "draw": "resamples of the data; the first is the data",

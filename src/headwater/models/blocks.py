@@ -124,11 +124,16 @@ class Blocks:
             for gelu in gelus:
                 gelu.__dict__.pop("forward", None)
 
+    def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
+        """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
+        block = self._blocks[layer]
+        own = "ln2" in block.submodules or not self.parallel
+        return _through(block, "ln2" if mlp and own else "ln1", residual)
+
     def feed_forward(self, layer: int, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
         """What a layer's MLP adds, given the residual stream it reads (before its norm)."""
         block = self._blocks[layer]
-        norm = "ln1" if self.parallel and "ln2" not in block.submodules else "ln2"
-        out = block.mlp(_through(block, norm, residual[None]))
+        out = block.mlp(self.normed(layer, residual[None], mlp=True))
         out = out[0] if isinstance(out, tuple) else out
         return _through(block, "ln2_post", out)[0]
 

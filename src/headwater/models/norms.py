@@ -37,6 +37,13 @@ class Norm:
         x = x * self._scale(x).reciprocal() * self.gain
         return x if self.bias is None else x + self.bias
 
+    def share(
+        self, x: Float[Tensor, "... d_model"], part: Float[Tensor, "... d_model"]
+    ) -> Float[Tensor, "... d_model"]:
+        """Return what a part of x adds to norm(x), x's scale held."""
+        x, part = (one.to(self.gain.device).float() for one in (x, part))
+        return self._centre(part) / self._scale(self._centre(x)) * self.gain
+
     def pulled_back(
         self, x: Float[Tensor, "row d_model"], direction: Float[Tensor, "row d_model"]
     ) -> Float[Tensor, "row d_model"]:

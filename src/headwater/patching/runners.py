@@ -17,7 +17,7 @@ A cell that no read position can feel has effect 0, without a run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
@@ -69,6 +69,11 @@ class CannotStepError(Exception):
 class Wave(Runner):
     """One recorded run of the prompts of both sides, then one walk down the layers for the cells of a wave.
 
+    Args:
+        plan: the sweep.
+        examples: whose runs are made.
+        also: further activations to record of both sides, by hook name.
+
     Raises:
         CannotStepError: the walk is not for this model; the first time, a row without any edit is sent down, whose
             logits must be those of the plain run.
@@ -77,7 +82,7 @@ class Wave(Runner):
     name: ClassVar[str] = "wavefront"
     needs_graph: ClassVar[bool] = False
 
-    def __init__(self, plan: Plan, examples: range):
+    def __init__(self, plan: Plan, examples: range, also: Iterable[str] = ()):
         self.plan = plan
         if reason := cannot_step(plan.model):
             raise CannotStepError(reason)
@@ -89,7 +94,7 @@ class Wave(Runner):
         if (answers := plan.only_answers) is not None:
             self._answers = answers[examples.start : examples.stop].to(plan.model.device)
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
-        names = [*_state_names(self.group), *self._joined_names(), *_value_names(self.group).values()]
+        names = [*_state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         self.recording: Recording = self.blocks.record(self.group.batch(*self._sides), names)
         others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
         self.values = _values(self.group, others)
@@ -157,7 +162,7 @@ class Wave(Runner):
     def _joined_names(self) -> list[str]:
         """Name the activations of the base run with which rows start."""
         names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
-        variants = [Variant(0, cell.edits, (0,), ()) for cell in self.group.cells]
+        variants = [Variant(0, cell.edits, (0,), ()) for cell in self.group.cells if cell.edits]
         for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
             stages = (Stage.BLOCK_INPUT, *taken_as_recorded(entered, self.blocks.parallel))
             names += [main_site(stage).hook_name(layer) for stage in stages]
@@ -169,12 +174,13 @@ class Wave(Runner):
         read = read_run(group, kept, activations)
         if (LOGITS, n_layers) in group.readings:
             residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
-            read[LOGITS, n_layers] = [self._logits(residual[i, list(places)], i) for i, places in enumerate(kept)]
+            read[LOGITS, n_layers] = [self.logits(residual[i, list(places)], i) for i, places in enumerate(kept)]
             for i, logits in enumerate(read[LOGITS, n_layers]):
                 self._refuse_not_finite(logits, side, i, kept)
         return read
 
-    def _logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
+    def logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
+        """Return the logits of states after the last block, of an example's answers where these suffice."""
         if self._answers is None:
             return self.blocks.logits(residual)
         return self.blocks.logits_of(residual, self._answers[example].expand(len(residual), -1))

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
-from scipy.special import bdtr, chndtr, ndtri
+from scipy.special import bdtr, betaincinv, chndtr, ndtri
 from scipy.stats import combine_pvalues, false_discovery_control
 from torch import Tensor
 
@@ -148,3 +148,8 @@ def wilson_interval(hits: Numbers, pairs: Numbers, level: float = 0.95) -> tuple
     center = (share + z**2 / (2 * pairs)) / (1 + z**2 / pairs)
     half = z * np.sqrt(share * (1 - share) / pairs + z**2 / (4 * pairs**2)) / (1 + z**2 / pairs)
     return np.where(hits <= 0, 0.0, center - half), np.where(hits >= pairs, 1.0, center + half)
+
+
+def most_of_a_share(hits: int, drawn: int, level: float = 0.95) -> float:
+    """Return the one-sided upper bound of a share of which `hits` were met in a sample (Clopper and Pearson)."""
+    return 1.0 if hits >= drawn else float(betaincinv(hits + 1, drawn - hits, level))

@@ -1,0 +1,12 @@
+"""Circuits: what each part of a model tells each later part, edge by edge."""
+
+from typing import TYPE_CHECKING
+
+from headwater.rooms import opened
+
+if TYPE_CHECKING:
+    from headwater.circuits.edge_effects import edges as edges
+    from headwater.circuits.graph import Graph as Graph
+    from headwater.circuits.result import EdgeEffects as EdgeEffects
+
+__getattr__, __dir__, __all__ = opened(__name__)

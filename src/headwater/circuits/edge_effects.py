@@ -1,0 +1,309 @@
+"""Edges: what each part of a model tells each later part, and what the answer owes to it.
+
+Path patching of single edges (Wang et al. 2022; Goldowsky-Dill et al. 2023; Conmy et al. 2023). Of a clean and a
+corrupted prompt that align token by token, one receiver's input alone has one sender's output exchanged for the other
+run's; the receiver and everything after it are recomputed, every other receiver reads what the run gives it:
+
+    effect(s → r) = metric(run in which r reads x_r + s(other run) - s(run)) - metric(run)
+
+    noise     in the clean run, from the corrupted one: what is lost without this edge
+    denoise   in the corrupted run, from the clean one: what the edge alone brings back
+
+Both are computed exactly, for all edges of a receiver's layer at once (`headwater.circuits.exact`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.circuits.both_runs import BothRuns
+from headwater.circuits.estimates import ESTIMATES, Slopes, gradient_scores, sublayer_scores
+from headwater.circuits.exact import Exact, Receivers
+from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.result import EdgeEffects
+from headwater.circuits.screen import strength, strongest_and_drawn
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.memory import refuse_too_large
+from headwater.models.weights import LoadedWeights
+from headwater.options import checked_count, checked_name, checked_seed
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.plan import Cell, Plan
+from headwater.patching.prompts import Prompts, read_pairs
+from headwater.patching.sweep import DIRECTIONS, check_call, metric_options, prompt_options
+from headwater.patching.variants import LOGITS
+from headwater.runs.analysis import Run, carry_out
+
+METHODS = ("exact", "screened", *ESTIMATES)
+
+
+def edges(
+    model: HookedModel,
+    clean: Prompts | pd.DataFrame | Path,
+    corrupted: Prompts | None = None,
+    *,
+    metric: Metric | Any,
+    senders: str | Iterable[str] | None = None,
+    receivers: str | Iterable[str] | None = None,
+    direction: str = "noise",
+    over: str | None = None,
+    method: str = "exact",
+    verify: int = 500,
+    steps: int = 5,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> EdgeEffects:
+    """Measure what an answer owes to each edge: from each sender to each receiver after it.
+
+    Args:
+        model: the model; it is left as it was.
+        clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
+            or the path of a CSV or JSON Lines file).
+        corrupted: the other prompt of each pair, which aligns with it token by token.
+        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
+            `row kept d_vocab` at the last position that gives a number per row.
+        senders: which: names such as "embed", "head 9.9", "mlp 8", of a kind ("head") or a layer ("head 9"). Default:
+            all.
+        receivers: which: names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of
+            a kind ("q") or a layer ("q 10"). Default: all.
+        direction: `noise` edits the clean run, `denoise` the corrupted one.
+        over: `position` takes a sender's output at each position by itself; default: at all positions together.
+        method: `exact` for all edges; `screened` estimates all (as `sublayer`), and recomputes exactly the `verify`
+            strongest and 50 of the rest drawn by lot; `sublayer`, `eap` and `eap-ig` only estimate (see
+            `headwater.circuits.estimates`).
+        verify: how many edges `screened` recomputes for their estimate.
+        steps: the runs of `eap-ig` between the two embeddings.
+        seed: of what `screened` draws.
+        batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
+            out.
+        progress: show a progress bar.
+        out: a folder: finished layers are written as they come, an interrupted run goes on where it stopped.
+
+    Raises:
+        InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.
+        ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
+        NumericsError: a run gives NaN or infinity.
+    """
+    checked_name("direction", direction, DIRECTIONS)
+    checked_name("method", method, METHODS)
+    if over is not None:
+        checked_name("over", over, ("position",))
+    batch_size = check_call(model, batch_size)
+    how = How(method, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed))
+    first, second = read_pairs(model, clean, corrupted)
+    if second is None:
+        raise InputError("Edges need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted.")
+    metrics = as_metrics(metric)
+    if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
+        raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; edges are measured at the logits.")
+    graph = Graph.of(model.shape)
+    chosen = graph.among(senders, receivers)
+    base, other = (first, second) if direction == "noise" else (second, first)
+    cells = tuple(Cell(example, {}, ()) for example in range(len(base)))
+    plan = Plan(model, base, other, direction == "noise", cells, metrics, batch_size=batch_size)
+    asked = Asked(plan, graph, chosen, over, how)
+    refuse_what_does_not_fit(asked)
+    options = {
+        "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
+        "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
+        "direction": direction,
+        "over": over,
+        **how.options,
+        **prompt_options(first, second),
+        "metrics": metric_options(plan),
+    }
+
+    def work(run: Run) -> EdgeEffects:
+        return _Measuring(asked, run).result()
+
+    return carry_out(EdgeEffects, "edges", model, options, work, out=out, seed=how.recorded_seed, progress=progress)
+
+
+@dataclass(frozen=True)
+class How:
+    """How effects are found."""
+
+    method: str
+    verify: int
+    steps: int
+    seed: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What of it decides the result."""
+        own = {"screened": {"verify": self.verify}, "eap-ig": {"steps": self.steps}}
+        return {"method": self.method} | own.get(self.method, {})
+
+    @property
+    def recorded_seed(self) -> int | None:
+        """The seed, where something is drawn."""
+        return self.seed if self.method == "screened" else None
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """How far on the way to the other run's embeddings the runs are whose gradients are taken."""
+        if self.method != "eap-ig":
+            return (0.0,)
+        return tuple((step + 0.5) / self.steps for step in range(self.steps))
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Which edges of which pairs, resolved to tokens and numbers."""
+
+    plan: Plan
+    graph: Graph
+    chosen: Indices
+    over: str | None
+    how: How
+
+    @property
+    def positions(self) -> int:
+        """How many positions are taken apart; 1 where none are."""
+        return 1 if self.over is None else max(kept[-1] + 1 for kept in self.plan.positions)
+
+    @property
+    def size(self) -> tuple[int, int, int, int]:
+        """The axes of the result: example, position, edge, metric."""
+        return len(self.plan.base), self.positions, len(self.chosen), len(self.plan.metrics)
+
+
+def refuse_what_does_not_fit(asked: Asked) -> None:
+    """Refuse what would not fit in memory: the numbers of all edges, and of one pair what every sender writes.
+
+    Raises:
+        InputError: with the figures.
+    """
+    plan, shape = asked.plan, asked.plan.model.shape
+    advice = "Give fewer pairs, fewer senders= or receivers=, or shorter prompts."
+    cpu, numbers = torch.device("cpu"), 3 * 4 * int(np.prod(asked.size))
+    refuse_too_large(f"What {len(asked.chosen):,} edges of {len(plan.base):,} pairs come to", numbers, cpu, advice)
+    longest = max(map(len, plan.base))
+    per_token = shape.d_model * (2 * len(asked.graph.senders) + 10 * shape.n_layers)
+    needed = longest * per_token * plan.model.dtype.itemsize
+    refuse_too_large("What every sender writes in a pair of prompts", needed, plan.model.device, advice)
+
+
+class _Measuring:
+    """Measures the edges of a plan, an example and a receiver's layer in a piece."""
+
+    def __init__(self, asked: Asked, run: Run):
+        self.asked, self.plan, self.graph, self.run = asked, asked.plan, asked.graph, run
+        self._weights = LoadedWeights(asked.plan.model)
+        self._runs: BothRuns | None = None
+
+    def result(self) -> EdgeEffects:
+        """Measure all, and lay it out."""
+        asked, how = self.asked, self.asked.how
+        n_examples, n_edges = asked.size[0], asked.size[2]
+        estimates, sampled = torch.full(asked.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
+        recomputed = torch.full((n_edges,), how.method == "exact")
+        baselines = list(self.run.pieces("baselines", range(n_examples), self._baselines))
+        if how.method != "exact":
+            with self.run.bar("estimates", "pair", n_examples) as bar:
+                pieces = self.run.pieces("estimates", range(n_examples), self._estimates, bar)
+                estimates = torch.stack([piece["estimates"] for piece in pieces]).float()
+        if how.method == "screened":
+            kinds = self.graph.receivers.kind[self.graph.receiver[asked.chosen]]
+            strengths = strength(np.nan_to_num(estimates.double().numpy()))
+            strongest, drawn = strongest_and_drawn(strengths, kinds, how.verify, how.seed)
+            sampled, recomputed = torch.from_numpy(drawn), torch.from_numpy(strongest | drawn)
+        shape = self.plan.model.shape
+        return EdgeEffects(
+            self.run.record,
+            self._effects(recomputed),
+            estimates,
+            torch.stack([piece["baselines"] for piece in baselines]),
+            torch.from_numpy(asked.chosen),
+            sampled,
+            tuple(metric.name for metric in self.plan.metrics),
+            (shape.n_layers, shape.n_heads, shape.n_kv_heads, int(shape.parallel_blocks)),
+            tuple(range(asked.positions)) if asked.over else (),
+        )
+
+    def _effects(self, recomputed: Tensor) -> Float[Tensor, "example position edge metric"]:
+        """Return the exact effects of some of the edges, NaN for the others; a layer of a pair is a piece."""
+        n_examples = self.asked.size[0]
+        effects, cells = torch.full(self.asked.size, torch.nan), recomputed.nonzero()[:, 0]
+        edges = self.asked.chosen[cells.numpy()]
+        stages = self.graph.stage[edges]
+        items = [(example, edges[stages == stage]) for example in range(n_examples) for stage in np.unique(stages)]
+        if items:
+            with self.run.bar("edges", "edge", n_examples * len(edges)) as bar:
+                pieces = self.run.pieces("layer", items, self._layer, bar, lambda item: len(item[1]))
+                for (example, own), piece in zip(items, pieces, strict=True):
+                    effects[example][:, np.searchsorted(self.asked.chosen, own)] = piece["effects"].float()
+        return effects
+
+    def _runs_of(self, example: int) -> BothRuns:
+        """Return the two runs of a pair, made now unless they are the last ones."""
+        if self._runs is None or self._runs.example != example:
+            self._runs = None
+            self._runs = BothRuns(self.plan, example, self._weights)
+        return self._runs
+
+    def _exact(self, runs: BothRuns, place: Any) -> Exact:
+        batch = self.plan.batch_size
+        return Exact(runs, place, batch * (runs.stop - place.start) if batch else None)
+
+    def _baselines(self, example: int) -> dict[str, Tensor]:
+        """Return the metrics of the clean and the corrupted run, and what rounding makes of them."""
+        with torch.no_grad(), self.plan.model.lock:
+            runs = self._runs_of(example)
+            exact = self._exact(runs, runs.places(None)[0])
+            for layer in range(self.graph.n_layers):
+                receivers = Receivers(exact.rows, layer)
+                with receivers.hooked():
+                    receivers.refuse_heads_that_meet()
+            found = runs.wave.readout.unedited(range(example, example + 1))
+            base, other = found.unedited[0], found.other[0]
+            rounding = torch.stack([exact.rounding(layer) for layer in range(self.graph.n_layers)]).amax(0)
+            least = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.abs())
+            clean, corrupted = (base, other) if self.plan.base_is_clean else (other, base)
+        return {"baselines": torch.stack([clean, corrupted, torch.maximum(rounding, least)], -1)}
+
+    def _layer(self, item: tuple[int, Indices]) -> dict[str, Tensor]:
+        """Return the effects of edges to the receivers of one layer, `position edge metric`."""
+        example, edges = item
+        with torch.no_grad(), self.plan.model.lock:
+            runs = self._runs_of(example)
+            found = self._nothing(example, len(edges))
+            for place in runs.places(self.asked.over) if runs.is_felt else []:
+                found[place.at or 0] = self._exact(runs, place).effects(int(self.graph.stage[edges[0]]), edges)
+        return {"effects": found}
+
+    def _estimates(self, example: int) -> dict[str, Tensor]:
+        """Return the estimates of all edges of a pair, `position edge metric`."""
+        edges, how = self.asked.chosen, self.asked.how
+        with torch.no_grad(), self.plan.model.lock:
+            runs = self._runs_of(example)
+            found = self._nothing(example, len(edges))
+            if not runs.is_felt:
+                return {"estimates": found}
+            places, slopes = runs.places(self.asked.over), Slopes(runs, how.shares)
+            if how.method in ("eap", "eap-ig"):
+                found[[place.at or 0 for place in places]] = gradient_scores(slopes, places, edges)
+                return {"estimates": found}
+            for place in places:
+                exact = self._exact(runs, place)
+                for stage in np.unique(self.graph.stage[edges]):
+                    own = np.flatnonzero(self.graph.stage[edges] == stage)
+                    found[place.at or 0, own] = sublayer_scores(slopes, exact, int(stage), edges[own])
+        return {"estimates": found}
+
+    def _nothing(self, example: int, n_edges: int) -> Float[Tensor, "position edge metric"]:
+        """Return 0 at the positions of a pair, NaN beyond."""
+        found = torch.zeros(self.asked.positions, n_edges, len(self.plan.metrics), dtype=torch.float64)
+        found[len(self.plan.base[example]) :] = torch.nan
+        return found

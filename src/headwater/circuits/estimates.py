@@ -1,0 +1,236 @@
+"""Estimates of the effects of all edges, from gradients: what a screen ranks them by.
+
+    eap         Δ_s · ∂metric/∂x_r                                       (Syed et al. 2023)
+    eap-ig      the same, the gradient averaged over runs on the way     (Hanna et al. 2024)
+                from the base run's embeddings to the other's
+    sublayer    (what r writes of x_r + Δ_s, less what it writes of x_r) · ∂metric/∂(what it writes)
+
+For the gradient at each receiver's own copy of x there is no need to fork the residual stream: with u = ∂metric/∂q of a
+head (k, v, or the argument of an MLP), as one ordinary backward gives it,
+
+    ∂metric/∂x_r = J_norm(x)ᵀ W_Q u
+
+layer by layer, without any tensor `sender position head d_model`, and one product with the senders' Δ gives all edges
+of a layer. The sublayer's estimate is exact as far as the receiver's own output: through its norm, softmax or MLP, and
+first order only behind it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.circuits.both_runs import BothRuns, Place
+from headwater.circuits.exact import KINDS, Exact, Receivers
+from headwater.circuits.graph import Indices
+from headwater.errors import InputError, NumericsError
+from headwater.models.edits import Hook, makes
+from headwater.models.gradients import refuse_without_gradients
+from headwater.models.sites import hook_name
+from headwater.models.tokens import Batch
+from headwater.patching.variants import LOGITS
+
+ESTIMATES = ("sublayer", "eap", "eap-ig")
+READ = (*KINDS, "mlp_in")
+"""Where the gradients at receivers are taken."""
+WRITTEN = ("z", "attn_out", "mlp_out")
+"""Where the gradients at what they write are taken."""
+SMALLEST = 1e-6
+"""A gradient at the last residual stream below this is none."""
+
+
+class Slopes:
+    """One or several runs of a pair with a graph, and the gradients of each metric in them.
+
+    Args:
+        runs: the pair.
+        shares: how far each run is on the way from the base run's embeddings (0) to the other's (1).
+
+    Raises:
+        InputError: a metric has no gradient, or one that is 0 everywhere.
+        NumericsError: a gradient is NaN or infinite.
+    """
+
+    def __init__(self, runs: BothRuns, shares: tuple[float, ...] = (0.0,)):
+        refuse_without_gradients(runs.model)
+        self.runs, self.shares = runs, shares
+        self.held: dict[str, Tensor] = {}
+        self._n_layers = runs.graph.n_layers
+        self._final = hook_name("resid_post", self._n_layers - 1)
+        with torch.inference_mode(False), torch.enable_grad():
+            self._totals = self._run()
+        self.by_metric = [self._gradients(m) for m in range(len(self._totals))]
+
+    def at(self, m: int, site: str, layer: int) -> Float[Tensor, "step position ..."]:
+        """Return the gradient of a metric at a site of a layer, at the positions that are recomputed."""
+        return self.by_metric[m][hook_name(site, layer)][:, self.runs.start : self.runs.stop]
+
+    def input_of(self, layer: int, mlp: bool) -> Float[Tensor, "step position d_model"]:
+        """Return what a layer's attention, or its MLP, reads, before its norm."""
+        entering = self.held[hook_name("resid_pre", layer)]
+        if mlp and not self.runs.wave.blocks.parallel:
+            entering = entering + self.held[hook_name("attn_out", layer)]
+        return entering[:, self.runs.start : self.runs.stop].detach()
+
+    def _run(self) -> list[Tensor]:
+        runs, graph_names = self.runs, [hook_name("resid_pre", layer) for layer in range(self._n_layers)]
+        graph_names += [hook_name(site, layer) for layer in range(self._n_layers) for site in (*READ, *WRITTEN)]
+        first, last = hook_name("resid_pre", 0), self._final
+
+        def begin(activation: Tensor, hook: Any) -> Tensor:
+            start, change = runs.base("resid_pre", 0), torch.zeros_like(runs.base("resid_pre", 0))
+            change[runs.start : runs.stop] = runs.changes[0]
+            rows = torch.stack([start + share * change for share in self.shares]).clone()
+            self.held[first] = rows.requires_grad_(True)
+            return self.held[first]
+
+        def fork(activation: Tensor, hook: Any, name: str) -> Tensor:
+            self.held[name] = activation.view_as(activation)
+            return self.held[name]
+
+        hooks: list[Hook] = [(first, makes(begin))]
+        hooks += [(name, makes(partial(fork, name=name))) for name in (*graph_names, last) if name != first]
+        prompt = runs.plan.base[runs.example]
+        batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
+        logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
+        reading, owners = (LOGITS, self._n_layers), [0] * len(self.shares)
+        answers = runs.plan.only_answers
+        if answers is not None:
+            logits = logits[:, :, answers[runs.example].to(logits.device)]
+        metrics = range(len(runs.plan.metrics))
+        totals = [runs.wave.readout.apply(m, reading, logits, owners).sum() for m in metrics]
+        for m, total in enumerate(totals):
+            if not total.requires_grad:
+                raise InputError(f"The metric {runs.plan.metrics[m].name!r} has no gradient; use method='exact'.")
+        return totals
+
+    def _gradients(self, m: int) -> dict[str, Tensor]:
+        """The gradients of one metric at everything that was held."""
+        metric, names = self.runs.plan.metrics[m].name, [n for n in self.held if n != hook_name("resid_pre", 0)]
+        more = m + 1 < len(self._totals)
+        found = torch.autograd.grad(
+            self._totals[m], [self.held[name] for name in names], retain_graph=more, allow_unused=True
+        )
+        slopes = {n: torch.zeros_like(self.held[n]) if g is None else g for n, g in zip(names, found, strict=True)}
+        largest = max(float(slopes[hook_name("resid_post", self._n_layers - 1)].abs().max()), 0.0)
+        if not all(bool(slope.isfinite().all()) for slope in slopes.values()):
+            raise NumericsError(
+                f"The gradient of {metric!r} is NaN or infinite in example {self.runs.example} "
+                f"({self.runs.model.dtype}). Load the model with dtype='float32'."
+            )
+        if largest <= SMALLEST:
+            raise InputError(
+                f"The gradient of {metric!r} is 0 in the run that is edited (example {self.runs.example}), so that all "
+                "estimates would be: KL divergence from the run itself is at its least there. Use method='exact', or "
+                "hw.logit_difference(...)."
+            )
+        return slopes
+
+
+def gradient_scores(slopes: Slopes, places: Sequence[Place], edges: Indices) -> Float[Tensor, "position edge metric"]:
+    """Return Δ_s · ∂metric/∂x_r of edges at each of some places, the gradient averaged over the runs."""
+    runs, graph = slopes.runs, slopes.runs.graph
+    found = torch.zeros(len(places), len(edges), len(slopes.by_metric), dtype=torch.float64)
+    changes = [runs.changes_at(place).float() for place in places]
+    scores = torch.zeros(len(places), len(graph.receivers), len(graph.senders))
+    for m in range(len(slopes.by_metric)):
+        for receivers, gradient in _by_receiver(slopes, m):
+            reach = int(graph.reach[receivers].max())
+            for number, change in enumerate(changes):
+                along = gradient[:, -change.shape[1] :].flatten(1).float()
+                scores[number, receivers, :reach] = (along @ change[:reach].flatten(1).T).cpu()
+        found[:, :, m] = scores[:, graph.receiver[edges], graph.sender[edges]].double()
+    return found
+
+
+def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, "receiver position d_model"]]]:
+    """Yield the gradients at receivers' inputs, some receivers at a time."""
+    runs, first = slopes.runs, 0
+    for layer in range(runs.graph.n_layers):
+        factors = runs.weights.layer(layer)
+        for kind, weight in zip(KINDS, (factors.W_Q, factors.W_K, factors.W_V), strict=True):
+            u = slopes.at(m, kind, layer).to(weight)
+            normed = torch.einsum("sphk,hdk->hspd", u, weight)
+            yield slice(first, first + len(weight)), _before_norm(slopes, layer, normed, mlp=False)
+            first += len(weight)
+        yield slice(first, first + 1), _before_norm(slopes, layer, slopes.at(m, "mlp_in", layer)[None], mlp=True)
+        first += 1
+    yield slice(first, first + 1), slopes.at(m, "resid_post", runs.graph.n_layers - 1).mean(0)[None]
+
+
+def _before_norm(
+    slopes: Slopes, layer: int, gradient: Float[Tensor, "receiver step position d_model"], mlp: bool
+) -> Float[Tensor, "receiver position d_model"]:
+    """Pull gradients back through the norm in front of a layer's attention or MLP; average them over the runs."""
+    entering = slopes.input_of(layer, mlp)
+    with torch.inference_mode(False), torch.enable_grad():
+        rows = entering.expand(len(gradient), *entering.shape).clone().requires_grad_(True)
+        normed = slopes.runs.wave.blocks.normed(layer, rows.flatten(0, 1), mlp=mlp)
+        (pulled,) = torch.autograd.grad(normed, rows, gradient.flatten(0, 1).to(normed))
+    return pulled.mean(1)
+
+
+def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
+    """Return (what r writes of x_r + Δ_s, less what it writes of x_r) · its gradient, of edges to one layer.
+
+    What a q, k or v writes is taken as the outputs of the heads that read it (z); logits edges are exact.
+    """
+    if stage == exact.rows.n_layers:
+        return exact.effects(stage, edges)
+    graph, reached = exact.graph, slice(exact.place.start - slopes.runs.start, None)
+    sender, receiver = graph.sender[edges], graph.receiver[edges]
+    kind, head = (torch.from_numpy(column[receiver]) for column in (graph.receivers.kind, graph.receivers.head))
+    changed = torch.from_numpy(np.flatnonzero(exact.changed[: int(sender.max()) + 1]))
+    found = torch.zeros(len(edges), len(slopes.by_metric), dtype=torch.float64)
+    metrics = range(len(slopes.by_metric))
+    with exact.rows.blocks.fused():
+        if len(changed) and bool((kind < len(KINDS)).any()):
+            slope = torch.stack([slopes.at(m, "z", stage).mean(0)[reached] for m in metrics])
+            before = torch.from_numpy(graph.reach[receiver[kind.numpy() < len(KINDS)]]).max()
+            written = _written_by_heads(exact, stage, changed[changed < before], slope)
+            within = (kind < len(KINDS)).nonzero()[:, 0]
+            found[within] = written[kind[within], torch.from_numpy(sender)[within], head[within]].double()
+        if len(changed) and bool((kind == len(KINDS)).any()):
+            slope = torch.stack([slopes.at(m, "mlp_out", stage).mean(0)[reached] for m in metrics])
+            mlp = (kind == len(KINDS)).nonzero()[:, 0]
+            found[mlp] = _written_by_mlp(exact, stage, changed, slope)[torch.from_numpy(sender)[mlp]].double()
+    return found
+
+
+def _written_by_heads(
+    exact: Exact, layer: int, senders: Int[Tensor, " row"], slope: Float[Tensor, "metric position head d_head"]
+) -> Float[Tensor, "kind sender head metric"]:
+    """By q, k, v, sender and (key-value) head: what the heads that read it write, along the gradient."""
+    receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
+    found = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope))
+    for some in senders.split(exact.rows.at_once):
+        with receivers.hooked():
+            own = receivers.projected(receivers.entering + exact.changes[some])
+        for number, kind in enumerate(KINDS):
+            with receivers.hooked():
+                written = receivers.heads_given(kind, own[kind]) - receivers.z
+            along = torch.einsum("sphk,mphk->shm", written.to(slope), slope)
+            if kind != "q":
+                along = along.unflatten(1, (-1, receivers.group)).sum(2)
+            found[number, some, : along.shape[1]] = along.float().cpu()
+    return found
+
+
+def _written_by_mlp(
+    exact: Exact, layer: int, senders: Int[Tensor, " row"], slope: Float[Tensor, "metric position d_model"]
+) -> Float[Tensor, "sender metric"]:
+    """By sender: what the MLP writes of it, along the gradient."""
+    rows = exact.rows
+    entering = rows.base("resid_pre", layer)
+    read = entering if rows.blocks.parallel else entering + rows.base("attn_out", layer)
+    found, recorded = torch.zeros(len(exact.changes), len(slope)), rows.base("mlp_out", layer)
+    for some in senders.split(rows.at_once):
+        written = rows.feed_forward(layer, read + exact.changes[some]) - recorded
+        found[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float().cpu()
+    return found

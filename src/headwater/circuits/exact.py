@@ -1,0 +1,317 @@
+"""The exact effect of every edge, a receiver's layer at a time.
+
+    effect(s → r) = metric(base run in which r reads x_r + Δ_s) - metric(base run)
+
+x_r is the residual stream in front of the receiver's norm. The norm, the receiver and everything after it are
+recomputed; every other receiver reads what the run gives it. For the receivers of one layer and many senders at once:
+
+1. The model's own norm and projections make q, k and v of x + Δ_s, for every sender.
+2. The model's own attention makes z of the base run's q, k, v with one of the three exchanged. Heads do not meet before
+   W_O, so one row gives what every head of the layer would give, each from its own q (k, v) alone: a row per sender,
+   not one per edge. That heads do not meet is checked at every layer (norms over all heads of q, as in OLMo 2, let
+   them meet).
+3. Per edge: z of its head (of the query heads that share its key-value head), the others' z as recorded, through W_O
+   and what follows it in the layer; for an MLP, what it makes of x + Δ_s.
+4. All rows are now whole residual streams, and go through the layers above together, a tile at a time: the keys and
+   values before the first change are the recorded run's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.circuits.both_runs import BothRuns, Place
+from headwater.circuits.graph import RECEIVERS, Indices
+from headwater.errors import ModelError, NumericsError
+from headwater.models.blocks import SharedPrefix
+from headwater.models.edits import makes
+from headwater.models.memory import in_halves
+from headwater.models.sites import SITES
+from headwater.patching.runners import TILE_TOKENS
+from headwater.patching.variants import LOGITS
+
+KINDS = RECEIVERS[:3]
+"""The receivers within attention."""
+Enter: TypeAlias = Callable[[Tensor], Tensor]
+"""Makes of some edges, by number, the residual streams that leave the receivers' layer, `row position d_model`."""
+
+
+class Rows:
+    """The base run of one example from a position on, with whatever residual streams as rows."""
+
+    def __init__(self, runs: BothRuns, start: int, tile_tokens: int | None = None):
+        self.runs, self.start, self.stop = runs, start, runs.stop
+        self.blocks, self.recording = runs.wave.blocks, runs.wave.recording
+        self.n_layers = runs.graph.n_layers
+        tokens = tile_tokens or TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
+        self.at_once = max(1, tokens // (self.stop - start))
+        self.kept = [position - start for position in runs.kept]
+        self._masks: dict[int, Tensor] = {}
+
+    def base(self, site: str, layer: int) -> Tensor:
+        """Return an activation of the base run at the positions of the rows."""
+        return self.runs.base(site, layer)[self.start : self.stop]
+
+    def attention(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
+        """Return what a layer's attention adds to rows."""
+        n_rows, shared = len(residual), None
+        positions = torch.arange(self.start, self.stop, device=residual.device).expand(n_rows, -1)
+        if self.start:
+            keys, values = (
+                cache[layer][:1, :, : self.start].expand(n_rows, -1, -1, -1)
+                for cache in (self.recording.keys, self.recording.values)
+            )
+            shared = SharedPrefix(keys, values)
+        mask = self._mask(layer, residual).expand(n_rows, -1, -1, -1)
+        return self.blocks.attention(layer, residual, self.recording.calls[layer], positions, mask, shared)
+
+    def feed_forward(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
+        """Return what a layer's MLP adds to rows."""
+        return self.blocks.feed_forward(layer, residual.flatten(0, 1)).view_as(residual)
+
+    def attention_added(self, layer: int, residual: Tensor, attended: Tensor) -> Float[Tensor, "row position d_model"]:
+        """Return the rows after a layer of which attention's part is given, the input as recorded where parallel."""
+        middle = residual + attended
+        if self.blocks.parallel:
+            return middle + self.base("mlp_out", layer)
+        return middle + self._read_mlp(layer, middle)
+
+    def finish(self, residual: Float[Tensor, "row position d_model"], layer: int) -> Float[Tensor, "row kept d_model"]:
+        """Send rows that enter a layer through all that are left; return their last states at the positions read."""
+        for number in range(layer, self.n_layers):
+            attended = self.attention(number, residual)
+            middle = residual + attended
+            residual = middle + self._read_mlp(number, residual if self.blocks.parallel else middle)
+        return residual[:, self.kept]
+
+    def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
+        """Return the metrics of rows, given their last states.
+
+        Raises:
+            NumericsError: the logits of a row hold NaN or infinity; its number stands in `args[1]`.
+        """
+        runs = self.runs
+        logits = runs.wave.logits(last.flatten(0, 1), 0).view(len(last), last.shape[1], -1)
+        finite = logits.isfinite().flatten(1).all(1)
+        if not bool(finite.all()):
+            raise _NotFiniteError(int((~finite).nonzero()[0]))
+        reading = (LOGITS, self.n_layers)
+        metrics = range(len(runs.plan.metrics))
+        owners = [0] * len(logits)
+        return torch.stack([runs.wave.readout.apply(m, reading, logits, owners) for m in metrics], 1)
+
+    def _read_mlp(self, layer: int, residual: Tensor) -> Tensor:
+        """Apply a layer's MLP; in the last layer only where the outcome is read."""
+        if layer < self.n_layers - 1 or len(self.kept) == residual.shape[1]:
+            return self.feed_forward(layer, residual)
+        added = torch.zeros_like(residual)
+        added[:, self.kept] = self.feed_forward(layer, residual[:, self.kept])
+        return added
+
+    def _mask(self, layer: int, like: Tensor) -> Float[Tensor, "1 1 position key"]:
+        if layer not in self._masks:
+            visible = self.recording.visible[layer][self.start : self.stop, : self.stop]
+            mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+            self._masks[layer] = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
+        return self._masks[layer]
+
+
+class _NotFiniteError(Exception):
+    """A row's logits hold NaN or infinity."""
+
+    def __init__(self, row: int):
+        super().__init__(row)
+        self.row = row
+
+
+class Receivers:
+    """What the receivers of one layer make of changed inputs, for many senders at once."""
+
+    def __init__(self, rows: Rows, layer: int):
+        self.rows, self.layer = rows, layer
+        self._given: dict[str, Tensor] = {}
+        self._seen: dict[str, Tensor] = {}
+        self.entering = rows.base("resid_pre", layer)
+        self.z = rows.base("z", layer)
+        self.group = rows.runs.model.shape.group_size
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Watch and exchange the layer's q, k, v and z."""
+        model = self.rows.runs.model
+        hooks = [(SITES[site].hook_name(self.layer), makes(_exchanged(self, site))) for site in (*KINDS, "z")]
+        with model.hooks(hooks):
+            yield
+
+    def exchanged(self, site: str, activation: Tensor) -> Tensor | None:
+        """Keep what passes through a site, and put in its place what is given, if anything is."""
+        self._seen[site] = activation
+        return self._given.get(site)
+
+    def projected(self, inputs: Float[Tensor, "row position d_model"]) -> dict[str, Tensor]:
+        """Return the q, k and v of changed inputs, `row position head d_head`."""
+        self._given = {}
+        self.rows.attention(self.layer, inputs)
+        return {kind: self._seen[kind] for kind in KINDS}
+
+    def heads_given(self, kind: str, activation: Tensor) -> Float[Tensor, "row position head d_head"]:
+        """Return what heads give when all of one kind (q, k or v) is as given and the others are the base run's."""
+        self._given = {kind: activation}
+        self.rows.attention(self.layer, self.entering.expand(len(activation), -1, -1))
+        self._given = {}
+        return self._seen["z"].view(len(activation), *self.z.shape)
+
+    def one_head(
+        self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row position head d_head"]:
+        """Take in each row the heads that read one q, k or v; the others' outputs are the base run's."""
+        heads = torch.arange(z.shape[2], device=z.device)
+        reads = (heads if kind == "q" else heads // self.group) == head[:, None]
+        return torch.where(reads[:, None, :, None], z, self.z)
+
+    def attended(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
+        """Return what attention adds, given the outputs of its heads."""
+        added = self.rows.blocks.project_heads(self.layer, z.flatten(0, 1))
+        return added.view(*z.shape[:2], -1)
+
+    def refuse_heads_that_meet(self) -> None:
+        """Check that a head's output hangs on its own q, k and v, and that W_O is all that follows z.
+
+        Raises:
+            ModelError: otherwise.
+        """
+        name, layer = self.rows.runs.model.name, self.layer
+        tolerance = max(1e-4, 16 * torch.finfo(self.z.dtype).eps)
+        added = self.rows.base("attn_out", layer)
+        if not _near(self.attended(self.z[None])[0], added, tolerance):
+            raise ModelError(f"Attention of layer {layer} of {name} adds something else than z W_O: no edges there.")
+        own = self.projected(self.entering[None])
+        for kind in KINDS:
+            heads, n = own[kind].clone(), own[kind].shape[2]
+            heads[:, :, 0] = 2 * heads[:, :, 0] + 1
+            z, touched = self.heads_given(kind, heads)[0], 1 if kind == "q" else self.group
+            if n > 1 and not _near(z[:, touched:], self.z[:, touched:], tolerance):
+                raise ModelError(
+                    f"The heads of layer {layer} of {name} change with the {kind} of another head: they have no edges "
+                    "of their own."
+                )
+
+
+def _exchanged(receivers: Receivers, site: str) -> Any:
+    def exchange(activation: Tensor, hook: Any) -> Tensor | None:
+        return receivers.exchanged(site, activation)
+
+    return exchange
+
+
+def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return float((a - b).abs().max()) <= tolerance * max(1e-6, float(b.abs().max()))
+
+
+class Exact:
+    """Exact effects of the edges of one example, at one place."""
+
+    def __init__(self, runs: BothRuns, place: Place, tile_tokens: int | None = None):
+        self.runs, self.place, self.graph = runs, place, runs.graph
+        self.rows = Rows(runs, place.start, tile_tokens)
+        self.changes = runs.changes_at(place)
+        self.changed = self.changes.flatten(1).any(1).cpu().numpy()
+        self._unedited: Tensor | None = None
+
+    @property
+    def unedited(self) -> Float[Tensor, "1 metric"]:
+        """The metrics of the base run, as the rows' own last layers give them."""
+        if self._unedited is None:
+            self._unedited = self.rows.measure(
+                self.rows.base("resid_post", self.rows.n_layers - 1)[None, self.rows.kept]
+            )
+        return self._unedited
+
+    def effects(self, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
+        """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`).
+
+        Raises:
+            NumericsError: a changed run gives NaN or infinity; the message names the edge.
+        """
+        found = torch.zeros(len(edges), len(self.runs.plan.metrics), dtype=torch.float64)
+        felt = np.flatnonzero(self.changed[self.graph.sender[edges]])
+        rows = self.rows
+
+        def measure(some: Sequence[int], enter: Enter) -> None:
+            part = torch.tensor(some)
+            try:
+                found[part] = rows.measure(rows.finish(enter(part), stage + 1)) - self.unedited
+            except _NotFiniteError as error:
+                edge = self.graph.name(int(edges[int(part[error.row])]))
+                raise NumericsError(
+                    f"The run of example {self.runs.example} with the edge {edge} changed gives NaN or infinity "
+                    f"({self.runs.model.dtype}). Load the model with dtype='float32'."
+                ) from None
+
+        with rows.blocks.fused():
+            for mine, enter in self._entering(stage, edges, torch.from_numpy(felt)):
+                for part in mine.split(rows.at_once):
+                    halves = in_halves(part.tolist(), partial(measure, enter=enter))
+                    rows.at_once = max(1, rows.at_once // len(halves))
+        return found
+
+    def rounding(self, layer: int) -> Float[Tensor, " metric"]:
+        """Return how far a row without any change, sent through a layer and those above, is from the base run."""
+        receivers = Receivers(self.rows, layer)
+        attended = receivers.attended(receivers.z[None])
+        row = self.rows.attention_added(layer, receivers.entering[None], attended)
+        return (self.rows.measure(self.rows.finish(row, layer + 1)) - self.unedited).abs()[0]
+
+    def _entering(self, stage: int, edges: Indices, felt: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
+        """Yield some edges, and what makes whole residual streams after the layer of any of them."""
+        nodes, receiver = self.graph.receivers, self.graph.receiver[edges]
+        sender, kind, head = map(
+            torch.from_numpy, (self.graph.sender[edges], nodes.kind[receiver], nodes.head[receiver])
+        )
+        if stage == self.rows.n_layers:
+            final = self.rows.base("resid_post", stage - 1)
+            yield felt, lambda rows: final + self.changes[sender[rows]]
+            return
+        within = felt[kind[felt] < len(KINDS)]
+        receivers = Receivers(self.rows, stage)
+        for some in sender[within].unique().split(self.rows.at_once):
+            mine = within[torch.isin(sender[within], some)]
+            yield from self._through_heads(receivers, some, mine, (sender, kind, head))
+        if len(mlp := felt[kind[felt] == len(KINDS)]):
+            yield mlp, lambda rows: self._through_mlp(stage, sender[rows])
+
+    def _through_heads(
+        self, receivers: Receivers, some: Tensor, mine: Tensor, columns: tuple[Tensor, Tensor, Tensor]
+    ) -> Iterator[tuple[Tensor, Enter]]:
+        """The same for the q, k and v that some senders feed."""
+        sender, kind, head = columns
+        with receivers.hooked():
+            own = receivers.projected(receivers.entering + self.changes[some])
+        for number, name in enumerate(KINDS):
+            if not len(fed := mine[kind[mine] == number]):
+                continue
+            with receivers.hooked():
+                z = receivers.heads_given(name, own[name])
+
+            def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
+                attended = receivers.attended(
+                    receivers.one_head(name, z[torch.searchsorted(some, sender[rows])], head[rows])
+                )
+                return self.rows.attention_added(receivers.layer, receivers.entering, attended)
+
+            yield fed, enter
+
+    def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
+        """Return the streams after a layer whose MLP reads changed inputs."""
+        entering = self.rows.base("resid_pre", layer)
+        middle = entering + self.rows.base("attn_out", layer)
+        read = entering if self.rows.blocks.parallel else middle
+        return middle + self.rows.feed_forward(layer, read + self.changes[sender])

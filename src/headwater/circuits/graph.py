@@ -1,0 +1,230 @@
+"""The graph of a model: what adds to the residual stream, what reads it, and which of these come one after the other.
+
+Senders add to the residual stream: the embedding, each head's z W_O, each MLP's output. Receivers read it, each its own
+copy before the norm: the q of each query head, the k and v of each key-value head, each MLP, and the logits. An edge
+leads from a sender to a receiver that comes after it; the heads of a layer feed its MLP where blocks are serial. With L
+layers, H query heads, K key-value heads and S = L + (H + 1) L (L - 1) / 2 there are
+
+    senders      1 + L (H + 1)
+    receivers    L (H + 2 K + 1) + 1
+    edges        (H + 2 K + 1) S + [serial] L H + 1 + L (H + 1)
+
+32,491 in GPT-2. Senders are numbered layer by layer, heads before the MLP, so that the senders before a receiver are
+the first so many; edges are numbered by receiver, and of one receiver by sender. Nothing here holds an object per edge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.shape import ModelShape
+from headwater.options import has_no_order, is_one, shown
+
+Indices = NDArray[np.int64]
+SENDERS = ("embed", "head", "mlp")
+RECEIVERS = ("q", "k", "v", "mlp", "logits")
+_NAME = re.compile(r"([a-z]+)(?: (\d+)(?:\.(\d+))?)?")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Senders or receivers, as columns: a number per node."""
+
+    kinds: tuple[str, ...]
+    kind: Indices
+    """Which of `kinds`."""
+    layer: Indices
+    """-1 for what is in no layer."""
+    head: Indices
+    """-1 for what has no heads; key-value heads for k and v."""
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def name(self, index: SupportsIndex) -> str:
+        """Return the name of one: "head 9.9", "mlp 8", "logits"."""
+        kind, layer, head = self.kinds[self.kind[index]], self.layer[index], self.head[index]
+        return kind if layer < 0 else f"{kind} {layer}" if head < 0 else f"{kind} {layer}.{head}"
+
+    def names(self) -> list[str]:
+        """Return all names, in their order."""
+        return [self.name(index) for index in range(len(self))]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Senders, receivers and edges of a model of some size."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    parallel: bool
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Graph:
+        """Return the graph of a model."""
+        return cls(shape.n_layers, shape.n_heads, shape.n_kv_heads, shape.parallel_blocks)
+
+    @property
+    def n_edges(self) -> int:
+        """How many edges there are."""
+        return int(self._ends[-1])
+
+    @cached_property
+    def senders(self) -> Nodes:
+        """All that adds to the residual stream: the embedding, then each layer's heads and MLP."""
+        width = self.n_heads + 1
+        place = np.arange(self.n_layers * width)
+        is_mlp = place % width == self.n_heads
+        kind = np.where(is_mlp, 2, 1)
+        head = np.where(is_mlp, -1, place % width)
+        return Nodes(SENDERS, _led(0, kind), _led(-1, place // width), _led(-1, head))
+
+    @cached_property
+    def receivers(self) -> Nodes:
+        """All that reads the residual stream: each layer's q, k, v and MLP, then the logits."""
+        one = [(0, h) for h in range(self.n_heads)]
+        one += [(kind, h) for kind in (1, 2) for h in range(self.n_kv_heads)] + [(3, -1)]
+        kind, head = (np.tile(np.array(column), self.n_layers) for column in zip(*one, strict=True))
+        layer = np.repeat(np.arange(self.n_layers), len(one))
+        return Nodes(RECEIVERS, np.append(kind, 4), np.append(layer, -1), np.append(head, -1))
+
+    @cached_property
+    def reach(self) -> Indices:
+        """By receiver: how many senders come before it; they are the first ones."""
+        nodes = self.receivers
+        before = 1 + nodes.layer * (self.n_heads + 1)
+        if not self.parallel:
+            before = before + np.where(nodes.kind == 3, self.n_heads, 0)
+        return np.where(nodes.kind == 4, len(self.senders), before)
+
+    @cached_property
+    def _ends(self) -> Indices:
+        """By receiver: the number of edges up to its last."""
+        return np.cumsum(self.reach)
+
+    @cached_property
+    def sender(self) -> Indices:
+        """By edge: its sender."""
+        starts = np.repeat(self._ends - self.reach, self.reach)
+        return np.arange(self.n_edges) - starts
+
+    @cached_property
+    def receiver(self) -> Indices:
+        """By edge: its receiver."""
+        return np.repeat(np.arange(len(self.receivers)), self.reach)
+
+    @cached_property
+    def stage(self) -> Indices:
+        """By edge: the layer of its receiver; `n_layers` for the logits."""
+        layer = self.receivers.layer
+        return np.where(layer < 0, self.n_layers, layer)[self.receiver]
+
+    def edge(self, sender: int, receiver: int) -> int:
+        """Return the number of the edge from a sender to a receiver.
+
+        Raises:
+            InputError: the sender does not come before the receiver.
+        """
+        if not sender < self.reach[receiver]:
+            raise InputError(f"{self.senders.name(sender)} cannot feed {self.receivers.name(receiver)}: {self._why()}")
+        return int(self._ends[receiver] - self.reach[receiver] + sender)
+
+    def edge_named(self, name: str) -> int:
+        """Return the number of the edge of a name such as "head 9.9 -> q 10.7".
+
+        Raises:
+            InputError: it is no edge.
+        """
+        parts = name.split(" -> ") if isinstance(name, str) else []
+        if len(parts) != 2:
+            raise InputError(f'{shown(name)} names no edge; write it as "head 9.9 -> q 10.7" or "embed -> logits".')
+        (sender,), (receiver,) = self.find(self.senders, [parts[0]]), self.find(self.receivers, [parts[1]])
+        return self.edge(int(sender), int(receiver))
+
+    def name(self, edge: SupportsIndex) -> str:
+        """Return the name of an edge."""
+        return f"{self.senders.name(self.sender[edge])} -> {self.receivers.name(self.receiver[edge])}"
+
+    def among(self, senders: Any, receivers: Any) -> Indices:
+        """Return the edges from some senders to some receivers, ascending; None is all of them.
+
+        Raises:
+            InputError: a name is none of the graph's, or none of the senders comes before any of the receivers.
+        """
+        chosen = np.ones(self.n_edges, dtype=bool)
+        sent, received = self._listed("senders", senders), self._listed("receivers", receivers)
+        if sent is not None:
+            chosen &= np.isin(self.sender, self.find(self.senders, sent))
+        if received is not None:
+            chosen &= np.isin(self.receiver, self.find(self.receivers, received))
+        if not chosen.any():
+            raise InputError(f"{shown(senders)} cannot feed {shown(receivers)}: {self._why()}")
+        return np.flatnonzero(chosen)
+
+    def find(self, nodes: Nodes, names: Iterable[Any]) -> Indices:
+        """Return the nodes of these names; "head" is every head, "q 3" the q of every head of layer 3.
+
+        Raises:
+            InputError: a name is none of theirs.
+        """
+        found = np.zeros(len(nodes), dtype=bool)
+        for name in names:
+            chosen = self._named(nodes, name)
+            if not chosen.any():
+                raise InputError(self._unknown(nodes, name))
+            found |= chosen
+        return np.flatnonzero(found)
+
+    def _named(self, nodes: Nodes, name: Any) -> NDArray[np.bool_]:
+        parsed = _NAME.fullmatch(name.strip()) if isinstance(name, str) else None
+        if parsed is None or parsed[1] not in nodes.kinds or len(name) > 40:
+            return np.zeros(len(nodes), dtype=bool)
+        chosen = nodes.kind == nodes.kinds.index(parsed[1])
+        if parsed[2] is not None:
+            chosen &= nodes.layer == int(parsed[2])
+        return chosen & (nodes.head == int(parsed[3])) if parsed[3] is not None else chosen
+
+    def _unknown(self, nodes: Nodes, name: Any) -> str:
+        what = "sender" if nodes.kinds == SENDERS else "receiver"
+        parsed = _NAME.fullmatch(name) if isinstance(name, str) and len(name) <= 40 else None
+        if parsed and parsed[1] in ("k", "v") and parsed[3] and nodes.kinds == RECEIVERS:
+            near = (
+                f" {parsed[1]} counts key-value heads: layers 0 to {self.n_layers - 1}, heads 0 to "
+                f"{self.n_kv_heads - 1}, each read by {self.n_heads // self.n_kv_heads} query heads."
+            )
+        elif parsed and parsed[1] in nodes.kinds and parsed[2]:
+            near = f" The layers are 0 to {self.n_layers - 1}, the heads 0 to {self.n_heads - 1}."
+        else:
+            near = did_you_mean(name, (*nodes.kinds, *nodes.names())) if isinstance(name, str) else ""
+        some = {"sender": '"embed", "head 0.1", "mlp 0"', "receiver": '"q 1.0", "k 1.0", "v 1.0", "mlp 0", "logits"'}
+        return f"{shown(name)} is no {what}.{near} They are named {some[what]}."
+
+    @staticmethod
+    def _listed(option: str, names: Any) -> Sequence[Any] | None:
+        if names is None:
+            return None
+        if isinstance(names, str):
+            return [names]
+        if is_one(names) or has_no_order(names):
+            raise InputError(f"{option}={shown(names)} must be a name such as 'mlp 0', or a list of names.")
+        if not (listed := list(names)):
+            raise InputError(f"{option} is an empty list; leave it out for all.")
+        return listed
+
+    def _why(self) -> str:
+        order = "heads and MLP of a layer read what is before it" if self.parallel else "heads feed their own MLP"
+        return f"a sender must come before its receiver ({order}, heads of one layer do not feed each other)."
+
+
+def _led(first: int, rest: Indices) -> Indices:
+    """Put the embedding's number before those of the layers."""
+    return np.concatenate([[first], rest])

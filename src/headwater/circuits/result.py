@@ -1,0 +1,361 @@
+"""What `hw.edges` found: effects and estimates of edges by example and metric, and what can be asked of them.
+
+The numbers stand in tensors, an edge in a column; tables are made of them when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.circuits.graph import RECEIVERS, Graph, Indices
+from headwater.errors import InputError
+from headwater.models.memory import refuse_too_large
+from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
+from headwater.patching.averages import summarize
+from headwater.runs.findings import said_number
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result, table_html
+from headwater.stats.correlation import pearson, spearman
+from headwater.stats.significance import most_of_a_share
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Numbers = NDArray[np.float64]
+GLANCE = 20
+"""Edges in a summary."""
+ROW_BYTES = 260
+"""What a row of the table takes."""
+TOP = 50
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class EdgeEffects(Result):
+    """What `hw.edges` found."""
+
+    run: RunRecord
+    effects: Float[Tensor, "example position edge metric"]
+    """Exact effects; NaN where none was computed. One position where all are exchanged together."""
+    estimates: Float[Tensor, "example position edge metric"]
+    """What the method estimates; NaN where it does not."""
+    baselines: Float[Tensor, "example metric 3"]
+    """The metric of the clean run, of the corrupted run, and what rounding alone makes of it."""
+    chosen: Int[Tensor, " edge"]
+    """Which edges of the graph these are (`graph`), ascending."""
+    sampled: Bool[Tensor, " edge"]
+    """Which were recomputed because the lot fell on them, and not for their rank."""
+    metrics: Sequence[str]
+    """The names of the metrics."""
+    sizes: Sequence[int]
+    """Layers, query heads, key-value heads, and 1 where blocks are parallel."""
+    by_position: Sequence[int]
+    """The positions at which outputs were exchanged apart; empty where together."""
+
+    def __post_init__(self) -> None:
+        for name in ("metrics", "sizes", "by_position"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def graph(self) -> Graph:
+        """The graph whose edges these are."""
+        layers, heads, kv_heads, parallel = self.sizes
+        return Graph(layers, heads, kv_heads, bool(parallel))
+
+    @cached_property
+    def table(self) -> pd.DataFrame:  # type: ignore[override]
+        """A row per example, edge and metric, and per position where these were taken apart.
+
+        Its columns: `example, sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head, position,
+        metric, effect, estimate, normalized_effect, clean, corrupted, floor`.
+        `receiver_head` counts key-value heads for k and v; numbers that do not apply are `<NA>`. `normalized_effect` is
+        the effect as a part of the gap between the base run and the other, and `floor` what rounding alone makes of it.
+
+        Raises:
+            InputError: so many rows would not fit in memory.
+        """
+        return self._rows()
+
+    def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
+        """Return the edges whose mean over examples is largest in size.
+
+        Args:
+            n: how many.
+            metric: on which metric; default: the first.
+
+        Returns:
+            A row per edge, the largest first: the columns of the table that name it, `edge` (its name), and the means
+            of `effect` and `estimate` over examples.
+
+        Raises:
+            InputError: there is no such metric.
+        """
+        m, cells = self._metric(metric), checked_count("n", n)
+        order = self._ranked(m)[:cells]
+        means = {name: _means(self._flat(name))[order, m] for name in ("effects", "estimates")}
+        names = [self.graph.name(int(edge)) for edge in self._edges(order)]
+        return pd.DataFrame(
+            self._named(order) | {"edge": names, "effect": means["effects"], "estimate": means["estimates"]}
+        )
+
+    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+        """Summarize the 20 largest edges of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
+
+        Args:
+            level: of the interval.
+            seed: of the bootstrap and the permutations.
+
+        Returns:
+            A row per metric and edge, the largest first: what names it, `examples, mean, low, high, p_value`. The mean
+            is that of effects, or of estimates where the method gives no effects; interval and p are NaN for one
+            example.
+        """
+        parts, values = [], self._values
+        for m, metric in enumerate(self.metrics):
+            order = self._ranked(m)[:GLANCE]
+            cells = np.repeat(order, len(values))
+            named = self._named(cells) | {"metric": metric, "value": values[:, order, m].T.flatten()}
+            parts.append(pd.DataFrame(named))
+        table = pd.concat(parts, ignore_index=True)
+        return summarize(table, [name for name in table.columns if name != "value"], "value", level, seed)
+
+    def report(self) -> list[str]:
+        """Return the strongest edge of each metric, how many are beyond rounding, and what the method leaves open."""
+        said, summary = [], self.summary()
+        what = "effect" if self.is_exact else "estimate"
+        for m, metric in enumerate(self.metrics):
+            means = _means(self._values)[:, m]
+            floor = float(self.baselines[:, m, 2].mean())
+            row = summary[summary["metric"] == metric].iloc[0]
+            edge = self.graph.name(int(self._edges(self._ranked(m)[:1])[0]))
+            n, beyond = int(row["examples"]), int((np.abs(np.nan_to_num(means)) > floor).sum())
+            sentence = (
+                f"Of {int((~np.isnan(means)).sum()):,} edges the largest {what} on {metric} is {edge}: "
+                f"{said_number(row['mean'], row['low'], row['high'])}, over {n} pair{'s' * (n != 1)}; "
+                f"{beyond:,} are beyond what rounding makes ({floor:.1e})."
+            )
+            said.append(sentence.replace("_", " "))
+            said += self._said_of_the_rest(m, metric)
+        if not self.is_exact:
+            said.append(f"These are estimates ({self.method}), not runs with the edge changed.")
+        said.append("Effects of edges in series count the same path more than once: they do not add up to a whole.")
+        return said
+
+    def agreement(self, exact: EdgeEffects) -> pd.DataFrame:
+        """Compare with exact effects: these estimates (or effects, where the method gives them), edge by edge.
+
+        Returns:
+            A row per metric and kind of receiver, and one of all: `metric, receiver, edges, pearson, spearman,
+            sign_agreement` (where the exact effect is beyond 1 % of the largest), `top_overlap` (of the 50 largest).
+            Means over examples are compared.
+
+        Raises:
+            InputError: the edges or metrics are others.
+        """
+        checked_kind("exact", exact, EdgeEffects, "hw.edges(..., method='exact')")
+        if not exact.is_exact:
+            raise InputError(f"exact= has estimates alone ({exact.method}): give what method='exact' found.")
+        same = torch.equal(self.chosen, exact.chosen) and self.by_position == exact.by_position
+        if not same or self.metrics != exact.metrics or self.sizes != exact.sizes:
+            raise InputError("The two do not have the same edges and metrics: run both with the same options.")
+        ours = self._flat("effects" if self.method == "exact" else "estimates")
+        theirs = exact._flat("effects")
+        shared = ours + theirs  # NaN where one is missing
+        ours, theirs = (_means(np.where(np.isnan(shared), np.nan, values)) for values in (ours, theirs))
+        kinds = self.graph.receivers.kind[self.graph.receiver[self._edges(np.arange(len(ours)))]]
+        rows = []
+        for m, metric in enumerate(self.metrics):
+            for number, kind in [(None, "all"), *enumerate(RECEIVERS)]:
+                mine = slice(None) if number is None else kinds == number
+                rows.append([metric, kind, *_compared(ours[mine, m], theirs[mine, m])])
+        named = ["metric", "receiver", "edges", "pearson", "spearman", "sign_agreement", "top_overlap"]
+        table = pd.DataFrame(rows, columns=named)
+        return table[table["edges"] > 0].reset_index(drop=True)
+
+    def stability(self, splits: int = 100, *, n: int = TOP, seed: int = 0) -> pd.DataFrame:
+        """Compare the means of random halves of the examples.
+
+        Args:
+            splits: how many times the examples are halved.
+            n: of how many of the largest edges the overlap is taken.
+            seed: of the halves.
+
+        Returns:
+            A row per metric: `metric, examples, overlap` (of the n largest edges of two halves, the mean over splits),
+            `low, high` (of the overlap, the 2.5th and 97.5th percentile over splits), `spearman` (of sizes).
+
+        Raises:
+            InputError: there are fewer than two examples.
+        """
+        splits, n, values = checked_repeats("splits", splits), checked_count("n", n), self._values
+        if len(values) < 2:
+            raise InputError("Halves need at least two examples: give several pairs of prompts.")
+        generator = np.random.default_rng(checked_seed(seed))
+        rows = []
+        for m, metric in enumerate(self.metrics):
+            overlaps, ranks = [], []
+            for _ in range(splits):
+                order = generator.permutation(len(values))
+                a, b = (_means(values[half])[:, m] for half in np.array_split(order, 2))
+                overlaps.append(_overlap(a, b, n))
+                ranks.append(float(spearman(np.abs(a), np.abs(b))))
+            low, high = np.percentile(overlaps, [2.5, 97.5])
+            rows.append([metric, len(values), float(np.mean(overlaps)), low, high, float(np.mean(ranks))])
+        return pd.DataFrame(rows, columns=["metric", "examples", "overlap", "low", "high", "spearman"])
+
+    def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
+        """Draw the mean over examples as a map, senders across and receivers down, centred at 0.
+
+        Args:
+            ax: where to draw.
+            metric: which; default: the first.
+
+        Raises:
+            InputError: there is no such metric.
+        """
+        return self._drawn(ax, metric=metric)
+
+    @property
+    def method(self) -> str:
+        """How they were computed."""
+        return str(self.run.options["method"])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the method gives effects, and not estimates alone."""
+        return self.method in ("exact", "screened")
+
+    def matrix(self, metric: str | None = None) -> Float[np.ndarray, "receiver sender"]:
+        """Return the mean over examples by receiver and sender, NaN where there is no edge or no number.
+
+        Of positions taken apart, the sum.
+
+        Raises:
+            InputError: there is no such metric.
+        """
+        means = _means(self._values)[:, self._metric(metric)].reshape(-1, len(self.chosen))
+        summed = np.where(np.isnan(means).all(0), np.nan, np.nansum(means, 0))
+        found = np.full((len(self.graph.receivers), len(self.graph.senders)), np.nan)
+        edges = self.chosen.numpy()
+        found[self.graph.receiver[edges], self.graph.sender[edges]] = summed
+        return found
+
+    def __repr__(self) -> str:
+        n_edges, n_examples = len(self.chosen), len(self.baselines)
+        pairs = f"{n_examples:,} pair{'s' * (n_examples != 1)}"
+        return f"EdgeEffects({self.run.model}: {n_edges:,} edges, {pairs}, {self.method})"
+
+    def _repr_html_(self) -> str:
+        return table_html(self, self.top(8))
+
+    def _metric(self, name: str | None) -> int:
+        return 0 if name is None else list(self.metrics).index(checked_name("metric", name, tuple(self.metrics)))
+
+    def _flat(self, name: str) -> Numbers:
+        """Effects or estimates, `example cell metric`: a cell is an edge, at a position where these are apart."""
+        values: Tensor = getattr(self, name)
+        return values.flatten(1, 2).double().numpy()
+
+    @property
+    def _values(self) -> Numbers:
+        """What is ranked and summarized: effects, or estimates where the method gives no effects."""
+        return self._flat("effects" if self.is_exact else "estimates")
+
+    def _ranked(self, m: int) -> Indices:
+        """The cells that have a number, the largest mean first."""
+        means = _means(self._values)[:, m]
+        order = np.argsort(-np.nan_to_num(np.abs(means), nan=-1.0), kind="stable")
+        return order[~np.isnan(means[order])]
+
+    def _edges(self, cells: Indices) -> Indices:
+        """The edges of cells, by their number in the graph."""
+        return np.asarray(self.chosen.numpy()[cells % len(self.chosen)])
+
+    def _named(self, cells: Indices) -> dict[str, Any]:
+        """The columns of a table that name cells."""
+        edges, graph = self._edges(cells), self.graph
+        columns: dict[str, Any] = {}
+        for role, nodes, which in (
+            ("sender", graph.senders, graph.sender[edges]),
+            ("receiver", graph.receivers, graph.receiver[edges]),
+        ):
+            columns[role] = np.array(nodes.kinds, dtype=object)[nodes.kind[which]]
+            columns[f"{role}_layer"] = _present(nodes.layer[which])
+            columns[f"{role}_head"] = _present(nodes.head[which])
+        at = np.array(self.by_position or (-1,))[cells // len(self.chosen)]
+        return columns | {"position": _present(at)}
+
+    def _rows(self) -> pd.DataFrame:
+        numbers = ~(self.effects.isnan() & self.estimates.isnan())
+        example, cell, m = (column.numpy() for column in numbers.flatten(1, 2).nonzero().T)
+        refuse_too_large(
+            f"The table of {len(cell):,} edges, examples and metrics",
+            len(cell) * ROW_BYTES,
+            torch.device("cpu"),
+            "Use .top(n), or the tensors .effects and .estimates.",
+        )
+        clean, corrupted, floor = self.baselines.numpy()[example, m].T
+        base, other = (corrupted, clean) if self.run.options["direction"] == "denoise" else (clean, corrupted)
+        effect, estimate = (self._flat(name)[example, cell, m] for name in ("effects", "estimates"))
+        gap = other - base
+        normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
+        numbers_of = {"effect": effect, "estimate": estimate, "normalized_effect": normalized}
+        baselines = {"clean": clean, "corrupted": corrupted, "floor": floor}
+        named = {"metric": np.array(self.metrics, dtype=object)[m]}
+        return pd.DataFrame({"example": example} | self._named(cell) | named | numbers_of | baselines)
+
+    def _said_of_the_rest(self, m: int, metric: str) -> list[str]:
+        """Say of a screened run what the sample drawn of the other edges bounds."""
+        if self.method != "screened":
+            return []
+        means = np.abs(_means(self._values)[:, m])
+        sampled = np.tile(self.sampled.numpy(), len(means) // len(self.chosen))
+        ranked = np.sort(means[~np.isnan(means) & ~sampled])
+        drawn, rest = means[sampled], int(np.isnan(means).sum()) + int(sampled.sum())
+        if not len(drawn) or not len(ranked):
+            return []
+        hits, bar = int((drawn > ranked[0]).sum()), ranked[0]
+        most = most_of_a_share(hits, len(drawn))
+        said = (
+            f"{len(ranked):,} edges were recomputed for their estimate on {metric}; of the {rest:,} others "
+            f"{len(drawn):,} were drawn by lot: the largest of these has {drawn.max():.3g}, and {hits} are beyond "
+            f"{bar:.3g}, the least of the recomputed, so that at most {most:.1%} of the others are (95 %)."
+        )
+        return [said.replace("_", " ")]
+
+
+def _present(numbers: Indices) -> Any:
+    """Whole numbers of which -1 says that there is none."""
+    return pd.arrays.IntegerArray(np.where(numbers < 0, 0, numbers).astype(np.int64), numbers < 0)
+
+
+def _means(values: Numbers) -> Numbers:
+    """Means over examples of what is there; NaN where nothing is."""
+    counts = (~np.isnan(values)).sum(0)
+    return np.where(counts > 0, np.nansum(values, 0) / np.maximum(counts, 1), np.nan)
+
+
+def _overlap(a: Numbers, b: Numbers, n: int) -> float:
+    """Which part of the n largest of one are among the n largest of the other."""
+    tops = [set(np.argsort(-np.nan_to_num(np.abs(x), nan=-1.0), kind="stable")[:n].tolist()) for x in (a, b)]
+    return len(tops[0] & tops[1]) / max(1, len(tops[0]))
+
+
+def _compared(ours: Numbers, theirs: Numbers) -> list[Any]:
+    both = ~np.isnan(ours) & ~np.isnan(theirs)
+    ours, theirs = ours[both], theirs[both]
+    if not len(ours):
+        return [0, np.nan, np.nan, np.nan, np.nan]
+    felt = np.abs(theirs) > 0.01 * np.abs(theirs).max()
+    same = float((np.sign(ours) == np.sign(theirs))[felt].mean()) if felt.any() else np.nan
+    return [len(ours), float(pearson(ours, theirs)), float(spearman(ours, theirs)), same, _overlap(ours, theirs, TOP)]

@@ -1,0 +1,74 @@
+"""Edges as a map: senders across, receivers down, in the order of the layers; what is no edge is left blank.
+
+The colour scale diverges from 0 and reaches equally far both ways; it is of the square root of the size, because a few
+edges carry far more than all others. Layers are parted by thin lines.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import FuncNorm
+from matplotlib.figure import Figure
+
+from headwater.circuits.graph import Nodes
+from headwater.circuits.result import EdgeEffects
+from headwater.figures.fonts import label
+from headwater.figures.style import model_title, style
+from headwater.runs.result import DRAWINGS
+
+DIVERGING = "RdBu_r"
+LINE = "#d0d0d0"
+MOST_TICKS = 16
+
+
+@DRAWINGS.add(EdgeEffects)
+def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
+    """Draw edges: what `EdgeEffects.plot` says."""
+    matrix, graph = edges.matrix(metric), edges.graph
+    down = ~np.isnan(matrix).all(1)
+    across = ~np.isnan(matrix).all(0)
+    shown = matrix[np.ix_(down, across)]
+    top = float(np.nanmax(np.abs(shown))) if shown.size else 1.0
+    with style():
+        if ax is None:
+            ax = plt.figure(figsize=(4.6, 4.6), layout="constrained").add_subplot()
+        norm = FuncNorm((_root, _square), vmin=-(top or 1.0), vmax=top or 1.0)
+        image = ax.imshow(shown, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
+        _ticks(ax, "x", graph.senders, np.flatnonzero(across))
+        _ticks(ax, "y", graph.receivers, np.flatnonzero(down))
+        ax.set_xlabel("Sender")
+        ax.set_ylabel("Receiver")
+        name = edges.metrics[0] if metric is None else metric
+        what = "Effect" if edges.is_exact else "Estimate"
+        bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
+        bar.set_label(label(f"{what} on {name.replace('_', ' ')}"))
+        n = len(edges.baselines)
+        ax.set_title(model_title(edges.run, f"edges, {edges.run.options['direction']}" + f" (n = {n})" * (n > 1)))
+    return ax
+
+
+def _root(x: np.ndarray) -> np.ndarray:
+    return np.sign(x) * np.sqrt(np.abs(x))
+
+
+def _square(x: np.ndarray) -> np.ndarray:
+    return np.sign(x) * np.square(x)
+
+
+def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
+    """Name every node where there are few; otherwise mark where each layer begins."""
+    names = [nodes.name(int(index)) for index in present]
+    layers = nodes.layer[present]
+    begins = [i for i in range(len(present)) if i == 0 or layers[i] != layers[i - 1]]
+    line = ax.axvline if axis == "x" else ax.axhline
+    for i in begins[1:]:
+        line(i - 0.5, color=LINE, linewidth=0.4)
+    if len(names) > MOST_TICKS:
+        names = [name if layer < 0 else f"layer {layer}" for name, layer in zip(names, layers, strict=True)]
+        kept = begins[:: -(-len(begins) // MOST_TICKS)]
+    else:
+        kept = list(range(len(names)))
+    set_ticks = ax.set_xticks if axis == "x" else ax.set_yticks
+    set_ticks(kept, [names[i] for i in kept], rotation=90 if axis == "x" else 0)

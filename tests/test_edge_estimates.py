@@ -1,0 +1,174 @@
+"""Estimates of edges from gradients, against the definitions written plainly, and what a screen makes of them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwater as hw
+from headwater.circuits.screen import strongest_and_drawn
+from headwater.errors import InputError
+from headwater.stats.significance import most_of_a_share
+from tests.edge_reference import Reference
+from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, loaded, pair_of
+from tests.tiny import tiny_model
+
+STEP = 3e-3
+
+
+def estimated(model, method: str, **options):
+    return hw.edges(model, CLEAN, CORRUPTED, metric=DIFFERENCE, method=method, **options, **QUIET)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma2", "neox", "phi"])
+def test_eap_is_the_slope_of_the_exact_effect(family):
+    model = loaded(family)
+    found = estimated(model, "eap")
+    naive = Reference(tiny_model(family), *pair_of(model))
+    edges = range(0, found.graph.n_edges, 3)
+    slopes = []
+    for edge in edges:
+        sender, receiver = found.graph.name(edge).split(" -> ")
+        up, down = (
+            difference(naive.with_changes([(receiver, sign * STEP * naive.change[sender])])) for sign in (1, -1)
+        )
+        slopes.append((up - down) / (2 * STEP))
+    torch.testing.assert_close(found.estimates[0, 0, edges, 0], torch.stack(slopes), rtol=2e-3, atol=2e-3)
+    assert found.effects.isnan().all()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "neox"])
+def test_the_scores_of_a_senders_edges_sum_to_its_attribution(family):
+    model = loaded(family)
+    found = estimated(model, "eap")
+    options = {"metric": DIFFERENCE, "direction": "noise", "method": "attribution", **QUIET}
+    for site, kind in (("mlp_out", "mlp"), ("z", "head")):
+        if site == "z" and family == "gemma2":
+            continue  # its heads' outputs are shares under two scales; attribution holds one
+        nodes = hw.patch(model, CLEAN, CORRUPTED, sites=site, over=["layer", "head"][: 1 + (site == "z")], **options)
+        summed = found.table[found.table["sender"] == kind].groupby(["sender_layer", "sender_head"], dropna=False)
+        nodes = nodes.table.sort_values(["layer", "head"] if site == "z" else "layer")
+        assert summed["estimate"].sum().to_numpy() == pytest.approx(nodes["effect"].to_numpy(), abs=1e-5)
+
+
+def test_eap_ig_gives_the_embedding_the_whole_gap():
+    found = estimated(loaded("llama"), "eap-ig", steps=60)
+    clean, corrupted, _ = found.baselines[0, 0].tolist()
+    embed = found.table[found.table["sender"] == "embed"]
+    assert embed["estimate"].sum() == pytest.approx(corrupted - clean, abs=2e-3)
+    assert abs(estimated(loaded("llama"), "eap").table["estimate"][embed.index].sum() - (corrupted - clean)) > 0.01
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
+def test_the_sublayers_estimate_is_what_the_receiver_writes_along_its_gradient(family):
+    model = loaded(family)
+    found = estimated(model, "sublayer")
+    naive = Reference(tiny_model(family), *pair_of(model))
+    for edge in range(1, found.graph.n_edges, 7):
+        sender, receiver = found.graph.name(edge).split(" -> ")
+        expected = written_along_gradient(naive, sender, receiver)
+        assert float(found.estimates[0, 0, edge, 0]) == pytest.approx(float(expected), abs=1e-5)
+
+
+def written_along_gradient(naive: Reference, sender: str, receiver: str) -> torch.Tensor:
+    if receiver == "logits":
+        return difference(naive.logits(sender, receiver)) - difference(naive.base_logits)
+    kind, place = receiver.split()
+    layer = naive.layers[int(place.split(".")[0])]
+    held = []
+
+    def keep(module, args):
+        held.append(args[0].requires_grad_(True) if not args[0].requires_grad else args[0])
+
+    def keep_output(module, args, out):
+        held.append(out if out.requires_grad else out.requires_grad_(True))
+
+    def watched() -> Any:
+        return (
+            layer.mlp.register_forward_hook(keep_output)
+            if kind == "mlp"
+            else layer.output.register_forward_pre_hook(keep)
+        )
+
+    hook = watched()
+    with torch.enable_grad():
+        logits = naive.model(naive.ids, use_cache=False).logits[0]
+    (slope,) = torch.autograd.grad(difference(logits), held[0])
+    naive.logits(sender, receiver)
+    hook.remove()
+    return ((held[1] - held[0]) * slope).sum().detach()
+
+
+@pytest.mark.parametrize("method", ["eap", "sublayer"])
+def test_estimates_of_positions_apart_are_finite_and_those_of_eap_sum_to_the_whole(method):
+    model = loaded("gpt2")
+    apart, whole = estimated(model, method, over="position"), estimated(model, method)
+    assert apart.estimates.shape[1] == len(pair_of(model)[0])
+    if method == "eap":
+        torch.testing.assert_close(apart.estimates.sum(1), whole.estimates[:, 0], rtol=1e-4, atol=1e-5)
+    else:
+        one = estimated(model, method, over="position", receivers="logits")
+        exact = hw.edges(model, CLEAN, CORRUPTED, metric=DIFFERENCE, over="position", receivers="logits", **QUIET)
+        torch.testing.assert_close(one.estimates, exact.effects, rtol=0, atol=1e-6)
+
+
+def test_a_screened_run_has_the_exact_effects_of_the_strongest_and_of_those_drawn():
+    model = loaded("qwen3")
+    exact = hw.edges(model, CLEAN, CORRUPTED, metric=DIFFERENCE, **QUIET)
+    found = estimated(model, "screened", verify=30, seed=3)
+    run = ~found.effects[0, 0, :, 0].isnan()
+    assert int(run.sum()) == 80
+    assert int(found.sampled.sum()) == 50
+    torch.testing.assert_close(found.effects[0, 0, run], exact.effects[0, 0, run], rtol=0, atol=1e-6)
+    largest = set(exact.effects[0, 0, :, 0].abs().argsort(descending=True)[:8].tolist())
+    assert largest <= set(run.nonzero()[:, 0].tolist())
+    assert any("drawn by lot" in sentence for sentence in found.report())
+    assert found.agreement(exact)["top_overlap"].iloc[0] > 0.8
+    again = estimated(model, "screened", verify=30, seed=3)
+    assert torch.equal(again.sampled, found.sampled)
+    assert not torch.equal(estimated(model, "screened", verify=30, seed=4).sampled, found.sampled)
+
+
+def test_a_screen_of_more_edges_than_there_are_runs_them_all():
+    found = estimated(loaded("gpt2"), "screened", receivers="logits", verify=500)
+    assert not found.effects.isnan().any()
+    assert not found.sampled.any()
+
+
+def test_the_lot_falls_on_each_kind_of_receiver_as_often_as_there_are_edges_to_it():
+    strengths, kinds = np.linspace(1, 0, 400), np.repeat([0, 1, 3, 4], [200, 100, 90, 10])
+    strongest, drawn = strongest_and_drawn(strengths, kinds, 0, seed=0)
+    assert strongest.sum() == 0
+    assert [int(drawn[kinds == kind].sum()) for kind in (0, 1, 3, 4)] == [25, 13, 11, 1]
+    strongest, drawn = strongest_and_drawn(strengths, kinds, 380, seed=0)
+    assert strongest.sum() == 380
+    assert drawn.sum() == 20
+
+
+def test_the_bound_of_a_share_is_that_of_clopper_and_pearson():
+    assert most_of_a_share(0, 50) == pytest.approx(1 - 0.05 ** (1 / 50))
+    assert most_of_a_share(3, 20) == pytest.approx(0.3437, abs=1e-4)
+    assert most_of_a_share(5, 5) == 1.0
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "sublayer", "screened"])
+def test_a_metric_without_a_slope_where_it_is_taken_is_refused(method):
+    model = loaded("gpt2")
+    options = {"metric": hw.kl_divergence(), "method": method, "steps": 2, **QUIET}
+    if method == "eap-ig":  # its runs are on the way, where KL has a slope
+        assert float(hw.edges(model, CLEAN, CORRUPTED, **options).estimates.abs().max()) > 1e-3
+        return
+    with pytest.raises(InputError, match="is 0 in the run that is edited"):
+        hw.edges(model, CLEAN, CORRUPTED, **options)
+    with pytest.raises(InputError, match="no gradient"):
+        hw.edges(model, CLEAN, CORRUPTED, **(options | {"metric": hw.rank(5)}))
+
+
+def test_estimates_leave_the_parameters_frozen_and_without_gradients():
+    model = loaded("gpt2")
+    estimated(model, "eap-ig", steps=2)
+    assert all(parameter.grad is None for parameter in model.raw.parameters())
+    assert not any(point.fwd_hooks for point in model.raw.hook_dict.values())
+    with torch.inference_mode():
+        estimated(model, "eap")
