@@ -110,6 +110,13 @@ def test_chosen_senders_and_receivers_have_the_effects_that_they_have_among_all(
     torch.testing.assert_close(some.effects, whole.effects[:, :, some.chosen], rtol=0, atol=1e-6)
 
 
+def test_receivers_without_any_head_are_measured_too():
+    options = {"metric": DIFFERENCE, "receivers": ["mlp 2", "logits"], **QUIET}
+    found = hw.edges(loaded("gpt2"), CLEAN, CORRUPTED, **options)
+    assert bool((found.effects[..., 0].abs() > 1e-4).any())
+    assert set(found.table["receiver"]) == {"mlp", "logits"}
+
+
 @pytest.mark.parametrize("batch_size", [3, 1000])
 def test_how_many_rows_go_at_once_changes_nothing(batch_size):
     model = loaded("gemma3")

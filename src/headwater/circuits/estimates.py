@@ -209,7 +209,7 @@ def _written_by_heads(
     """By q, k, v, sender and (key-value) head: what the heads that read it write, along the gradient."""
     receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
     found = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope))
-    for some in senders.split(exact.rows.at_once):
+    for some in senders.split(exact.rows.at_once) if len(senders) else ():
         with receivers.hooked():
             own = receivers.projected(receivers.entering + exact.changes[some])
         for number, kind in enumerate(KINDS):

@@ -40,6 +40,8 @@ from headwater.patching.variants import LOGITS
 
 KINDS = RECEIVERS[:3]
 """The receivers within attention."""
+MOST_ROWS = 1 << 20
+"""Rows at once, whatever was asked for."""
 Enter: TypeAlias = Callable[[Tensor], Tensor]
 """Makes of some edges, by number, the residual streams that leave the receivers' layer, `row position d_model`."""
 
@@ -52,7 +54,7 @@ class Rows:
         self.blocks, self.recording = runs.wave.blocks, runs.wave.recording
         self.n_layers = runs.graph.n_layers
         tokens = tile_tokens or TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
-        self.at_once = max(1, tokens // (self.stop - start))
+        self.at_once = min(MOST_ROWS, max(1, tokens // (self.stop - start)))
         self.kept = [position - start for position in runs.kept]
         self._masks: dict[int, Tensor] = {}
 
@@ -282,7 +284,7 @@ class Exact:
             return
         within = felt[kind[felt] < len(KINDS)]
         receivers = Receivers(self.rows, stage)
-        for some in sender[within].unique().split(self.rows.at_once):
+        for some in sender[within].unique().split(self.rows.at_once) if len(within) else ():
             mine = within[torch.isin(sender[within], some)]
             yield from self._through_heads(receivers, some, mine, (sender, kind, head))
         if len(mlp := felt[kind[felt] == len(KINDS)]):
