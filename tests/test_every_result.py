@@ -65,6 +65,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
         hw.detect(model, answered, methods=("probe", "logit_mean"), token="before_answer", seeds=1, **quiet),
         hw.memorization_scores(last), hw.membership(last, answered.z, resamples=20),
         hw.score_file(model, file, **quiet),
+        model.cache([*PROMPTS, " Paris is"], sites=["resid_post", "z"], layers=[0, -1], **quiet),
         hw.memorization(model, dataclasses.replace(graph, table=graph.table.head(60)), controls=False, **quiet),
         Reproduction(compared(rows), "their-model", "A paper.", ["Mind the prompts."], heads.run),
     ]  # fmt: skip

@@ -227,6 +227,10 @@ class Given:
         return folder
 
     @cached_property
+    def cache(self) -> hw.Cache:
+        return self.model.cache([CLEAN, CORRUPTED], sites="z", **QUIET)
+
+    @cached_property
     def checkpoint(self) -> Path:
         return tiny_folder(self.folder / "checkpoint", "llama")
 
@@ -254,6 +258,12 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
     return {
         "load": lambda: (hw.load, {"what": g.checkpoint}),
         "HookedModel.cache": lambda: (g.model.cache, {"inputs": CLEAN, **QUIET}),
+        "Cache.rows": lambda: (g.cache.rows, {"site": "z", "layer": 1}),
+        "Cache.example": lambda: (g.cache.example, {"site": "z", "layer": 1, "example": 0}),
+        "Cache.to_frame": lambda: (g.cache.to_frame, {"site": "z", "layer": 1}),
+        "Cache.axes": lambda: (g.cache.axes, {"site": "z"}),
+        "Cache.save": lambda: (g.cache.save, {"folder": g.folder / "cache"}),
+        "load_cache": lambda: (hw.load_cache, {"folder": g.cache.save(g.folder / "cache")}),
         "HookedModel.run": lambda: (partial(run, g.model), {"inputs": CLEAN}),
         "HookedModel.generate": lambda: (g.model.generate, {"prompts": CLEAN, "max_new_tokens": 2, **QUIET}),
         "HookedModel.tokenize": lambda: (g.model.tokenize, {"inputs": CLEAN}),

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from headwater.likelihood.scores import memorization_scores as memorization_scores
     from headwater.likelihood.statistics import TextStatistics as TextStatistics
     from headwater.likelihood.statistics import token_statistics as token_statistics
+    from headwater.models.caches import Cache as Cache
+    from headwater.models.caches import load_cache as load_cache
     from headwater.models.dictionaries import Features as Features
     from headwater.models.dictionaries import features as features
     from headwater.models.hooked import HookedModel as HookedModel

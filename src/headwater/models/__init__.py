@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from headwater.rooms import opened
 
 if TYPE_CHECKING:
+    from headwater.models.caches import Cache as Cache
+    from headwater.models.caches import load_cache as load_cache
     from headwater.models.dictionaries import Features as Features
     from headwater.models.dictionaries import features as features
     from headwater.models.families import FAMILIES as FAMILIES

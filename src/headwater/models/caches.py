@@ -1,253 +1,461 @@
-"""Keep activations of many inputs: the residual stream and the attention patterns, only what was asked for.
+"""A cache: activations of many texts, real tokens only, in memory or in files that are read memory-mapped.
 
-1. Estimate what the cache will take, and refuse with the figure when the device has not got it.
-2. Allocate it once. Run the inputs in batches of rows; hooks copy the chosen layers, heads and positions straight into
-   their place, so nothing else is ever kept. Layers after the last one asked for do not run.
-3. What lies at padding is set to zero: a padded batch gives the values of its sequences run alone.
+What is kept of a text is a row per token asked for, and nothing where another text is longer. `cache.rows(site, layer)`
+is `token ...`: the rows of all texts, one after the other, and `cache.frame` says of each its example, position and
+token. Where all texts have as many rows, `cache[site, layer]` is `batch position ...`.
+
+Attention patterns and scores say something of each key, and texts differ in keys. They are kept text by text, each as
+`head position key` with the keys of that text alone: `cache.example(site, layer, example)`. Where all texts are equally
+long, `cache[site, layer]` is `batch head query key`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
-from headwater.kernels.devices import usable_device
-from headwater.models.edits import Hook, HookFunction, looks
-from headwater.models.memory import in_halves, refuse_too_large
-from headwater.models.sites import SITES, hook_name
-from headwater.models.tokens import Batch, Inputs
-from headwater.options import checked_count, checked_flag, shown, whole_numbers
-from headwater.progress import progress_bar
+from headwater.models.activations import Activation
+from headwater.models.sequences import Sequences, asked_columns, starts_of, steps
+from headwater.models.tokens import Batch
+from headwater.options import checked_count, shown
+from headwater.runs.identity import digest
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+from headwater.runs.shards import Shards
 
 if TYPE_CHECKING:
-    from headwater.models.model import Model
+    from matplotlib.axes import Axes
+
+LARGEST = 1e30
+"""Numbers beyond it are what a mask writes into scores, and no activations."""
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Cache:
-    """Activations of a batch, with the labels of every axis.
+@dataclass(frozen=True, repr=False, eq=False)
+class Cache(Result):
+    """Activations of texts, with the labels of every axis; `model.cache(...)` and `hw.load_cache(folder)` give it."""
 
-    Attributes:
-        residual: the residual stream at `site`; zero where `mask` is False.
-        attention: the patterns after softmax, one per query head; zero where the query or key is padding.
-        site: the name of the site, such as "resid_post".
-        layers: which layer each entry of the layer axis is.
-        heads: which query head each entry of the head axis is.
-        positions: which token of its sequence each entry of the position (or query) axis is, row by row; -1 where a
-            sequence has no such token.
-        batch: the tokens that were run; its positions are the key axis.
-        strings: the text of each row's real tokens.
-    """
+    table: pd.DataFrame
+    """A row per token that is kept, in the order given: `example, position, token`. Also as `frame`."""
+    tokens: pd.DataFrame
+    """A row per token of every text: `example, position, token_id, token`, and for texts `start, end`, its
+    characters."""
+    texts: pd.DataFrame
+    """A row per text: `example, tokens` (how many), `text` (None where token ids were given)."""
+    contents: list[dict[str, Any]]
+    """What is kept: see `headwater.models.activations.Activation`."""
+    asked: list[int] | None
+    """The positions asked for, where they were asked for by numbers."""
+    kept_layers: list[int]
+    kept_heads: list[int]
+    n_layers: int
+    """Of the model."""
+    pad: int
+    """The token id at padding, where `batch` has any."""
+    activations: Shards
+    """The numbers. Every part has `examples`, the texts that it holds, and by name `layer token ...`; what has keys,
+    `layer number`: text by text its `head position key`."""
+    run: RunRecord
 
-    residual: ResidualCache | None
-    attention: AttentionCache | None
-    site: str | None
-    layers: tuple[int, ...]
-    heads: tuple[int, ...]
-    positions: Int[Tensor, "batch position"]
-    batch: Batch
-    strings: tuple[tuple[str, ...], ...]
+    # What is there
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The table: which example, position and token each row of `rows` is."""
+        return self.table
+
+    @cached_property
+    def kept(self) -> dict[str, Activation]:
+        """What is kept, by short name, or by hook name with `*` for its layer."""
+        return {one["name"]: Activation.of(one) for one in self.contents}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the numbers take."""
+        rows = {one.name: int(self._sizes(one).sum()) * len(one.places) for one in self.kept.values()}
+        widths = {one.name: 1 if one.has_keys else math.prod(one.size) for one in self.kept.values()}
+        return sum(rows[one.name] * widths[one.name] * one.torch_dtype().itemsize for one in self.kept.values())
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Which layers were asked for, in that order."""
+        return tuple(self.kept_layers)
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Which query head each entry of the head axis is."""
+        return tuple(self.kept_heads)
+
+    def keys(self) -> list[str | tuple[str, int]]:
+        """Return all that `cache[...]` answers to: ("z", 3) and "blocks.3.attn.hook_z"."""
+        short: list[str | tuple[str, int]] = []
+        full: list[str | tuple[str, int]] = []
+        for one in self.kept.values():
+            short += [(one.name, layer) for layer in one.layers] if one.layers else []
+            full += [one.hook_name(layer) for layer in one.places]
+        return short + full
+
+    def axes(self, site: str) -> tuple[str, ...]:
+        """Return the words for the axes of `cache[site, layer]`; those of `rows` begin with `token` in their place.
+
+        Raises:
+            InputError: nothing of that name is kept.
+        """
+        one, _ = self._found((site, None), any_layer=True)
+        if one.has_keys:
+            return ("batch", *("query" if axis == "position" else axis for axis in one.axes))
+        return ("batch", *one.axes)
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __iter__(self) -> Iterator[str | tuple[str, int]]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self._found(key)
+        except InputError:
+            return False
+        return True
+
+    def _ipython_key_completions_(self) -> list[str | tuple[str, int]]:
+        return self.keys()
+
+    # The numbers
+
+    def __getitem__(self, key: str | tuple[str, int]) -> Shaped[Tensor, "batch ..."]:
+        """Return an activation of all texts: `batch position ...`, or `batch head query key`.
+
+        Raises:
+            InputError: nothing of that name and layer is kept, or the texts differ in what is kept of them.
+        """
+        one, place = self._found(key)
+        what = f"{one.name!r}, {one.layers[place]}" if one.layers else repr(one.name)
+        if len(set(self._counts.tolist())) > 1 or (one.has_keys and len(set(self._lengths.tolist())) > 1):
+            counted = self._lengths if one.has_keys else self._counts
+            instead = (
+                f"cache.example({what}, example) is one text's"
+                if one.has_keys
+                else f"cache.rows({what}) is `token ...`, with cache.frame beside it"
+            )
+            raise InputError(
+                f"cache[{what}] would be {' '.join(self.axes(one.name))}, but the texts have "
+                f"{int(counted.min())} to {int(counted.max())} tokens each: {instead}."
+            )
+        whole = self._numbers(one, place)
+        if not one.has_keys:
+            return whole.reshape(len(self._counts), -1, *one.size)
+        return whole.reshape(len(self._counts), *one.size, int(self._counts[0]), int(self._lengths[0]))
+
+    def rows(self, site: str, layer: int | None = None) -> Shaped[Tensor, "token ..."]:
+        """Return an activation of every token that is kept, in the order of `frame`: `token ...`.
+
+        Args:
+            site: a short name, or a hook's.
+            layer: negative numbers count from the last; not needed where one alone is kept.
+
+        Raises:
+            InputError: nothing of that name and layer is kept, or it has keys, of which texts have different numbers.
+        """
+        one, place = self._found((site, layer))
+        whole = self._numbers(one, place)
+        if not one.has_keys:
+            return whole
+        if len(set(self._lengths.tolist())) > 1:
+            raise InputError(
+                f"{one.name} says something of each key, and the texts have {int(self._lengths.min())} to "
+                f"{int(self._lengths.max())}: cache.example({one.name!r}, layer, example) is one text's."
+            )
+        parts = whole.split(self._sizes(one).tolist())
+        return torch.cat([self._block(one, part, n).movedim(-2, 0) for n, part in enumerate(parts)])
+
+    def example(self, site: str, layer: int | None, example: int) -> Tensor:
+        """Return an activation of one text: `position ...`, or `head position key` with its own keys.
+
+        Raises:
+            InputError: nothing of that name and layer is kept, or there is no such text.
+        """
+        one, place = self._found((site, layer))
+        example = checked_count("example", example, least=0, most=len(self._counts) - 1)
+        part, within = (int(found[example]) for found in self._where)
+        sizes = self._sizes(one)
+        mates = self._examples[part]
+        start = int(sizes[mates[:within]].sum())
+        taken = self.activations[part][one.name][place][start : start + int(sizes[example])]
+        return self._block(one, taken, example).clone()
+
+    def to_numpy(self, site: str, layer: int | None = None) -> Shaped[np.ndarray, "token width"]:
+        """Return a row per token and a column per number, as scikit-learn takes them.
+
+        Raises:
+            InputError: see `rows`.
+        """
+        rows = self.rows(site, layer)
+        return rows.reshape(len(rows), -1).cpu().numpy()
+
+    def to_frame(self, site: str, layer: int | None = None) -> pd.DataFrame:
+        """Return `frame` with a further column for every number, named by its place: `z.0.3` is head 0, number 3.
+
+        Raises:
+            InputError: see `rows`.
+        """
+        one, _ = self._found((site, layer))
+        numbers = self.to_numpy(site, layer)
+        sizes = (*one.size, int(self._lengths[0])) if one.has_keys else one.size
+        labels = [self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size)
+                  for axis, size in zip([a for a in one.axes if a != "position"], sizes, strict=True)]  # fmt: skip
+        index: Any = np.stack(np.meshgrid(*labels, indexing="ij"), -1).reshape(-1, len(labels)) if labels else [[]]
+        names = [".".join([one.name, *map(str, place)]) for place in index]
+        return pd.concat([self.table, pd.DataFrame(numbers, columns=names)], axis=1)
+
+    # The form of several layers at once, padded
+
+    @property
+    def site(self) -> str | None:
+        """The first site kept that has one vector per token; None where there is none."""
+        found = (one.name for one in self.kept.values() if len(one.axes) == 2 and one.layers)
+        return next(found, None)
+
+    @cached_property
+    def residual(self) -> ResidualCache | None:
+        """What is kept at `site`, padded: `layer batch position d_model`, zero where `mask` is False."""
+        return None if self.site is None else self._padded(self.kept[self.site])
+
+    @cached_property
+    def attention(self) -> AttentionCache | None:
+        """Attention patterns, padded: `layer batch head query key`, zero where the query or key is padding."""
+        return self._padded(self.kept["pattern"]) if "pattern" in self.kept else None
+
+    @cached_property
+    def positions(self) -> Int[Tensor, "batch position"]:
+        """Which token of its text each entry of the padded position (or query) axis is; -1 where there is none."""
+        if self.asked is not None:
+            return asked_columns(self.asked, self._lengths)
+        columns = torch.full((len(self._counts), int(self._counts.max())), -1)
+        columns[torch.arange(columns.shape[1]) < self._counts[:, None]] = torch.tensor(
+            self.table["position"].to_numpy()
+        )
+        return columns
 
     @property
     def mask(self) -> Bool[Tensor, "batch position"]:
-        """True where the position (or query) axis holds a real token."""
+        """True where the padded position (or query) axis holds a real token."""
         return self.positions >= 0
 
+    @cached_property
+    def batch(self) -> Batch:
+        """The tokens that were run, padded; its positions are the key axis."""
+        ids, spans = (self.tokens[names].to_numpy() for names in (["token_id"], ["start", "end"]))
+        texts = tuple(self.texts["text"])
+        known = None not in texts and not np.isnan(spans.astype(float)).any()
+        sequences = Sequences(
+            torch.tensor(ids[:, 0].astype(np.int64)),
+            self._lengths,
+            self.pad,
+            torch.tensor(spans.astype(np.int32)) if known else None,
+            texts if None not in texts else None,
+        )
+        return sequences.batch(range(len(texts)))
+
+    @cached_property
+    def strings(self) -> tuple[tuple[str, ...], ...]:
+        """The text of each row's real tokens."""
+        ends = self._lengths.cumsum(0).tolist()
+        words = self.tokens["token"].tolist()
+        return tuple(tuple(words[end - n : end]) for end, n in zip(ends, self._lengths.tolist(), strict=True))
+
     def labels(self, row: int) -> tuple[str, ...]:
-        """Return the text of the tokens along the position axis of one row; empty strings at padding."""
+        """Return the text of the tokens along the padded position axis of one row; empty strings at padding."""
         return tuple(self.strings[row][p] if p >= 0 else "" for p in self.positions[row].tolist())
 
+    # What every result has
+
+    def summary(self) -> pd.DataFrame:
+        """Return a row for each activation and layer: `site, layer, tokens, width, rms, largest`.
+
+        `rms` is the root of the mean square of its numbers, `largest` the largest of them regardless of sign; numbers
+        that a mask wrote into scores are left out.
+        """
+        found = []
+        for one in self.kept.values():
+            for place, layer in enumerate(one.places):
+                squares, count, largest = 0.0, 0, 0.0
+                for part in self.activations:
+                    numbers = part[one.name][place].double().flatten()
+                    numbers = numbers[numbers.abs() < LARGEST]
+                    squares, count = squares + float(numbers.square().sum()), count + numbers.numel()
+                    largest = max(largest, float(numbers.abs().max()) if numbers.numel() else 0.0)
+                rms = (squares / max(count, 1)) ** 0.5
+                width = math.prod(one.size)
+                found.append((one.name, layer, len(self.table), width, rms, largest))
+        names = ["site", "layer", "tokens", "width", "rms", "largest"]
+        return pd.DataFrame(found, columns=names).astype({"layer": "Int64"})
+
+    def report(self) -> list[str]:
+        """Return what is kept, of how many tokens, and where it lies."""
+        where = "in memory" if self.activations.in_memory else "in files"
+        said = [
+            f"{len(self.table):,} tokens of {len(self.texts):,} texts are kept, {self.nbytes / 2**20:,.1f} "
+            f"MiB {where}; nothing is kept of padding."
+        ]
+        for one in self.kept.values():
+            layers = f" of {_layers_said(one.layers)}" if one.layers else ""
+            said.append(f"{one.name}{layers}: {' '.join(self.axes(one.name))}, {one.dtype}.")
+        return said
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw how large the numbers of each activation are, by layer."""
+        return cast("Axes", self._drawn(ax))
+
+    def digest(self) -> str:
+        """Name this cache in the record of a run that starts from it: by what made it, or else by all it holds."""
+        if self.run.unknown:
+            return super().digest()
+        run = self.run
+        return digest(["Cache", run.analysis, run.fingerprint, run.tokenizer, run.dtype, run.options, run.versions])
+
     def __repr__(self) -> str:
-        kept = {self.site or "residual": self.residual, "attention": self.attention}
-        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in kept.items() if value is not None)
-        size = sum(value.nbytes for value in kept.values() if value is not None)
-        return f"Cache({shapes}; layers {_ranges(self.layers)}; {size / 2**20:,.1f} MiB)"
+        said = {"pattern": "attention"}  # as the attribute is called
+        shapes = ", ".join(f"{said.get(one.name, one.name)} {self._said_shape(one)}" for one in self._in_order())
+        size = self.nbytes / 2**20
+        layers = f"layers {_ranges(self.layers)}; " if any(one.layers for one in self.kept.values()) else ""
+        return f"Cache({shapes}; {layers}{size:,.1f} MiB)"
+
+    # Inside
+
+    def _in_order(self) -> list[Activation]:
+        return sorted(self.kept.values(), key=lambda one: one.has_keys)
+
+    def _said_shape(self, one: Activation) -> tuple[int | str, ...]:
+        alike = len(set(self._counts.tolist())) == 1
+        places = (len(one.places), len(self._counts))
+        counted: tuple[int | str, ...] = (int(self._counts[0]),) if alike else (f"{int(self._counts.sum())} tokens",)
+        if not one.has_keys:
+            return (*places, *counted, *one.size)
+        keys = set(self._lengths.tolist())
+        return (*places, *one.size, *counted, keys.pop() if len(keys) == 1 else "its keys")
+
+    @cached_property
+    def _lengths(self) -> Int[Tensor, " example"]:
+        return torch.tensor(self.texts["tokens"].to_numpy(dtype=np.int64))
+
+    @cached_property
+    def _counts(self) -> Int[Tensor, " example"]:
+        """How many rows each text has."""
+        counts = np.bincount(self.table["example"].to_numpy(dtype=np.int64), minlength=len(self.texts))
+        return torch.tensor(counts.astype(np.int64))
+
+    @cached_property
+    def _examples(self) -> list[Int[Tensor, " example"]]:
+        return [part["examples"].clone() for part in self.activations]
+
+    @cached_property
+    def _where(self) -> tuple[Int[Tensor, " example"], Int[Tensor, " example"]]:
+        """In which part each text is, and as which of its texts."""
+        part, within = torch.zeros_like(self._counts), torch.zeros_like(self._counts)
+        for number, examples in enumerate(self._examples):
+            part[examples], within[examples] = number, torch.arange(len(examples))
+        return part, within
+
+    def _sizes(self, one: Activation) -> Int[Tensor, " example"]:
+        """How many rows a text has, or of what has keys, how many numbers."""
+        if not one.has_keys:
+            return self._counts
+        return self._counts * self._lengths * math.prod(one.size)
+
+    def _block(self, one: Activation, taken: Tensor, example: int) -> Tensor:
+        """Give what is kept of one text its axes."""
+        if not one.has_keys:
+            return taken
+        return taken.reshape(*one.size, int(self._counts[example]), int(self._lengths[example]))
+
+    def _numbers(self, one: Activation, place: int) -> Tensor:
+        """Return what is kept at one place, text by text in the order given."""
+        sizes = self._sizes(one)
+        if len(self.activations) == 1 and torch.equal(self._examples[0], torch.arange(len(sizes))):
+            return self.activations[0][one.name][place]
+        starts = starts_of(sizes)
+        whole: Tensor | None = None
+        for examples, part in zip(self._examples, self.activations, strict=True):
+            held = part[one.name][place]
+            whole = held.new_empty((int(sizes.sum()), *held.shape[1:])) if whole is None else whole
+            whole[starts[examples].repeat_interleave(sizes[examples]) + steps(sizes[examples])] = held
+        assert whole is not None, "a cache has a part"
+        return whole
+
+    def _padded(self, one: Activation) -> Tensor:
+        """Return what is kept at all layers, every text as long as the longest."""
+        counts, keys = self._counts, int(self._lengths.max())
+        alike = bool((self.positions >= 0).all()) and (not one.has_keys or len(set(self._lengths.tolist())) == 1)
+        if alike and len(self.activations) == 1 and self.activations.in_memory:
+            end = (*one.size, int(counts[0]), keys) if one.has_keys else (int(counts[0]), *one.size)
+            return self.activations[0][one.name].reshape(len(one.places), len(counts), *end)
+        rows = torch.stack([self._numbers(one, place) for place in range(len(one.places))])
+        mask = self.mask
+        if not one.has_keys:
+            padded = rows.new_zeros(len(one.places), *mask.shape, *one.size)
+            padded[:, mask.to(rows.device)] = rows
+            return padded
+        padded = rows.new_zeros(len(one.places), len(counts), *one.size, mask.shape[1], keys)
+        for example, part in enumerate(rows.split(self._sizes(one).tolist(), dim=1)):
+            n = int(self._lengths[example])
+            block = part.reshape(len(one.places), *one.size, int(counts[example]), n)
+            padded[:, example, ..., mask[example].nonzero()[:, 0], :n] = block
+        return padded
+
+    def _found(self, key: Any, any_layer: bool = False) -> tuple[Activation, int]:
+        """Return what a key means, and which of its places.
+
+        Raises:
+            InputError: nothing of that name and layer is kept.
+        """
+        name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
+        for one in self.kept.values():
+            for place, at in enumerate(one.places):
+                if layer is None and name == one.hook_name(at):
+                    return one, place
+        named = next((one for one in self.kept.values() if name in (one.name, one.hook.replace("{layer}", "*"))), None)
+        if named is None:
+            names = [*self.kept, *(key for key in self.keys() if isinstance(key, str))]
+            raise InputError(f"The cache holds no {shown(name)}.{did_you_mean(name, names)}")
+        one = named
+        if any_layer or (layer is None and len(one.places) == 1):
+            return one, 0
+        held = f"{one.name} is kept at {_layers_said(one.layers)}" if one.layers else f"{one.name} stands in no layer"
+        if layer is None:
+            raise InputError(f"{held}: name one of them, as in cache[{one.name!r}, {one.layers[-1]}].")
+        number = checked_count("layer", layer, least=-self.n_layers)
+        number += self.n_layers if number < 0 else 0
+        if number not in one.layers:
+            raise InputError(f"The cache holds no {one.name!r} of layer {layer}: {held}.")
+        return one, one.layers.index(number)
 
 
-def fill_cache(
-    model: Model,
-    inputs: Inputs,
-    *,
-    residual: bool | str = True,
-    attention: bool = True,
-    layers: Sequence[int] | None = None,
-    positions: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    batch_size: int = 16,
-    device: str | torch.device = "cpu",
-    progress: bool = True,
-) -> Cache:
-    """Run a model and keep activations.
-
-    Args:
-        model: the model.
-        inputs: anything `model.tokenize` takes.
-        residual: which residual stream to keep: "resid_pre", "resid_mid" or "resid_post", or another site that has a
-            vector per token ("attn_out", "mlp_out"); True means "resid_post".
-        attention: whether to keep the attention patterns.
-        layers: default all; negative numbers count from the last.
-        positions: which tokens of each sequence to keep; default all. -1 is each sequence's own last token. For
-            attention these are the queries; the keys are always all.
-        heads: which query heads; default all.
-        batch_size: rows in one run.
-        device: where the cache lies.
-        progress: show a bar while several batches run.
-
-    Returns:
-        `residual` `[layer, batch, position, d_model]` and `attention` `[layer, batch, head, query, key]` in float32 (or
-        the model's dtype when that is wider).
+def load_cache(folder: str | Path) -> Cache:
+    """Read a cache that `save`, or `model.cache(..., out=folder)`, wrote; the numbers stay in its files.
 
     Raises:
-        InputError: an option names nothing of this model, or the cache would not fit.
+        RunFolderError: the folder holds no finished cache.
     """
-    shape, device = model.shape, usable_device(device)
-    progress, attention = checked_flag("progress", progress), checked_flag("attention", attention)
-    batch = model.tokenize(inputs)
-    site = _site(residual, model)
-    if site is None and not attention:
-        raise InputError("There is nothing to keep: residual and attention are both False.")
-    checked_count("batch_size", batch_size)
-    chosen_layers = _choose("layer", layers, shape.n_layers)
-    chosen_heads = _choose("head", heads, shape.n_heads)
-    columns = _columns(positions, batch)
-    rows, width = columns.shape
-    dtype = torch.promote_types(model.dtype, torch.float32)
-    sizes = {
-        "residual": (len(chosen_layers), rows, width, SITES[site].width(shape, width)) if site else None,
-        "attention": (len(chosen_layers), rows, len(chosen_heads), width, batch.tokens.shape[1]) if attention else None,
-    }
-    _refuse_too_large(sizes.values(), dtype.itemsize, device)
-    kept = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items() if size is not None}
-
-    stop_at = max(chosen_layers) + 1
-
-    def run(chunk: range) -> None:
-        where, piece = slice(chunk.start, chunk.stop), batch.rows(chunk.start, chunk.stop)
-        here = columns[where]
-        hooks: list[Hook] = []
-        for index, layer in enumerate(chosen_layers):
-            if site is not None:
-                hooks.append((hook_name(site, layer), _keep_residual(kept["residual"][index, where], here)))
-            if attention:
-                target = kept["attention"][index, where]
-                hooks.append((hook_name("pattern", layer), _keep_pattern(target, here, piece, chosen_heads)))
-        model.run(piece, hooks, stop_at=stop_at)
-
-    chunks = [range(len(batch))[start : start + batch_size] for start in range(0, len(batch), batch_size)]
-    for chunk in progress_bar(progress and len(chunks) > 1, chunks, desc="Caching", unit="batch"):
-        in_halves(chunk, run)
-    return Cache(
-        residual=kept.get("residual"),
-        attention=kept.get("attention"),
-        site=site,
-        layers=chosen_layers,
-        heads=chosen_heads,
-        positions=columns,
-        batch=batch,
-        strings=tuple(
-            model.token_strings(row[real].tolist()) for row, real in zip(batch.tokens, batch.mask, strict=True)
-        ),
-    )
+    return Cache.load(folder)
 
 
-def _keep_residual(target: Tensor, columns: Int[Tensor, "batch position"]) -> HookFunction:
-    """Return a hook that copies the chosen positions of a residual stream into their place."""
-
-    def keep(residual: Tensor, hook: Any) -> None:
-        target.copy_(_at(residual, columns.to(residual.device)))
-
-    return looks(keep)
-
-
-def _keep_pattern(
-    target: Tensor, columns: Int[Tensor, "batch position"], piece: Batch, heads: tuple[int, ...]
-) -> HookFunction:
-    """Return a hook that copies the chosen heads and queries of an attention pattern into their place."""
-
-    def keep(pattern: Tensor, hook: Any) -> None:
-        chosen = pattern[:, torch.tensor(heads, device=pattern.device)]
-        by_query = _at(chosen.transpose(1, 2), columns.to(pattern.device)).transpose(1, 2)
-        by_query = by_query * piece.mask[:, None, None].to(pattern.device)
-        target[..., : by_query.shape[-1]].copy_(by_query)
-
-    return looks(keep)
-
-
-def _at(values: Tensor, columns: Int[Tensor, "batch position"]) -> Tensor:
-    """Pick each row's own positions (axis 1); zeros where there is none (-1)."""
-    rows = torch.arange(len(values), device=values.device)[:, None]
-    picked = values[rows, columns.clamp(min=0)]
-    missing = (columns < 0).reshape(*columns.shape, *[1] * (picked.ndim - 2))
-    return picked.masked_fill(missing, 0)
-
-
-def _columns(positions: Sequence[int] | None, batch: Batch) -> Int[Tensor, "batch position"]:
-    """Say for each row which of its tokens is meant; -1 where the row is too short."""
-    width = batch.tokens.shape[1]
-    asked = tuple(range(width)) if positions is None else _numbers("positions", positions)
-    if not asked:
-        raise InputError("positions= names no position.")
-    if outside := [position for position in asked if not -width <= position < width]:
-        raise InputError(f"No sequence has a position {outside[0]}; the longest has {width} tokens.")
-    wanted = torch.tensor(asked, dtype=torch.long)
-    lengths = batch.lengths[:, None]
-    columns = torch.where(wanted < 0, lengths + wanted, wanted.expand(len(batch), -1))
-    columns = torch.where((columns >= 0) & (columns < lengths), columns, -1)
-    if bool((columns < 0).all(0).any()):
-        absent = int(wanted[(columns < 0).all(0)][0])
-        raise InputError(f"No sequence has a position {absent}; the longest has {int(lengths.max())} tokens.")
-    return columns
-
-
-def _numbers(option: str, wanted: Any) -> tuple[int, ...]:
-    try:
-        return tuple(whole_numbers(wanted))
-    except TypeError:
-        raise InputError(f"{option}={shown(wanted)} does not name {option} by whole numbers.") from None
-
-
-def _choose(axis: str, wanted: Iterable[int] | None, size: int) -> tuple[int, ...]:
-    """Resolve negative numbers and check the range."""
-    if wanted is None:
-        return tuple(range(size))
-    chosen = _numbers(f"{axis}s", wanted)
-    for i in chosen:
-        if not -size <= i < size:
-            raise InputError(f"There is no {axis} {i}; the model has {axis}s 0 to {size - 1}.")
-    if not chosen or len({i % size for i in chosen}) < len(chosen):
-        raise InputError(f"{axis}s={list(chosen)} must name at least one {axis}, each once.")
-    return tuple(i % size for i in chosen)
-
-
-def _site(residual: bool | str, model: Model) -> str | None:
-    """The site to keep: one that has a vector per token."""
-    if isinstance(residual, bool):
-        return "resid_post" if residual else None
-    kept = [name for name, site in SITES.items() if len(site.axes) == 2 and site.axes[0] == "position"]
-    if not isinstance(residual, str) or residual not in kept:
-        raise InputError(f"There is no residual site {shown(residual)}.{did_you_mean(str(residual), kept)}")
-    if reason := SITES[residual].absent(model.shape):
-        raise InputError(f"There is no {residual} to keep: {reason}")
-    if reason := model.misfits.get(residual):
-        raise InputError(reason)
-    return residual
-
-
-def _refuse_too_large(sizes: Iterable[tuple[int, ...] | None], itemsize: int, device: torch.device) -> None:
-    needed = sum(torch.Size(size).numel() * itemsize for size in sizes if size is not None)
-    advice = (
-        "Ask for fewer layers, heads or positions, or leave out attention (it grows with the square of the length)."
-    )
-    refuse_too_large("This cache", needed, device, advice)
+def _layers_said(layers: Sequence[int]) -> str:
+    return f"layer{'s' if len(layers) > 1 else ''} {_ranges(tuple(layers))}"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    whole = numbers == tuple(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 2
+    whole = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
     return f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))

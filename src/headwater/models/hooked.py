@@ -18,6 +18,7 @@ import inspect
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.models.alterations import KnownModules
-from headwater.models.caches import Cache, fill_cache
+from headwater.models.caches import Cache
 from headwater.models.checks import finite_output
+from headwater.models.collection import fill_cache
 from headwater.models.edits import (
     Attached,
     Attachments,
@@ -277,24 +279,28 @@ class HookedModel:
         self,
         inputs: Inputs,
         *,
-        residual: bool | str = True,
-        attention: bool = True,
+        sites: str | Iterable[str] | None = None,
+        residual: bool | str | None = None,
+        attention: bool | None = None,
         layers: Sequence[int] | None = None,
-        positions: Sequence[int] | None = None,
+        positions: str | Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
+        out: str | Path | None = None,
         batch_size: int = 16,
         device: str | torch.device = "cpu",
         progress: bool = True,
     ) -> Cache:
-        """Run the model and keep what is asked for; see `headwater.models.caches.fill_cache`."""
+        """Run the model and keep what is asked for; see `headwater.models.collection.fill_cache`."""
         return fill_cache(
             self,
             inputs,
+            sites=sites,
             residual=residual,
             attention=attention,
             layers=layers,
             positions=positions,
             heads=heads,
+            out=out,
             batch_size=batch_size,
             device=device,
             progress=progress,

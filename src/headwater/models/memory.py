@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -38,6 +40,22 @@ def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) 
     if needed > available:
         raise InputError(
             f"{what} would take {needed / 2**30:,.1f} GiB; {device} has {available / 2**30:,.1f} GiB free. {advice}"
+        )
+
+
+def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str) -> None:
+    """Refuse what needs more bytes than the disk of a folder has left; what the folder holds already counts as there.
+
+    Raises:
+        InputError: it would not fit; the message has both figures.
+    """
+    there = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else 0
+    above = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path())
+    free = shutil.disk_usage(above).free
+    if needed > free + there:
+        raise InputError(
+            f"{what} would take {needed / 2**30:,.1f} GiB; the disk of {folder} has {free / 2**30:,.1f} GiB free. "
+            f"{advice}"
         )
 
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from headwater.progress import Bar, progress_bar
 from headwater.runs.folder import Compute, RunFolder, run_pieces
 from headwater.runs.record import Recorded, RunRecord
 from headwater.runs.result import Result
+from headwater.runs.shards import Shards, shard_name
 
 Item = TypeVar("Item")
 R = TypeVar("R", bound=Result)
@@ -65,12 +66,38 @@ class Run:
         def work() -> Iterator[tuple[str, Compute]]:
             done = bar.n if bar is not None else 0
             for number, item in enumerate(items):
-                yield f"{self.prefix}{stage}-{number:06d}", partial(compute, item)
+                yield self._piece_name(stage, number), partial(compute, item)
                 done += size(item)
                 if bar is not None:
                     bar.update(done - bar.n)
 
         yield from run_pieces(self.folder, work())
+
+    def stored(
+        self,
+        stage: str,
+        items: Sequence[Item],
+        compute: Callable[[Item], Mapping[str, Tensor]],
+        bar: Bar | None = None,
+        size: Callable[[Item], int] = lambda item: 1,
+    ) -> Shards:
+        """Make pieces that stay as they are: in files where the run has a folder, of which none is held.
+
+        The arguments are those of `pieces`; `stage` is also the name of the result's field that the parts belong to.
+
+        Raises:
+            RunFolderError: a piece cannot be written, or cannot be read where another process wrote it.
+        """
+        made = self.pieces(stage, items, compute, bar, size)
+        if self.folder is None:
+            return Shards(list(made))
+        for _ in made:
+            pass
+        pieces = [self.folder.piece_file(self._piece_name(stage, number)) for number in range(len(items))]
+        return Shards.of_files([self.folder.path / stage / shard_name(i) for i in range(len(items))], pieces)
+
+    def _piece_name(self, stage: str, number: int) -> str:
+        return f"{self.prefix}{stage}-{number:06d}"
 
     def part(self, name: str) -> Run:
         """Return the same run for a part of it, whose stages are named after the part."""

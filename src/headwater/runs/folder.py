@@ -178,7 +178,7 @@ class RunFolder:
         if found is not None:
             return found
         tensors = {key: value.contiguous() for key, value in compute().items()}
-        write_atomically(self._file(name), lambda temporary: save_file(tensors, temporary))
+        write_atomically(self.piece_file(name), lambda temporary: save_file(tensors, temporary))
         return tensors
 
     def _arrived(self, name: str) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ class RunFolder:
         found = _await(lambda: self._read(name))
         if found is None:
             raise RunFolderError(
-                f"{self._file(name)} was written by another process and cannot be read by process "
+                f"{self.piece_file(name)} was written by another process and cannot be read by process "
                 f"{self._processes.index}. Is the folder on a file system that all machines see?"
             )
         return found
@@ -194,11 +194,12 @@ class RunFolder:
     def _read(self, name: str) -> dict[str, Tensor] | None:
         """Return a piece that is there and whole, else None."""
         try:
-            return load_file(self._file(name))
+            return load_file(self.piece_file(name))
         except (SafetensorError, OSError):
             return None
 
-    def _file(self, name: str) -> Path:
+    def piece_file(self, name: str) -> Path:
+        """Return where a piece lies until the result is whole."""
         if not re.fullmatch(r"[\w-][\w.-]*", name):
             raise ValueError(f"A piece cannot be named {name!r}: the name is part of a file's.")
         return self._pieces / f"{name}.safetensors"

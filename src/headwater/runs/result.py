@@ -1,7 +1,9 @@
 """What every result shares: a table, a summary and a report of it, a plot, a folder on disk, and what made it.
 
 A result is a frozen dataclass. `save` writes its data frames as parquet, its tensors as safetensors and everything else
-as `run.json`, with the size and SHA-256 of each file; `load` reads them back.
+as `run.json`, with the size and SHA-256 of each file; `load` reads them back. Tensors in parts
+(`headwater.runs.shards`) are files in a folder of their field's name, sealed by their sizes alone and not read until
+they are asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from headwater.registry import Registry
 from headwater.runs.findings import records_of
 from headwater.runs.identity import digest
 from headwater.runs.record import FORMAT, MANIFEST_SINCE, RUN_FILE, RunRecord, read_record, refuse_other_run
+from headwater.runs.shards import NAME, Shards
 from headwater.runs.storage import make_folder, read_json, write_atomically, write_json
 from headwater.runs.view import View
 
@@ -151,6 +154,8 @@ def write_result(path: Path, result: Result) -> None:
             write_atomically(path / files[-1], value.to_parquet)
         elif isinstance(value, Tensor):
             tensors[field.name] = value.contiguous()
+        elif isinstance(value, Shards):
+            files += [f"{field.name}/{name}" for name in value.write(path / field.name)]
         elif isinstance(value, RunRecord):
             plain["run"] = dataclasses.asdict(value)
         else:
@@ -182,6 +187,7 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
     earlier = {name: one for name, one in cls.EARLIER.items() if written < one.before}
     if "manifest" in plain or written >= MANIFEST_SINCE:
         _check_manifest(path, plain.get("manifest"), cls, earlier)
+    kinds = get_type_hints(cls)
     try:
         tensors = load_file(path / TENSORS) if (path / TENSORS).exists() else {}
         values: dict[str, Any] = {}
@@ -191,13 +197,15 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
             elif field.name in earlier:
                 parts = {name: pd.read_parquet(path / f"{name}.parquet") for name in earlier[field.name].tables}
                 values[field.name] = earlier[field.name].join(**parts)
+            elif kinds[field.name] is Shards:
+                values[field.name] = Shards.read(path / field.name)
             elif (path / f"{field.name}.parquet").exists():
                 values[field.name] = _tuples(pd.read_parquet(path / f"{field.name}.parquet"))
             else:
                 values[field.name] = tensors[field.name] if field.name in tensors else plain[field.name]
     except (OSError, SafetensorError, ArrowException, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"The result in {path} is damaged ({error}). Delete the folder and run again.") from None
-    for name, kind in get_type_hints(cls).items():
+    for name, kind in kinds.items():
         if name in values and not _is_of(values[name], kind):
             raise RunFolderError(
                 f"The result in {path} is damaged: its {name} is a {type(values[name]).__name__} of another kind. "
@@ -217,6 +225,9 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _seal(file: Path) -> dict[str, Any]:
+    """Return the size of a file, and the hash of its bytes; of a part (`Shards`) the size, which is told unread."""
+    if NAME.fullmatch(file.name):
+        return {"bytes": file.stat().st_size}
     with file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
@@ -237,7 +248,8 @@ def _check_manifest(path: Path, manifest: object, cls: type[Result], earlier: Ma
             f"The result in {path} is damaged: {unsealed[0]} is not in its manifest. Delete the folder and run again."
         )
     for name, seal in manifest.items():
-        if name not in known:
+        folder, _, part = name.partition("/")
+        if name not in known and not (folder in tables and NAME.fullmatch(part)):
             raise RunFolderError(
                 f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is no file of a "
                 f"{cls.__name__}. Delete the folder and run again."

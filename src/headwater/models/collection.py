@@ -1,0 +1,419 @@
+"""Collect activations of many texts: only what was asked for, of real tokens alone.
+
+1. Say which activations are meant (`headwater.models.activations`) and which tokens of each text; estimate what they
+   take, and refuse with the figure when the device, or the disk, has not got it.
+2. Run the texts in batches of about equal length, so that a long one pads no others. Hooks copy the chosen layers,
+   heads and positions of the real tokens into their place, so nothing else is ever kept. Layers after the last one
+   asked for do not run.
+3. With `out=`, the texts of some batches are one part, written to its file as soon as it is whole: memory holds one of
+   them, and an interrupted collection goes on behind its last part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from headwater.errors import InputError, did_you_mean
+from headwater.kernels.devices import usable_device
+from headwater.models.activations import (
+    Activation,
+    activations_named,
+    has_query_heads,
+    layers_needed,
+    refuse_misread_heads,
+)
+from headwater.models.caches import Cache
+from headwater.models.edits import Hook, HookFunction, looks
+from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
+from headwater.models.sequences import Sequences, asked_columns, checked_positions, sequences_of, starts_of, steps
+from headwater.models.sites import SITES
+from headwater.models.tokens import Inputs, by_length
+from headwater.options import checked_count, checked_flag, checked_path, one_or_several, shown, whole_numbers
+from headwater.progress import Bar
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.shards import Shards
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+PART_BYTES = 2**26
+"""A part of a collection in files is no larger, unless it is one text."""
+PART_TEXTS = 1024
+"""Nor has it more texts: what an interrupt can cost."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is kept of a collection: which activations, which heads, which tokens.
+
+    Attributes:
+        activations: which.
+        heads: the query heads kept of those that have some.
+        picked: by the name of those of which not all heads are kept, the axis of heads; the first is tokens, or texts.
+        sequences: the texts.
+        asked: the positions, where they were asked for by numbers.
+        counts: how many tokens are kept of each text.
+        positions: which, one text after the other.
+        stop_at: how many blocks must run; None for the whole model.
+    """
+
+    activations: tuple[Activation, ...]
+    heads: tuple[int, ...]
+    picked: dict[str, int]
+    sequences: Sequences
+    asked: tuple[int, ...] | None
+    counts: Int[Tensor, " example"]
+    positions: Int[Tensor, " token"]
+    stop_at: int | None
+
+    def numbers(self, activation: Activation) -> Int[Tensor, " example"]:
+        """Return how many numbers are kept of each text in one layer."""
+        keys = self.sequences.lengths if activation.has_keys else 1
+        return self.counts * keys * int(np.prod(activation.size))
+
+    def nbytes(self) -> Int[Tensor, " example"]:
+        """Return how many bytes each text takes."""
+        each = [self.numbers(one) * len(one.places) * one.torch_dtype().itemsize for one in self.activations]
+        return torch.stack(each).sum(0)
+
+    def room(self, examples: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Make the tensors of some texts, still to be filled."""
+        which = torch.tensor(examples)
+        room = {"examples": which}
+        for one in self.activations:
+            shape = [int(self.counts[which].sum()), *one.size]
+            shape = [int(self.numbers(one)[which].sum())] if one.has_keys else shape
+            room[one.name] = torch.zeros(len(one.places), *shape, dtype=one.torch_dtype(), device=device)
+        return room
+
+
+def fill_cache(
+    model: Model,
+    inputs: Inputs,
+    *,
+    sites: str | Iterable[str] | None = None,
+    residual: bool | str | None = None,
+    attention: bool | None = None,
+    layers: Sequence[int] | None = None,
+    positions: str | Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    out: str | Path | None = None,
+    batch_size: int = 16,
+    device: str | torch.device = "cpu",
+    progress: bool = True,
+) -> Cache:
+    """Run a model and keep activations.
+
+    Args:
+        model: the model.
+        inputs: anything `model.tokenize` takes.
+        sites: what to keep: sites by their short names ("resid_post", "z", "pattern", ...), and any hook by its
+            TransformerLens name, in which `*` stands for a part ("blocks.*.mlp.hook_post"). Default: what `residual`
+            and `attention` say.
+        residual: the other way to ask: which residual stream to keep ("resid_pre", "resid_mid" or "resid_post"), or
+            another site that has a vector per token ("attn_out", "mlp_out"); True, the default, means "resid_post".
+        attention: with it, whether to keep the attention patterns; the default is True.
+        layers: default all; negative numbers count from the last.
+        positions: which tokens of each text to keep; default all. -1, or "last", is each text's own last token. For
+            attention these are the queries; the keys are always all.
+        heads: which query heads; default all. Sites that have no heads are kept whole.
+        out: a folder. The numbers are written there part by part, memory stays flat, an interrupted collection that is
+            repeated goes on, and several processes share it (`accelerate launch`).
+        batch_size: texts in one run.
+        device: where the cache lies, without `out`.
+        progress: show a bar while several batches run.
+
+    Returns:
+        A cache, in float32 (or the model's dtype when that is wider); in files with `out`.
+
+    Raises:
+        InputError: an option names nothing of this model, or the cache would not fit.
+        RunFolderError: `out` holds another run, or cannot be written; what is finished there is kept.
+    """
+    progress = checked_flag("progress", progress)
+    checked_count("batch_size", batch_size)
+    device = usable_device(device)
+    if out is not None and device.type != "cpu":
+        raise InputError(f"out= keeps the cache in files, which are on no device={str(device)!r}: leave one away.")
+    names = _names(sites, residual, attention, model)
+    wanted = _wanted(model, inputs, names, layers, positions, heads)
+    _refuse_too_large(wanted, device, out)
+    options: dict[str, Any] = {
+        "tokens": wanted.sequences.tokens,
+        "lengths": wanted.sequences.lengths,
+        "sites": [dataclasses.asdict(one) for one in wanted.activations],
+        "positions": wanted.asked if wanted.asked is not None else [wanted.positions, wanted.counts],
+        "heads": wanted.heads,
+    }
+
+    def work(run: Run) -> Cache:
+        return _collected(model, wanted, run, batch_size, device)
+
+    shows = progress and len(wanted.sequences) > batch_size
+    return carry_out(Cache, "cache", model, options, work, out=out, progress=shows)
+
+
+def _wanted(
+    model: Model,
+    inputs: Inputs,
+    names: list[Any],
+    layers: Sequence[int] | None,
+    positions: str | Sequence[int] | None,
+    heads: Sequence[int] | None,
+) -> Wanted:
+    """Check what was asked for, and say what it comes to."""
+    shape = model.shape
+    chosen_layers = _choose("layer", layers, shape.n_layers)
+    chosen_heads = _choose("head", heads, shape.n_heads)
+    sequences = sequences_of(inputs, model)
+    activations = activations_named(names, chosen_layers, model)
+    refuse_misread_heads(activations, heads, model)
+    asked = checked_positions(positions, sequences.lengths)
+    if asked is None:
+        counts, where = sequences.lengths, steps(sequences.lengths)
+    else:
+        columns = asked_columns(asked, sequences.lengths)
+        if bool((absent := (columns < 0).all(0)).any()):
+            missing = asked[int(absent.int().argmax())]
+            longest = int(sequences.lengths.max())
+            raise InputError(f"No sequence has a position {missing}; the longest has {longest} tokens.")
+        counts, where = (columns >= 0).sum(1), columns[columns >= 0]
+    picked = {} if chosen_heads == tuple(range(shape.n_heads)) else _head_axes(activations, model)
+    of_heads = tuple(_of_heads(one, picked.get(one.name), len(chosen_heads)) for one in activations)
+    return Wanted(of_heads, chosen_heads, picked, sequences, asked, counts, where, layers_needed(activations, model))
+
+
+def _head_axes(activations: Sequence[Activation], model: Model) -> dict[str, int]:
+    """Return the axis of query heads of each activation that has one; 0 is the axis of tokens, or of texts."""
+    found = {one.name: [axis for axis in one.axes if axis not in ("position", "key")] for one in activations}
+    with_heads = [one.name for one in activations if has_query_heads(one, model)]
+    return {name: 1 + next(n for n, axis in enumerate(found[name]) if "head" in axis.split("_")) for name in with_heads}
+
+
+def _of_heads(activation: Activation, axis: int | None, n_heads: int) -> Activation:
+    """Return an activation with as many heads as are kept."""
+    if axis is None:
+        return activation
+    size = activation.size
+    return dataclasses.replace(activation, size=(*size[: axis - 1], n_heads, *size[axis:]))
+
+
+def _collected(model: Model, wanted: Wanted, run: Run, batch_size: int, device: torch.device) -> Cache:
+    """Run all batches, and put what they gave together."""
+    lengths = wanted.sequences.lengths.tolist()
+    order = [example for batch in by_length(lengths, len(lengths)) for example in batch]
+    with run.bar("Caching", " texts", total=len(lengths)) as bar:
+        if run.folder is None:
+            room = wanted.room(list(range(len(lengths))), device)
+            _fill(model, wanted, room, order, batch_size, bar)
+            kept = Shards([room])
+        else:
+            parts = _parts(order, wanted.nbytes().tolist())
+
+            def part(examples: list[int]) -> dict[str, Tensor]:
+                made = wanted.room(examples, device)
+                _fill(model, wanted, made, examples, batch_size, bar)
+                return made
+
+            kept = run.stored("activations", parts, part, bar, len)
+    tokens, texts = _described(wanted.sequences, model)
+    at = (starts_of(wanted.sequences.lengths).repeat_interleave(wanted.counts) + wanted.positions).numpy()
+    table = tokens[["example", "position", "token"]].iloc[at].reset_index(drop=True)
+    return Cache(
+        table=table,
+        tokens=tokens,
+        texts=texts,
+        contents=[_plain(one) for one in wanted.activations],
+        asked=None if wanted.asked is None else list(wanted.asked),
+        kept_layers=list(dict.fromkeys(layer for one in wanted.activations for layer in one.layers)),
+        kept_heads=list(wanted.heads),
+        n_layers=model.shape.n_layers,
+        pad=wanted.sequences.pad,
+        activations=kept,
+        run=run.record,
+    )
+
+
+def _fill(
+    model: Model, wanted: Wanted, room: dict[str, Tensor], examples: Sequence[int], batch_size: int, bar: Bar
+) -> None:
+    """Run texts in batches, and copy what is kept of them into their place."""
+    held, own = room["examples"], {}
+    for one in wanted.activations:
+        sizes = wanted.numbers(one) if one.has_keys else wanted.counts
+        own[one.has_keys, one.size] = starts_of(sizes[held])
+    within = torch.empty(len(wanted.counts), dtype=torch.long)
+    within[held] = torch.arange(len(held))
+
+    def run(rows: Sequence[int]) -> None:
+        batch = wanted.sequences.batch(rows)
+        taken = _Taken(wanted, torch.tensor(rows), batch.tokens.shape[1])
+        hooks: list[Hook] = []
+        for one in wanted.activations:
+            starts = own[one.has_keys, one.size][within[taken.rows]]
+            for place, layer in enumerate(one.places):
+                target = room[one.name][place]
+                keep = taken.pattern(one, target, starts) if one.has_keys else taken.vectors(one, target, starts)
+                hooks.append((one.hook_name(layer), keep))
+        model.run(batch, hooks, stop_at=wanted.stop_at)
+        bar.update(len(rows))
+
+    for start in range(0, len(examples), batch_size):
+        in_halves(examples[start : start + batch_size], run)
+
+
+class _Taken:
+    """What is kept of the texts of one batch, as indices into its activations."""
+
+    def __init__(self, wanted: Wanted, rows: Int[Tensor, " row"], width: int):
+        self.rows, self.counts = rows, wanted.counts[rows]
+        self.lengths = wanted.sequences.lengths[rows]
+        first = starts_of(wanted.counts)[rows].repeat_interleave(self.counts)
+        self.columns = wanted.positions[first + steps(self.counts)]
+        self.row = torch.arange(len(rows)).repeat_interleave(self.counts)
+        self.whole = wanted.asked is None and bool((self.lengths == width).all())
+        self.heads, self.picked = wanted.heads, wanted.picked
+
+    def vectors(self, one: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
+        """Return a hook that copies the chosen tokens of an activation into their rows."""
+        where = _run_of(starts.repeat_interleave(self.counts) + steps(self.counts))
+
+        def keep(activation: Tensor, hook: Any) -> None:
+            there = activation.device
+            chosen = activation.flatten(0, 1) if self.whole else activation[self.row.to(there), self.columns.to(there)]
+            chosen = self._heads(one, chosen)
+            target[where] = chosen.to(target.device, target.dtype)
+
+        return looks(keep)
+
+    def pattern(self, one: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
+        """Return a hook that copies the chosen queries, and each text's own keys, into their place."""
+        begins, counts, lengths = starts.tolist(), self.counts.tolist(), self.lengths.tolist()
+
+        def keep(activation: Tensor, hook: Any) -> None:
+            chosen = self._heads(one, activation)
+            columns = self.columns.to(activation.device).split(counts)
+            for row, (begin, queries) in enumerate(zip(begins, columns, strict=True)):
+                block = chosen[row] if self.whole else chosen[row][:, queries, : lengths[row]]
+                target[begin : begin + block.numel()].view(block.shape).copy_(block)
+
+        return looks(keep)
+
+    def _heads(self, one: Activation, activation: Tensor) -> Tensor:
+        """Pick the heads of an activation whose first axis is texts, or tokens."""
+        axis = self.picked.get(one.name)
+        if axis is None:
+            return activation
+        return activation.index_select(axis, torch.tensor(self.heads, device=activation.device))
+
+
+def _run_of(where: Int[Tensor, " token"]) -> Int[Tensor, " token"] | slice:
+    """Return places as a slice where they follow one another: copying into it is quicker."""
+    start, stop = int(where[0]) if len(where) else 0, len(where)
+    return slice(start, start + stop) if torch.equal(where, torch.arange(start, start + stop)) else where
+
+
+def _parts(order: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
+    """Cut texts, shortest first, into parts of limited size."""
+    parts: list[list[int]] = [[]]
+    held = 0
+    for example in order:
+        if parts[-1] and (held + nbytes[example] > PART_BYTES or len(parts[-1]) == PART_TEXTS):
+            parts.append([])
+            held = 0
+        parts[-1].append(example)
+        held += nbytes[example]
+    return parts
+
+
+def _described(sequences: Sequences, model: Model) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return a row per token of every text, and a row per text."""
+    ids, back = np.unique(sequences.tokens.numpy(), return_inverse=True)
+    words = np.array(model.token_strings(ids.tolist()), dtype=object)
+    lengths = sequences.lengths
+    spans = sequences.characters
+    tokens = pd.DataFrame(
+        {
+            "example": torch.arange(len(lengths)).repeat_interleave(lengths).numpy(),
+            "position": steps(lengths).numpy(),
+            "token_id": ids[back].astype(np.int64),
+            "token": words[back],
+            "start": pd.array(spans[:, 0].numpy() if spans is not None else [None] * len(back), dtype="Int32"),
+            "end": pd.array(spans[:, 1].numpy() if spans is not None else [None] * len(back), dtype="Int32"),
+        }
+    )
+    given = sequences.texts if sequences.texts is not None else [None] * len(lengths)
+    texts = pd.DataFrame(
+        {"example": range(len(lengths)), "tokens": lengths.numpy(), "text": pd.Series(given, dtype=object)}
+    )
+    return tokens, texts
+
+
+def _plain(activation: Activation) -> dict[str, Any]:
+    """Return what describes an activation as JSON keeps it."""
+    fields = dataclasses.asdict(activation)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def _choose(axis: str, wanted: Iterable[int] | None, size: int) -> tuple[int, ...]:
+    """Resolve negative numbers and check the range."""
+    if wanted is None:
+        return tuple(range(size))
+    try:
+        chosen = tuple(whole_numbers(wanted))
+    except TypeError:
+        raise InputError(f"{axis}s={shown(wanted)} does not name {axis}s by whole numbers.") from None
+    for i in chosen:
+        if not -size <= i < size:
+            raise InputError(f"There is no {axis} {i}; the model has {axis}s 0 to {size - 1}.")
+    if not chosen or len({i % size for i in chosen}) < len(chosen):
+        raise InputError(f"{axis}s={list(chosen)} must name at least one {axis}, each once.")
+    return tuple(i % size for i in chosen)
+
+
+def _names(sites: Any, residual: Any, attention: Any, model: Model) -> list[Any]:
+    """Return the names of what is kept, whichever way it was asked for."""
+    if sites is not None:
+        if residual is not None or attention is not None:
+            raise InputError("sites= says all that is kept: leave residual= and attention= away.")
+        return one_or_several(sites)
+    attention = True if attention is None else checked_flag("attention", attention)
+    site = _residual_site(True if residual is None else residual, model)
+    if site is None and not attention:
+        raise InputError("There is nothing to keep: residual and attention are both False.")
+    return ([site] if site else []) + (["pattern"] if attention else [])
+
+
+def _residual_site(residual: bool | str, model: Model) -> str | None:
+    """The site to keep: one that has a vector per token."""
+    if isinstance(residual, bool):
+        return "resid_post" if residual else None
+    kept = [name for name, site in SITES.items() if len(site.axes) == 2 and site.axes[0] == "position"]
+    if not isinstance(residual, str) or residual not in kept:
+        raise InputError(f"There is no residual site {shown(residual)}.{did_you_mean(str(residual), kept)}")
+    if reason := SITES[residual].absent(model.shape):
+        raise InputError(f"There is no {residual} to keep: {reason}")
+    return residual
+
+
+def _refuse_too_large(wanted: Wanted, device: torch.device, out: str | Path | None) -> None:
+    sizes = wanted.nbytes()
+    advice = (
+        "Ask for fewer layers, heads or positions, or leave out attention (it grows with the square of the length)."
+    )
+    if out is None:
+        advice += " With out= the cache is kept in files."
+        refuse_too_large("This cache", int(sizes.sum()), device, advice)
+        return
+    refuse_too_large("One text of this cache", int(sizes.max()), device, advice)
+    refuse_too_large_for_disk("This cache", int(sizes.sum()), checked_path("out", out), advice)

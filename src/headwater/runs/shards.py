@@ -1,0 +1,138 @@
+"""Tensors in parts: what is too large to be held is a row of files, read memory-mapped when it is asked for.
+
+A part is named tensors. In memory the parts are lists of them; on disk each is a safetensors file of one folder, in
+the order of the files' names. A run makes such files one by one (`Run.stored`), and the finished result takes them over
+where they lie, by a link, so that nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headwater.errors import RunFolderError
+from headwater.runs.storage import make_folder, write_atomically
+
+NAME = re.compile(r"\d{6,}\.safetensors")
+
+
+def shard_name(number: int) -> str:
+    """Return the name of the file of a part."""
+    return f"{number:06d}.safetensors"
+
+
+class Shards:
+    """Parts, each of named tensors: in memory, or files that are opened when a part is asked for."""
+
+    def __init__(self, parts: Sequence[Mapping[str, Tensor]] = ()):
+        self._parts = [dict(part) for part in parts]
+        self._files: list[Path] = []
+        self._pieces: list[Path] = []
+
+    @classmethod
+    def of_files(cls, files: Sequence[Path], pieces: Sequence[Path] = ()) -> Shards:
+        """Name the files of parts.
+
+        Args:
+            files: where they are, or will be once `write` has been called.
+            pieces: where they lie until then.
+        """
+        made = cls()
+        made._files, made._pieces = list(files), list(pieces)
+        return made
+
+    @classmethod
+    def read(cls, folder: Path) -> Shards:
+        """Find the parts that `write` put into a folder."""
+        return cls.of_files(sorted(file for file in folder.iterdir() if NAME.fullmatch(file.name)))
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the tensors are held, and not read from files."""
+        return not self._files
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the tensors take, or their files."""
+        if self.in_memory:
+            return sum(tensor.nbytes for part in self._parts for tensor in part.values())
+        return sum(self._place(number).stat().st_size for number in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._parts) or len(self._files)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Return a part; of a file, tensors that are read when they are looked at, and must not be written into.
+
+        Raises:
+            RunFolderError: the file is missing or damaged.
+        """
+        if self.in_memory:
+            return self._parts[number]
+        file = self._place(number)
+        try:
+            return load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise RunFolderError(f"{file} cannot be read ({error}). Delete the folder and run again.") from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shards) and len(self) == len(other) and all(map(_equal, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Shards({len(self)} parts, {self.nbytes / 2**20:,.1f} MiB{'' if self.in_memory else ' in files'})"
+
+    def write(self, folder: Path) -> list[str]:
+        """Write the parts into a folder and return the names of their files; what is there already stays.
+
+        Raises:
+            RunFolderError: they cannot be written, for example because the disk is full.
+        """
+        make_folder(folder)
+        names = [shard_name(number) for number in range(len(self))]
+        for number, name in enumerate(names):
+            if self.in_memory:
+                tensors = {key: value.contiguous() for key, value in self._parts[number].items()}
+                write_atomically(folder / name, partial(save_file, tensors))
+            else:
+                self._copy(number, folder / name)
+        for file in folder.iterdir():
+            if NAME.fullmatch(file.name) and file.name not in names:
+                file.unlink()
+        return names
+
+    def _copy(self, number: int, target: Path) -> None:
+        source = self._place(number)
+        if target.exists() and source.samefile(target):
+            return
+        put = _linked if source in self._pieces else shutil.copyfile
+        write_atomically(target, lambda temporary: put(source, temporary))
+
+    def _place(self, number: int) -> Path:
+        file = self._files[number]
+        return file if not self._pieces or file.exists() else self._pieces[number]
+
+
+def _linked(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,268 @@
+"""Any activation of any text: against plain hooks of torch, each text alone, under both kinds of names."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers as tf
+
+import headwater as hw
+from headwater.axes import AXES
+from headwater.errors import HeadwaterError, InputError, InterventionError
+from headwater.models.sites import SITES
+from tests.test_hooked_model import random_texts
+
+CLOSE = {"rtol": 1e-5, "atol": 5e-5}
+QUIET = {"progress": False}
+TEXTS = [" Paris is in France", " cat", " the capital of Italy is Rome", " dog"]
+MODULES = {
+    "gpt2": ("transformer.h.{}.attn.c_proj", "transformer.h.{}.mlp.c_proj", "transformer.h.{}.mlp"),
+    "llama": ("model.layers.{}.self_attn.o_proj", "model.layers.{}.mlp.down_proj", "model.layers.{}.mlp"),
+    "gemma2": (
+        "model.layers.{}.self_attn.o_proj",
+        "model.layers.{}.mlp.down_proj",
+        "model.layers.{}.post_feedforward_layernorm",
+    ),
+    "neox": ("gpt_neox.layers.{}.attention.dense", "gpt_neox.layers.{}.mlp.dense_4h_to_h", "gpt_neox.layers.{}.mlp"),
+}
+"""By family: what reads the heads' outputs, what reads the neurons, and what gives the MLP's output."""
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint):
+    return hw.load(checkpoint("llama"))
+
+
+def watch(reference, family, seen):
+    """Keep in `seen` what passes, by name and layer."""
+    heads, neurons, mlp = MODULES[family]
+    for layer in (0, 2):
+        for name, where in (("z", heads), ("blocks.*.mlp.hook_post", neurons)):
+            reference.get_submodule(where.format(layer)).register_forward_pre_hook(
+                lambda _, given, key=(name, layer): seen.update({key: given[0][0]})
+            )
+        reference.get_submodule(mlp.format(layer)).register_forward_hook(
+            lambda _, given, out, key=("mlp_out", layer): seen.update({key: out[0]})
+        )
+
+
+def run_and_note(model, monkeypatch):
+    """Let a model note the shape of every batch that it runs."""
+    shapes, run = [], model.run
+
+    def noted(batch, *args, **options):
+        shapes.append(tuple(batch.tokens.shape))
+        return run(batch, *args, **options)
+
+    monkeypatch.setattr(model, "run", noted)
+    return shapes
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", MODULES)
+def test_sites_and_hooks_are_what_plain_hooks_of_torch_see_in_each_text_alone(family, checkpoint):
+    model = hw.load(checkpoint(family))
+    reference = tf.AutoModelForCausalLM.from_pretrained(checkpoint(family), attn_implementation="eager").eval()
+    texts = random_texts(5)
+    sites = ["resid_pre", "z", "mlp_out", "pattern", "blocks.*.mlp.hook_post"]
+    cache = model.cache(texts, sites=sites, layers=[2, 0], batch_size=2, **QUIET)
+    seen = {}
+    watch(reference, family, seen)
+    for example, text in enumerate(texts):
+        with torch.inference_mode():
+            out = reference(model.tokenize(text).tokens, output_hidden_states=True, output_attentions=True)
+        rows = torch.tensor((cache.frame["example"] == example).to_numpy())
+        for layer in (0, 2):
+            for name in ("z", "blocks.*.mlp.hook_post", "mlp_out"):
+                mine = cache.rows(name, layer)[rows]
+                torch.testing.assert_close(mine.flatten(1), seen[name, layer].reshape(len(mine), -1), **CLOSE)
+                torch.testing.assert_close(cache.example(name, layer, example), mine)
+            torch.testing.assert_close(cache.rows("resid_pre", layer)[rows], out.hidden_states[layer][0], **CLOSE)
+            torch.testing.assert_close(cache.example("pattern", layer, example), out.attentions[layer][0], **CLOSE)
+
+
+def test_every_site_of_every_text_is_as_if_it_were_alone(llama):
+    together = llama.cache(TEXTS, sites=list(SITES), batch_size=2, **QUIET)
+    for example, text in enumerate(TEXTS):
+        alone = llama.cache(text, sites=list(SITES), **QUIET)
+        for site in SITES:
+            for layer in range(3):
+                mine, theirs = together.example(site, layer, example), alone[site, layer][0]
+                torch.testing.assert_close(mine, theirs, **CLOSE)
+
+
+def test_nothing_is_kept_of_padding(llama):
+    long = [5] * 60
+    cache = llama.cache([[6, 7]] * 40 + [long], sites=["resid_post", "pattern"], layers=[1], **QUIET)
+    assert len(cache.frame) == 40 * 2 + 60
+    assert cache.nbytes == (140 * 32 + 4 * (40 * 2 * 2 + 60 * 60)) * 4
+    assert sum(part.nbytes for name, part in cache.activations[0].items() if name != "examples") == cache.nbytes
+
+
+def test_a_long_text_does_not_pad_short_ones_when_they_run(llama, monkeypatch):
+    shapes = run_and_note(llama, monkeypatch)
+    llama.cache([[5] * 60] + [[6, 7]] * 8, sites="z", batch_size=4, **QUIET)
+    assert shapes == [(4, 2), (4, 2), (1, 60)]
+
+
+def test_both_kinds_of_names_are_listed_and_answer_with_the_same(llama):
+    cache = llama.cache(" Paris is", sites=["z", "blocks.*.mlp.hook_pre", "hook_embed"], layers=[0, 2], **QUIET)
+    assert cache.keys() == [
+        ("z", 0), ("z", 2), ("blocks.*.mlp.hook_pre", 0), ("blocks.*.mlp.hook_pre", 2),
+        "blocks.0.attn.hook_z", "blocks.2.attn.hook_z", "blocks.0.mlp.hook_pre", "blocks.2.mlp.hook_pre",
+        "hook_embed",
+    ]  # fmt: skip
+    assert list(cache) == cache.keys() == cache._ipython_key_completions_()
+    assert all(key in cache for key in cache.keys())  # noqa: SIM118
+    assert "blocks.1.attn.hook_z" not in cache
+    assert torch.equal(cache["z", 2], cache["blocks.2.attn.hook_z"])
+    assert torch.equal(cache["z", -1], cache["z", 2])
+    assert torch.equal(cache["blocks.*.mlp.hook_pre", 0], cache["blocks.0.mlp.hook_pre"])
+    assert cache["hook_embed"].shape == (1, 3, 32)
+    assert torch.equal(cache.rows("blocks.0.attn.hook_z"), cache.rows("z", 0))
+
+
+def test_axes_have_the_words_of_the_vocabulary(llama):
+    names = [
+        "z",
+        "k",
+        "pattern",
+        "resid_mid",
+        "attn_scores",
+        "mlp_in",
+        "blocks.*.mlp.hook_pre",
+        "blocks.*.ln1.hook_scale",
+    ]
+    cache = llama.cache([" Paris is", " cat is"], sites=names, layers=[1], **QUIET)
+    found = {name: cache.axes(name) for name in names}
+    assert found == {
+        "z": ("batch", "position", "head", "d_head"),
+        "k": ("batch", "position", "kv_head", "d_head"),
+        "pattern": ("batch", "head", "query", "key"),
+        "resid_mid": ("batch", "position", "d_model"),
+        "attn_scores": ("batch", "head", "query", "key"),
+        "mlp_in": ("batch", "position", "d_model"),
+        "blocks.*.mlp.hook_pre": ("batch", "position", "d_mlp"),
+        "blocks.*.ln1.hook_scale": ("batch", "position", "width"),
+    }
+    assert {axis for axes in found.values() for axis in axes} - {"d_mlp"} <= set(AXES)
+    for name, axes in found.items():
+        assert cache[name, 1].ndim == len(axes)
+
+
+def test_texts_of_unequal_length_have_rows_and_the_error_says_so(llama):
+    cache = llama.cache(TEXTS, sites=["z", "pattern"], layers=[1], **QUIET)
+    with pytest.raises(InputError, match=r"2 to 7 tokens each: cache\.rows\('z', 1\) is `token \.\.\.`"):
+        cache["z", 1]
+    with pytest.raises(InputError, match=r"cache\.example\('pattern', 1, example\) is one text's"):
+        cache["pattern", 1]
+    with pytest.raises(InputError, match="says something of each key"):
+        cache.rows("pattern", 1)
+    assert cache.rows("z", 1).shape == (len(cache.frame), 4, 8)
+    assert cache.frame.columns.tolist() == ["example", "position", "token"]
+    assert cache.frame["token"].tolist() == [word for words in cache.strings for word in words]
+
+
+def test_texts_of_equal_length_have_a_pattern_by_query_too(llama):
+    cache = llama.cache([" Paris is", " cat is"], sites="pattern", layers=[1], **QUIET)
+    whole, rows = cache["pattern", 1], cache.rows("pattern", 1)
+    assert rows.shape == (6, 4, 3)
+    assert torch.equal(rows.reshape(2, 3, 4, 3).transpose(1, 2), whole)
+    assert torch.equal(cache.attention[0], whole)
+
+
+@pytest.mark.parametrize("positions", ["last", [-1]])
+def test_the_last_token_of_each_text_is_one_row_of_a_batch(llama, positions):
+    whole = llama.cache(TEXTS, sites="z", layers=[1], **QUIET)
+    cache = llama.cache(TEXTS, sites="z", layers=[1], positions=positions, **QUIET)
+    assert cache["z", 1].shape == (4, 1, 4, 8)
+    ends = whole.texts["tokens"].cumsum().to_numpy() - 1
+    torch.testing.assert_close(cache["z", 1][:, 0], whole.rows("z", 1)[ends], **CLOSE)
+    assert cache.frame["position"].tolist() == (whole.texts["tokens"] - 1).tolist()
+
+
+def test_a_frame_for_probes_has_a_column_for_every_number(llama):
+    cache = llama.cache(TEXTS, sites=["z", "resid_post"], layers=[1], heads=[3, 1], **QUIET)
+    frame, numbers = cache.to_frame("z", 1), cache.to_numpy("z", 1)
+    assert frame.columns[:5].tolist() == ["example", "position", "token", "z.3.0", "z.3.1"]
+    assert numbers.shape == (len(cache.frame), 16)
+    assert np.array_equal(frame["z.1.7"], cache.rows("z", 1)[:, 1, 7])
+    assert cache.to_frame("resid_post", 1).columns[-1] == "resid_post.31"
+
+
+def test_query_heads_are_never_taken_for_key_value_heads(llama, checkpoint):
+    with pytest.raises(InputError, match=r"heads= counts the 4 query heads, and v has 2 key-value heads"):
+        llama.cache(" Paris", sites=["z", "v"], heads=[0], **QUIET)
+    with pytest.raises(InputError, match=r"none of what is kept has any: resid_post"):
+        llama.cache(" Paris", sites="resid_post", heads=[0], **QUIET)
+    ungrouped = hw.load(checkpoint("gpt2"))
+    cache = ungrouped.cache(" Paris", sites=["v", "blocks.*.attn.q.hook_out"], heads=[2], **QUIET)
+    whole = ungrouped.cache(" Paris", sites="v", **QUIET)
+    assert torch.equal(cache["v", 0][:, :, 0], whole["v", 0][:, :, 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("zz", "Did you mean 'z'"),
+        ("resid_past", "Did you mean 'resid_post'"),
+        ("blocks.*.mlp.hook_pots", r"Did you mean 'blocks\.\*\.mlp\.hook_post'"),
+        ("blocks.9.attn.hook_z", r"no activation named 'blocks\.9\.attn\.hook_z'"),
+        ("blocks.*.attn.hook_cos", "cannot be kept text by text"),
+        ("", "no activation named ''"),
+        ([], "names no activation"),
+    ],
+)
+def test_names_of_nothing_are_refused_with_the_nearest(llama, name, said):
+    with pytest.raises(InputError, match=said):
+        llama.cache(" Paris", sites=name, **QUIET)
+
+
+@pytest.mark.parametrize("hook", ["blocks.*.attn.hook_result", "blocks.*.attn.hook_hidden_states", "hook_pos_embed"])
+def test_a_hook_that_does_not_fire_is_said_before_the_texts_run(llama, hook, monkeypatch):
+    shapes = run_and_note(llama, monkeypatch)
+    with pytest.raises(InterventionError, match=hook.rpartition(".")[2]):
+        llama.cache([[5] * 40], sites=hook, **QUIET)
+    assert all(width < 40 for _, width in shapes)
+
+
+def test_what_is_asked_of_a_cache_and_not_in_it_is_refused(llama):
+    cache = llama.cache(TEXTS, sites=["z", "resid_post"], layers=[0, 2], **QUIET)
+    for key, said in [
+        (("resid_past", 0), "Did you mean 'resid_post'"),
+        (("z", 1), r"no 'z' of layer 1: z is kept at layers 0, 2"),
+        ("z", r"name one of them, as in cache\['z', 2\]"),
+        (("z", 9), "no 'z' of layer 9"),
+    ]:
+        with pytest.raises(HeadwaterError, match=said):
+            cache[key]
+    with pytest.raises(InputError, match="example=4"):
+        cache.example("z", 0, 4)
+
+
+def test_sites_and_the_older_form_are_not_mixed(llama):
+    with pytest.raises(InputError, match="leave residual= and attention= away"):
+        llama.cache(" Paris", sites="z", attention=True, **QUIET)
+
+
+def test_a_cache_is_read_back_as_it_was(llama, tmp_path):
+    cache = llama.cache(TEXTS, sites=["z", "pattern", "hook_embed"], layers=[0, 2], positions=[-1, 0], **QUIET)
+    again = hw.load_cache(cache.save(tmp_path / "kept"))
+    pd.testing.assert_frame_equal(again.frame, cache.frame)
+    assert again.keys() == cache.keys()
+    assert torch.equal(again.rows("z", 2), cache.rows("z", 2))
+    assert torch.equal(again.rows("hook_embed"), cache.rows("hook_embed"))
+    for example in range(4):
+        assert torch.equal(again.example("pattern", 2, example), cache.example("pattern", 2, example))
+    assert torch.equal(again.attention, cache.attention)
+    assert torch.equal(again.batch.tokens, cache.batch.tokens)
+    assert again.batch.texts == cache.batch.texts == tuple(TEXTS)
+    assert again.batch.offsets == cache.batch.offsets == llama.tokenize(TEXTS).offsets
+    assert again.digest() == cache.digest()
+
+
+def test_a_model_with_a_logit_hook_runs_to_its_end(llama):
+    cache = llama.cache(TEXTS[:1], sites=["ln_final.hook_normalized", "unembed.hook_out"], **QUIET)
+    logits = llama.run(TEXTS[:1])
+    torch.testing.assert_close(cache["unembed.hook_out"], logits, **CLOSE)
+    assert cache.axes("unembed.hook_out") == ("batch", "position", "d_vocab")

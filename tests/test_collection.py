@@ -1,0 +1,221 @@
+"""Activations collected into a folder: the same numbers, flat memory, continued after a kill, shared by processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError, RunFolderError
+from headwater.models import collection
+from headwater.runs.processes import processes
+from tests.test_cache_sites import run_and_note
+from tests.test_shards import _scripts, files, launch  # noqa: F401
+from tests.tiny import tiny_folder
+
+QUIET = {"progress": False}
+SITES = ["resid_post", "pattern", "blocks.*.mlp.hook_post"]
+
+
+def texts(count: int = 12) -> list[list[int]]:
+    """Texts of 2 to 7 tokens, in no order of length."""
+    return [[5 + (7 * i + j) % 30 for j in range(2 + (5 * i) % 6)] for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint):
+    return hw.load(checkpoint("llama"))
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(collection, "PART_TEXTS", 3)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_cache_in_files_holds_what_one_in_memory_holds(llama, tmp_path):
+    held = llama.cache(texts(), sites=SITES, layers=[0, 2], **QUIET)
+    cache = llama.cache(texts(), sites=SITES, layers=[0, 2], out=tmp_path / "out", batch_size=2, **QUIET)
+    assert len(cache.activations) == 4
+    assert not cache.activations.in_memory
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "activations", "run.json", "table.parquet", "texts.parquet", "tokens.parquet"
+    ]  # fmt: skip
+    for name in ("resid_post", "blocks.*.mlp.hook_post"):
+        for layer in (0, 2):
+            torch.testing.assert_close(cache.rows(name, layer), held.rows(name, layer))
+    for example in range(12):
+        torch.testing.assert_close(cache.example("pattern", 2, example), held.example("pattern", 2, example))
+        torch.testing.assert_close(cache.example("resid_post", 2, example), held.example("resid_post", 2, example))
+    torch.testing.assert_close(cache.residual, held.residual)
+    torch.testing.assert_close(cache.attention, held.attention)
+    assert cache.frame.equals(held.frame)
+    assert repr(cache) == repr(held)
+    assert cache.nbytes == held.nbytes
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_finished_collection_is_read_and_one_of_something_else_refused(llama, tmp_path, monkeypatch):
+    asked = {"sites": "z", "layers": [1], "out": tmp_path / "out"}
+    first = llama.cache(texts(), **asked, **QUIET)
+    shapes = run_and_note(llama, monkeypatch)
+    again = llama.cache(texts(), **asked, **QUIET)
+    assert shapes == []
+    assert torch.equal(again.rows("z"), first.rows("z"))
+    for other in ({"layers": [2]}, {"positions": [0]}, {"heads": [1]}, {"sites": "q"}):
+        with pytest.raises(RunFolderError, match="another run"):
+            llama.cache(texts(), **asked | other, **QUIET)
+    with pytest.raises(RunFolderError, match="another run"):
+        llama.cache(texts(11), **asked, **QUIET)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_interrupted_collection_goes_on_behind_its_last_part(llama, tmp_path, monkeypatch):
+    whole = llama.cache(texts(), sites=SITES, out=tmp_path / "whole", **QUIET)
+    run, calls = llama.run, []
+
+    def interrupted(*args, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return run(*args, **options)
+
+    monkeypatch.setattr(llama, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llama.cache(texts(), sites=SITES, out=tmp_path / "out", **QUIET)
+    calls.clear()
+    monkeypatch.setattr(llama, "run", lambda *args, **options: (calls.append(1), run(*args, **options))[1])
+    again = llama.cache(texts(), sites=SITES, out=tmp_path / "out", **QUIET)
+    assert len(calls) == 2 + 2  # the two runs that show axes, and parts 3 and 4
+    assert again.activations == whole.activations
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_disk_that_fills_up_is_one_clear_line_and_nothing_is_lost(llama, tmp_path, monkeypatch):
+    from headwater.runs import folder
+
+    write, written = folder.save_file, []
+
+    def full(tensors, file):
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        written.append(file)
+        return write(tensors, file)
+
+    monkeypatch.setattr(folder, "save_file", full)
+    with pytest.raises(
+        RunFolderError, match=r"cannot be written: No space left on device\. Make room .* is kept"
+    ) as told:
+        llama.cache(texts(), sites="z", out=tmp_path / "out", **QUIET)
+    assert "\n" not in str(told.value)
+    monkeypatch.setattr(folder, "save_file", write)
+    shapes = run_and_note(llama, monkeypatch)
+    cache = llama.cache(texts(), sites="z", out=tmp_path / "out", **QUIET)
+    assert len(shapes) == 2
+    torch.testing.assert_close(cache.rows("z", 1), llama.cache(texts(), sites="z", **QUIET).rows("z", 1))
+
+
+def test_what_does_not_fit_on_the_disk_is_refused_with_both_figures_before_it_starts(llama, tmp_path, monkeypatch):
+    free = 2**20
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": free}))
+    monkeypatch.setattr(llama, "run", lambda *args, **options: pytest.fail("the model ran"))
+    with pytest.raises(InputError, match=r"would take 0\.3 GiB; the disk of .*out has 0\.0 GiB free"):
+        llama.cache([[5] * 60] * 15_000, sites="resid_post", out=tmp_path / "out", **QUIET)
+    with pytest.raises(InputError, match="which are on no device"):
+        llama.cache([5], out=tmp_path / "out", device="meta")
+
+
+def test_a_missing_or_shortened_part_is_told_when_the_cache_is_read(llama, tmp_path):
+    cache = llama.cache(texts(), sites="z", layers=[0], out=tmp_path / "out", **QUIET)
+    file = tmp_path / "out" / "activations" / "000000.safetensors"
+    kept = file.read_bytes()
+    file.write_bytes(kept[:-4])
+    with pytest.raises(RunFolderError, match="changed since the run wrote it"):
+        hw.load_cache(tmp_path / "out")
+    file.unlink()
+    with pytest.raises(RunFolderError, match="is missing"):
+        hw.load_cache(tmp_path / "out")
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        cache.rows("z")
+    file.write_bytes(kept)
+    assert len(hw.load_cache(tmp_path / "out").rows("z")) == len(cache.frame)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_cache_in_files_is_saved_elsewhere_as_a_copy(llama, tmp_path):
+    cache = llama.cache(texts(), sites="z", out=tmp_path / "out", **QUIET)
+    cache.save(tmp_path / "copy")
+    cache.save(tmp_path / "out")
+    for file in (tmp_path / "out" / "activations").iterdir():
+        assert not file.samefile(tmp_path / "copy" / "activations" / file.name)
+        file.unlink()
+    assert len(hw.load_cache(tmp_path / "copy").rows("z", 2)) == len(cache.frame)
+
+
+def collect(checkpoint: str, out: str, die_at: int | None = None) -> None:
+    """Collect in a process of its own; the second process kills itself before its batch `die_at`."""
+    collection.PART_TEXTS = 3
+    model, made = hw.load(checkpoint), []
+    run = model.run
+
+    def counted(*args, **options):
+        made.append(1)
+        if len(made) == die_at and processes().index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(*args, **options)
+
+    model.run = counted
+    cache = model.cache(texts(), sites="z", out=out, **QUIET)
+    assert len(cache.rows("z", 1)) == len(cache.frame)
+    sys.stdout.write(f"{processes().index} {len(made)}\n")
+
+
+def test_two_processes_share_a_collection_also_when_one_is_killed(llama, tmp_path, monkeypatch):
+    checkpoint = str(tiny_folder(tmp_path / "model", "llama"))
+    monkeypatch.setattr(collection, "PART_TEXTS", 3)
+    alone = hw.load(checkpoint).cache(texts(), sites="z", out=tmp_path / "alone", **QUIET)
+    call = f"from tests.test_collection import collect\ncollect({checkpoint!r}, {str(tmp_path / 'out')!r}"
+    killed = launch(2, f"{call}, die_at=2)")
+    assert killed.returncode
+    resumed = launch(2, f"{call})")
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    made = dict(line.split() for line in resumed.stdout.splitlines() if line[:1].isdigit())
+    assert made["1"] == "1"  # of its two parts one was there
+    assert hw.load_cache(tmp_path / "out").activations == alone.activations
+
+
+def test_memory_stays_flat_while_a_collection_grows(checkpoint, tmp_path):
+    code = f"""
+import psutil, torch, headwater as hw
+from headwater.models import collection
+collection.PART_BYTES = 2**20
+model = hw.load({str(checkpoint("llama"))!r})
+process, most = psutil.Process(), [0]
+run = model.run
+def watched(*args, **options):
+    info = process.memory_full_info()
+    most[0] = max(most[0], info.uss)
+    return run(*args, **options)
+model.run = watched
+def collect(count):
+    most[0] = 0
+    model.cache([[5 + i % 30] * 60 for i in range(count)], sites=["resid_post", "pattern"], batch_size=16,
+                out={str(tmp_path)!r} + f"/{{count}}", progress=False)
+    return most[0]
+collect(16)
+few, many = collect(64), collect(640)
+print((many - few) / 2**20)
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    size = sum(file.stat().st_size for file in (tmp_path / "640").rglob("*.safetensors"))
+    assert size > 100 * 2**20
+    assert float(done.stdout.split()[-1]) < 30
