@@ -266,3 +266,50 @@ def test_a_model_with_a_logit_hook_runs_to_its_end(llama):
     logits = llama.run(TEXTS[:1])
     torch.testing.assert_close(cache["unembed.hook_out"], logits, **CLOSE)
     assert cache.axes("unembed.hook_out") == ("batch", "position", "d_vocab")
+
+
+def test_positions_by_role_are_rows_with_a_role(llama):
+    texts = [" Paris is in France", " cat", " the capital of Italy is Rome"]
+    roles = {"first": [" Paris", " cat", (1, 3)], "end": "last"}
+    cache = llama.cache(texts, sites=["z", "pattern"], layers=[1], positions=roles, batch_size=2, **QUIET)
+    whole = llama.cache(texts, sites=["z", "pattern"], layers=[1], **QUIET)
+    assert cache.frame.columns.tolist() == ["example", "position", "token", "role"]
+    found = list(cache.frame[["example", "position", "role"]].itertuples(index=False, name=None))
+    assert found == [
+        (0, 1, "first"), (0, 4, "end"), (1, 1, "first"), (1, 1, "end"), (2, 1, "first"), (2, 2, "first"), (2, 6, "end")
+    ]  # fmt: skip
+    starts = [0, 5, 7]
+    at = [starts[example] + position for example, position, _ in found]
+    torch.testing.assert_close(cache.rows("z", 1), whole.rows("z", 1)[at], **CLOSE)
+    torch.testing.assert_close(cache.example("pattern", 1, 2), whole.example("pattern", 1, 2)[:, [1, 2, 6]], **CLOSE)
+    ends = cache.frame["role"] == "end"
+    assert torch.equal(cache.rows("z", 1, role="end"), cache.rows("z", 1)[ends.tolist()])
+    assert cache.to_frame("z", 1, role="end")["position"].tolist() == [4, 1, 6]
+    assert cache.positions.tolist() == [[1, 4, -1], [1, 1, -1], [1, 2, 6]]
+    with pytest.raises(InputError, match=r"has the role 'ends'\. Did you mean 'end'"):
+        cache.rows("z", 1, role="ends")
+
+
+def test_a_word_or_a_position_for_each_text_is_found_in_each(llama):
+    texts = [" Paris is in France", " cat is"]
+    cache = llama.cache(texts, sites="resid_post", positions=" is", **QUIET)
+    assert cache.frame["token"].tolist() == [" is", " is"]
+    assert cache["resid_post", 2].shape == (2, 1, 32)
+    each = llama.cache(texts, sites="resid_post", positions=[{1, 2}, 0], **QUIET)
+    assert each.frame[["example", "position"]].to_numpy().tolist() == [[0, 1], [0, 2], [1, 0]]
+    assert "role" not in each.frame
+
+
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [
+        ({"name": " Rome"}, "The role 'name' in prompt 0: The text ' Rome' stands 0 times"),
+        ({"name": [" France"]}, "one entry per prompt; 1 were given for 2"),
+        ({}, "does not map names of roles"),
+        (" Rome", "stands 0 times"),
+        (9, "No sequence has a position 9"),
+    ],
+)
+def test_positions_that_a_text_has_not_got_are_one_line(llama, positions, said):
+    with pytest.raises(InputError, match=said):
+        llama.cache([" Paris is in France", " cat is"], sites="z", positions=positions, **QUIET)

@@ -47,7 +47,8 @@ class Cache(Result):
     """Activations of texts, with the labels of every axis; `model.cache(...)` and `hw.load_cache(folder)` give it."""
 
     table: pd.DataFrame
-    """A row per token that is kept, in the order given: `example, position, token`. Also as `frame`."""
+    """A row per token that is kept, in the order given: `example, position, token`, and `role` where positions were
+    asked for by role. Also as `frame`."""
     tokens: pd.DataFrame
     """A row per token of every text: `example, position, token_id, token`, and for texts `start, end`, its
     characters."""
@@ -159,27 +160,29 @@ class Cache(Result):
             return whole.reshape(len(self._counts), -1, *one.size)
         return whole.reshape(len(self._counts), *one.size, int(self._counts[0]), int(self._lengths[0]))
 
-    def rows(self, site: str, layer: int | None = None) -> Shaped[Tensor, "token ..."]:
+    def rows(self, site: str, layer: int | None = None, *, role: str | None = None) -> Shaped[Tensor, "token ..."]:
         """Return an activation of every token that is kept, in the order of `frame`: `token ...`.
 
         Args:
             site: a short name, or a hook's.
             layer: negative numbers count from the last; not needed where one alone is kept.
+            role: only tokens of this role, where positions were asked for by role.
 
         Raises:
             InputError: nothing of that name and layer is kept, or it has keys, of which texts have different numbers.
         """
         one, place = self._found((site, layer))
-        whole = self._numbers(one, place)
+        whole, of_role = self._numbers(one, place), self._of_role(role)
         if not one.has_keys:
-            return whole
+            return whole if of_role is None else whole[of_role]
         if len(set(self._lengths.tolist())) > 1:
             raise InputError(
                 f"{one.name} says something of each key, and the texts have {int(self._lengths.min())} to "
                 f"{int(self._lengths.max())}: cache.example({one.name!r}, layer, example) is one text's."
             )
         parts = whole.split(self._sizes(one).tolist())
-        return torch.cat([self._block(one, part, n).movedim(-2, 0) for n, part in enumerate(parts)])
+        rows = torch.cat([self._block(one, part, n).movedim(-2, 0) for n, part in enumerate(parts)])
+        return rows if of_role is None else rows[of_role]
 
     def example(self, site: str, layer: int | None, example: int) -> Tensor:
         """Return an activation of one text: `position ...`, or `head position key` with its own keys.
@@ -196,29 +199,32 @@ class Cache(Result):
         taken = self.activations[part][one.name][place][start : start + int(sizes[example])]
         return self._block(one, taken, example).clone()
 
-    def to_numpy(self, site: str, layer: int | None = None) -> Shaped[np.ndarray, "token width"]:
+    def to_numpy(
+        self, site: str, layer: int | None = None, *, role: str | None = None
+    ) -> Shaped[np.ndarray, "token width"]:
         """Return a row per token and a column per number, as scikit-learn takes them.
 
         Raises:
             InputError: see `rows`.
         """
-        rows = self.rows(site, layer)
+        rows = self.rows(site, layer, role=role)
         return rows.reshape(len(rows), -1).cpu().numpy()
 
-    def to_frame(self, site: str, layer: int | None = None) -> pd.DataFrame:
+    def to_frame(self, site: str, layer: int | None = None, *, role: str | None = None) -> pd.DataFrame:
         """Return `frame` with a further column for every number, named by its place: `z.0.3` is head 0, number 3.
 
         Raises:
             InputError: see `rows`.
         """
         one, _ = self._found((site, layer))
-        numbers = self.to_numpy(site, layer)
+        numbers, of_role = self.to_numpy(site, layer, role=role), self._of_role(role)
         sizes = (*one.size, int(self._lengths[0])) if one.has_keys else one.size
         labels = [self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size)
                   for axis, size in zip([a for a in one.axes if a != "position"], sizes, strict=True)]  # fmt: skip
         index: Any = np.stack(np.meshgrid(*labels, indexing="ij"), -1).reshape(-1, len(labels)) if labels else [[]]
         names = [".".join([one.name, *map(str, place)]) for place in index]
-        return pd.concat([self.table, pd.DataFrame(numbers, columns=names)], axis=1)
+        table = self.table if of_role is None else self.table[of_role.tolist()].reset_index(drop=True)
+        return pd.concat([table, pd.DataFrame(numbers, columns=names)], axis=1)
 
     # The form of several layers at once, padded
 
@@ -334,6 +340,19 @@ class Cache(Result):
         return f"Cache({shapes}; {layers}{size:,.1f} MiB)"
 
     # Inside
+
+    def _of_role(self, role: str | None) -> Bool[Tensor, " token"] | None:
+        """Return which rows are of a role; None for all of them.
+
+        Raises:
+            InputError: there is no such role.
+        """
+        if role is None:
+            return None
+        known = list(dict.fromkeys(self.table["role"])) if "role" in self.table else []
+        if role not in known:
+            raise InputError(f"No position of this cache has the role {shown(role)}.{did_you_mean(role, known)}")
+        return torch.tensor((self.table["role"] == role).tolist())
 
     def _in_order(self) -> list[Activation]:
         return sorted(self.kept.values(), key=lambda one: one.has_keys)

@@ -35,7 +35,8 @@ from headwater.models.activations import (
 from headwater.models.caches import Cache
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
-from headwater.models.sequences import Sequences, asked_columns, checked_positions, sequences_of, starts_of, steps
+from headwater.models.positions import Where
+from headwater.models.sequences import Chosen, Sequences, chosen_tokens, sequences_of, starts_of, steps
 from headwater.models.sites import SITES
 from headwater.models.tokens import Inputs, by_length
 from headwater.options import checked_count, checked_flag, checked_path, one_or_several, shown, whole_numbers
@@ -61,9 +62,7 @@ class Wanted:
         heads: the query heads kept of those that have some.
         picked: by the name of those of which not all heads are kept, the axis of heads; the first is tokens, or texts.
         sequences: the texts.
-        asked: the positions, where they were asked for by numbers.
-        counts: how many tokens are kept of each text.
-        positions: which, one text after the other.
+        chosen: which tokens.
         stop_at: how many blocks must run; None for the whole model.
     """
 
@@ -71,10 +70,13 @@ class Wanted:
     heads: tuple[int, ...]
     picked: dict[str, int]
     sequences: Sequences
-    asked: tuple[int, ...] | None
-    counts: Int[Tensor, " example"]
-    positions: Int[Tensor, " token"]
+    chosen: Chosen
     stop_at: int | None
+
+    @property
+    def counts(self) -> Int[Tensor, " example"]:
+        """How many tokens are kept of each text."""
+        return self.chosen.counts
 
     def numbers(self, activation: Activation) -> Int[Tensor, " example"]:
         """Return how many numbers are kept of each text in one layer."""
@@ -105,7 +107,7 @@ def fill_cache(
     residual: bool | str | None = None,
     attention: bool | None = None,
     layers: Sequence[int] | None = None,
-    positions: str | Sequence[int] | None = None,
+    positions: Where | Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     out: str | Path | None = None,
     batch_size: int = 16,
@@ -124,8 +126,10 @@ def fill_cache(
             another site that has a vector per token ("attn_out", "mlp_out"); True, the default, means "resid_post".
         attention: with it, whether to keep the attention patterns; the default is True.
         layers: default all; negative numbers count from the last.
-        positions: which tokens of each text to keep; default all. -1, or "last", is each text's own last token. For
-            attention these are the queries; the keys are always all.
+        positions: which tokens of each text to keep; default all. Numbers, of which -1, or "last", is each text's own
+            last token; or a word, a span, a function of the token strings, a list with one of these per text; or
+            roles, as {"subject": [" France", " Italy"], "end": "last"} (see `headwater.models.positions`), which the
+            column `role` of the frame names. For attention these are the queries; the keys are always all.
         heads: which query heads; default all. Sites that have no heads are kept whole.
         out: a folder. The numbers are written there part by part, memory stays flat, an interrupted collection that is
             repeated goes on, and several processes share it (`accelerate launch`).
@@ -152,7 +156,7 @@ def fill_cache(
         "tokens": wanted.sequences.tokens,
         "lengths": wanted.sequences.lengths,
         "sites": [dataclasses.asdict(one) for one in wanted.activations],
-        "positions": wanted.asked if wanted.asked is not None else [wanted.positions, wanted.counts],
+        "positions": wanted.chosen,
         "heads": wanted.heads,
     }
 
@@ -168,7 +172,7 @@ def _wanted(
     inputs: Inputs,
     names: list[Any],
     layers: Sequence[int] | None,
-    positions: str | Sequence[int] | None,
+    positions: Where | Sequence[int] | None,
     heads: Sequence[int] | None,
 ) -> Wanted:
     """Check what was asked for, and say what it comes to."""
@@ -178,19 +182,10 @@ def _wanted(
     sequences = sequences_of(inputs, model)
     activations = activations_named(names, chosen_layers, model)
     refuse_misread_heads(activations, heads, model)
-    asked = checked_positions(positions, sequences.lengths)
-    if asked is None:
-        counts, where = sequences.lengths, steps(sequences.lengths)
-    else:
-        columns = asked_columns(asked, sequences.lengths)
-        if bool((absent := (columns < 0).all(0)).any()):
-            missing = asked[int(absent.int().argmax())]
-            longest = int(sequences.lengths.max())
-            raise InputError(f"No sequence has a position {missing}; the longest has {longest} tokens.")
-        counts, where = (columns >= 0).sum(1), columns[columns >= 0]
+    chosen = chosen_tokens(positions, sequences, model)
     picked = {} if chosen_heads == tuple(range(shape.n_heads)) else _head_axes(activations, model)
     of_heads = tuple(_of_heads(one, picked.get(one.name), len(chosen_heads)) for one in activations)
-    return Wanted(of_heads, chosen_heads, picked, sequences, asked, counts, where, layers_needed(activations, model))
+    return Wanted(of_heads, chosen_heads, picked, sequences, chosen, layers_needed(activations, model))
 
 
 def _head_axes(activations: Sequence[Activation], model: Model) -> dict[str, int]:
@@ -227,14 +222,16 @@ def _collected(model: Model, wanted: Wanted, run: Run, batch_size: int, device: 
 
             kept = run.stored("activations", parts, part, bar, len)
     tokens, texts = _described(wanted.sequences, model)
-    at = (starts_of(wanted.sequences.lengths).repeat_interleave(wanted.counts) + wanted.positions).numpy()
-    table = tokens[["example", "position", "token"]].iloc[at].reset_index(drop=True)
+    at = starts_of(wanted.sequences.lengths).repeat_interleave(wanted.counts) + wanted.chosen.positions
+    table = tokens[["example", "position", "token"]].iloc[at.numpy()].reset_index(drop=True)
+    if wanted.chosen.roles is not None:
+        table["role"] = list(wanted.chosen.roles)
     return Cache(
         table=table,
         tokens=tokens,
         texts=texts,
         contents=[_plain(one) for one in wanted.activations],
-        asked=None if wanted.asked is None else list(wanted.asked),
+        asked=None if wanted.chosen.asked is None else list(wanted.chosen.asked),
         kept_layers=list(dict.fromkeys(layer for one in wanted.activations for layer in one.layers)),
         kept_heads=list(wanted.heads),
         n_layers=model.shape.n_layers,
@@ -279,9 +276,9 @@ class _Taken:
         self.rows, self.counts = rows, wanted.counts[rows]
         self.lengths = wanted.sequences.lengths[rows]
         first = starts_of(wanted.counts)[rows].repeat_interleave(self.counts)
-        self.columns = wanted.positions[first + steps(self.counts)]
+        self.columns = wanted.chosen.positions[first + steps(self.counts)]
         self.row = torch.arange(len(rows)).repeat_interleave(self.counts)
-        self.whole = wanted.asked is None and bool((self.lengths == width).all())
+        self.whole = wanted.chosen.everything and bool((self.lengths == width).all())
         self.heads, self.picked = wanted.heads, wanted.picked
 
     def vectors(self, one: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
@@ -353,9 +350,8 @@ def _described(sequences: Sequences, model: Model) -> tuple[pd.DataFrame, pd.Dat
         }
     )
     given = sequences.texts if sequences.texts is not None else [None] * len(lengths)
-    texts = pd.DataFrame(
-        {"example": range(len(lengths)), "tokens": lengths.numpy(), "text": pd.Series(given, dtype=object)}
-    )
+    content = pd.Series(list(given))
+    texts = pd.DataFrame({"example": range(len(lengths)), "tokens": lengths.numpy(), "text": content})
     return tokens, texts
 
 

@@ -43,6 +43,7 @@ from headwater.models.edits import (
 )
 from headwater.models.fingerprint import KnownWeights
 from headwater.models.model import is_bridge
+from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.sampling import checked_sampling
 from headwater.models.shape import ModelShape
@@ -283,7 +284,7 @@ class HookedModel:
         residual: bool | str | None = None,
         attention: bool | None = None,
         layers: Sequence[int] | None = None,
-        positions: str | Sequence[int] | None = None,
+        positions: Where | Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         out: str | Path | None = None,
         batch_size: int = 16,

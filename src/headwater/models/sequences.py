@@ -1,12 +1,13 @@
 """Token ids of many texts, one after the other: nothing is padded, so that one long text costs no more than itself.
 
 Texts are tokenized some hundred at a time, and a `Batch` is made of whichever are to run together. Which tokens of each
-are meant by `positions=` is said here too: numbers count from each text's own beginning or end.
+are meant by `positions=` is said here too: numbers count from each text's own beginning or end, words and roles are
+looked for in each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.models.positions import Prompt, checked_roles, positions_of, roles_of
 from headwater.models.tokens import Batch, Inputs, pad_id, refuse_what_has_no_order
-from headwater.options import is_one, one_or_several, shown, whole_numbers
+from headwater.options import has_no_order, is_one, one_or_several, whole_numbers
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -114,21 +116,81 @@ def asked_columns(asked: Sequence[int], lengths: Int[Tensor, " example"]) -> Int
     return torch.where((columns >= 0) & (columns < lengths[:, None]), columns, -1)
 
 
-def checked_positions(positions: Any, lengths: Int[Tensor, " example"]) -> tuple[int, ...] | None:
-    """Return the numbers of positions that some text has; None for all of them, "last" for each text's last.
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Which tokens of texts are meant.
+
+    Attributes:
+        counts: how many of each text.
+        positions: which, one text after the other.
+        asked: the numbers by which they were asked for, if so.
+        roles: of each, where they were asked for by role.
+        everything: whether all tokens of all texts are meant.
+    """
+
+    counts: Int[Tensor, " example"]
+    positions: Int[Tensor, " token"]
+    asked: tuple[int, ...] | None = None
+    roles: tuple[str, ...] | None = None
+    everything: bool = False
+
+
+def chosen_tokens(positions: Any, sequences: Sequences, model: Model) -> Chosen:
+    """Say which tokens `positions=` means: None for all, numbers, or what `headwater.models.positions` reads.
+
+    A list or a tuple of whole numbers is several positions of every text; one that a text is too short for is left out
+    there.
 
     Raises:
-        InputError: they are no numbers, or no text has one of them.
+        InputError: it names nothing, or what some text has not got.
     """
+    lengths = sequences.lengths
     if positions is None:
+        return Chosen(lengths, steps(lengths), everything=True)
+    asked = _numbers(positions)
+    if asked is None:
+        return _found_in_each(positions, sequences, model)
+    columns = asked_columns(asked, lengths)
+    if not asked or bool((columns < 0).all(0).any()):
+        missing = [asked[n] for n in (columns < 0).all(0).nonzero()[:, 0].tolist()]
+        longest = (
+            f"No sequence has a position {missing[0]}; the longest has {int(lengths.max())} tokens." if asked else ""
+        )
+        raise InputError(longest or "positions= names no position.")
+    return Chosen((columns >= 0).sum(1), columns[columns >= 0], asked)
+
+
+def _numbers(positions: Any) -> tuple[int, ...] | None:
+    """Return positions that are numbers, of every text alike; None where they are named in another way."""
+    if isinstance(positions, str):
+        return (-1,) if positions == "last" else None
+    if has_no_order(positions):
         return None
     try:
-        asked = (-1,) if isinstance(positions, str) and positions == "last" else tuple(whole_numbers(positions))
+        return tuple(whole_numbers(positions))
     except TypeError:
-        raise InputError(f"positions={shown(positions)} does not name positions by whole numbers.") from None
-    if not asked:
-        raise InputError("positions= names no position.")
-    longest = int(lengths.max())
-    if outside := [position for position in asked if not -longest <= position < longest]:
-        raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
-    return asked
+        return None
+
+
+def _found_in_each(positions: Any, sequences: Sequences, model: Model) -> Chosen:
+    """Look for what is named in each text by itself."""
+    is_roles = isinstance(positions, Mapping)
+    if is_roles:
+        checked_roles(positions)
+    counts: list[int] = []
+    found: list[int] = []
+    roles: list[str] = []
+    for example in range(len(sequences)):
+        batch = sequences.batch([example])
+        ids = tuple(batch.tokens[0].tolist())
+        offsets, text = (batch.offsets or [None])[0], (batch.texts or [None])[0]
+        prompt = Prompt(ids, model.token_strings(ids), offsets, text)
+        if is_roles:
+            named = roles_of(positions, prompt, example, len(sequences))
+            places = [(role, place) for role, held in named.items() for place in held]
+        else:
+            places = [("", place) for place in positions_of(positions, prompt, example, len(sequences))]
+        counts.append(len(places))
+        roles += [role for role, _ in places]
+        found += [place for _, place in places]
+    return Chosen(torch.tensor(counts), torch.tensor(found), None, tuple(roles) if is_roles else None)
