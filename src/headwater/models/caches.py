@@ -310,11 +310,10 @@ class Cache(Result):
         return pd.DataFrame(found, columns=names).astype({"layer": "Int64"})
 
     def report(self) -> list[str]:
-        """Return what is kept, of how many tokens, and where it lies."""
-        where = "in memory" if self.activations.in_memory else "in files"
+        """Return what is kept, and of how many tokens."""
         said = [
-            f"{len(self.table):,} tokens of {len(self.texts):,} texts are kept, {self.nbytes / 2**20:,.1f} "
-            f"MiB {where}; nothing is kept of padding."
+            f"{len(self.table):,} tokens of {len(self.texts):,} texts are kept, {self.nbytes / 2**20:,.1f} MiB; nothing is "
+            "kept of padding."
         ]
         for one in self.kept.values():
             layers = f" of {_layers_said(one.layers)}" if one.layers else ""
