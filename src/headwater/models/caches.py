@@ -312,8 +312,8 @@ class Cache(Result):
     def report(self) -> list[str]:
         """Return what is kept, and of how many tokens."""
         said = [
-            f"{len(self.table):,} tokens of {len(self.texts):,} texts are kept, {self.nbytes / 2**20:,.1f} MiB; nothing is "
-            "kept of padding."
+            f"{len(self.table):,} tokens of {len(self.texts):,} texts are kept, {self.nbytes / 2**20:,.1f} MiB; "
+            "nothing is kept of padding."
         ]
         for one in self.kept.values():
             layers = f" of {_layers_said(one.layers)}" if one.layers else ""
