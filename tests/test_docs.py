@@ -21,6 +21,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 ANALYSES = (
     "heads",
     "sweeps",
+    "head_circuits",
     "lenses",
     "direct_attribution",
     "pathways",

@@ -15,6 +15,8 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.ablation import ablate_heads
+from headwater.heads.circuit_vectors import singular_vectors
+from headwater.heads.composition import composition_scores
 from headwater.heads.validation import dynamic_scores
 from headwater.reference.published import Reproduction, compared
 from headwater.runs.record import RunRecord
@@ -57,6 +59,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
         ablate_heads(model, heads, "city_to_country", relations=few, template=CITY, shots=0, draws=2, **quiet),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
         hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(" Paris", " Rome"), **quiet),
+        composition_scores(model, **quiet), singular_vectors(model, 1, 7),
         hw.lens(model, list(PROMPTS), top_k=2, **quiet),
         hw.edges(model, *PROMPTS, metric=hw.logit_difference(" Paris", " Rome"), receivers=["mlp", "logits"], **quiet),
         hw.direct_logit_attribution(model, list(PROMPTS), tokens=(" Paris", " Rome"), **quiet),

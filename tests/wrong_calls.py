@@ -31,6 +31,8 @@ from safetensors.torch import save_file
 
 import headwater as hw
 from headwater.heads.ablation import ablate_heads
+from headwater.heads.circuit_vectors import singular_vectors
+from headwater.heads.composition import composition_scores
 from headwater.heads.coverage import relation_coverage
 from headwater.heads.patterns import attention_classes
 from headwater.heads.salient import salient_operations
@@ -291,6 +293,12 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             lambda embedding: salient_operations(open_weights(g.model), 1, 0, embedding=embedding),
             {"embedding": "raw"},
         ),
+        "heads.composition_scores": lambda: (composition_scores, {"model": g.model, **QUIET}),
+        "Composition.plot": lambda: (
+            lambda kind: composition_scores(g.model, **QUIET).plot(kind=kind),
+            {"kind": "q"},
+        ),
+        "heads.singular_vectors": lambda: (singular_vectors, {"model": g.model, "layer": 0, "head": 1}),
         "heads.dynamic_scores": lambda: (
             lambda model, heads, templates, bos: dynamic_scores(
                 model, heads, templates=templates, bos=bos, relations=[g.next_number], **QUIET

@@ -10,6 +10,8 @@ import torch
 import headwater as hw
 from headwater.figures import save_figure
 from headwater.heads.ablation import ablate_heads
+from headwater.heads.circuit_vectors import singular_vectors
+from headwater.heads.composition import composition_scores
 from headwater.heads.validation import dynamic_scores
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -105,6 +107,8 @@ FIGURES: dict[str, Callable] = {
         model(), ASK.format("France"), tokens=(" Paris", " Rome"), progress=False
     ),
     "probes": probed,
+    "composition": lambda: composition_scores(model()),
+    "circuit_vectors": lambda: singular_vectors(model(), 1, 7, embedding="mlp0"),
     "knockout": knocked_out,
     "answers": answered,
     "delta_p": traced,

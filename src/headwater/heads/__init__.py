@@ -9,9 +9,13 @@ if TYPE_CHECKING:
     from headwater.heads.ablation import ablate_heads as ablate_heads
     from headwater.heads.categories import CATEGORIES as CATEGORIES
     from headwater.heads.categories import Category as Category
+    from headwater.heads.circuit_vectors import SingularVectors as SingularVectors
+    from headwater.heads.circuit_vectors import singular_vectors as singular_vectors
     from headwater.heads.classify import classify_heads as classify_heads
     from headwater.heads.comparison import HeadComparison as HeadComparison
     from headwater.heads.comparison import compare_heads as compare_heads
+    from headwater.heads.composition import Composition as Composition
+    from headwater.heads.composition import composition_scores as composition_scores
     from headwater.heads.coverage import relation_coverage as relation_coverage
     from headwater.heads.head_map import HeadMap as HeadMap
     from headwater.heads.patterns import attention_classes as attention_classes

@@ -1,0 +1,57 @@
+"""Singular vectors of a head: the share of each of the first ones beside random factors, and the tokens along them."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from headwater.colors import BLUE, FAINT, INK
+from headwater.figures.fonts import others
+from headwater.figures.style import model_title, style
+from headwater.figures.sweep import shown
+from headwater.heads.circuit_vectors import CIRCUITS, SIGNS, SingularVectors
+from headwater.runs.result import DRAWINGS
+
+TOKENS = 4
+"""Listed of each side and sign."""
+
+
+@DRAWINGS.add(SingularVectors)
+def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Axes:
+    """Draw the vectors that have tokens as bars, with their tokens written beside them.
+
+    Args:
+        result: what `heads.singular_vectors` gave.
+        ax: where to draw; default: a new figure.
+    """
+    table = result.table
+    vectors = table["vector"].unique().tolist()
+    values = result.values.set_index("vector").loc[vectors]
+    first = table.iloc[0]
+    with style():
+        if ax is None:
+            ax = plt.figure(figsize=(7.2, 0.9 + 0.42 * len(vectors)), layout="constrained").add_subplot()
+        ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
+        ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
+        widest = float(max(values["share"].max(), values["random_share"].max()))
+        for vector in vectors:
+            for sign, offset in zip(SIGNS, (-0.19, 0.19), strict=True):
+                part = table[(table["vector"] == vector) & (table["sign"] == sign)]
+                sides = [
+                    " ".join(shown(token) for token in part.loc[part["side"] == side, "token"].head(TOKENS))
+                    for side in CIRCUITS[str(first["circuit"])]
+                ]
+                ax.text(
+                    widest * 1.06, vector + offset, f"{sign.replace('-', '−')}  {sides[0]}  →  {sides[1]}", size=6,
+                    va="center", family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
+                )  # fmt: skip
+        ax.set_yticks(vectors, [str(vector) for vector in vectors])
+        ax.set_ylim(max(vectors) + 0.6, 0.4)
+        ax.set_xlim(0, widest * 3.2)
+        ticks = [tick for tick in ax.get_xticks() if 0 <= tick <= widest * 1.01]
+        ax.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+        ax.set(ylabel="Singular vector")
+        ax.set_xlabel("Share of the circuit (bar; tick: random factors)", loc="left")
+        circuit = f"{str(first['circuit']).upper()} of head {first['head']}, layer {first['layer']}"
+        ax.set_title(model_title(result.run, circuit))
+    return ax
