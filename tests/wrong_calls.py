@@ -394,6 +394,13 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "EdgeEffects.stability": lambda: (g.edges.stability, {"splits": 2, "n": 5}),
         "EdgeEffects.plot": lambda: (g.edges.plot, {"metric": None}),
         "Sweep.summary": lambda: (g.sweep.summary, {}),
+        "Sweep.grid": lambda: (
+            lambda rows, columns, value, normalize, site: g.sweep.grid(
+                rows, columns, value=value, normalize=normalize, site=site
+            ),
+            {"rows": "layer", "columns": "position", "value": "effect", "normalize": None, "site": "resid_pre"},
+        ),
+        "Sweep.claim": lambda: (g.sweep.claim, {"cells": {"layer": 1, "position": 2}}),
         "Sweep.agreement": lambda: (g.sweep.agreement, {"exact": g.sweep}),
         "Sweep.plot": lambda: (
             partial(plot_of_sweep, g.sweep),

@@ -6,7 +6,7 @@ see) are hatched, never shown as zero. Several examples are averaged; curves and
 
 from __future__ import annotations
 
-from numbers import Integral
+from collections.abc import Iterable
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -20,8 +20,7 @@ from headwater.errors import InputError
 from headwater.figures.fonts import drawable
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import style, whole_numbers
-from headwater.options import shown as said
-from headwater.patching.averages import cell_means, measure_of, summarize
+from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import DRAWINGS
 
@@ -31,6 +30,7 @@ TITLES = {"edges": "attention severed", "complement": "all but the set ablated"}
 LABELS = {
     "layer": "Layer",
     "position": "Position",
+    "role": "Role",
     "head": "Head",
     "kv_head": "Key-value head",
     "key": "Key",
@@ -42,7 +42,9 @@ NARROWEST, WIDEST = 2.8, 9.0
 TOKEN = 0.13
 """Inches that a token needs along an axis."""
 SET = 40
-"""Characters of a set's name that are drawn."""
+"""Characters of a set's or role's name that are drawn."""
+NAMED = ("set", "role")
+"""Axes whose places have names in place of numbers."""
 
 
 @DRAWINGS.add(Sweep)
@@ -54,19 +56,15 @@ def plot_sweep(
     metric: str | None = None,
     value: str = "effect",
     normalize: str | None = None,
-    **fixed: int,
+    **fixed: Any,
 ) -> Axes | Figure:
     """Draw a sweep: what `Sweep.plot` says."""
     table = sweep.table
-    for column, wanted in {"site": site, "metric": metric, **fixed}.items():
-        if wanted is not None:
-            known = table[column].tolist() if column in table.columns else []
-            if not isinstance(wanted, str | Integral) or wanted not in known:
-                raise InputError(f"This sweep has no {column} {said(wanted)}.")
-            table = table[table[column] == wanted]
+    named = {"site": site, "metric": metric, **fixed}
+    table = chosen_rows(table, {column: wanted for column, wanted in named.items() if wanted is not None})
     measure = measure_of(table, value, normalize)
     sweep.warn_of_averages(table, measure)
-    panels = list(table.groupby(["site", "metric"], sort=False))
+    panels = _panels(table, fixed)
     if ax is not None and len(panels) > 1:
         raise InputError(f"This sweep has {len(panels)} panels; choose one with site= and metric=, or pass no ax.")
     with style():
@@ -80,8 +78,20 @@ def plot_sweep(
     return axes[0] if len(panels) == 1 else figure
 
 
-def _figure(panels: list[Any], fixed: dict[str, int]) -> tuple[Figure, list[Axes]]:
-    n_metrics = len({metric for (_, metric), _ in panels})
+def _panels(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
+    """Cut a sweep into what a panel shows: a site and metric, and a role where there are two more axes beside roles."""
+    panels: list[tuple[tuple[str, ...], pd.DataFrame]] = []
+    for name, part in table.groupby(["site", "metric"], sort=False):
+        axes = _axes(part, fixed)
+        if len(axes) == 3 and "role" in axes:
+            panels += [((*name, role), rows) for role, rows in part.groupby("role", sort=False)]
+        else:
+            panels.append((name, part))
+    return panels
+
+
+def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes]]:
+    n_metrics = len({name[1] for name, _ in panels})
     sizes = [_size(part, fixed) for _, part in panels]
     width, height = max(w for w, _ in sizes), max(h for _, h in sizes)
     needed = width if any("position" in _axes(part, fixed) for _, part in panels) else NARROWEST
@@ -95,12 +105,12 @@ def _figure(panels: list[Any], fixed: dict[str, int]) -> tuple[Figure, list[Axes
     return figure, axes[: len(panels)]
 
 
-def _size(part: pd.DataFrame, fixed: dict[str, int]) -> tuple[float, float]:
+def _size(part: pd.DataFrame, fixed: dict[str, Any]) -> tuple[float, float]:
     """A panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
     axes = _axes(part, fixed)
-    if axes == ["set"]:
-        longest = part["set"].str.len().clip(upper=SET).max()
-        return max(4.4, 2.8 + 0.065 * longest), max(1.6, 0.9 + 0.22 * part["set"].nunique())
+    if len(axes) == 1 and axes[0] in NAMED:
+        longest = part[axes[0]].str.len().clip(upper=SET).max()
+        return max(4.4, 2.8 + 0.065 * longest), max(1.6, 0.9 + 0.22 * part[axes[0]].nunique())
     if len(axes) != 2:
         return 3.4, 2.4
     across = part[axes[1]].nunique()
@@ -108,29 +118,32 @@ def _size(part: pd.DataFrame, fixed: dict[str, int]) -> tuple[float, float]:
     return float(np.clip(1.4 + 0.24 * across, NARROWEST, WIDEST)), float(np.clip(1.1 + 0.17 * down, 2.2, 7))
 
 
-def _axes(part: pd.DataFrame, fixed: dict[str, int]) -> list[str]:
-    """The axes a panel runs over."""
+def _axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
+    """The axes a panel runs over; roles, where there are several, stand for positions."""
     held = [name for name in LABELS if name in part.columns and name not in fixed]
+    if "role" in part.columns and part["role"].notna().any():
+        held = [name for name in held if name != "position" and (name != "role" or part["role"].nunique() > 1)]
     held = [name for name in held if part[name].notna().any()]
     if "feature" in held and part["layer"].nunique() == 1:  # a dictionary is of one layer
         held.remove("layer")
     return held
 
 
-def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, int]) -> None:
+def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, Any]) -> None:
     axes = _axes(part, fixed)
     label = _value_label(str(name[1]), measure)
     if len(axes) == 2:
         _heat_map(ax, part, axes, measure, label, sweep)
-    elif axes == ["set"]:
-        _sets(ax, part, measure, label)
+    elif len(axes) == 1 and axes[0] in NAMED:
+        _dots(ax, part, axes[0], measure, label)
     elif len(axes) == 1:
         _curve(ax, part, axes[0], measure, label, sweep)
     else:
         raise InputError(
             f"This sweep runs over {len(axes)} axes; a figure shows one or two. Fix one, as in sweep.plot(head=0)."
         )
-    settings = "".join(f", {LABELS[axis].lower()} {index}" for axis, index in fixed.items())
+    settings = f", {name[2]}" if len(name) > 2 else ""
+    settings += "".join(f", {LABELS[axis].lower()} {index}" for axis, index in fixed.items())
     settings += "".join(f", {over}" for over in (part["values"].unique() if "values" in part.columns else ()))
     band = "; 95 %" if axes == ["set"] else "; band: 95 %" if len(axes) == 1 else ""
     counted = f" (n = {_counts(part, axes)}{band})" if part["example"].nunique() > 1 else ""
@@ -145,7 +158,7 @@ def _counts(part: pd.DataFrame, axes: list[str]) -> str:
 
 
 def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label: str, sweep: Sweep) -> None:
-    means = cell_means(part, axes, measure).unstack(axes[1]).sort_index(axis=1)
+    means = grid_of(part, axes[0], axes[1], measure)
     held = means.to_numpy(dtype=float)
     limit = float(np.nanmax(np.abs(held))) if np.isfinite(held).any() else 1.0
     for spine in ax.spines.values():
@@ -159,7 +172,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
         ax.set_yticks(np.arange(len(means)) + 0.5, [shown(tokens[int(i)]) for i in means.index])
         ax.tick_params(axis="y", length=0)
     else:
-        _index_ticks(ax.yaxis, means.index.to_numpy())
+        _ticks(ax.yaxis, axes[0], means.index.to_numpy(), part)
     if axes[0] == "position":
         ax.invert_yaxis()
     has_tokens = tokens is not None and axes[1] in ("position", "key") and TOKEN * means.shape[1] <= across
@@ -167,7 +180,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
         _token_ticks(ax, np.arange(means.shape[1]) + 0.5, [tokens[int(i)] for i in means.columns])
         ax.tick_params(axis="x", length=0)
     else:
-        _index_ticks(ax.xaxis, means.columns.to_numpy())
+        _ticks(ax.xaxis, axes[1], means.columns.to_numpy(), part)
     ax.set_ylabel("Query" if "key" in axes and axes[0] == "position" else LABELS[axes[0]])
     ax.set_xlabel("" if has_tokens and axes[1] == "position" else LABELS[axes[1]])
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
@@ -199,19 +212,37 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
     ax.set_ylabel(label)
 
 
-def _sets(ax: Axes, part: pd.DataFrame, measure: str, label: str) -> None:
-    """A dot for the mean effect of each set, with its interval, the first set on top."""
-    summary = summarize(part, ["set"], measure, 0.95, 0)
+def _dots(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str) -> None:
+    """A dot for the mean effect of each set or role, with its interval, the first on top."""
+    summary = summarize(part, [axis], measure, 0.95, 0)
     places = np.arange(len(summary))
     ax.axvline(0, color=FAINT, linewidth=0.6)
     if summary["low"].notna().any():
         ax.hlines(places, summary["low"], summary["high"], color=CURVE, alpha=0.4, linewidth=2)
     ax.plot(summary["mean"], places, color=CURVE, marker="o", markersize=3.5, linestyle="none")
-    names = [name if len(name) <= SET else name[: SET - 1] + "…" for name in summary["set"]]
-    ax.set_yticks(places, [drawn_label(name) for name in names])
+    ax.set_yticks(places, _names(summary[axis], axis, part))
     ax.set_ylim(len(summary) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel(label)
+
+
+def _names(names: Iterable[str], axis: str, part: pd.DataFrame) -> list[str]:
+    """Names of sets or roles as labels, long ones cut; with how many prompts have each, where these differ."""
+    counts = part.dropna(subset=["effect"]).groupby(axis)["example"].nunique()
+    cut = {name: name if len(name) <= SET else name[: SET - 1] + "…" for name in names}
+    unlike = counts.nunique() > 1
+    return [drawn_label(f"{cut[name]} (n = {counts.get(name, 0):,})" if unlike else cut[name]) for name in cut]
+
+
+def _ticks(which: Any, axis: str, places: np.ndarray, part: pd.DataFrame) -> None:
+    """Label the cells along an axis: by their names, or by round numbers."""
+    if axis not in NAMED:
+        _index_ticks(which, places)
+        return
+    which.set_ticks(np.arange(len(places)) + 0.5, _names(places, axis, part))
+    which.set_tick_params(length=0)
+    if which.axis_name == "x":
+        plt.setp(which.get_ticklabels(), rotation=30, ha="right", rotation_mode="anchor")
 
 
 def shown(token: str) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed, shown
 from headwater.runs.findings import said_number
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Draws, interval
-from headwater.stats.significance import sign_flip_p
+from headwater.stats.significance import q_values, sign_flip_p
 
 NORMALIZE = ("mean of ratios", "ratio of means")
 SMALL_GAP = 0.1
@@ -51,6 +54,8 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
         found = interval(draws_of(len(effects)).ratio(effects, gaps), level)
         rows.append([*cell, len(effects), *found, sign_flip_p(effects, seed)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
+    family = summary["metric"] if "metric" in summary else np.zeros(len(summary))
+    summary["q_value"] = summary.groupby(family)["p_value"].transform(lambda p: q_values(p.to_numpy(float)))
     return summary.astype({name: table[name].dtype for name in coordinates})
 
 
@@ -77,6 +82,59 @@ def cell_means(table: pd.DataFrame, columns: list[str], measure: str) -> pd.Seri
     felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
     sums = felt.groupby(columns, dropna=False)[["effect", "gap"]].sum()
     return (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT)
+
+
+def grid_of(table: pd.DataFrame, rows: str, columns: str, measure: str) -> pd.DataFrame:
+    """Lay the means over examples out by two columns: numbers in order, names as they come first."""
+    means = cell_means(table, [rows, columns], measure).unstack(columns)
+    seen = [table[name].dropna().drop_duplicates() for name in (rows, columns)]
+    down, across = ((one.sort_values() if is_numeric_dtype(one) else one).tolist() for one in seen)
+    return means.reindex(index=pd.Index(down, name=rows), columns=pd.Index(across, name=columns))
+
+
+def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the rows of a sweep that have these values in these columns.
+
+    Raises:
+        InputError: there is no such column, or no such row.
+    """
+    for column, wanted in fixed.items():
+        known = table[column].tolist() if column in table.columns else []
+        if not isinstance(wanted, str | Integral) or wanted not in known:
+            raise InputError(f"This sweep has no {column} {shown(wanted)}.")
+        table = table[table[column] == wanted]
+    return table
+
+
+def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, columns: Any) -> tuple[str, str]:
+    """Return the two columns of a sweep that a grid runs over.
+
+    Raises:
+        InputError: they are no axes, or the same one, or the sweep runs over a third.
+    """
+    runs = [name for name in coordinates if table[name].nunique() > 1]
+    if "role" in runs:
+        runs = [name for name in runs if name != "position"]
+    valid = [name for name in coordinates if table[name].notna().any()]
+    given = [name for name in (rows, columns) if name is not None]
+    for name in given:
+        if not isinstance(name, str) or name not in valid:
+            raise InputError(
+                f"A grid of this sweep runs over two of {', '.join(valid)}; {shown(name)} is none of them."
+            )
+    free = [name for name in [*runs, *valid] if name not in (*given, "site", "metric")]
+    down = rows if rows is not None else free.pop(0) if free else None
+    free = [name for name in free if name != down]
+    across = columns if columns is not None else free.pop(0) if free else None
+    if down is None or across is None or down == across:
+        raise InputError(f"A grid needs two axes; this sweep runs over {', '.join(runs) or 'none'}.")
+    if others := [name for name in runs if name not in (down, across)]:
+        example = table[others[0]].dropna().tolist()[0]
+        raise InputError(
+            f"This sweep also runs over {others[0]}: fix it, as in sweep.grid({others[0]}={example!r}), or name the "
+            "axes with rows= and columns=."
+        )
+    return down, across
 
 
 def note_of_lengths(lengths: Sequence[int], columns: Sequence[str]) -> str | None:
@@ -120,7 +178,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
     best = cells.iloc[int(cells["mean"].abs().argmax())]
-    named = ("layer", "position", "head", "kv_head", "key", "feature", "set")
+    named = ("layer", "role" if "role" in cells else "position", "head", "kv_head", "key", "feature", "set")
     axes = [axis for axis in named if axis in cells and pd.notna(best[axis])]
     where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
     there = "back to the clean" if direction == "denoise" else "to the corrupted"

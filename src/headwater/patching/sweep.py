@@ -31,7 +31,16 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where
 from headwater.models.sites import Site, sites_named
 from headwater.options import checked_count, checked_kind, checked_name, checked_seed, shown
-from headwater.patching.averages import measure_of, note_of_gaps, note_of_lengths, strongest, summarize
+from headwater.patching.averages import (
+    chosen_rows,
+    grid_axes,
+    grid_of,
+    measure_of,
+    note_of_gaps,
+    note_of_lengths,
+    strongest,
+    summarize,
+)
 from headwater.patching.cells import (
     AXES,
     SPANS,
@@ -43,6 +52,7 @@ from headwater.patching.cells import (
     lasting,
     matched_positions,
 )
+from headwater.patching.claims import MATCH, Drawing, Swept, claim_on
 from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
@@ -54,6 +64,7 @@ from headwater.patching.values import Given, recorded, source_of
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
+from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,6 +77,8 @@ COORDINATES = (
     *("window", "set", "values", "metric"),
 )
 """The columns that name a cell, as far as a sweep has them."""
+NOT_AXES = ("token", "window", "values")
+"""Those of them that say more of a cell, and that no grid runs over."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +115,10 @@ class Sweep(Result):
 
         Returns:
             A row per cell and metric: its coordinates, `examples` (how many have this cell), `mean, low, high,
-            p_value`. Interval and p are NaN for one example. `attrs["notes"]` keeps what was warned of.
+            p_value`, and `q_value`, adjusted for all cells of the metric (Benjamini and Hochberg): of the cells with
+            q ≤ 0.05 about one in twenty is expected to be chance. Intervals are of each cell by itself, not adjusted.
+            With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. Interval and p are NaN for one
+            example. `attrs["notes"]` keeps what was warned of.
 
         Raises:
             InputError: there is no such column or way to normalize.
@@ -116,6 +132,89 @@ class Sweep(Result):
         summary = summarize(self.table, self.coordinates, measure, level, seed)
         summary.attrs["notes"] = notes
         return summary
+
+    def grid(
+        self,
+        rows: str | None = None,
+        columns: str | None = None,
+        *,
+        value: str = "effect",
+        normalize: str | None = None,
+        **fixed: Any,
+    ) -> pd.DataFrame:
+        """Lay the means over examples out as a grid, such as layers by heads or layers by roles.
+
+        Args:
+            rows: the axis that runs down; default: the first that the sweep runs over.
+            columns: the axis that runs across; default: the second.
+            value: `effect` or `normalized_effect`.
+            normalize: see `summary`.
+            **fixed: `site=`, `metric=`, `layer=`, `head=`, `role=`, ...: take these rows alone. Whatever else the sweep
+                runs over must be fixed: nothing is averaged but examples.
+
+        Returns:
+            A frame indexed by `rows` with a column for each of `columns`; NaN where there is no such cell.
+            `attrs["examples"]` is a frame of how many examples each mean is of, `attrs["notes"]` what was warned of.
+
+        Raises:
+            InputError: there is no such axis or value, or the sweep runs over another axis that is not fixed.
+        """
+        table = chosen_rows(self.table, fixed)
+        measure = measure_of(table, value, normalize)
+        down, across = grid_axes(table, [name for name in self.coordinates if name not in NOT_AXES], rows, columns)
+        notes = self.warn_of_averages(table, measure)
+        grid = grid_of(table, down, across, measure)
+        felt = table.dropna(subset=["effect"]).groupby([down, across])["example"].nunique().unstack(across)
+        grid.attrs["examples"] = felt.reindex_like(grid).fillna(0).astype(int)
+        grid.attrs["notes"] = notes
+        return grid
+
+    def claim(
+        self,
+        cells: Any,
+        *,
+        metric: str | None = None,
+        value: str = "effect",
+        other: Sweep | None = None,
+        held_out: Sweep | None = None,
+        match: str = MATCH[0],
+        placebos: int = 1000,
+        margin: float | Any = None,
+        level: float = 0.95,
+        seed: int = 0,
+    ) -> Claim:
+        """Judge whether some cells matter, beside random ones, another ablation, halves, and held-out prompts.
+
+        Args:
+            cells: a mapping such as `{"layer": 3, "head": [1, 4]}` (all cells with these values), a list of such
+                mappings, or rows of `summary()`. Their effect is the mean of the cells', each edited by itself.
+            metric: of which metric, where there are several.
+            value: `effect` or `normalized_effect`.
+            other: the same sweep with another kind of values (zero, mean, resample).
+            held_out: the same sweep on other prompts. Those that this sweep has too are left out, which the claim says.
+            match: random sets have as many cells of each site and `layer`, or of each `site` in any layer. With fewer
+                than 19 such sets no p can be 0.05, and the claim says so.
+            placebos: how many random sets; all where there are no more.
+            margin: how large an effect has to be to matter, in the units of `value`; default: the 95 % quantile of the
+                random sets' sizes.
+            level: of the interval.
+            seed: of the random sets, the bootstrap and the halves.
+
+        Returns:
+            A `Claim`: `table` is one row `effect, low, high, placebo, placebo_high, p_value, other_ablation,
+            split_half, held_out, margin, holds`; `sentence` says it. What holds, and what it takes for p to be one, is
+            said in the first lines of `headwater.stats.claims`.
+
+        Raises:
+            InputError: there are no such cells or metric, another sweep has not the same, or nothing to compare with.
+        """
+        sweeps = {"other": other, "held_out": held_out}
+        given = {o: checked_kind(o, one, Sweep, "hw.patch(...)") for o, one in sweeps.items() if one is not None}
+        others = {o: Swept(one.table, one.coordinates, one.run) for o, one in given.items()}
+        value = measure_of(self.table, value, None)
+        drawing = Drawing(match, placebos, seed)
+        here = Swept(self.table, self.coordinates, self.run)
+        return claim_on(here, cells, metric, value, others, drawing, margin=margin, level=level)
 
     def report(self) -> list[str]:
         """Return the strongest cell of each site and metric, and what to mind about the means."""
@@ -158,7 +257,7 @@ class Sweep(Result):
         metric: str | None = None,
         value: str = "effect",
         normalize: str | None = None,
-        **fixed: int,
+        **fixed: Any,
     ) -> Axes | Figure:
         """Draw layer × position or layer × head as a heat map centred at 0, or the curve over layers.
 
@@ -168,8 +267,8 @@ class Sweep(Result):
             metric: draw this metric alone; default: a panel for each.
             value: `effect` or `normalized_effect`.
             normalize: see `summary`.
-            **fixed: `layer=`, `position=`, `head=`, `kv_head=` or `key=`: draw this one alone (needed where there are
-                three axes).
+            **fixed: `layer=`, `position=`, `role=`, `head=`, `kv_head=` or `key=`: draw this one alone (needed where
+                there are three axes; roles have a panel each).
 
         Raises:
             InputError: there is nothing of that name, or more than a figure can show.

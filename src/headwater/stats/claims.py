@@ -1,0 +1,209 @@
+"""Does a claim hold? The effect of a chosen set, beside what chance, other ablations and other prompts say of it.
+
+Of the effects of a set on prompts, given by the caller with those of everything it is compared with:
+
+1. effect        the mean over prompts, with its bootstrap interval (`low`, `high`)
+2. placebo       the mean size |effect| of sets drawn at random that are like it (`placebo_high`: its 95 % quantile);
+                 p = (1 + placebos of at least this size) / (1 + placebos)
+3. other_ablation  the effect under another kind of values
+4. split_half    how the parts that one could have chosen are ranked by two halves of the prompts: the mean over random
+                 halves of Spearman's correlation between the halves' mean effects
+5. held_out      the effect on prompts that the choice has not seen
+6. margin        how large an effect has to be to matter; by default `placebo_high`. "Not zero" is not importance
+
+A claim holds where the whole interval lies beyond the margin, p ≤ 0.05, the other ablation (if there is one) has the
+same sign, and the effect on held-out prompts (if there are any) has the same sign and is beyond the margin too. A set
+that was chosen because it is strong beats random ones by the choice alone: only held-out prompts, or a set named
+before anything was measured, make p a p-value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from numpy import ndarray
+
+from headwater.errors import InputError
+from headwater.stats.correlation import spearman
+from headwater.stats.resample import Draws, interval
+
+LARGEST_P = 0.05
+PLACEBO_QUANTILE = 0.95
+RESAMPLES = 2000
+SPLITS = 100
+COLUMNS = (
+    *("effect", "low", "high", "placebo", "placebo_high", "p_value"),
+    *("other_ablation", "split_half", "held_out", "margin", "holds"),
+)
+Effects = Float[ndarray, " example"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The effects that a claim is judged by; NaN where a prompt has none."""
+
+    effects: Effects
+    """Of the set, by prompt."""
+    placebos: Float[ndarray, "draw example"]
+    """Of sets drawn at random that are like it, on the same prompts."""
+    other_ablation: Float[ndarray, " _"] | None = None
+    """Of the set under another kind of values."""
+    parts: Float[ndarray, "example _"] | None = None
+    """Of everything that could have been chosen, by prompt."""
+    held_out: Float[ndarray, " _"] | None = None
+    """Of the set on other prompts."""
+
+
+@dataclass(frozen=True, repr=False)
+class Claim:
+    """What was found of a claim."""
+
+    table: pd.DataFrame
+    """One row: `effect, low, high, placebo, placebo_high, p_value, other_ablation, split_half, held_out, margin,
+    holds`; NaN where nothing was given to measure it by."""
+    sentence: str
+    notes: tuple[str, ...] = field(default=())
+    """What weakens the claim, such as prompts that discovery and test share; the sentence ends with them."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim holds; see the first lines of `headwater.stats.claims`."""
+        return bool(self.table["holds"].iloc[0])
+
+    def __repr__(self) -> str:
+        return f"Claim({self.sentence})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self.sentence}</p>{self.table.to_html(index=False)}"
+
+
+def claim_of(
+    evidence: Evidence,
+    *,
+    what: str = "The set",
+    margin: float | None = None,
+    level: float = 0.95,
+    seed: int = 0,
+    notes: Sequence[str] = (),
+) -> Claim:
+    """Judge a claim by effects that were measured.
+
+    Args:
+        evidence: the effects.
+        what: the set in words, which the sentence begins with.
+        margin: how large an effect has to be; default: the 95 % quantile of the placebos' sizes.
+        level: of the interval.
+        seed: of the bootstrap and the random halves.
+        notes: what else is to be said.
+
+    Raises:
+        InputError: no prompt has an effect, or there are no placebos and no margin.
+    """
+    effects = _known(evidence.effects)
+    if not len(effects):
+        raise InputError(f"{what} has no effect that can be given: no prompt has all of its cells.")
+    placebos = _sizes(evidence.placebos)
+    if not len(placebos) and margin is None:
+        raise InputError("There is no other set like this one to compare it with: give margin=, or match='site'.")
+    effect, low, high = interval(Draws.of(range(len(effects)), draws=RESAMPLES, seed=seed).mean(effects), level)
+    quantile = float(np.quantile(placebos, PLACEBO_QUANTILE)) if len(placebos) else np.nan
+    row: dict[str, Any] = {
+        "effect": effect,
+        "low": low,
+        "high": high,
+        "placebo": float(placebos.mean()) if len(placebos) else np.nan,
+        "placebo_high": quantile,
+        "p_value": (1 + int((placebos >= abs(effect) * (1 - 1e-12)).sum())) / (1 + len(placebos)),
+        "other_ablation": _mean(evidence.other_ablation),
+        "split_half": split_half(evidence.parts, seed) if evidence.parts is not None else np.nan,
+        "held_out": _mean(evidence.held_out),
+        "margin": quantile if margin is None else float(margin),
+    }
+    failed = _failures(row, evidence)
+    row["holds"] = not failed
+    table = pd.DataFrame([[row[name] for name in COLUMNS]], columns=list(COLUMNS))
+    counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
+    return Claim(table, _sentence(what, row, counts, level, [*failed, *notes]), tuple(notes))
+
+
+def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
+    """Return the mean rank correlation of the parts' mean effects between random halves of the prompts.
+
+    NaN for fewer than four prompts or three parts that both halves have.
+    """
+    n = len(parts)
+    if n < 4:
+        return float("nan")
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(SPLITS):
+        order = rng.permutation(n)
+        found.append(float(spearman(_means(parts[order[: n // 2]]), _means(parts[order[n // 2 :]]))))
+    known = [r for r in found if not np.isnan(r)]
+    return float(np.mean(known)) if known else float("nan")
+
+
+def _means(parts: Float[ndarray, "example part"]) -> Float[ndarray, " part"]:
+    """The mean of each part over the prompts that have it; NaN where none has."""
+    counts = (~np.isnan(parts)).sum(0)
+    return np.where(counts > 0, np.nansum(parts, 0) / np.maximum(counts, 1), np.nan)
+
+
+def _failures(row: dict[str, Any], evidence: Evidence) -> list[str]:
+    """Say what a claim does not hold by."""
+    sign = 1.0 if row["effect"] >= 0 else -1.0
+    near = row["low"] if sign > 0 else -row["high"]
+    failed = []
+    if np.isnan(near):
+        failed.append("one prompt has no interval")
+    elif not near > row["margin"]:
+        failed.append("the interval does not lie beyond the margin")
+    if not row["p_value"] <= LARGEST_P:
+        failed.append(f"random sets do as much (p = {row['p_value']:.2g})")
+    if evidence.other_ablation is not None and not sign * row["other_ablation"] > 0:
+        failed.append("the other ablation does not have the same sign")
+    if evidence.held_out is not None and not sign * row["held_out"] > row["margin"]:
+        failed.append("the effect on held-out prompts is not beyond the margin")
+    return failed
+
+
+def _sentence(what: str, row: dict[str, Any], counts: tuple[int, int, int], level: float, failed: list[str]) -> str:
+    """Say in one sentence, or a few, what the row holds."""
+    n, n_placebos, n_held_out = counts
+    said = f"{what}: effect {row['effect']:.3g}"
+    if not np.isnan(row["low"]):
+        said += f" ({100 * level:g} % interval {row['low']:.3g} to {row['high']:.3g})"
+    said += f" over {n:,} prompt{'s' * (n != 1)}"
+    if n_placebos:
+        said += (
+            f"; {n_placebos:,} random sets like it reach {row['placebo']:.2g} on average and {row['placebo_high']:.2g} "
+            f"at their 95 % quantile (p = {row['p_value']:.2g})"
+        )
+    if not np.isnan(row["other_ablation"]):
+        said += f"; {row['other_ablation']:.3g} under the other ablation"
+    if not np.isnan(row["split_half"]):
+        said += f"; halves of the prompts rank all cells alike with {row['split_half']:.2f}"
+    if not np.isnan(row["held_out"]):
+        said += f"; {row['held_out']:.3g} on {n_held_out:,} held-out prompt{'s' * (n_held_out != 1)}"
+    verdict = "holds" if row["holds"] else "does not hold"
+    because = f" ({'; '.join(failed)})" if failed else ""
+    return f"{said}. With a margin of {row['margin']:.2g} the claim {verdict}{because}."
+
+
+def _known(effects: ndarray) -> ndarray:
+    return effects[~np.isnan(effects)]
+
+
+def _mean(effects: ndarray | None) -> float:
+    known = _known(effects) if effects is not None else np.zeros(0)
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _sizes(placebos: Float[ndarray, "draw example"]) -> Float[ndarray, " _"]:
+    """The size of each placebo's mean effect; those that no prompt has fall out."""
+    return _known(np.abs(_means(placebos.T))) if placebos.size else np.zeros(0)

@@ -1,0 +1,179 @@
+"""A claim holds where there is an effect, seldom where there is none, and its row is what the definitions say."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.patching.claims import random_sets
+from headwater.patching.sweep import Sweep
+from headwater.runs.record import RunRecord
+from headwater.stats.claims import Evidence, claim_of, split_half
+from tests import chance
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+
+COLUMNS = [
+    *("effect", "low", "high", "placebo", "placebo_high", "p_value"),
+    *("other_ablation", "split_half", "held_out", "margin", "holds"),
+]
+
+
+def made(effects, prompts=None, metric="logit_difference"):
+    """A sweep of effects `example layer head`."""
+    n, n_layers, n_heads = effects.shape
+    cells = [(e, layer, head) for e in range(n) for layer in range(n_layers) for head in range(n_heads)]
+    rows = [
+        {"example": e, "site": "z", "layer": layer, "head": head, "metric": metric, "effect": effects[e, layer, head]}
+        for e, layer, head in cells
+    ]
+    options = {"prompts": [prompts or [[e, 7] for e in range(n)], None]}
+    return Sweep(pd.DataFrame(rows), RunRecord("patch", "tiny", "0", "float32", "cpu", options))
+
+
+def noise(n=20, n_layers=3, n_heads=12):
+    return chance.rng().normal(size=(n, n_layers, n_heads))
+
+
+def test_the_row_is_what_the_definitions_say():
+    rng = chance.rng()
+    effects, placebos, other = rng.normal(1, 1, 30), rng.normal(0, 1, (200, 30)), rng.normal(1, 1, 10)
+    claim = claim_of(Evidence(effects, placebos, other, None, effects[:5]))
+    row = claim.table.iloc[0]
+    sizes = np.abs(placebos.mean(1))
+    assert list(claim.table.columns) == COLUMNS
+    assert row["effect"] == pytest.approx(effects.mean())
+    assert row["low"] < row["effect"] < row["high"]
+    assert row["placebo"] == pytest.approx(sizes.mean())
+    assert row["placebo_high"] == row["margin"] == pytest.approx(np.quantile(sizes, 0.95))
+    assert row["p_value"] == pytest.approx((1 + (sizes >= abs(effects.mean())).sum()) / 201)
+    assert row["other_ablation"] == pytest.approx(other.mean())
+    assert row["held_out"] == pytest.approx(effects[:5].mean())
+    assert claim.sentence.count("effect") >= 1
+    assert f"{row['effect']:.3g}" in claim.sentence
+
+
+def test_a_planted_effect_holds_and_its_sign_does_not_matter():
+    for sign in (1, -1):
+        planted = noise()
+        planted[:, 1, [2, 5]] += 3 * sign
+        held_out = noise()
+        held_out[:, 1, [2, 5]] += 3 * sign
+        sweep, other = made(planted), made(planted / 2)
+        test = made(held_out, [[e, 9] for e in range(20)])
+        claim = sweep.claim({"layer": 1, "head": [2, 5]}, other=other, held_out=test)
+        assert claim.holds
+        assert "the claim holds" in claim.sentence
+        assert claim.table["effect"].item() == pytest.approx(planted[:, 1, [2, 5]].mean())
+        assert claim.table["other_ablation"].item() == pytest.approx(planted[:, 1, [2, 5]].mean() / 2)
+        assert claim.table["held_out"].item() == pytest.approx(held_out[:, 1, [2, 5]].mean())
+        assert not sweep.claim({"layer": 1, "head": [2, 5]}, margin=4).holds
+        assert not sweep.claim({"layer": 1, "head": [2, 5]}, other=made(-planted)).holds
+
+
+def test_without_an_effect_few_claims_hold_also_of_the_strongest_cells_on_held_out_prompts():
+    named, strongest = [], []
+    for _ in range(100):
+        sweep, test = made(noise()), made(noise(), [[e, 9] for e in range(20)])
+        named.append(sweep.claim({"layer": [0, 2], "head": 3}, placebos=200).holds)
+        best = sweep.table.groupby(["layer", "head"])["effect"].mean().idxmax()
+        cell = dict(zip(("layer", "head"), map(int, best), strict=True))
+        strongest.append(sweep.claim(cell, held_out=test, match="site", placebos=200).holds)
+    assert np.mean(named) <= 0.05
+    assert np.mean(strongest) <= 0.05
+
+
+def test_on_shuffled_answers_of_a_model_at_most_one_claim_in_twenty_holds():
+    tokenizer = tiny_tokenizer()
+    model = hw.load(tiny_model("llama"), tokenizer=tokenizer)
+    rng = chance.rng()
+    words = [" " + word for word in WORDS]
+    prompts = [" the" + rng.choice(words) + " of" + rng.choice(words) for _ in range(24)]
+
+    def shuffled(i):
+        right, wrong = (rng.integers(5, 60, len(prompts)) for _ in range(2))
+        metric = hw.logit_difference([int(r) for r in right], [int(w) + 60 for w in wrong])
+        return hw.Metric(f"shuffled {i}", metric.function, answers=metric.answers, needs_all=False)
+
+    metrics = [shuffled(i) for i in range(20)]
+    sweep = hw.patch(model, prompts, sites="z", values="mean", metric=metrics, progress=False)
+    cells = [{"layer": layer, "head": head} for layer in range(3) for head in range(2)]
+    held = [
+        sweep.claim(cell, metric=metric.name, match="site", placebos=200).holds for metric in metrics for cell in cells
+    ]
+    assert np.mean(held) <= 0.05
+
+
+def test_random_sets_have_as_many_cells_of_each_layer_and_none_of_the_claimed():
+    effects = np.broadcast_to(np.arange(3)[None, :, None] * 100.0, (4, 3, 12)) + np.arange(12)
+    claim = made(effects).claim([{"layer": 0, "head": 1}, {"layer": 2, "head": [3, 4]}], placebos=50)
+    assert claim.table["placebo"].item() == pytest.approx(400 / 3 + 5.5, abs=3)
+    pools = [(np.array([1, 2, 3]), 2), (np.array([7, 8]), 1)]
+    assert sorted(random_sets(pools, 6, 0)) == [[a, b, c] for a, b in ((1, 2), (1, 3), (2, 3)) for c in (7, 8)]
+    drawn = list(random_sets(pools, 5, 0))
+    assert len(drawn) == 5
+    assert all(len(set(one)) == 3 and one[2] in (7, 8) for one in drawn)
+
+
+def test_few_random_sets_are_said_with_the_least_p_that_they_allow():
+    claim = made(noise()).claim({"layer": 1, "head": 2})
+    assert "only 11 random sets are like it, so p is at least 0.083; match='site'" in claim.notes[0]
+    assert not claim.holds
+
+
+def test_prompts_of_discovery_and_test_that_coincide_are_left_out_and_said():
+    sweep = made(noise())
+    test = made(noise(4), [[0, 7], [100], [101], [3, 7]])
+    claim = sweep.claim({"layer": 1, "head": 2}, held_out=test)
+    new = test.table.query("layer == 1 and head == 2 and example in (1, 2)")
+    assert claim.table["held_out"].item() == pytest.approx(new["effect"].mean())
+    assert any(note.startswith("2 held-out prompts left out, which the sweep has too (0, 3)") for note in claim.notes)
+    assert "2 held-out prompts left out" in claim.sentence
+    nothing_new = sweep.claim({"layer": 1, "head": 2}, held_out=sweep)
+    assert np.isnan(nothing_new.table["held_out"].item())
+    assert not nothing_new.holds
+
+
+def test_halves_that_agree_rank_alike():
+    ranked = np.tile(np.arange(10.0), (20, 1))
+    assert split_half(ranked + 0.01 * chance.rng().normal(size=ranked.shape), 0) == pytest.approx(1)
+    assert abs(split_half(chance.rng().normal(size=(20, 200)), 0)) < 0.3
+    assert np.isnan(split_half(ranked[:3], 0))
+
+
+@pytest.mark.parametrize(
+    ("cells", "options", "message"),
+    [
+        ({"layer": 9}, {}, "has no cell with layer 9"),
+        ({"neuron": 1}, {}, "has no 'neuron'"),
+        ([], {}, "does not name cells"),
+        ("z", {}, "does not name cells"),
+        ({"layer": [0, 1, 2]}, {}, "These are all cells"),
+        ({"layer": 1.5}, {}, "names no cells"),
+        ({"layer": 1}, {"match": "head"}, "match"),
+        ({"layer": 1}, {}, "no other set like this one"),
+        ({"layer": 1}, {"metric": "rank"}, "has no metric 'rank'"),
+        ({"layer": 1}, {"other": 3}, "hw.patch"),
+        ({"layer": 1}, {"value": "normalized_effect"}, "not a column"),
+        ({"layer": 1}, {"margin": -1}, "margin"),
+    ],
+)
+def test_what_is_no_claim_of_this_sweep_is_refused(cells, options, message):
+    with pytest.raises(InputError, match=message):
+        made(noise(6)).claim(cells, **options)
+
+
+def test_other_sweeps_must_have_the_cells():
+    sweep = made(noise(6))
+    with pytest.raises(InputError, match="has no metric"):
+        sweep.claim({"layer": 1, "head": 2}, other=made(noise(6), metric="rank"))
+    with pytest.raises(InputError, match="has no cell z, 2, 5"):
+        sweep.claim({"layer": 2, "head": 5}, held_out=made(noise(6)[:, :, :4]))
+
+
+def test_claims_take_rows_of_the_summary():
+    planted = noise()
+    planted[:, 2, 7] += 5
+    sweep = made(planted)
+    top = sweep.summary().sort_values("mean").tail(1)
+    assert sweep.claim(top, match="site").table["effect"].item() == pytest.approx(planted[:, 2, 7].mean())
