@@ -27,9 +27,6 @@ from headwater.models.memory import failures_named
 from headwater.models.tokens import Offsets, token_span
 from headwater.options import shown, whole_number, whole_numbers
 
-Place: TypeAlias = int | str | range | slice | tuple[Any, Any] | AbstractSet[int] | Callable[..., Any] | list[Any]
-Where: TypeAlias = Place | Mapping[str, Place]
-"""Positions as this file's first lines name them."""
 SIDES = ("clean", "corrupted")
 
 
@@ -80,6 +77,22 @@ class LastTokenOf:
     """The last token of what something else names, such as a subject of several tokens."""
 
     where: Any
+
+
+Place: TypeAlias = (
+    int
+    | str
+    | range
+    | slice
+    | tuple[Any, Any]
+    | AbstractSet[int]
+    | Characters
+    | LastTokenOf
+    | Callable[..., Any]
+    | list[Any]
+)
+Where: TypeAlias = Place | Mapping[str, Place]
+"""Positions as this file's first lines name them."""
 
 
 def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) -> Characters:
