@@ -78,13 +78,13 @@ def plot_sweep(
     return axes[0] if len(panels) == 1 else figure
 
 
-def _panels(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
+def _panels(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
     """Cut a sweep into what a panel shows: a site and metric, and a role where there are two more axes beside roles."""
-    panels: list[tuple[tuple[str, ...], pd.DataFrame]] = []
+    panels: list[tuple[Any, pd.DataFrame]] = []
     for name, part in table.groupby(["site", "metric"], sort=False):
         axes = _axes(part, fixed)
         if len(axes) == 3 and "role" in axes:
-            panels += [((*name, role), rows) for role, rows in part.groupby("role", sort=False)]
+            panels += [((*name, str(role)), rows) for role, rows in part.groupby("role", sort=False)]
         else:
             panels.append((name, part))
     return panels
