@@ -11,6 +11,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.models.generation import Generated, chat_text, end_tokens, generate
+from headwater.models.reading import now_reading
 from headwater.questions import answers, asking
 from headwater.questions.extract import check_extractor, exact_words
 from tests import chance
@@ -47,7 +48,7 @@ def random_questions(how_many):
 def scripted(monkeypatch, said):
     """Let the model say these texts to the questions that they are named by; what ends in "…" is cut off there."""
 
-    def say(model, prompts, *, max_new_tokens, stop):
+    def say(model, prompts, *, max_new_tokens, stop, hooks=()):
         read = [model.tokenizer.decode(row[real]) for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
         texts = [next(text for question, text in said.items() if question in prompt) for prompt in read]
         cut = [text[-1] == "…" for text in texts]
@@ -142,6 +143,34 @@ def test_answers_are_the_same_whatever_the_batch_size(family):
         for a, b in zip(tables[0]["log_probs"], table["log_probs"], strict=True):
             np.testing.assert_allclose(a, b, atol=3e-5)
         pd.testing.assert_frame_equal(tables[0].drop(columns="log_probs"), table.drop(columns="log_probs"))
+
+
+def test_hooks_act_while_a_model_answers_and_stand_in_the_record(tmp_path):
+    model, questions = tiny("llama"), random_questions(9)
+    hooks = [("blocks.1.hook_resid_post", lambda x, hook: x * 0.3 + 0.5)]
+    with every_answer_ends():
+        plain = hw.answer(model, questions, max_new_tokens=5, progress=False)
+        edited = hw.answer(model, questions, hooks=hooks, batch_size=4, max_new_tokens=5, progress=False)
+        hw.answer(model, questions, max_new_tokens=5, progress=False, out=tmp_path)
+        with pytest.raises(RunFolderError, match="option hooks"):
+            hw.answer(model, questions, hooks=hooks, max_new_tokens=5, progress=False, out=tmp_path)
+    assert plain.run.differences(edited.run) != []
+    assert edited.table["answer"].tolist() != plain.table["answer"].tolist()
+    for row in edited.table.to_dict("records"):
+        start = row["answer_start"]
+        text = model.generate([list(row["tokens"][:start])], hooks, max_new_tokens=5)
+        assert list(row["tokens"][start:]) == text.tokens[0][: len(row["tokens"]) - start]
+
+
+def test_hooks_are_told_which_question_each_row_is():
+    model, questions, seen = tiny("llama"), random_questions(7), set()
+
+    def look(activation, hook):
+        seen.update(now_reading().rows)
+
+    with every_answer_ends():
+        hw.answer(model, questions, hooks=[("blocks.0.hook_resid_pre", look)], batch_size=3, progress=False)
+    assert seen == set(range(7))
 
 
 def test_a_row_holds_text_tokens_spans_and_label(monkeypatch):

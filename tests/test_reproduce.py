@@ -339,7 +339,7 @@ def test_an_instruct_model_is_asked_for_whole_answers_in_its_chat_template_as_pu
     graph = dataclasses.replace(graph, table=graph.table.assign(score=np.nan, model_answer=None))
     prompts, limits, judged = [], set(), set()
 
-    def say(model, batch, *, max_new_tokens, stop):
+    def say(model, batch, *, max_new_tokens, stop, hooks=()):
         prompts.extend(tokenizer.decode(row[real][1:]) for row, real in zip(batch.tokens, batch.mask, strict=True))
         limits.add(max_new_tokens)
         words = tokenizer(" Rome\n\n Paris", add_special_tokens=False)["input_ids"]

@@ -43,7 +43,7 @@ def answered(model, coin_flips, extractor=None):
     """Let the model say what was made up, and label and locate it as any answer."""
     said = dict(zip(coin_flips["question"], coin_flips["said"], strict=True))
 
-    def say(model, prompts, *, max_new_tokens, stop):
+    def say(model, prompts, *, max_new_tokens, stop, hooks=()):
         read = [model.tokenizer.decode(row[real]) for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
         texts = [said[prompt.split("Q: ")[1].split("\n")[0]] for prompt in read]
         rows = [torch.tensor(model.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]

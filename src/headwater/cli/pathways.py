@@ -77,6 +77,7 @@ ANSWER = Of(
     shaped=(EXTRACTOR,),
     choices={"label": "headwater.questions.labels:RULES"},
     filled="questions",
+    left_out={"hooks": "functions"},
 )
 TRACE = Of(
     "headwater.pathways.trace:trace_pathways",

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.models.edits import Hook, listed_hooks
 from headwater.models.generation import end_tokens
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
@@ -162,6 +163,7 @@ def answer(
     max_new_tokens: int = 32,
     batch_size: int = 64,
     extractor: Extractor | None = None,
+    hooks: Iterable[Hook] = (),
     progress: bool = True,
     out: str | Path | None = None,
 ) -> AnsweredQuestions:
@@ -181,6 +183,9 @@ def answer(
         extractor: called with (question, answer) for every answer that can be used; see
             `headwater.questions.extract`. It names E_A, and E_Q where the question table says nothing of subject and
             property. Without one, questions without these are dropped, and E_A is the whole answer.
+        hooks: watched or edited activations while the model answers, at every step as in `model.generate`; part of the
+            record. Prompts run shortest first; `headwater.models.reading.now_reading().rows` has each row's place in
+            the table. What is later computed from the answers is computed without them.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
 
@@ -191,7 +196,7 @@ def answer(
     _check_options(model, questions, max_new_tokens, batch_size)
     check_label(label)
     check_extractor(extractor)
-    frame = question_frame(model, prompt=prompt)
+    frame, listed = question_frame(model, prompt=prompt), listed_hooks(hooks)
     options = {
         "questions": questions.table,
         "prompt": frame.asking(SLOT),
@@ -200,13 +205,14 @@ def answer(
         "extractor": extractor,
         "ends": end_tokens(model),
         "label": label,
+        "hooks": listed,
     }
 
     def work(run: Run) -> AnsweredQuestions:
         prompts = _prompts(model, questions, frame, must_have_words=extractor is None)
         outcomes: list[dict[str, Any] | str] = [TOO_LONG if n in prompts else NO_WORDS for n in range(len(questions))]
         tokens = {place: asked.tokens for place, asked in prompts.items()}
-        written, asked = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size))
+        written, asked = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, listed))
         lines = ([first_line(model.tokenizer, prompts[place], made) for place, made in batch] for batch in written)
         answers, to_extract = tee(_labelled(lines, label, run))
         found = _extracted(to_extract, extractor, run)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
+from headwater.models.edits import Hook
 from headwater.models.generation import chat_text, end_tokens, generate
 from headwater.models.tokens import by_length
 from headwater.options import shown
@@ -102,6 +103,7 @@ def ask(
     max_new_tokens: int,
     until: Literal["line", "end"],
     batch_size: int,
+    hooks: Sequence[Hook] = (),
 ) -> Iterator[list[tuple[int, Written]]]:
     """Let a model continue prompts, or take what an earlier run wrote, batch by batch, shortest prompts first.
 
@@ -112,6 +114,7 @@ def ask(
         max_new_tokens: at most so many, the end token or the line break counted.
         until: an answer ends at its first line break ("line"), or where the model ends it ("end").
         batch_size: prompts in one run of the model.
+        hooks: act at every step; in `now_reading().rows` (`headwater.models.reading`) rows are called by their places.
 
     Yields:
         The places of a batch, and what was written behind each.
@@ -122,8 +125,8 @@ def ask(
     batches = [[fitting[i] for i in batch] for batch in order]
 
     def compute(places: Sequence[int]) -> dict[str, Tensor]:
-        batch = model.tokenize([list(prompts[place]) for place in places])
-        return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end)))
+        batch = model.tokenize([list(prompts[place]) for place in places]).named(places)
+        return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end, hooks=hooks)))
 
     with run.bar("Answering", "question", len(fitting)) as bar:
         for places, made in zip(batches, run.pieces("answers", batches, compute, bar, len), strict=True):
