@@ -265,6 +265,129 @@ def test_a_knockout_of_a_hooked_transformer_is_what_cut_scores_or_weights_give_o
         assert clean + effect == pytest.approx(float(logits[5] - logits[9]), abs=1e-4)
 
 
+def ordinary_code(model) -> dict[str, object]:
+    """A page as people write it for TransformerLens: induction scores, patching loops, direct attribution."""
+    found: dict[str, object] = {}
+    cfg = model.cfg
+    found["cfg"] = [cfg.n_layers, cfg.n_heads, cfg.d_model, cfg.d_head, cfg.d_mlp, cfg.d_vocab, cfg.n_ctx, cfg.act_fn]
+    for name in ("W_E", "W_U", "b_U", "W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O"):
+        found[name] = getattr(model, name)
+
+    # tokens
+    text = " the capital of France is Paris"
+    tokens = model.to_tokens(text)
+    found["tokens"] = tokens.tolist()
+    found["without"] = model.to_tokens(text, prepend_bos=False).tolist()
+    found["strings"] = [model.to_str_tokens(text), model.to_string(tokens[0]), model.to_string(tokens)]
+    found["several"] = model.to_tokens([" Paris", " Rome Italy"]).tolist()
+    answer, wrong = model.to_single_token(" Paris"), model.to_single_token(" Rome")
+    found["single"] = [answer, wrong, model.to_single_str_token(answer)]
+    found["logits"], found["loss"] = model(tokens), model(tokens, return_type="loss")
+    found["loss of text"] = model(text, return_type="loss")
+    found["loss per token"] = model(tokens, return_type="loss", loss_per_token=True)
+    found["both"] = model(tokens, return_type="both")[1]
+    assert model(tokens, return_type=None) is None
+
+    # induction scores
+    half = torch.arange(10, 30)[None].repeat(2, 1)
+    half[1] += 25
+    repeated = torch.cat([tokens[:, :1].expand(2, 1), half, half], 1)
+    _, cache = model.run_with_cache(repeated, names_filter=lambda name: name.endswith("pattern"))
+    found["filtered"] = sorted(cache.keys())
+    scores = [
+        cache["pattern", layer].diagonal(1 - half.shape[1], dim1=-2, dim2=-1).mean((0, 2))
+        for layer in range(cfg.n_layers)
+    ]
+    found["induction"] = torch.stack(scores)
+    kept = torch.zeros(cfg.n_layers, cfg.n_heads)
+
+    def score_hook(pattern, hook):
+        kept[hook.layer()] = pattern.diagonal(1 - half.shape[1], dim1=-2, dim2=-1).mean((0, 2))
+
+    model.run_with_hooks(
+        repeated, return_type=None, fwd_hooks=[(lambda name: name.endswith("hook_pattern"), score_hook)]
+    )
+    found["induction by hooks"] = kept
+
+    # patching loops
+    clean, corrupted = model.to_tokens(" the capital of France is"), model.to_tokens(" the capital of Italy is")
+    clean_logits, cache = model.run_with_cache(clean)
+    assert torch.equal(cache["resid_pre", 1], cache["blocks.1.hook_resid_pre"])
+
+    def difference(logits):
+        return logits[0, -1, answer] - logits[0, -1, wrong]
+
+    found["clean"] = difference(clean_logits)
+    patched = torch.zeros(cfg.n_layers, clean.shape[1])
+    for layer in range(cfg.n_layers):
+        for position in range(clean.shape[1]):
+            name = f"blocks.{layer}.hook_resid_pre"
+
+            def patch_here(resid, hook, name=name, position=position):
+                resid[:, position] = cache[name][:, position]
+                return resid
+
+            logits = model.run_with_hooks(corrupted, fwd_hooks=[(name, patch_here)])
+            patched[layer, position] = difference(logits)
+    found["patched"] = patched
+    ablated = model.run_with_hooks(
+        clean,
+        return_type="loss",
+        fwd_hooks=[(f"blocks.{layer}.attn.hook_z", lambda z, hook: z * 0) for layer in range(cfg.n_layers)],
+    )
+    found["ablated"] = ablated
+
+    # direct attribution of heads: what each writes, on the direction of the answer
+    direction = model.W_U[:, answer] - model.W_U[:, wrong]
+    heads = torch.stack([
+        torch.einsum("hd,hdm,m->h", cache["z", layer][0, -1], model.W_O[layer], direction)
+        for layer in range(cfg.n_layers)
+    ])  # fmt: skip
+    found["attribution"] = heads / cache["ln_final.hook_scale"][0, -1]
+    found["result"] = cache.stack_head_results(layer=-1, pos_slice=-1)
+    found["shapes"] = {
+        (name, layer): tuple(cache[name, layer].shape)
+        for name in (
+            "resid_pre",
+            "resid_mid",
+            "resid_post",
+            "q",
+            "k",
+            "v",
+            "z",
+            "pattern",
+            "attn_out",
+            "mlp_out",
+            "post",
+        )
+        for layer in (0, 2)
+    }
+    _, bare = model.run_with_cache(clean, remove_batch_dim=True, return_type=None)
+    found["bare"] = bare["z", 1]
+    found["stopped"] = model(clean, stop_at_layer=2)
+    return found
+
+
+def assert_alike(found: dict[str, object], expected: dict[str, object]) -> None:
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[name], value, msg=lambda said, name=name: f"{name}: {said}", **CLOSE)
+        else:
+            assert found[name] == value, name
+
+
+@instances
+@pytest.mark.oracle
+def test_ordinary_code_for_a_hooked_transformer_gives_the_same_on_a_headwater_model(hooked_transformer, bridge):
+    expected = ordinary_code(hooked_transformer)
+    assert_alike(ordinary_code(bridge), expected)
+    assert_alike(ordinary_code(hw.load(hooked_transformer)), expected)
+
+
+def test_ordinary_code_runs_on_a_checkpoint_of_a_hooked_transformer_as_on_the_bridge(folder, bridge):
+    assert_alike(ordinary_code(hw.load(folder, pickled=True, tokenizer=tiny_tokenizer())), ordinary_code(bridge))
+
+
 @instances
 def test_a_hooked_transformer_whose_norms_are_folded_is_announced(same_weights, hooked_transformer):
     hooked_transformer.load_and_process_state_dict(hooked_transformer.state_dict())

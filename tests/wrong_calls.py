@@ -268,6 +268,18 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "load_cache": lambda: (hw.load_cache, {"folder": g.cache.save(g.folder / "cache")}),
         "HookedModel.run": lambda: (partial(run, g.model), {"inputs": CLEAN}),
         "HookedModel.generate": lambda: (g.model.generate, {"prompts": CLEAN, "max_new_tokens": 2, **QUIET}),
+        "HookedModel.run_with_hooks": lambda: (g.model.run_with_hooks, {"input": CLEAN}),
+        "HookedModel.run_with_cache": lambda: (g.model.run_with_cache, {"input": CLEAN}),
+        "HookedModel.to_tokens": lambda: (
+            lambda text, tokens, prepend_bos, token: [
+                g.model.to_tokens(text, prepend_bos),
+                g.model.to_str_tokens(text, prepend_bos),
+                g.model.to_string(tokens),
+                g.model.to_single_token(text),
+                g.model.to_single_str_token(token),
+            ],
+            {"text": " Paris", "tokens": [3, 4], "prepend_bos": None, "token": 3},
+        ),
         "HookedModel.tokenize": lambda: (g.model.tokenize, {"inputs": CLEAN}),
         "HookedModel.token_strings": lambda: (g.model.token_strings, {"tokens": [3, 4]}),
         "classify_heads": lambda: (hw.classify_heads, {"model": g.model, "relations": g.relation, **QUIET}),

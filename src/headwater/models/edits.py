@@ -40,18 +40,20 @@ class Trusted:
 
     function: HookFunction
     edits: bool
+    may_be_silent: bool = False
 
     def __call__(self, activation: Any, hook: Any) -> Tensor | None:
         """Call the function."""
         return self.function(activation, hook=hook)
 
 
-def looks(function: HookFunction) -> Trusted:
+def looks(function: HookFunction, may_be_silent: bool = False) -> Trusted:
     """Mark a hook that only looks, and keeps nothing that shares memory with the activation unless it is read at once.
 
-    It sees the activation where the model itself does: downstream of every carried edit.
+    It sees the activation where the model itself does: downstream of every carried edit. With `may_be_silent` it is no
+    error when nothing passes through the place.
     """
-    return Trusted(function, edits=False)
+    return Trusted(function, edits=False, may_be_silent=may_be_silent)
 
 
 def makes(function: HookFunction) -> Trusted:
@@ -105,6 +107,11 @@ class Attached:
     read_only: str | None = None
     """Why the activation can only be read, if so."""
     fired: bool = False
+
+    @property
+    def may_be_silent(self) -> bool:
+        """Whether it is no error when nothing passes through the place."""
+        return isinstance(self.function, Trusted) and self.function.may_be_silent
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return what the model goes on with, if that is not what it was given.

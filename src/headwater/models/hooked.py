@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
@@ -49,13 +49,14 @@ from headwater.models.sampling import checked_sampling
 from headwater.models.shape import ModelShape
 from headwater.models.sites import hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
+from headwater.models.transformer_lens_names import TransformerLensNames, what_to_use
 from headwater.models.writing import Stream, Texts, write
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.identity import tokenizer_digest
 from headwater.runs.record import HOOKS, PAST_HOOKS
 
 
-class HookedModel:
+class HookedModel(TransformerLensNames):
     """A transformer with hooks, in evaluation mode, its weights exactly as the checkpoint stores them.
 
     Attributes:
@@ -98,6 +99,13 @@ class HookedModel:
         self._weights = KnownWeights(raw, shape)
         self._modules = KnownModules(raw)
         self._held: tuple[str, str] | None = None
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)
+            raise AttributeError(what_to_use(self, name))
 
     def __repr__(self) -> str:
         shape = self.shape
@@ -269,7 +277,7 @@ class HookedModel:
             with self._attachments.attached([*attached, ran]):
                 yield
         if ran.fired:
-            silent = sorted({hook.name for hook in attached if not hook.fired})
+            silent = sorted({hook.name for hook in attached if not hook.fired and not hook.may_be_silent})
             if silent:
                 raise InterventionError(
                     f"The model ran, but nothing passed through {', '.join(silent[:3])}: this activation is not "

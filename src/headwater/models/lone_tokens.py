@@ -28,7 +28,7 @@ from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
     from headwater.models.edits import Hook
-    from headwater.models.hooked import HookedModel
+    from headwater.models.model import Model
 
 PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
 """Where a bridge shows what goes into attention, what its heads hand on, their weights, and what attention writes."""
@@ -38,13 +38,13 @@ Factors: TypeAlias = Mapping[str, Tensor | None]
 """W_V, W_O, b_V, b_O of one layer."""
 
 
-def entering(model: HookedModel, tokens: Int[Tensor, token], before: int = 0) -> Float[Tensor, "token d_model"]:
+def entering(model: Model, tokens: Int[Tensor, token], before: int = 0) -> Float[Tensor, "token d_model"]:
     """What enters the first block for each token, behind so many copies of it."""
     rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
     return model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), stop_at=0)[:, -1]
 
 
-def adds_positions(model: HookedModel) -> bool:
+def adds_positions(model: Model) -> bool:
     """Whether a position is added to the embedding, which then has to be `raw.embed` itself.
 
     Raises:
@@ -67,7 +67,7 @@ def adds_positions(model: HookedModel) -> bool:
 
 
 def first_mlp(
-    model: HookedModel, tokens: Int[Tensor, token], embeddings: Float[Tensor, "token d_model"]
+    model: Model, tokens: Int[Tensor, token], embeddings: Float[Tensor, "token d_model"]
 ) -> Float[Tensor, "token d_model"]:
     """MLP₀(LN(E)): what the first block writes beside E when it reads E and its attention is silent.
 
@@ -102,7 +102,7 @@ def first_mlp(
 class HeadsOfLoneTokens:
     """What every layer's heads did with a few tokens, in one run; `check` holds factors against it."""
 
-    def __init__(self, model: HookedModel):
+    def __init__(self, model: Model):
         self.model = model
         tokens = _some_tokens(model)[:, None]
         self.seen: dict[tuple[int, str], Tensor] = {}
@@ -166,7 +166,7 @@ def refuse_clipped(config: Any, architecture: str) -> None:
             )
 
 
-def _some_tokens(model: HookedModel) -> Int[Tensor, token]:
+def _some_tokens(model: Model) -> Int[Tensor, token]:
     return torch.arange(min(SEVERAL, model.shape.d_vocab))
 
 
@@ -174,11 +174,11 @@ def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias
 
 
-def _tolerance(model: HookedModel) -> float:
+def _tolerance(model: Model) -> float:
     return max(1e-4, 8 * torch.finfo(model.dtype).eps)
 
 
-def _same(model: HookedModel, expected: Tensor, found: Tensor, message: str) -> None:
+def _same(model: Model, expected: Tensor, found: Tensor, message: str) -> None:
     """Refuse with the message, which takes the architecture and the difference, when two results are not the same."""
     if expected.shape == found.shape:
         largest = found.float().abs().max().clamp(min=1e-6)

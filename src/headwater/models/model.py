@@ -20,13 +20,16 @@ class Model(Recorded, Protocol):
     """Something that makes batches of inputs and runs them with hooks; `HookedModel` says what each name means."""
 
     raw: Any
+    name: str
+    revision: str | None
+    bos: int | None
     shape: ModelShape
     misfits: Mapping[str, str]
     config: Any
     tokenizer: PreTrainedTokenizerBase | None
     lock: threading.RLock
 
-    def tokenize(self, inputs: Inputs) -> Batch:
+    def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch."""
 
     def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:

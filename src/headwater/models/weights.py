@@ -40,7 +40,7 @@ from headwater.models.tokens import Batch, load_tokenizer
 from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
+    from headwater.models.model import Model
 
 PINNED_AT_MOST = 2**29
 """Bytes of a tensor that goes to a CUDA device by way of pinned memory, which torch keeps."""
@@ -173,7 +173,7 @@ class WeightSource(ABC):
 
 
 def open_weights(
-    what: "HookedModel | str | Path",
+    what: "Model | str | Path",
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -325,7 +325,7 @@ class StreamedWeights(WeightSource):
 class LoadedWeights(WeightSource):
     """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible."""
 
-    def __init__(self, model: "HookedModel"):
+    def __init__(self, model: "Model"):
         super().__init__(model.name, model.revision, model.shape, model.dtype)
         self.model = model
         self.device = model.device

@@ -1,0 +1,400 @@
+"""What TransformerLens's users type: its names and shapes on a headwater model, through headwater's hooks and checks.
+
+`run_with_cache`, `run_with_hooks`, `model(tokens)`, `to_tokens` and its like, and `cfg`; the parameters are in
+`headwater.models.parameters_by_head`. Weights are those of the checkpoint, unprocessed. Hooks follow the rules of
+`headwater.models.edits`: a hook gets a copy and must return what it wrote, a name that does not exist or that nothing
+passes through is an error, and an edit of `hook_resid_mid` reaches the skip connection. Other names raise an
+AttributeError that says what to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.errors import InputError, did_you_mean
+from headwater.models.edits import Hook, HookFunction, looks
+from headwater.models.parameters_by_head import ParametersByHead
+from headwater.models.sites import place_named
+from headwater.models.tokens import Batch, encode, pad_id
+from headwater.options import checked_flag, checked_name, is_one, shown, whole_number
+
+if TYPE_CHECKING:
+    from transformer_lens import ActivationCache
+
+Names: TypeAlias = str | Sequence[str] | Callable[[str], bool] | None
+"""Hooks by name: one, several, those of which a function says True, or all."""
+Given: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Batch
+SWITCHED = {
+    "attn.hook_result": "use_attn_result",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "mlp_in": "use_hook_mlp_in",
+    "attn_in": "use_attn_in",
+}
+"""By the end of a hook's name, the setting without which TransformerLens does not compute it."""
+RETURNS = ("logits", "loss", "both")
+HOOKS_END = "hooks end with the run, or with the context `with model.hooks([(name, function)]):`"
+AS_STORED = "weights stay as the checkpoint stores them"
+RAW = "model.raw.{name} is TransformerLens's own, past headwater's checks (docs: Coming from TransformerLens)"
+WAYS = {
+    "add_hook": HOOKS_END,
+    "add_perma_hook": HOOKS_END,
+    "reset_hooks": f"there is nothing to reset: {HOOKS_END}",
+    "remove_all_hook_fns": f"there is nothing to remove: {HOOKS_END}",
+    "blocks": "activations: model.run_with_cache(tokens) or model.cache(...); parameters: model.W_Q ... model.W_O",
+    "W_in": "headwater.models.open_weights(model) has heads and embeddings; MLPs are under model.raw.blocks[layer].mlp",
+    "ln_final": "its gain is headwater.models.open_weights(model).final_norm_gain(); its output hook is "
+    "ln_final.hook_normalized",
+    "unembed": "use model.W_U and model.b_U",
+    "embed": "use model.W_E",
+    "QK": "multiply model.W_Q[layer, head] @ model.W_K[layer, head].T",
+    "OV": "multiply model.W_V[layer, head] @ model.W_O[layer, head]",
+    "tokens_to_residual_directions": "use model.W_U[:, token]",
+    "set_use_attn_result": "what each head writes is cache['z', layer] times model.W_O[layer]; see also "
+    "hw.direct_logit_attribution(model, prompts, tokens=...)",
+    "eval": "a model is always in evaluation mode",
+    "train": "a model is always in evaluation mode",
+    "to": "choose where it lies when it is loaded: hw.load(name, device=..., dtype=...)",
+    "cuda": "choose where it lies when it is loaded: hw.load(name, device='cuda')",
+    "from_pretrained": "hw.load(name)",
+    "from_pretrained_no_processing": "hw.load(name)",
+    "load_and_process_state_dict": AS_STORED,
+    "fold_layer_norm": AS_STORED,
+    "center_writing_weights": AS_STORED,
+    "center_unembed": AS_STORED,
+    "enable_compatibility_mode": AS_STORED,
+    "loss_fn": "model(tokens, return_type='loss', loss_per_token=True)",
+    "hook_points": "model.raw.hook_dict has the names",
+}
+"""By name of TransformerLens: what to use here."""
+
+
+class Config:
+    """The sizes and settings of a model, by TransformerLens's names; to be read only."""
+
+    def __init__(self, model: Any):
+        self.__dict__["_model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        model = self.__dict__["_model"]
+        if name in ("device", "dtype"):
+            return getattr(model, name)
+        if name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx"):
+            return getattr(model.shape, name)
+        if not hasattr(model.raw.cfg, name):
+            raise AttributeError(f"cfg has no {name!r}.{did_you_mean(name, dir(self))}")
+        return getattr(model.raw.cfg, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"cfg.{name} can only be read: the model would not follow. TransformerLens's own is model.raw.cfg."
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({name for name in dir(self._model.raw.cfg) if not name.startswith("_")} | {"device", "dtype"})
+
+    def __repr__(self) -> str:
+        sizes = ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx", "act_fn", "dtype", "device")
+        return f"cfg({', '.join(f'{name}={getattr(self, name, None)!r}' for name in sizes)})"
+
+
+class TransformerLensNames(ParametersByHead):
+    """The names that TransformerLens's users know; every one runs through headwater's own."""
+
+    @property
+    def cfg(self) -> Config:
+        """Sizes and settings by TransformerLens's names, such as `n_layers`, `d_vocab`, `act_fn`; read only."""
+        return Config(self)
+
+    def __call__(
+        self,
+        input: Given,
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
+    ) -> Any:
+        """Run the model; see `run_with_hooks` for the arguments."""
+        return self.run_with_hooks(
+            input,
+            return_type=return_type,
+            loss_per_token=loss_per_token,
+            prepend_bos=prepend_bos,
+            stop_at_layer=stop_at_layer,
+        )
+
+    def run_with_hooks(
+        self,
+        input: Given,
+        return_type: str | None = "logits",
+        fwd_hooks: Iterable[tuple[Names, HookFunction]] = (),
+        *,
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
+        bwd_hooks: Sequence[Any] = (),
+    ) -> Any:
+        """Run the model with hooks.
+
+        Args:
+            input: a text, texts, or token ids; every id of a tensor is read as a real token.
+            return_type: "logits", "loss" (the mean -ln p of the tokens after the first, padding left out), "both", or
+                None for nothing.
+            fwd_hooks: (name, function(activation, hook)); for a name also several, or a function that says of a name
+                whether it is meant. Functions return what they write.
+            loss_per_token: give the loss of every token, `batch position` without the first.
+            prepend_bos: whether texts begin with the BOS token; default as the model wants it (`model.bos`).
+            stop_at_layer: return the residual stream that enters this layer.
+            bwd_hooks: not here; `model.run(..., grad=True)` records gradients.
+
+        Raises:
+            InputError: an argument cannot be used.
+            InterventionError: a hook names no activation, or never fired.
+        """
+        if bwd_hooks:
+            raise InputError("There are no bwd_hooks here: model.run(tokens, hooks, grad=True) records gradients.")
+        batch, hooks = self._given(input, prepend_bos), self._listed(fwd_hooks)
+        if return_type is not None:
+            checked_name("return_type", return_type, RETURNS)
+        return self._returned(batch, hooks, return_type, checked_flag("loss_per_token", loss_per_token), stop_at_layer)
+
+    def run_with_cache(
+        self,
+        input: Given,
+        return_type: str | None = "logits",
+        *,
+        names_filter: Names = None,
+        remove_batch_dim: bool = False,
+        device: str | torch.device | None = None,
+        prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
+    ) -> tuple[Any, ActivationCache]:
+        """Run the model and keep activations.
+
+        `model.cache` keeps activations of many texts, without padding, and in files where memory is short.
+
+        Args:
+            input: as in `run_with_hooks`.
+            return_type: as in `run_with_hooks`.
+            names_filter: what to keep: a name, names, a function of a name, or None for all that is computed (but for
+                sites that are not what the model's shape says).
+            remove_batch_dim: leave out the first axis of activations, of a single text.
+            device: where they are kept; default: where they are.
+            prepend_bos: as in `run_with_hooks`.
+            stop_at_layer: as in `run_with_hooks`.
+
+        Returns:
+            What `run_with_hooks` returns, and TransformerLens's `ActivationCache`: `cache["pattern", 0]`,
+            `cache["blocks.0.attn.hook_pattern"]`. Its methods that use parameters use those of `model.raw`.
+
+        Raises:
+            InputError: an argument cannot be used.
+            InterventionError: a name is no activation's, or nothing passed through it.
+        """
+        from transformer_lens import ActivationCache
+
+        batch, kept = self._given(input, prepend_bos), dict[str, Tensor]()
+        if remove_batch_dim and len(batch) > 1:
+            raise InputError(f"remove_batch_dim=True is for a single text, and {len(batch)} were given.")
+        if return_type is not None:
+            checked_name("return_type", return_type, RETURNS)
+        must_fire = names_filter is not None and not callable(names_filter)
+        names = self._named(names_filter)
+
+        def keep(aliases: list[str]) -> HookFunction:
+            def hold(activation: Any, hook: Any) -> None:
+                if isinstance(activation, Tensor):
+                    with torch.inference_mode(False):
+                        held = activation.detach().clone().to(device or activation.device)
+                    kept.update(dict.fromkeys(aliases, held))
+
+            return looks(hold, may_be_silent=not must_fire)
+
+        hooks: list[Hook] = [(aliases[0], keep(aliases)) for aliases in self._by_place(names)]
+        out = self._returned(batch, hooks, return_type, False, stop_at_layer)
+        cache = ActivationCache({name: kept[name] for name in names if name in kept}, self.raw)
+        return out, cache.remove_batch_dim() if checked_flag("remove_batch_dim", remove_batch_dim) else cache
+
+    def to_tokens(
+        self, input: str | Sequence[str], prepend_bos: bool | None = None, *, truncate: bool = True
+    ) -> Int[Tensor, "batch position"]:
+        """Return the token ids of a text or texts, padded on the right.
+
+        Args:
+            input: the text or texts.
+            prepend_bos: whether each begins with the BOS token; default as the model wants it (`model.bos`).
+            truncate: cut texts that are longer than the model reads.
+
+        Raises:
+            InputError: there is no tokenizer, or it has no BOS token.
+        """
+        if self.tokenizer is None:
+            raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
+        bos = self.bos
+        if prepend_bos is not None:
+            bos = self.tokenizer.bos_token_id if checked_flag("prepend_bos", prepend_bos) else None
+            if prepend_bos and bos is None:
+                raise InputError("prepend_bos=True, but the tokenizer has no BOS token.")
+        texts = [input] if isinstance(input, str) else list(input)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise InputError(f"{shown(input)} is no text and no list of texts.")
+        rows = [encode(self.tokenizer, text, bos)[0] for text in texts]
+        return Batch.of([row[: self.shape.n_ctx] if truncate else row for row in rows], pad_id(self.tokenizer)).tokens
+
+    def to_string(self, tokens: Any) -> str | list[str]:
+        """Return the text of token ids; of several rows, a list.
+
+        Raises:
+            InputError: they are no ids of this model, or there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
+        plain = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+        rows = [plain] if is_one(plain) else list(plain)
+        if rows and not is_one(rows[0]):
+            return [str(self.to_string(row)) for row in rows]
+        self.token_strings(rows)
+        return str(self.tokenizer.decode(rows, clean_up_tokenization_spaces=False))
+
+    def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str] | list[list[str]]:
+        """Return the text of each token of a text or of token ids; of several texts, a list of lists.
+
+        Raises:
+            InputError: see `to_tokens` and `to_string`.
+        """
+        if isinstance(input, str):
+            return list(self.token_strings(self.to_tokens(input, prepend_bos, truncate=False)[0].tolist()))
+        if not isinstance(input, Tensor) and not is_one(input) and any(isinstance(one, str) for one in input):
+            return [list(map(str, self.to_str_tokens(one, prepend_bos))) for one in input]
+        plain = input.tolist() if hasattr(input, "tolist") else input
+        rows = [plain] if is_one(plain) else list(plain)
+        if len(rows) == 1 and not is_one(rows[0]):
+            rows = rows[0]
+        return list(self.token_strings(rows))
+
+    def to_single_token(self, text: str) -> int:
+        """Return the id of a text that is a single token.
+
+        Raises:
+            InputError: it is several, or none.
+        """
+        tokens = self.to_tokens(text, prepend_bos=False)[0].tolist()
+        if len(tokens) != 1:
+            pieces = " + ".join(repr(piece) for piece in self.token_strings(tokens))
+            raise InputError(f"{shown(text)} is not a single token: {pieces}.")
+        return int(tokens[0])
+
+    def to_single_str_token(self, token: int) -> str:
+        """Return the text of one token id.
+
+        Raises:
+            InputError: it is none of this model.
+        """
+        try:
+            return self.token_strings([whole_number(token)])[0]
+        except TypeError:
+            raise InputError(f"{shown(token)} is no token id.") from None
+
+    def _given(self, input: Any, prepend_bos: bool | None) -> Batch:
+        """Make a batch as TransformerLens reads it: of a tensor, every id is a real token."""
+        if isinstance(input, Tensor):
+            real = torch.ones(input.shape, dtype=torch.bool)
+            batch = self.tokenize(input, mask=real)
+            pad = pad_id(self.tokenizer)
+            if batch.tokens.shape[1] > 1 and pad != self.bos and bool((batch.tokens[:, 0] == pad).any()):
+                raise InputError(
+                    "A row of the tokens begins with padding, which would shift its positions: give texts, lists of "
+                    "token ids, or model.tokenize(tokens, mask=...)."
+                )
+            return batch
+        is_text = isinstance(input, str) or (
+            not isinstance(input, Batch) and not is_one(input) and all(isinstance(one, str) for one in input)
+        )
+        if prepend_bos is None or not is_text:
+            return self.tokenize(input)
+        texts = [input] if isinstance(input, str) else list(input)
+        return self.tokenize([self.to_tokens(text, prepend_bos, truncate=False)[0].tolist() for text in texts])
+
+    def _named(self, names: Any) -> list[str]:
+        """Return the names of hooks that are meant.
+
+        Raises:
+            InputError: it is nothing that names hooks, or means none.
+        """
+        known = self.raw.hook_dict
+        if names is None or callable(names):
+            found = [name for name in known if names is None or names(name)]
+            found = [name for name in found if _site(name) not in self.misfits and not self._is_off(name)]
+            if not found:
+                raise InputError("The filter says True of no hook; model.raw.hook_dict has the names.")
+            return found
+        listed = [names] if isinstance(names, str) else names
+        if is_one(listed) or not listed or not all(isinstance(name, str) for name in listed):
+            raise InputError(f"{shown(names)} names no hooks: give a name, a list of names, or a function of a name.")
+        return list(listed)
+
+    def _is_off(self, hook: str) -> bool:
+        """Whether TransformerLens computes an activation only when it is told to, and was not."""
+        return any(hook.endswith(ends) and not getattr(self.raw.cfg, flag, False) for ends, flag in SWITCHED.items())
+
+    def _by_place(self, names: Sequence[str]) -> list[list[str]]:
+        """Group names of the same place, sites first: their edits have carriers."""
+        places: dict[Any, list[str]] = {}
+        for name in sorted(names, key=lambda name: not _site(name)):
+            places.setdefault(id(self.raw.hook_dict.get(name, name)), []).append(name)
+        return list(places.values())
+
+    def _listed(self, fwd_hooks: Any) -> list[Hook]:
+        """Return hooks with one name each; of several names of one place, one."""
+        if is_one(fwd_hooks) or any(is_one(hook) or isinstance(hook, str) or len(hook) != 2 for hook in fwd_hooks):
+            raise InputError(f"fwd_hooks={shown(fwd_hooks)} must be a list of (name, function(activation, hook)).")
+        return [
+            (aliases[0], function) for names, function in fwd_hooks for aliases in self._by_place(self._named(names))
+        ]
+
+    def _returned(
+        self, batch: Batch, hooks: Sequence[Hook], return_type: str | None, per_token: bool, stop_at: int | None
+    ) -> Any:
+        out = self.run(batch, hooks, stop_at=stop_at).clone()
+        if stop_at is not None or return_type == "logits":
+            return out
+        if return_type is None:
+            return None
+        loss = _loss(out, batch, per_token)
+        return (out, loss) if return_type == "both" else loss
+
+
+def _site(hook: str) -> str:
+    """Return the name of the site of a hook, "" where it is none's."""
+    place = place_named(hook)
+    return place[0].name if place else ""
+
+
+def _loss(logits: Float[Tensor, "batch position d_vocab"], batch: Batch, per_token: bool) -> Tensor:
+    """Return -ln p of each token but the first, from the logits before it; their mean over real tokens."""
+    tokens, real = batch.tokens.to(logits.device), batch.mask[:, 1:].to(logits.device)
+    log_probs = logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    if per_token:
+        return -log_probs
+    if not bool(real.any()):
+        raise InputError("There is no loss of a single token: the first token of a text is not predicted.")
+    return -log_probs[real].mean()
+
+
+def what_to_use(model: Any, name: str) -> str:
+    """Say what stands here for a name that a headwater model does not have."""
+    here = f"A HookedModel has no {name!r}"
+    raw = vars(model).get("raw")
+    if name in WAYS:
+        return f"{here}: {WAYS[name]}. {RAW.format(name=name)}." if hasattr(raw, name) else f"{here}: {WAYS[name]}."
+    if raw is not None and hasattr(raw, name):
+        return f"{here}. {RAW.format(name=name)}."
+    return f"{here}.{did_you_mean(name, [one for one in dir(type(model)) if not one.startswith('_')])}"
