@@ -1,6 +1,7 @@
 """TransformerLens's names on a headwater model.
 
-`tests/test_hooked_transformer.py` holds them against a HookedTransformer. What is here are the families that it has not, hooks by filter, words to tokens, refusals, and names that are not there.
+`tests/test_hooked_transformer.py` holds them against a HookedTransformer. Here are the families that it has not, hooks
+by filter, words to tokens, refusals, and names that are not there.
 """
 
 import copy

@@ -17,11 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
+from headwater.kernels.devices import usable_device
 from headwater.models.edits import Hook, HookFunction, looks
+from headwater.models.memory import failures_named
 from headwater.models.parameters_by_head import ParametersByHead
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
-from headwater.options import checked_flag, checked_name, is_one, shown, whole_number
+from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -159,7 +161,7 @@ class TransformerLensNames(ParametersByHead):
             InputError: an argument cannot be used.
             InterventionError: a hook names no activation, or never fired.
         """
-        if bwd_hooks:
+        if one_or_several(bwd_hooks):
             raise InputError("There are no bwd_hooks here: model.run(tokens, hooks, grad=True) records gradients.")
         batch, hooks = self._given(input, prepend_bos), self._listed(fwd_hooks)
         if return_type is not None:
@@ -202,7 +204,8 @@ class TransformerLensNames(ParametersByHead):
         from transformer_lens import ActivationCache
 
         batch, kept = self._given(input, prepend_bos), dict[str, Tensor]()
-        if remove_batch_dim and len(batch) > 1:
+        device = None if device is None else usable_device(device)
+        if checked_flag("remove_batch_dim", remove_batch_dim) and len(batch) > 1:
             raise InputError(f"remove_batch_dim=True is for a single text, and {len(batch)} were given.")
         if return_type is not None:
             checked_name("return_type", return_type, RETURNS)
@@ -221,7 +224,7 @@ class TransformerLensNames(ParametersByHead):
         hooks: list[Hook] = [(aliases[0], keep(aliases)) for aliases in self._by_place(names)]
         out = self._returned(batch, hooks, return_type, False, stop_at_layer)
         cache = ActivationCache({name: kept[name] for name in names if name in kept}, self.raw)
-        return out, cache.remove_batch_dim() if checked_flag("remove_batch_dim", remove_batch_dim) else cache
+        return out, cache.remove_batch_dim() if remove_batch_dim else cache
 
     def to_tokens(
         self, input: str | Sequence[str], prepend_bos: bool | None = None, *, truncate: bool = True
@@ -243,7 +246,7 @@ class TransformerLensNames(ParametersByHead):
             bos = self.tokenizer.bos_token_id if checked_flag("prepend_bos", prepend_bos) else None
             if prepend_bos and bos is None:
                 raise InputError("prepend_bos=True, but the tokenizer has no BOS token.")
-        texts = [input] if isinstance(input, str) else list(input)
+        texts = [] if has_no_order(input) else one_or_several(input)
         if not texts or not all(isinstance(text, str) for text in texts):
             raise InputError(f"{shown(input)} is no text and no list of texts.")
         rows = [encode(self.tokenizer, text, bos)[0] for text in texts]
@@ -331,15 +334,16 @@ class TransformerLensNames(ParametersByHead):
         """
         known = self.raw.hook_dict
         if names is None or callable(names):
-            found = [name for name in known if names is None or names(name)]
+            with failures_named("The filter of names"):
+                found = [name for name in known if names is None or bool(names(name))]
             found = [name for name in found if _site(name) not in self.misfits and not self._is_off(name)]
             if not found:
                 raise InputError("The filter says True of no hook; model.raw.hook_dict has the names.")
             return found
-        listed = [names] if isinstance(names, str) else names
-        if is_one(listed) or not listed or not all(isinstance(name, str) for name in listed):
+        listed = [] if has_no_order(names) else one_or_several(names)
+        if not listed or not all(isinstance(name, str) for name in listed):
             raise InputError(f"{shown(names)} names no hooks: give a name, a list of names, or a function of a name.")
-        return list(listed)
+        return listed
 
     def _is_off(self, hook: str) -> bool:
         """Whether TransformerLens computes an activation only when it is told to, and was not."""
