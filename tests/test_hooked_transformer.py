@@ -385,7 +385,10 @@ def test_ordinary_code_for_a_hooked_transformer_gives_the_same_on_a_headwater_mo
 
 
 def test_ordinary_code_runs_on_a_checkpoint_of_a_hooked_transformer_as_on_the_bridge(folder, bridge):
-    assert_alike(ordinary_code(hw.load(folder, pickled=True, tokenizer=tiny_tokenizer())), ordinary_code(bridge))
+    found, expected = ordinary_code(hw.load(folder, pickled=True, tokenizer=tiny_tokenizer())), ordinary_code(bridge)
+    for one in (found, expected):  # a rebuilt checkpoint may order the width of queries and keys in another way
+        one["QK"] = one.pop("W_Q") @ one.pop("W_K").transpose(-1, -2)
+    assert_alike(found, expected)
 
 
 @instances
