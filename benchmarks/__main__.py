@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cache, heads, heads_70b, knockout, likelihood, patching, saliency, scaling, table
+from benchmarks import cache, collecting, heads, heads_70b, knockout, likelihood, patching, saliency, scaling, table
 from benchmarks.machine import measure_machine
 from benchmarks.report import Row, describe, document
 
@@ -22,6 +22,7 @@ SUITES = {
     "likelihood": likelihood.run,
     "scaling": scaling.run,
     "cache": cache.run,
+    "collecting": collecting.run,
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from benchmarks import __main__ as command
-from benchmarks import cache, heads, heads_70b, likelihood, patching, report, scaling, table
+from benchmarks import cache, collecting, heads, heads_70b, likelihood, patching, report, scaling, table
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
 from benchmarks.report import Row
 
@@ -103,6 +103,16 @@ def test_the_heads_of_a_checkpoint_agree_with_the_formula_and_only_what_is_read_
     assert len(set(sizes.values())) == 2
     assert sum(taken.values()) < sum(sizes.values()) - 2 * mlp
     assert sum(size > attention for size in taken.values()) == 2
+
+
+def test_what_is_collected_agrees_with_a_loop_at_a_tiny_shape(monkeypatch):
+    monkeypatch.setattr(collecting, "in_fresh_process", in_this_process)
+    monkeypatch.setattr(collecting, "_peak", lambda device, count, layer: 1)
+    monkeypatch.setitem(collecting.TEXTS, "cpu", 20)
+    sizes = {"n_embd": 12, "n_layer": 3, "n_head": 3, "vocab_size": 700, "n_positions": 64}
+    rows = list(collecting.run(MACHINE, "cpu", patching.random_gpt2("cpu", **sizes)))
+    assert [row.agrees for row in rows] == [True, True]
+    assert all(row.ratio > 0 and row.floor_s > 0 for row in rows)
 
 
 def test_scaling_and_caches_agree_with_their_peers_at_a_tiny_shape(monkeypatch):

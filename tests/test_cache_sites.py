@@ -313,3 +313,17 @@ def test_a_word_or_a_position_for_each_text_is_found_in_each(llama):
 def test_positions_that_a_text_has_not_got_are_one_line(llama, positions, said):
     with pytest.raises(InputError, match=said):
         llama.cache([" Paris is in France", " cat is"], sites="z", positions=positions, **QUIET)
+
+
+def test_features_are_kept_as_their_dictionary_reads_them(llama):
+    encoder = torch.randn(32, 6)
+    features = hw.features(lambda rows: (rows @ encoder).relu(), lambda f: f @ encoder.T, at="resid_post", layer=1)
+    named = [features, "resid_post"]
+    cache = llama.cache(TEXTS, sites=named, layers=[1, 2], batch_size=2, **QUIET)
+    assert cache.axes(features.name) == ("batch", "position", "feature")
+    assert cache.kept[features.name].layers == (1,)
+    expected = (cache.rows("resid_post", 1) @ encoder).relu()
+    torch.testing.assert_close(cache.rows(features.name), expected, **CLOSE)
+    assert torch.equal(cache.rows("blocks.1.hook_resid_post"), cache.rows("resid_post", 1))
+    two = llama.cache(TEXTS, sites=features.only([4, 1]), **QUIET)
+    torch.testing.assert_close(two.rows(features.name), expected[:, [4, 1]], **CLOSE)

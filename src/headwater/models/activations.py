@@ -6,6 +6,7 @@
 3. The axes of a site stand in its row. Those of any other hook are seen in two small runs: the axis that goes with the
    number of texts is `batch`, those that go with their length are `position` and `key`; whatever has no such axes is
    refused.
+4. Features of a dictionary (`headwater.models.dictionaries`) are read from the activation at their own layer.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
+from headwater.models.dictionaries import Features
 from headwater.models.edits import Hook, looks
-from headwater.models.sites import AXES, HOOKS, SITES, sites_named
+from headwater.models.sites import AXES, HOOKS, SITES, Site, sites_named
 from headwater.models.tokens import Batch
 from headwater.options import shown
 
@@ -44,6 +46,7 @@ class Activation:
         axes: of one text's activation; those of a pattern end in position and key.
         size: how long the axes are, without position and key.
         dtype: in which it is kept, as torch names it.
+        is_read: whether it is read from what the hook holds (features of a dictionary), and not the thing itself.
     """
 
     name: str
@@ -52,12 +55,13 @@ class Activation:
     axes: tuple[str, ...]
     size: tuple[int, ...]
     dtype: str
+    is_read: bool = False
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Activation:
         """Read one that is kept as JSON, with lists in the place of tuples."""
         axes, size, layers = tuple(plain["axes"]), tuple(plain["size"]), tuple(plain["layers"])
-        return cls(plain["name"], plain["hook"], layers, axes, size, plain["dtype"])
+        return cls(plain["name"], plain["hook"], layers, axes, size, plain["dtype"], plain["is_read"])
 
     @property
     def has_keys(self) -> bool:
@@ -83,18 +87,21 @@ def activations_named(asked: Sequence[Any], layers: Sequence[int], model: Model)
     """Look up what names mean in a model.
 
     Args:
-        asked: short names of sites, and names of hooks.
+        asked: short names of sites, names of hooks, and sites themselves, such as features of a dictionary.
         layers: for names that leave their layer open.
         model: the model.
 
     Raises:
         InputError: there is no such activation, or it is not one per token of a text.
     """
-    if not asked or not all(isinstance(name, str) for name in asked):
+    if not asked or not all(isinstance(name, str | Site) for name in asked):
         raise InputError(f"sites={shown(asked)} names no activation: give names of sites or of hooks.")
     wanted: dict[str, list[int]] = {}
+    dictionaries = features_among(asked)
     for name in asked:
-        for hook, layer in _places(name, layers, model):
+        if name in dictionaries:
+            continue
+        for hook, layer in _places(name.name if isinstance(name, Site) else name, layers, model):
             held = wanted.setdefault(hook, [])
             if layer is not None and layer not in held:
                 held.append(layer)
@@ -112,7 +119,24 @@ def activations_named(asked: Sequence[Any], layers: Sequence[int], model: Model)
         else:
             name = short.get(hook, hook.replace("{layer}", "*"))
             found.append(Activation(name, hook, tuple(held), *seen[hook]))
+    found += [_of_features(one, model) for one in dictionaries]
+    if twice := [one.name for n, one in enumerate(found) if one.name in [other.name for other in found[:n]]]:
+        raise InputError(f"Two of what is to be kept are called {twice[0]!r}: give them names of their own.")
     return found
+
+
+def features_among(asked: Sequence[Any]) -> list[Features]:
+    """Return the dictionaries among what was asked for."""
+    return [one for one in asked if isinstance(one, Features)]
+
+
+def _of_features(features: Features, model: Model) -> Activation:
+    """Return the features of a dictionary, at its own layer, as an activation."""
+    fitted = features.fitted(model)
+    hook = SITES[fitted.at].hook
+    return Activation(
+        fitted.name, hook, (fitted.layer,), ("position", "feature"), (len(fitted.units),), "float32", True
+    )
 
 
 def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, int | None]]:

@@ -104,7 +104,7 @@ class Cache(Result):
         full: list[str | tuple[str, int]] = []
         for one in self.kept.values():
             short += [(one.name, layer) for layer in one.layers] if one.layers else []
-            full += [one.hook_name(layer) for layer in one.places]
+            full += [] if one.is_read else [one.hook_name(layer) for layer in one.places]
         return short + full
 
     def axes(self, site: str) -> tuple[str, ...]:
@@ -440,11 +440,14 @@ class Cache(Result):
             InputError: nothing of that name and layer is kept.
         """
         name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
+        if not isinstance(name, str):
+            raise InputError(f"The cache holds no {shown(name)}: ask for one of cache.keys().")
         for one in self.kept.values():
             for place, at in enumerate(one.places):
-                if layer is None and name == one.hook_name(at):
+                if layer is None and not one.is_read and name == one.hook_name(at):
                     return one, place
-        named = next((one for one in self.kept.values() if name in (one.name, one.hook.replace("{layer}", "*"))), None)
+        by_name = {one.hook.replace("{layer}", "*"): one for one in self.kept.values() if not one.is_read} | self.kept
+        named = by_name.get(name)
         if named is None:
             names = [*self.kept, *(key for key in self.keys() if isinstance(key, str))]
             raise InputError(f"The cache holds no {shown(name)}.{did_you_mean(name, names)}")

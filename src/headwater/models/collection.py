@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,16 +28,18 @@ from headwater.kernels.devices import usable_device
 from headwater.models.activations import (
     Activation,
     activations_named,
+    features_among,
     has_query_heads,
     layers_needed,
     refuse_misread_heads,
 )
 from headwater.models.caches import Cache
+from headwater.models.dictionaries import Features
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
 from headwater.models.positions import Where
 from headwater.models.sequences import Chosen, Sequences, chosen_tokens, sequences_of, starts_of, steps
-from headwater.models.sites import SITES
+from headwater.models.sites import SITES, Site
 from headwater.models.tokens import Inputs, by_length
 from headwater.options import checked_count, checked_flag, checked_path, one_or_several, shown, whole_numbers
 from headwater.progress import Bar
@@ -64,6 +66,7 @@ class Wanted:
         sequences: the texts.
         chosen: which tokens.
         stop_at: how many blocks must run; None for the whole model.
+        readers: by the name of what is read from an activation, what reads rows of it.
     """
 
     activations: tuple[Activation, ...]
@@ -72,6 +75,7 @@ class Wanted:
     sequences: Sequences
     chosen: Chosen
     stop_at: int | None
+    readers: dict[str, Callable[[Tensor], Tensor]]
 
     @property
     def counts(self) -> Int[Tensor, " example"]:
@@ -103,7 +107,7 @@ def fill_cache(
     model: Model,
     inputs: Inputs,
     *,
-    sites: str | Iterable[str] | None = None,
+    sites: str | Site | Iterable[str | Site] | None = None,
     residual: bool | str | None = None,
     attention: bool | None = None,
     layers: Sequence[int] | None = None,
@@ -120,8 +124,8 @@ def fill_cache(
         model: the model.
         inputs: anything `model.tokenize` takes.
         sites: what to keep: sites by their short names ("resid_post", "z", "pattern", ...), and any hook by its
-            TransformerLens name, in which `*` stands for a part ("blocks.*.mlp.hook_post"). Default: what `residual`
-            and `attention` say.
+            TransformerLens name, in which `*` stands for a part ("blocks.*.mlp.hook_post"); and features
+            (`hw.features`, `hw.load_sae`), at their own layer. Default: what `residual` and `attention` say.
         residual: the other way to ask: which residual stream to keep ("resid_pre", "resid_mid" or "resid_post"), or
             another site that has a vector per token ("attn_out", "mlp_out"); True, the default, means "resid_post".
         attention: with it, whether to keep the attention patterns; the default is True.
@@ -156,6 +160,7 @@ def fill_cache(
         "tokens": wanted.sequences.tokens,
         "lengths": wanted.sequences.lengths,
         "sites": [dataclasses.asdict(one) for one in wanted.activations],
+        "features": [one.described for one in features_among(names)],
         "positions": wanted.chosen,
         "heads": wanted.heads,
     }
@@ -183,9 +188,16 @@ def _wanted(
     activations = activations_named(names, chosen_layers, model)
     refuse_misread_heads(activations, heads, model)
     chosen = chosen_tokens(positions, sequences, model)
+    readers = {one.name: _reader(one.fitted(model)) for one in features_among(names)}
     picked = {} if chosen_heads == tuple(range(shape.n_heads)) else _head_axes(activations, model)
     of_heads = tuple(_of_heads(one, picked.get(one.name), len(chosen_heads)) for one in activations)
-    return Wanted(of_heads, chosen_heads, picked, sequences, chosen, layers_needed(activations, model))
+    return Wanted(of_heads, chosen_heads, picked, sequences, chosen, layers_needed(activations, model), readers)
+
+
+def _reader(features: Features) -> Callable[[Tensor], Tensor]:
+    """Return what gives, of rows of activations, the features that are kept."""
+    units = None if features.chosen is None else list(features.chosen)
+    return lambda rows: features.read(rows) if units is None else features.read(rows)[..., units]
 
 
 def _head_axes(activations: Sequence[Activation], model: Model) -> dict[str, int]:
@@ -279,7 +291,7 @@ class _Taken:
         self.columns = wanted.chosen.positions[first + steps(self.counts)]
         self.row = torch.arange(len(rows)).repeat_interleave(self.counts)
         self.whole = wanted.chosen.everything and bool((self.lengths == width).all())
-        self.heads, self.picked = wanted.heads, wanted.picked
+        self.heads, self.picked, self.readers = wanted.heads, wanted.picked, wanted.readers
 
     def vectors(self, one: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
         """Return a hook that copies the chosen tokens of an activation into their rows."""
@@ -288,7 +300,7 @@ class _Taken:
         def keep(activation: Tensor, hook: Any) -> None:
             there = activation.device
             chosen = activation.flatten(0, 1) if self.whole else activation[self.row.to(there), self.columns.to(there)]
-            chosen = self._heads(one, chosen)
+            chosen = self.readers[one.name](chosen) if one.name in self.readers else self._heads(one, chosen)
             target[where] = chosen.to(target.device, target.dtype)
 
         return looks(keep)

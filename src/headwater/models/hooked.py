@@ -47,7 +47,7 @@ from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.sampling import checked_sampling
 from headwater.models.shape import ModelShape
-from headwater.models.sites import hook_name, place_named
+from headwater.models.sites import Site, hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames, what_to_use
 from headwater.models.writing import Stream, Texts, write
@@ -288,7 +288,7 @@ class HookedModel(TransformerLensNames):
         self,
         inputs: Inputs,
         *,
-        sites: str | Iterable[str] | None = None,
+        sites: str | Site | Iterable[str | Site] | None = None,
         residual: bool | str | None = None,
         attention: bool | None = None,
         layers: Sequence[int] | None = None,

@@ -150,13 +150,13 @@ def chosen_tokens(positions: Any, sequences: Sequences, model: Model) -> Chosen:
     asked = _numbers(positions)
     if asked is None:
         return _found_in_each(positions, sequences, model)
+    longest = int(lengths.max())
+    if not asked:
+        raise InputError("positions= names no position.")
+    outside = [position for position in asked if not -longest <= position < longest]
+    if outside:
+        raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
     columns = asked_columns(asked, lengths)
-    if not asked or bool((columns < 0).all(0).any()):
-        missing = [asked[n] for n in (columns < 0).all(0).nonzero()[:, 0].tolist()]
-        longest = (
-            f"No sequence has a position {missing[0]}; the longest has {int(lengths.max())} tokens." if asked else ""
-        )
-        raise InputError(longest or "positions= names no position.")
     return Chosen((columns >= 0).sum(1), columns[columns >= 0], asked)
 
 
