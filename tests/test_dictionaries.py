@@ -283,6 +283,27 @@ def test_a_folder_is_of_the_weights_of_its_dictionary(models, tmp_path):
         hw.patch(model, clean, corrupted, sites=features, out=tmp_path / "out", **QUIET)
 
 
+def test_a_cache_holds_features_of_every_token_of_texts_of_any_length(models, tmp_path):
+    model, plain = models("llama")
+    prompts, own, heads = some_prompts(7, 4), Random(32), Random(32)
+    one = hw.features(own.encode, own.decode, layer=1)
+    two = hw.features(heads.encode, heads.decode, at="z", layer=2, name="of heads").only([5, 3])
+    for options in ({}, {"out": tmp_path / "kept"}):
+        cache = model.cache(prompts, sites=[one, two, "resid_post"], layers=[1], progress=False, **options)
+        states = cache.rows("resid_post", 1)
+        torch.testing.assert_close(cache.rows("resid_post 1 features", 1), own.encode(states), atol=1e-5, rtol=1e-4)
+        z = torch.cat([by_hand(plain, "llama", "z", 2, prompt)[1] for prompt in prompts])
+        torch.testing.assert_close(cache.rows("of heads", 2), heads.encode(z)[:, [5, 3]], atol=1e-5, rtol=1e-4)
+    own.into[0, 0] += 1
+    with pytest.raises(hw.HeadwaterError, match="another run"):
+        model.cache(prompts, sites=[one, two, "resid_post"], layers=[1], progress=False, out=tmp_path / "kept")
+    alone = model.cache(prompts[:1], sites=two, progress=False)
+    assert alone["of heads", 2].shape == (1, 7, 2)
+    assert list(alone) == [("of heads", 2)]
+    with pytest.raises(InputError, match="Two of what is to be kept are called"):
+        model.cache(prompts, sites=[one, one.only(3)], progress=False)
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
