@@ -16,6 +16,7 @@ import torch
 import headwater as hw
 from headwater.detection.methods import METHODS
 from headwater.detection.reweighting import Reweighting
+from headwater.errors import ModelError
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import Relation
 from headwater.heads.validation import dynamic_scores
@@ -55,6 +56,13 @@ ON_TEXTS = {
     "resid_pre by position": lambda model: patched(model, sites="resid_pre"),
     "z by head": lambda model: patched(model, sites="z"),
     "resid_pre by attribution": lambda model: patched(model, sites="resid_pre", method="attribution"),
+    "edges": lambda model: hw.edges(model, CLEAN, CORRUPTED, receivers=["q", "k 1", "mlp", "logits"], **METRIC).table,
+    "edges by attribution": lambda model: (
+        hw.edges(model, CLEAN, CORRUPTED, method="screened", verify=20, **METRIC).table
+    ),
+    "edges by averaged attribution": lambda model: (
+        hw.edges(model, CLEAN, CORRUPTED, method="eap-ig", steps=2, over="position", **METRIC).table
+    ),
     "knockout": lambda model: hw.knockout(model, CLEAN, block=("last", (1, 2)), window=1, **METRIC).table,
     "states after a knockout": knocked_out,
     "classify and dynamic scores": dynamic,
@@ -127,17 +135,17 @@ def test_an_analysis_does_not_depend_on_the_device(analysis, here, there):
     compare(found, analysis(here))
 
 
-def test_attribution_does_not_depend_on_the_device(checkpoint):
-    code = (
-        f"from tests.test_second_device import compare_attribution; compare_attribution({str(checkpoint('llama'))!r})"
-    )
+@pytest.mark.parametrize("name", [name for name in ON_TEXTS if "attribution" in name])
+def test_attribution_does_not_depend_on_the_device(name, checkpoint):
+    asked = f"{name!r}, {str(checkpoint('llama'))!r}"
+    code = f"from tests.test_second_device import compare_attribution; compare_attribution({asked})"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
-def compare_attribution(folder):
+def compare_attribution(name, folder):
     """Compare in a process of its own, where no backward pass went before."""
-    analysis = ON_TEXTS["resid_pre by attribution"]
+    analysis = ON_TEXTS[name]
     with second_device():
         found = analysis(move(hw.load(folder, device="cpu")))
     compare(found, analysis(hw.load(folder, device="cpu")))
@@ -166,11 +174,16 @@ def compare_detection():
 
 
 @pytest.mark.filterwarnings("ignore:.* its layers are spread over several devices")
-@pytest.mark.parametrize("analysis", FORWARD.values(), ids=FORWARD)
-def test_an_analysis_gives_the_same_when_layers_are_spread_over_devices(analysis, here, on_two):
+@pytest.mark.parametrize("name", [name for name in FORWARD if name != "edges"])
+def test_an_analysis_gives_the_same_when_layers_are_spread_over_devices(name, here, on_two):
     with second_device():
-        found = analysis(on_two)
-    compare(found, analysis(here))
+        found = FORWARD[name](on_two)
+    compare(found, FORWARD[name](here))
+
+
+def test_edges_are_refused_where_layers_are_spread_over_devices(on_two):
+    with second_device(), pytest.raises(ModelError, match="spread over several devices"):
+        FORWARD["edges"](on_two)
 
 
 def test_heads_of_a_checkpoint_are_classified_on_another_device(checkpoint):

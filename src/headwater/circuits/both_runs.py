@@ -130,7 +130,7 @@ class BothRuns:
                 f"The heads of layer {layer} of {self.model.name} do not add up to what its attention adds: {left:.1%} "
                 "is left over. Edges from and to its heads have no meaning."
             )
-        return outputs.to(added.dtype)
+        return outputs.to(added)
 
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")

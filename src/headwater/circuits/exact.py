@@ -176,7 +176,7 @@ class Receivers:
     ) -> Float[Tensor, "row position head d_head"]:
         """Take in each row the heads that read one q, k or v; the others' outputs are the base run's."""
         heads = torch.arange(z.shape[2], device=z.device)
-        reads = (heads if kind == "q" else heads // self.group) == head[:, None]
+        reads = (heads if kind == "q" else heads // self.group) == head.to(z.device)[:, None]
         return torch.where(reads[:, None, :, None], z, self.z)
 
     def attended(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
