@@ -418,6 +418,38 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             partial(plot_of_sweep, g.sweep),
             dict.fromkeys(("site", "metric", "normalize", "layer")) | {"value": "effect"},
         ),
+        "patch.values": lambda: (
+            lambda values, from_layer: hw.patch(
+                g.model,
+                CLEAN,
+                CORRUPTED,
+                sites="z",
+                metric=METRIC,
+                values=values,
+                from_layer=from_layer,
+                layers=[1],
+                positions=[1],
+                **QUIET,
+            ),
+            {"values": "other run", "from_layer": None},
+        ),
+        "add": lambda: (hw.add, {"direction": torch.ones(4)}),
+        "scale": lambda: (hw.scale, {"factor": 2.0}),
+        "noise": lambda: (hw.noise, {"std": 1.0}),
+        "mean": lambda: (
+            lambda prompts: g.model.run(CLEAN, [hw.edit("z", 1, hw.mean(prompts))]),
+            {"prompts": [CLEAN, CORRUPTED]},
+        ),
+        "resample": lambda: (
+            lambda prompts, seed: g.model.run(CLEAN, [hw.edit("z", 1, hw.resample(prompts, seed))]),
+            {"prompts": [CORRUPTED], "seed": 0},
+        ),
+        "edit": lambda: (
+            lambda site, layer, values, positions, heads: g.model.run(
+                CLEAN, [hw.edit(site, layer, values, positions=positions, heads=heads)]
+            ),
+            {"site": "z", "layer": 1, "values": hw.scale(2.0), "positions": "all", "heads": None},
+        ),
         "knockout": lambda: (hw.knockout, {"model": g.model, "prompts": CLEAN, "metric": METRIC, **BLOCK, **QUIET}),
         "knocked_out_states": lambda: (
             hw.knocked_out_states,

@@ -46,9 +46,13 @@ if TYPE_CHECKING:
     from headwater.models.positions import last_token_of as last_token_of
     from headwater.models.sae_folder import load_sae as load_sae
     from headwater.patching.ablation import ablate as ablate
+    from headwater.patching.changes import add as add
+    from headwater.patching.changes import noise as noise
+    from headwater.patching.changes import scale as scale
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout
+    from headwater.patching.edit_hooks import edit as edit
     from headwater.patching.metrics import Metric as Metric
     from headwater.patching.metrics import kl_divergence as kl_divergence
     from headwater.patching.metrics import log_probability as log_probability
@@ -57,6 +61,8 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import rank as rank
     from headwater.patching.sweep import Sweep as Sweep
     from headwater.patching.sweep import patch as patch
+    from headwater.patching.values import mean as mean
+    from headwater.patching.values import resample as resample
     from headwater.pathways.attention_saliency import Saliency as Saliency
     from headwater.pathways.attention_saliency import saliency as saliency
     from headwater.pathways.trace import Pathways as Pathways

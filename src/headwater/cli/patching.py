@@ -51,6 +51,7 @@ PATCH = Of(
         "heads": "all take part",
         "dataset": "a mean over other prompts than these is a question for a notebook",
         "seed": "of resample alone",
+        "from_layer": "all layers are written from themselves",
     },
 )
 KNOCKOUT = Of(

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.models.sites import SITES, Carrier, place_named
 from headwater.options import shown
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+    from headwater.models.tokens import Batch
 
 HookFunction: TypeAlias = Callable[..., Tensor | None]
 """Takes (activation, hook); returns what replaces the activation, or None. The activation is a copy: write into it."""
@@ -47,6 +52,41 @@ class Trusted:
         return self.function(activation, hook=hook)
 
 
+class PromptHook(ABC):
+    """A hook that is made when it is known which prompts the model runs, as it names positions or values by them."""
+
+    @abstractmethod
+    def hook_for(self, model: HookedModel, batch: Batch | None, goes_on: bool = False) -> Hook:
+        """Return the hook for these prompts.
+
+        Args:
+            model: the model.
+            batch: the prompts; None stands for whatever goes through the model.
+            goes_on: whether these are tokens that follow the prompts, whose keys and values are kept.
+
+        Raises:
+            InputError: the model or the prompts do not allow it, or it needs to know them.
+        """
+
+
+def hooks_for(model: HookedModel, hooks: Any, batch: Batch | None, past: Any = None) -> list[Hook]:
+    """Return hooks as a list, those made that wait for the prompts.
+
+    Args:
+        model: the model.
+        hooks: pairs and `PromptHook`s.
+        batch: what the model runs, if that is known.
+        past: the keys and values of what it ran before these tokens.
+
+    Raises:
+        InputError: they are no list, or one cannot be made or is none.
+    """
+    goes_on = past is not None and past.get_seq_length() > 0
+    return [
+        hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed_hooks(hooks)
+    ]
+
+
 def looks(function: HookFunction, may_be_silent: bool = False) -> Trusted:
     """Mark a hook that only looks, and keeps nothing that shares memory with the activation unless it is read at once.
 
@@ -61,7 +101,7 @@ def makes(function: HookFunction) -> Trusted:
     return Trusted(function, edits=True)
 
 
-def listed_hooks(hooks: Any) -> list[Hook]:
+def listed_hooks(hooks: Any) -> list[Any]:
     """Return hooks as a list.
 
     Raises:
@@ -74,7 +114,8 @@ def listed_hooks(hooks: Any) -> list[Hook]:
             f"{shown(hooks)} is no list of hooks, which are pairs (name, function(activation, hook))."
         ) from None
     for hook in listed:
-        _check_hook(hook)
+        if not isinstance(hook, PromptHook):
+            _check_hook(hook)
     return listed
 
 

@@ -36,8 +36,9 @@ from headwater.models.edits import (
     Attachments,
     Hook,
     HookFunction,
+    PromptHook,
     discarded_edits_raise,
-    listed_hooks,
+    hooks_for,
     looks,
     reporters,
 )
@@ -211,7 +212,7 @@ class HookedModel(TransformerLensNames):
     def run(
         self,
         inputs: Inputs,
-        hooks: Iterable[Hook] = (),
+        hooks: Iterable[Hook | PromptHook] = (),
         *,
         keep: Keep = None,
         stop_at: int | None = None,
@@ -222,7 +223,7 @@ class HookedModel(TransformerLensNames):
 
         Args:
             inputs: anything `tokenize` takes.
-            hooks: watched or edited activations; each must fire.
+            hooks: watched or edited activations, as pairs (name, function) or `hw.edit(...)`; each must fire.
             keep: positions whose logits are wanted; fewer are cheaper.
             stop_at: run only the layers before this one and return the residual stream that enters it.
             grad: record gradients (otherwise the run is under `torch.inference_mode()`).
@@ -237,7 +238,8 @@ class HookedModel(TransformerLensNames):
             InterventionError: a hook names no activation, or never fired.
             NumericsError: the model computed NaN or infinity.
         """
-        batch, listed = self.tokenize(inputs), listed_hooks(hooks)
+        batch = self.tokenize(inputs)
+        listed = hooks_for(self, hooks, batch, forward.get("past_key_values"))
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else columns_kept(keep, batch)
@@ -255,7 +257,7 @@ class HookedModel(TransformerLensNames):
         return out
 
     @contextlib.contextmanager
-    def hooks(self, hooks: Iterable[Hook]) -> Iterator[None]:
+    def hooks(self, hooks: Iterable[Hook | PromptHook]) -> Iterator[None]:
         """Attach hooks for as long as the context lasts; no other thread can run the model meanwhile.
 
         Raises:
@@ -265,7 +267,7 @@ class HookedModel(TransformerLensNames):
                 returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
                 read).
         """
-        listed = listed_hooks(hooks)
+        listed = hooks_for(self, hooks, None)
         if not listed:
             with self.lock:
                 yield

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout
     from headwater.patching.edge_knockout import windowed_states as windowed_states
+    from headwater.patching.edit_hooks import EditHook as EditHook
     from headwater.patching.metrics import METRICS as METRICS
     from headwater.patching.metrics import Metric as Metric
     from headwater.patching.metrics import kl_divergence as kl_divergence
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import logit_difference as logit_difference
     from headwater.patching.metrics import probability as probability
     from headwater.patching.metrics import rank as rank
+    from headwater.patching.rows import Rows as Rows
     from headwater.patching.sweep import Sweep as Sweep
     from headwater.patching.sweep import patch as patch
     from headwater.patching.values import VALUES as VALUES
+    from headwater.patching.values import Recipe as Recipe
     from headwater.patching.values import Source as Source
 
 __getattr__, __dir__, __all__ = opened(__name__)

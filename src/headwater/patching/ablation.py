@@ -13,9 +13,13 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
@@ -26,7 +30,7 @@ from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import Prompts, read_pairs, read_prompts
+from headwater.patching.prompts import Prompts, read_pairs
 from headwater.patching.sweep import (
     Sweep,
     check_call,
@@ -36,7 +40,7 @@ from headwater.patching.sweep import (
     recorded_roles,
     sweep_of,
 )
-from headwater.patching.values import Given, recorded, source_of
+from headwater.patching.values import Recipe, asked_source, recorded
 from headwater.runs.analysis import Run, carry_out
 
 
@@ -52,7 +56,7 @@ def ablate(
     features: Any = None,
     sets: Mapping[str, Any] | Any = None,
     complement: bool = False,
-    values: str = "zero",
+    values: str | Recipe | Tensor | Callable[..., Any] = "zero",
     dataset: Prompts | None = None,
     positions: Where = "all",
     seed: int = 0,
@@ -98,12 +102,11 @@ def ablate(
         model, {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}, sets, complement
     )
     metrics = as_metrics(metric)
-    pool = read_prompts(model, dataset) if dataset is not None else None
     named = tuple(dict.fromkeys(part.site for one in chosen for part in one.parts))
-    source = source_of(Given(values, base, other, pool, named, seed))
+    source = asked_source(model, values, dataset, base=base, other=other, sites=named, seed=seed)
     spots = ask.spots(base, other, 0)
     matched = matched_by_example(spots, base, other, named)
-    refuse_too_many_cells(sum(map(len, spots)) * len(chosen) * len(metrics))
+    refuse_too_many_cells(sum(map(len, spots)) * len(chosen) * len(metrics) * (source.samples or 1))
     common = {"site": "complement" if complement else "ablation"} | ({"values": source.label} if source.label else {})
     cells = []
     for i, prompt in enumerate(base):
@@ -111,8 +114,10 @@ def ablate(
         for role, spot in spots[i].items():
             labels = common | ({"role": role} if ask.by_role else {})
             at = spot.base if len(spot.base) < len(prompt) else None
-            for one in chosen:
-                cells.append(Cell(i, labels | {"set": one.name}, tuple(part.edit(at, since) for part in one.parts)))
+            for one, sample in product(chosen, range(source.samples or 1)):
+                own = {"set": one.name} | ({"sample": sample} if source.samples is not None else {})
+                edits = tuple(replace(part.edit(at, since), sample=sample) for part in one.parts)
+                cells.append(Cell(i, labels | own, edits))
     plan = Plan(model, base, other, True, tuple(cells), metrics, source, batch_size=batch_size, matched=matched)
     options = {
         "sets": [one.described() for one in chosen],
@@ -121,7 +126,7 @@ def ablate(
         "direction": "noise",
         "values": recorded(source),
         "mean_over": source.mean_over,
-        **prompt_options(base, other, pool),
+        **prompt_options(base, other, source.given.dataset),
         "metrics": metric_options(plan),
     }
 

@@ -193,6 +193,8 @@ class Asked:
     window: Window
     spans: str = SPANS[0]
     """Whether the tokens of a role are edited together, or each by itself."""
+    from_layer: Iterable[int] | int | None = None
+    """The layers that values come from; None is the layer that is written."""
 
     def __post_init__(self) -> None:
         checked_name("spans", self.spans, SPANS)
@@ -203,6 +205,10 @@ class Asked:
     def by_role(self) -> bool:
         """Whether positions stand by role."""
         return isinstance(self.positions, Mapping)
+
+    def sources(self, model: HookedModel) -> tuple[int | None, ...]:
+        """Return the layers that values come from, in turn; None is the layer that is written."""
+        return (None,) if self.from_layer is None else chosen(self.from_layer, model.shape.n_layers, "from_layer")
 
     def axes(self, site: Site) -> tuple[str, ...]:
         """The axes that run; roles are told apart unless `over` leaves positions out."""
@@ -265,24 +271,33 @@ def cells_of(
     sizes: Mapping[str, int | str],
     source: Source,
     in_line: bool = True,
+    source_layers: Sequence[int | None] = (None,),
 ) -> Iterator[Cell]:
-    """Yield one example's cells of one site; `in_line`: the two prompts of the pair align token by token."""
-    since, values = source.since(example) if in_line else 0, {"values": source.label} if source.label else {}
-    for step in grid(listed):
+    """Yield one example's cells of one site, a set of them for each layer that values come from and each draw.
+
+    `in_line`: the two prompts of the pair align token by token.
+    """
+    values = {"values": source.label} if source.label else {}
+    for from_layer, sample, step in product(source_layers, range(source.samples or 1), grid(listed)):
+        since = source.since(example) if in_line and from_layer is None else 0
         covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
         at, of, to, units = (covers[axis] for axis in ("position", "head", "key", "feature"))
         runs = layer_runs(covers["layer"] or ())
-        edits = tuple(Replace(site, run, at, of, to, units, since) for run in runs)
         labels = {"site": site.name} | labels_of(step, sizes) | values
+        if from_layer is not None:
+            labels["from_layer"] = from_layer
+        if source.samples is not None:
+            labels["sample"] = sample
         if "position" in labels:
             labels["token"] = prompt.strings[labels["position"]]
         elif "role" in labels:
             labels["token"] = "".join(prompt.strings[position] for position in at or ())
         if "head" in labels:
             labels[site.head_column] = labels.pop("head")
-        nested = "layer" in sizes and len(edits) == 1
+        nested = "layer" in sizes and len(runs) == 1
         others = tuple((step[axis].label, step[axis].role) for axis in listed if axis != "layer")
-        family = (site.name, *others, edits[0].layers.start) if nested else None
+        family = (site.name, *others, runs[0].start, from_layer, sample) if nested else None
+        edits = tuple(Replace(site, run, at, of, to, units, since, from_layer, sample) for run in runs)
         yield Cell(example, labels, edits, family)
 
 

@@ -16,16 +16,14 @@ from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES, Stage, hook_name, main_site
 from headwater.models.tokens import Batch
+from headwater.patching.rows import Stretch, Values, write_pattern, write_tokens
 from headwater.patching.variants import (
     LOGITS,
     Cut,
     Edit,
     Reading,
     Replace,
-    Values,
     Variant,
-    write_pattern,
-    write_tokens,
 )
 
 
@@ -98,8 +96,8 @@ def _edits(variant: Variant, values: Values, deepest: int) -> list[Hook]:
 
 def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[Hook]:
     if isinstance(edit, Replace):
-        value = values.of(edit.site, layer, variant.example)
-        return [(edit.site.hook_name(layer), makes(partial(_replace, edit=edit, value=value)))]
+        written = partial(written_into, edits=[(edit, variant.example)], values=values, layer=layer)
+        return [(edit.site.hook_name(layer), makes(written))]
     pattern = main_site(Stage.PATTERN).hook_name(layer)
     if edit.zero:
         return [(pattern, makes(partial(_zero, cut=edit)))]
@@ -107,12 +105,28 @@ def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[Hoo
     return [(hook_name("attn_scores", layer), masked), (pattern, looks(partial(_see_cut, cut=edit, where=pattern)))]
 
 
-def _replace(activation: Tensor, hook: Any, edit: Replace, value: Tensor) -> Tensor:
-    edited = activation.clone()
-    if edit.site.has_keys:
-        write_pattern(edited[0], edit, value, 0, torch.arange(edited.shape[-1], device=edited.device))
-    else:
-        write_tokens(edited[0], edit, value, 0)
+def written_into(
+    activation: Tensor, hook: Any, edits: Sequence[tuple[Replace, int]], values: Values, layer: int
+) -> Tensor:
+    """Return an activation of whole prompts, `batch position ...`, with the edit of each row and its example written.
+
+    Raises:
+        InterventionError: a change returns what cannot stand there.
+    """
+    edited = activation.clone(memory_format=torch.contiguous_format)
+    site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]
+    lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
+    stretches = [
+        Stretch(edit, example, 0, held, i * length)
+        for i, ((edit, example), held) in enumerate(zip(edits, lengths, strict=True))
+    ]
+    if not site.has_keys:
+        write_tokens(edited.flatten(0, 1), stretches, values, site, layer)
+        return edited
+    columns = torch.arange(edited.shape[-1], device=edited.device)
+    for i, stretch in enumerate(stretches):
+        known = columns.where(columns < stretch.length, -1)
+        write_pattern(edited[i], stretch, known, values, site, layer)
     return edited
 
 

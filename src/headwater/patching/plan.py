@@ -182,6 +182,17 @@ class Group:
         return {edit.site.name: edit.site for edit in edits}
 
     @cached_property
+    def sources(self) -> set[Place]:
+        """Where the values are taken that edits write."""
+        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
+        return {(edit.site.name, edit.read_at(layer)) for edit in edits for layer in edit.layers}
+
+    def drawn(self, site: str, layer: int) -> set[tuple[int, int]]:
+        """Return the layers that values of a place are taken from, and which draws of them, as pairs."""
+        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
+        return {(e.read_at(layer), e.sample) for e in edits if e.site.name == site and layer in e.layers}
+
+    @cached_property
     def cut_layers(self) -> set[int]:
         """Where edits sever edges."""
         edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Cut)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -33,13 +33,16 @@ from headwater.models.gradients import refuse_without_gradients
 from headwater.models.memory import is_out_of_memory
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, Site, Stage, hook_name, main_site, taken_as_recorded
-from headwater.patching.forwards import capture, run_edited, run_variant, visible_keys
+from headwater.patching.forwards import capture, run_edited, run_variant, visible_keys, written_into
 from headwater.patching.plan import Cell, Group, Kept, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
-from headwater.patching.values import Wanted
-from headwater.patching.variants import LOGITS, Deliver, Place, Replace, Values, Variant
+from headwater.patching.rows import Values
+from headwater.patching.values import Wanted, values_of
+from headwater.patching.variants import LOGITS, Deliver, Place, Replace, Variant
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
 
+Drawn: TypeAlias = tuple[str, int, int, int]
+"""A site, a layer, the layer of the values that are written there, and which draw of them."""
 TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
 """Tokens given to a sublayer at once; halved when memory runs out."""
 
@@ -277,8 +280,11 @@ class Gradients(Runner):
         with torch.enable_grad():
             return held, read_run(group, group.kept, held, logits)
 
-    def _product(self, m: int, held: Mapping[str, Tensor]) -> dict[Place, Tensor]:
-        """By place: (value - activation) · gradient of one metric, summed over the width; by key for a pattern."""
+    def _product(self, m: int, held: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
+        """By place, layer of the values and draw: (value - activation) · gradient of one metric.
+
+        Summed over the width; by key for a pattern.
+        """
         metric, readout = self.plan.metrics[m], self.readout
         reading = self.plan.reading(metric, ())
         with torch.enable_grad():
@@ -288,7 +294,7 @@ class Gradients(Runner):
             raise InputError(
                 f"The metric {metric.name!r} has no gradient; attribution needs one (a logit difference has)."
             )
-        places = list(self.values.by_site)
+        places = sorted(self.group.places)
         sites = self.group.sites
         ends = [held[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
         slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
@@ -296,15 +302,28 @@ class Gradients(Runner):
         for (site, layer), slope in zip(places, slopes, strict=True):
             standing = held[sites[site].hook_name(layer)].detach()
             slope = torch.zeros_like(standing) if slope is None else slope
-            products[site, layer] = sites[site].first_order(standing, slope, self.values.by_site[site, layer])
-            wrong = ~products[site, layer].flatten(1).isfinite().all(1)
-            if bool(wrong.any()):
-                raise NumericsError(
-                    f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
-                    f"{self.group.examples[int(wrong.nonzero()[0])]} ({self.plan.model.dtype}). Load the model with "
-                    "dtype='float32'."
-                )
+            for source, sample in sorted(self.group.drawn(site, layer)):
+                value = self._written(sites[site], layer, source, sample, standing)
+                product = sites[site].first_order(standing, slope, value)
+                products[site, layer, source, sample] = product
+                wrong = ~product.flatten(1).isfinite().all(1)
+                if bool(wrong.any()):
+                    raise NumericsError(
+                        f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
+                        f"{self.group.examples[int(wrong.nonzero()[0])]} ({self.plan.model.dtype}). Load the model "
+                        "with dtype='float32'."
+                    )
         return products
+
+    def _written(self, site: Site, layer: int, source: int, sample: int, standing: Tensor) -> Tensor:
+        """Return the values of every token of every example at a place, as the site reads them."""
+        values = self.values
+        if values.change is None:
+            return values.by_site[site.name, source]
+        edit = Replace(site, range(layer, layer + 1), source_layer=source, sample=sample)
+        with torch.no_grad():
+            edits = [(edit, example) for example in range(len(self.group.examples))]
+            return site.read(written_into(standing, None, edits, values, layer))
 
 
 def _state_names(group: Group) -> list[str]:
@@ -317,7 +336,7 @@ def _value_names(group: Group) -> dict[Place, str]:
     source = group.plan.source
     if source is None or not source.takes_other_run:
         return {}
-    return {(site, layer): group.sites[site].hook_name(layer) for site, layer in group.places}
+    return {(site, layer): group.sites[site].hook_name(layer) for site, layer in group.sources}
 
 
 def _other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
@@ -337,8 +356,8 @@ def _values(group: Group, others: Mapping[str, Tensor]) -> Values:
         return Values({})
     names, sites = _value_names(group), group.sites
     other = {place: sites[place[0]].read(group.in_base(others[name])) for place, name in names.items()}
-    wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.places)), other, sites)
-    return Values(plan.source.values(wanted))
+    wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
+    return values_of(plan.source, wanted, group.lengths)
 
 
 def _carrying(site: Site) -> Site:
@@ -346,13 +365,13 @@ def _carrying(site: Site) -> Site:
     return SITES[site.carrier.at] if site.carrier else site
 
 
-def _sum(products: Mapping[Place, Tensor], cell: Cell, example: int) -> float:
+def _sum(products: Mapping[Drawn, Tensor], cell: Cell, example: int) -> float:
     """Add up what a cell covers."""
     total = 0.0
     for edit in cell.edits:
         assert isinstance(edit, Replace)
         for layer in edit.layers:
-            product = products[edit.site.name, layer][example]
+            product = products[edit.site.name, layer, edit.read_at(layer), edit.sample][example]
             if edit.site.has_keys:
                 product = (product if edit.keys is None else product[..., list(edit.keys)]).sum(-1).T
             if edit.positions is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
@@ -57,10 +58,10 @@ from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dic
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import Prompts, Spot, read_pairs, read_prompts
+from headwater.patching.prompts import Prompts, Spot, read_pairs
 from headwater.patching.readout import Measured
 from headwater.patching.runners import Gradients, Wave
-from headwater.patching.values import Given, recorded, source_of
+from headwater.patching.values import Recipe, asked_source, recorded
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -74,7 +75,7 @@ DIRECTIONS = ("denoise", "noise")
 METHODS = ("exact", "attribution")
 COORDINATES = (
     *("site", "layer", "position", "role", "token", "head", "kv_head", "key", "feature"),
-    *("window", "set", "values", "metric"),
+    *("window", "set", "from_layer", "values", "sample", "metric"),
 )
 """The columns that name a cell, as far as a sweep has them."""
 NOT_AXES = ("token", "window", "values")
@@ -301,12 +302,13 @@ def patch(
     metric: Metric | Any,
     over: str | Iterable[str] | None = None,
     direction: str = "denoise",
-    values: str = "other run",
+    values: str | Recipe | Tensor | Callable[..., Any] = "other run",
     layers: Iterable[int] | int | None = None,
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,
     spans: str = SPANS[0],
     window: Window = None,
+    from_layer: Iterable[int] | int | None = None,
     dataset: Prompts | None = None,
     method: str = "exact",
     seed: int = 0,
@@ -330,7 +332,13 @@ def patch(
             otherwise. What is not run over is patched all at once.
         direction: `denoise` edits the corrupted run, `noise` the clean one.
         values: `other run`, `zero`, `mean` (over `dataset`: at each position where all prompts are of one length, else
-            over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`).
+            over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`);
+            `hw.mean(prompts)`, `hw.resample(prompts)`; `hw.add(direction)`, `hw.scale(factor)`, `hw.noise(...)`; a
+            tensor with the axes `d`, `head d_head`, `example (head) d` or `example position (head) d` of the site (one
+            example may stand for all; of a pattern `example head query key`); or a function `(activation, other,
+            place) -> activation` of rows, `row width`: what stands there, what the other run has there (None without
+            one) and which rows they are (`place.layer`, `.example`, `.position`, `.head`, ...). It must treat each row
+            by itself.
         layers: which take part.
         positions: which take part; query positions for `pattern`. A mapping names them by role, each prompt resolved by
             itself: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep runs over roles, which stand in a
@@ -338,6 +346,8 @@ def patch(
         heads: which take part; key-value heads for `k` and `v`.
         spans: whether the tokens of a role are patched `together` (one cell) or `token by token`.
         window: patch this many layers around each at once, or `"cumulative"`; a mapping gives it by axis.
+        from_layer: write what the other run has at this layer, whatever layer is written (Ghandeharioun et al. 2024);
+            several are tried in turn, in the column `from_layer`. Default: the layer that is written.
         dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
         method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
         seed: of `resample`.
@@ -353,8 +363,8 @@ def patch(
     checked_name("direction", direction, DIRECTIONS)
     checked_name("method", method, METHODS)
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
-    over, layers, heads = lasting(over), lasting(layers), lasting(heads)
-    ask = Asked(over, layers, positions, heads, window, spans)
+    over, layers, heads, from_layer = lasting(over), lasting(layers), lasting(heads), lasting(from_layer)
+    ask = Asked(over, layers, positions, heads, window, spans, from_layer)
     first, second = read_pairs(model, clean, corrupted, by_role=ask.by_role)
     base_is_clean = direction == "noise" or second is None
     base, other = (first, second) if base_is_clean or second is None else (second, first)
@@ -362,17 +372,20 @@ def patch(
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
     metrics = as_metrics(metric)
-    pool = read_prompts(model, dataset) if dataset is not None else None
-    source = source_of(Given(values, base, other, pool, named, seed))
+    source = asked_source(model, values, dataset, base=base, other=other, sites=named, seed=seed)
+    if from_layer is not None and not source.takes_other_run:
+        kind = source.given.kind
+        raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
     spots = ask.spots(base, other, 0 if base_is_clean else 1)
     matched = matched_by_example(spots, base, other, named)
     planned = [(i, site, ask.steps(model, site, base, spots[i], i)) for i in range(len(base)) for site in named]
     if method == "exact":
         refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
-    refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * len(metrics))
+    n_each = len(metrics) * (source.samples or 1) * len(ask.sources(model))
+    refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * n_each)
     cells: list[Cell] = []
     for i, site, listed in planned:
-        cells += cells_of(base[i], i, site, listed, ask.sizes(site), source, matched[i] is None)
+        cells += cells_of(base[i], i, site, listed, ask.sizes(site), source, matched[i] is None, ask.sources(model))
     plan = Plan(
         model, base, other, base_is_clean, tuple(cells), metrics, source, batch_size=batch_size, matched=matched
     )
@@ -384,10 +397,11 @@ def patch(
         "positions": [covered(listed["position"], len(base[i])) for i, site, listed in planned if site == named[0]],
         "heads": {s.name: chosen(heads, s.n_heads(model.shape), "head") for s in named if s.has_heads},
         "direction": direction,
+        "from_layer": ask.sources(model) if from_layer is not None else None,
         "values": recorded(source),
         "mean_over": source.mean_over,
         "method": method,
-        **prompt_options(first, second, pool),
+        **prompt_options(first, second, source.given.dataset),
         "metrics": metric_options(plan),
     } | ({"roles": recorded_roles(spots), "spans": spans} if ask.by_role else {})
 
@@ -447,7 +461,7 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     for name in COORDINATES[:-1]:
         if any(name in cell.labels for cell in plan.cells):
             listed = [cell.labels.get(name) for cell in plan.cells for _ in range(n_metrics)]
-            is_index = name in (*AXES, "kv_head")
+            is_index = name in (*AXES, "kv_head", "from_layer", "sample")
             columns[name] = pd.array(listed, dtype="Int64" if None in listed else "int64") if is_index else listed
     columns["metric"] = [metric.name for metric in plan.metrics] * n_cells
     effect = measured.values - measured.unedited

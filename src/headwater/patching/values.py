@@ -5,6 +5,9 @@
     mean        the mean over the prompts of a data set
     resample    those of another prompt of the data set, drawn by lot
 
+and what is made of the activation that stands there (`headwater.patching.changes`): by a function, a tensor, a
+direction added, a factor, noise.
+
 A kind is a class, and a row of `VALUES`: what the sweep gives it, it may refuse when it is made; for each group of
 examples it is asked for activations (`Wanted`), which it makes from the other run's, from runs of its own
 (`Wanted.of_runs`), or from nothing.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -25,14 +28,24 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import Site
 from headwater.models.tokens import Batch, pad_id
-from headwater.options import checked_name
+from headwater.options import checked_name, checked_seed
 from headwater.patching.forwards import capture
-from headwater.patching.prompts import first_difference
+from headwater.patching.prompts import Prompts, first_difference, read_prompts
+from headwater.patching.rows import Rows, Values
 from headwater.patching.variants import Place
 from headwater.registry import Registry
 
 BATCH = 16
 """Prompts of a data set that are run at once."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Values with what they need: what `hw.add`, `hw.scale`, `hw.noise`, `hw.mean` and `hw.resample` return."""
+
+    kind: str
+    """The name of a kind of values."""
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,15 @@ class Given:
     """What was given as `dataset=`."""
     sites: tuple[Site, ...]
     seed: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the kind was given by the caller, such as a factor."""
+    draws: int = 1
+    """How many of the prompts that are edited stand for one of the caller's, each with other noise."""
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts the caller gave."""
+        return len(self.base) // self.draws
 
 
 @dataclass(frozen=True)
@@ -76,16 +98,22 @@ class Wanted:
 class Source(ABC):
     """A kind of values, made for one sweep."""
 
-    takes_other_run: ClassVar[bool] = False
+    takes_other_run: bool = False
     """Whether it asks for the other run's activations."""
     takes_dataset: ClassVar[bool] = False
     """Whether it can use `dataset=`."""
-    copies: ClassVar[int] = 2
+    copies: int = 2
     """How many activations it holds at once for each that it returns: what a sweep takes is estimated with it."""
     labelled: ClassVar[bool] = True
     """Whether the table has a column `values` that names it."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """What a caller must give it, by the names of `Given.arguments`: its name alone is not enough then."""
+    changes: ClassVar[bool] = False
+    """Whether it is made of the activation that stands where it is written, by `changed`."""
     mean_over: str | None = None
     """Over what a mean is: examples or tokens."""
+    samples: int | None = None
+    """How often it is drawn, if so: each draw is a cell of its own; `values` returns an example's draws in turn."""
 
     def __init__(self, given: Given):
         """Keep what the sweep gives.
@@ -99,6 +127,16 @@ class Source(ABC):
     def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
         """Return the values at every place that is wanted, one row per example, over all of its positions."""
 
+    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+        """Return what is written where `activation` stands, `row width`, for kinds that say `changes`.
+
+        Args:
+            activation: of each row, in the run that is edited, after the edits of earlier layers; a copy.
+            other: what `values` returned for it, if anything.
+            rows: which rows they are.
+        """
+        raise NotImplementedError
+
     def since(self, example: int) -> int:
         """Return the position before which the values of an example are those of its own run."""
         return 0
@@ -109,7 +147,7 @@ class Source(ABC):
         return self.given.kind if self.labelled else None
 
 
-VALUES: Registry[str, type[Source]] = Registry("kind of values")
+VALUES: Registry[str, type[Source]] = Registry("kind of values", filled_by="headwater.patching.changes")
 """What `values=` may be."""
 
 
@@ -255,7 +293,70 @@ class Resample(_OfDataset):
         return self.runs(wanted, [self.donors[i] for i in wanted.examples])
 
 
-BUILT_IN = frozenset(VALUES)
+def mean(prompts: Prompts) -> Recipe:
+    """Values: the mean over prompts, at each position where all are of one length, else over all tokens but the first.
+
+    The same as `values="mean"` with `dataset=`.
+
+    Args:
+        prompts: several; the mean over one prompt is that prompt's own activation and is refused.
+    """
+    return Recipe("mean", {"prompts": prompts})
+
+
+def resample(prompts: Prompts, seed: int = 0) -> Recipe:
+    """Values: for each prompt, the activations of another one of these with as many tokens, drawn by lot.
+
+    The same as `values="resample"` with `dataset=` and `seed=`.
+
+    Args:
+        prompts: to draw from; for each prompt that is edited, one of its length and of other tokens at least.
+        seed: of the draw.
+
+    Raises:
+        InputError: the seed is none.
+    """
+    return Recipe("resample", {"prompts": prompts, "seed": checked_seed(seed)})
+
+
+def recipe_of(values: Any) -> Recipe:
+    """Return what was given as values as a recipe.
+
+    Raises:
+        InputError: it is nothing that values can be made of, or a name that needs more.
+    """
+    if isinstance(values, Recipe):
+        return values
+    if isinstance(values, Tensor):
+        return Recipe("tensor", {"tensor": values})
+    if callable(values) and not isinstance(values, type):
+        return Recipe("function", {"function": values})
+    kind = checked_name("values", values, tuple(name for name, row in VALUES.items() if not row.needs))
+    return Recipe(kind, {})
+
+
+def asked_source(
+    model: HookedModel,
+    values: Any,
+    dataset: Prompts | None,
+    *,
+    base: tuple[Prompt, ...],
+    other: tuple[Prompt, ...] | None,
+    sites: tuple[Site, ...],
+    seed: int,
+) -> Source:
+    """Make what was asked for as `values=` of a sweep, with `dataset=` and `seed=` beside it.
+
+    Raises:
+        InputError: it is nothing that values can be made of, or the prompts do not allow it.
+    """
+    recipe = recipe_of(values)
+    if "prompts" in recipe.arguments and dataset is not None:
+        raise InputError(f"values=hw.{recipe.kind}(prompts) and dataset= both give prompts; give one of them.")
+    given = recipe.arguments.get("prompts", dataset)
+    pool = read_prompts(model, given) if given is not None else None
+    seed = int(recipe.arguments.get("seed", seed))
+    return source_of(Given(recipe.kind, base, other, pool, sites, seed, recipe.arguments))
 
 
 def source_of(given: Given) -> Source:
@@ -264,17 +365,32 @@ def source_of(given: Given) -> Source:
     Raises:
         InputError: there is no such kind, or the prompts do not allow it.
     """
-    kind = VALUES[checked_name("values", given.kind, tuple(VALUES))]
+    kind = VALUES[given.kind]
     if given.dataset is not None and not kind.takes_dataset:
         takers = " or ".join(repr(name) for name, row in VALUES.items() if row.takes_dataset)
         raise InputError(f"dataset= was given, but values={given.kind!r} takes nothing from it; use {takers}.")
     return kind(given)
 
 
+def values_of(source: Source, wanted: Wanted, lengths: Sequence[int]) -> Values:
+    """Return what edits write at the examples of a group, by what they are written into where the kind says so."""
+    known = [example // source.given.draws for example in wanted.examples]
+    change = source.changed if source.changes else None
+    return Values(source.values(wanted), change, known, lengths, source.samples or 1)
+
+
+BUILT_IN = ("other run", "zero", "mean", "resample")
+
+
 def recorded(source: Source) -> Any:
-    """What the record of a run says of a source: its name, and of one that was added, what it computes with."""
-    kind = source.given.kind
-    return kind if kind in BUILT_IN else {kind: type(source)}
+    """What the record of a run says of a source: its name, with what it was given, and of one that was added its code.
+
+    The prompts of a data set are not said here: they stand among the run's prompts.
+    """
+    kind, arguments = source.given.kind, {k: v for k, v in source.given.arguments.items() if k != "prompts"}
+    if kind in BUILT_IN:
+        return kind
+    return {kind: arguments if VALUES[kind].__module__.startswith("headwater.") else type(source)}
 
 
 def _sum_over_tokens(activation: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -1,16 +1,16 @@
 """One cell of a sweep as a change to one example's run: which edits, where they start, what is read afterwards.
 
 An edit acts on a range of layers. `Replace` writes an activation taken from elsewhere; `Cut` severs attention edges.
-Both ways of running a sweep, whole runs and the wavefront, take the same variants and write with the functions here.
+Both ways of running a sweep, whole runs and the wavefront, take the same variants and write them by
+`headwater.patching.rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -36,6 +36,14 @@ class Replace:
     """Of the last axis, such as neurons; None is all of it."""
     since: int = 0
     """Before this position the values are those of the run itself, so that writing them changes nothing."""
+    source_layer: int | None = None
+    """The layer whose values are written; None is the layer itself."""
+    sample: int = 0
+    """Which draw, of values that are drawn several times."""
+
+    def read_at(self, layer: int) -> int:
+        """Return the layer whose values are written at a layer."""
+        return layer if self.source_layer is None else self.source_layer
 
     @property
     def stage(self) -> Stage | None:
@@ -132,57 +140,3 @@ class Variant:
     def cutting(self, layer: int, zero: bool) -> list[Cut]:
         """Return the edits that sever edges of a layer, before the softmax or after it."""
         return [e for e in self.edits if isinstance(e, Cut) and e.zero == zero and layer in e.layers]
-
-
-@dataclass(frozen=True)
-class Values:
-    """The activations that `Replace` writes: by site and layer, one row per example of the group."""
-
-    by_site: Mapping[tuple[str, int], Tensor]
-
-    def of(self, site: Site, layer: int, example: int) -> Tensor:
-        """Return one example's values over all of its positions."""
-        return self.by_site[site.name, layer][example]
-
-
-def write_tokens(held: Tensor, edit: Replace, value: Tensor, start: int) -> None:
-    """Write an edit into the activations `held` of the positions from `start` on, `position (head) width`."""
-    length = held.shape[0]
-    edited = range(start, start + length) if edit.positions is None else edit.positions
-    source = torch.tensor([p for p in edited if start <= p < start + length], dtype=torch.long, device=held.device)
-    if edit.site.has_units:
-        units = slice(None) if edit.units is None else torch.tensor(edit.units, device=held.device)
-
-        def change(features: Tensor) -> Tensor:
-            features[:, units] = value[source][:, units].to(features)
-            return features
-
-        held[source - start] = edit.site.written(held[source - start], change)
-        return
-    if edit.units is not None:
-        units = torch.tensor(edit.units, device=held.device)
-        held[(source - start)[:, None], units] = value[source[:, None], units]
-    elif edit.heads is None:
-        held[source - start] = value[source]
-    else:
-        for head in edit.heads:
-            held[source - start, head] = value[source, head]
-
-
-def write_pattern(held: Tensor, edit: Replace, value: Tensor, start: int, columns: Tensor) -> None:
-    """Write an edit into the patterns `held` (`head position key`), whose key axis holds the positions `columns`.
-
-    `columns` is -1 where a key belongs to no position of this row.
-    """
-    length = held.shape[1]
-    edited = range(start, start + length) if edit.positions is None else edit.positions
-    rows = torch.tensor([q for q in edited if start <= q < start + length], dtype=torch.long, device=held.device)
-    heads = range(held.shape[0]) if edit.heads is None else edit.heads
-    if edit.keys is not None:
-        written = torch.isin(columns, torch.tensor(edit.keys, device=columns.device))
-        for head in heads:
-            held[head, (rows - start)[:, None], written.nonzero()[:, 0]] = value[head][rows][:, columns[written]]
-        return
-    known = columns >= 0
-    for head in heads:
-        held[head, rows - start] = torch.where(known, value[head][rows][:, columns.clamp_min(0)], 0.0)

@@ -31,6 +31,7 @@ from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, Trusted, makes
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
+from headwater.patching.rows import Stretch, Values, write_pattern, write_tokens
 from headwater.patching.tile import Row, Tile
 from headwater.patching.variants import (
     LOGITS,
@@ -39,10 +40,7 @@ from headwater.patching.variants import (
     Place,
     Reading,
     Replace,
-    Values,
     Variant,
-    write_pattern,
-    write_tokens,
 )
 
 PREFIX_SHARE = 4
@@ -203,8 +201,7 @@ class Walk:
             z = tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
             for site in self.sites.values():
                 if site.stage == Stage.HEAD_OUTPUT and (site.name, layer) in self.writers:
-                    for i, row in enumerate(tile.rows):
-                        self._write(site, layer, row, z[tile.tokens_of(i)])
+                    write_tokens(z, self._stretches(site, layer, tile), self.values, site, layer)
             return self.blocks.project_heads(layer, z)
         mask, prefix = self._mask(layer, tile), tile.prefix(self.recording, layer)
         call = self.recording.calls[layer]
@@ -280,15 +277,16 @@ class Walk:
             if self._tile is None:
                 return None
             layer, tile = self._tile
-            edited = activation.clone()
-            for i, row in enumerate(tile.rows):
-                if site.has_keys:
-                    held = edited[i, :, : row.length]
-                    self._write(site, layer, row, held, tile.key_positions[i])
-                    self._zero_edges(layer, row, held, tile.key_positions[i])
-                else:
-                    held = edited[0, tile.tokens_of(i)] if site.within == "mlp" else edited[i, : row.length]
-                    self._write(site, layer, row, held)
+            edited = activation.clone(memory_format=torch.contiguous_format)
+            if site.has_keys:
+                for stretch in self._stretches(site, layer, tile, 1):
+                    i = stretch.offset
+                    write_pattern(edited[i], stretch, tile.key_positions[i], self.values, site, layer)
+                for i, row in enumerate(tile.rows):
+                    self._zero_edges(layer, row, edited[i, :, : row.length], tile.key_positions[i])
+            else:
+                width = edited.shape[1] if site.within == "attention" else None
+                write_tokens(edited.flatten(0, 1), self._stretches(site, layer, tile, width), self.values, site, layer)
             return edited
 
         return makes(edit)
@@ -296,10 +294,8 @@ class Walk:
     def _at(self, stage: Stage, layer: int, tile: Tile, activation: Tensor) -> Tensor:
         """Make the edits at a stage between sublayers, then deliver what is read there."""
         for site in self._busy.get(stage, ()):
-            writers = self.writers.get((site.name, layer), ())
-            for i, row in enumerate(tile.rows if writers else ()):
-                if row.variant in writers and self._is_own(row, layer):
-                    self._write(site, layer, row, activation[tile.tokens_of(i)])
+            if (site.name, layer) in self.writers:
+                write_tokens(activation, self._stretches(site, layer, tile), self.values, site, layer)
             if (site.name, layer) in self.readers:
                 self._read((site.name, layer), tile, activation)
         return activation
@@ -308,14 +304,18 @@ class Walk:
         """Whether a row's edits are still to be made; one that left its trunk had them made there."""
         return self.variants[row.variant].trunk is None or layer < row.layer
 
-    def _write(self, site: Site, layer: int, row: Row, held: Tensor, key_positions: Tensor | None = None) -> None:
-        for edit in self.variants[row.variant].replacing(site, layer):
-            value = self.values.of(site, layer, row.example)
-            if key_positions is None:
-                write_tokens(held, edit, value, row.start)
-            else:
-                write_pattern(held, edit, value, row.start, key_positions)
-            self._note(row, edit, layer)
+    def _stretches(self, site: Site, layer: int, tile: Tile, width: int | None = None) -> list[Stretch]:
+        """List the edits of a tile's rows at a site, where its tokens lie end to end or, with a width, padded to it."""
+        found = []
+        writers = self.writers.get((site.name, layer), ())
+        for i, row in enumerate(tile.rows):
+            if row.variant not in writers or not self._is_own(row, layer):
+                continue
+            offset = tile.tokens_of(i).start if width is None else i * width
+            for edit in self.variants[row.variant].replacing(site, layer):
+                found.append(Stretch(edit, row.example, row.start, row.length, offset))
+                self._note(row, edit, layer)
+        return found
 
     def _zero_edges(self, layer: int, row: Row, held: Tensor, key_positions: Tensor) -> None:
         for cut in self.variants[row.variant].cutting(layer, zero=True):

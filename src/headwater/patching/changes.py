@@ -1,0 +1,371 @@
+"""Values made of the activation that stands there: by a function, by a tensor, a direction, a factor, noise.
+
+    function    f(activation, other, place)
+    tensor      the tensor
+    add         activation + direction
+    scale       factor · activation
+    noise       activation + std · σ · ε,   ε ~ N(0, 1), drawn anew for every sample, prompt, site, layer and entry
+
+where σ is the standard deviation of the row's own entries (the vector of one token, or of one head at one token), so
+that a strength means the same at every layer of every model; or 1, where the strength is given in the activation's own
+units. Meng et al. (2022) take σ over the embeddings of all subjects, and std = 3.
+
+Rows are changed as the run has them: in a window of layers each layer changes what the one before it has left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from headwater.errors import InputError, InterventionError
+from headwater.models.memory import failures_named
+from headwater.models.positions import Where
+from headwater.models.sites import Site
+from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
+from headwater.patching.rows import Rows
+from headwater.patching.values import VALUES, Given, Recipe, Source, Wanted
+from headwater.patching.variants import Place
+
+RTOL, ATOL = 1e-3, 1e-5
+"""How far a function's result for a row may differ when other rows stand beside it: more than rounding does."""
+
+
+def add(direction: Tensor) -> Recipe:
+    """Values: the activation that stands there, with a direction added.
+
+    Args:
+        direction: one for all rows, `d`; for sites with heads one for each head, `head d_head`; or one for each prompt,
+            or each token of each prompt, by further axes in front (see `hw.patch`).
+
+    Raises:
+        InputError: it is no tensor of finite numbers, or all zeros.
+    """
+    direction = _checked_tensor("direction", direction)
+    if not bool(direction.any()):
+        raise InputError("hw.add was given a direction of zeros, which changes nothing.")
+    return Recipe("add", {"direction": direction})
+
+
+def scale(factor: SupportsFloat) -> Recipe:
+    """Values: the activation that stands there, times a factor; `hw.scale(0)` is `"zero"`.
+
+    Raises:
+        InputError: the factor is no number, or 1.
+    """
+    factor = _number("factor", factor)
+    if factor == 1:
+        raise InputError("hw.scale(1) changes nothing; give another factor.")
+    return Recipe("scale", {"factor": factor})
+
+
+def noise(
+    std: SupportsFloat, samples: int = 10, seed: int = 0, *, positions: Where | None = None, absolute: bool = False
+) -> Recipe:
+    """Values: the activation that stands there, with Gaussian noise added, drawn several times.
+
+    Every draw is a cell of its own, in the column `sample`. A draw follows from the seed, its number, the prompt's
+    number, site and layer alone. As `corrupted=` of `hw.patch`, the corrupted run is that of the clean prompt with
+    noise added to what enters the first block: causal tracing (Meng et al. 2022).
+
+    Args:
+        std: its standard deviation, in standard deviations of the entries of the vector that it is added to.
+        samples: how many draws.
+        seed: of the draws.
+        positions: as `corrupted=`, the tokens whose embeddings are corrupted, such as the subject's.
+        absolute: give `std` in the activation's own units.
+
+    Raises:
+        InputError: one of them cannot be used; noise without strength changes nothing.
+    """
+    std = checked_number("std", std, above=0.0)
+    arguments = {"std": std, "samples": checked_count("samples", samples), "seed": checked_seed(seed)}
+    return Recipe("noise", arguments | {"positions": positions, "absolute": checked_flag("absolute", absolute)})
+
+
+class _Changing(Source):
+    """Values made of what stands there."""
+
+    changes = True
+    copies = 0
+
+    def site(self, name: str) -> Site:
+        """Return one of the sites that are edited."""
+        return next(site for site in self.given.sites if site.name == name)
+
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Return nothing: what stands there is enough."""
+        return {}
+
+
+@VALUES.add("function")
+class Function(_Changing):
+    """What a function makes of the activation, of the other run's, and of which rows they are."""
+
+    needs = ("function",)
+    copies = 2
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        self.takes_other_run = given.other is not None
+        self.function: Callable[..., Any] = given.arguments["function"]
+        self._seen: set[Place] = set()
+
+    @property
+    def label(self) -> str:
+        """The name of the function."""
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return "function" if name == "<lambda>" else str(name)
+
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Return what the other run has there, which the function is given."""
+        return wanted.other
+
+    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+        """Call the function.
+
+        Raises:
+            InputError: it fails.
+            InterventionError: what it returns has another shape or dtype, is not finite, or a row of it depends on the
+                rows beside it.
+        """
+        if (rows.site, rows.layer) not in self._seen:
+            self._refuse_if_rows_mix(activation.clone(), other, rows)
+            self._seen.add((rows.site, rows.layer))
+        written = self._called(activation.clone(), other, rows)
+        wrong = ~written.isfinite().all(-1)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise InterventionError(
+                f"{self._named} gives NaN or infinity at {rows.site} of layer {rows.layer}, prompt "
+                f"{int(rows.example[row])}, position {int(rows.position[row])}."
+            )
+        if self.site(rows.site).has_keys:
+            self._refuse_unseen_keys(written, rows)
+        return written
+
+    @property
+    def _named(self) -> str:
+        return f"The function given as values ({self.label})"
+
+    def _called(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+        kind = (activation.shape, activation.dtype, activation.device)
+        with failures_named(self._named):
+            written = self.function(activation, other, rows)
+        if isinstance(written, Tensor) and (written.shape, written.dtype, written.device) == kind:
+            return written
+        found = f"a {type(written).__name__}"
+        if isinstance(written, Tensor):
+            found = f"{tuple(written.shape)} in {written.dtype} on {written.device}"
+        raise InterventionError(
+            f"{self._named} was given rows {tuple(kind[0])} in {kind[1]} on {kind[2]} at {rows.site} of layer "
+            f"{rows.layer} and returned {found}; it must return rows like those it was given."
+        )
+
+    def _refuse_if_rows_mix(self, activation: Tensor, other: Tensor | None, rows: Rows) -> None:
+        """Change the first row beside another (its entries in reverse, larger and shifted), and each of the two alone.
+
+        Raises:
+            InterventionError: the results differ, beyond rounding.
+        """
+        first = torch.zeros(2, dtype=torch.long, device=activation.device)
+        both = torch.cat([activation[:1], 2 * activation[:1].flip(-1) + 1])
+        others = None if other is None else torch.cat([other[:1], 2 * other[:1].flip(-1) + 1])
+        alone = [
+            self._called(both[i : i + 1].clone(), None if others is None else others[i : i + 1], rows.part(first[:1]))
+            for i in range(2)
+        ]
+        together, single = self._called(both.clone(), others, rows.part(first)).double(), torch.cat(alone).double()
+        size = single.nan_to_num().abs().max()
+        if not torch.allclose(together, single, rtol=RTOL, atol=ATOL * max(1.0, float(size)), equal_nan=True):
+            raise InterventionError(
+                f"{self._named} gives a row of {rows.site} in layer {rows.layer} another result beside another row "
+                "than alone. It must treat each row by itself (take means and the like with dim=-1) and draw nothing "
+                "at random, which hw.noise does."
+            )
+
+    def _refuse_unseen_keys(self, written: Tensor, rows: Rows) -> None:
+        keys = torch.arange(written.shape[-1], device=written.device)
+        if bool((written.masked_fill(keys <= rows.position[:, None], 0.0) != 0).any()):
+            raise InterventionError(
+                f"{self._named} lets a query of layer {rows.layer} attend to a later key; its weights there must be 0."
+            )
+
+
+class _OfTensor(_Changing):
+    """Values from a tensor of the caller's: one row for all, or one for each head, prompt or token."""
+
+    tensor: Tensor
+
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Return nothing, once the tensor is seen to fit.
+
+        Raises:
+            InputError: its shape is that of no rows of the site.
+        """
+        longest = max(map(len, self.given.base))
+        for name in dict.fromkeys(site for site, _ in wanted.places):
+            listed, lengths = _axes(self.site(name)), self.site(name).size(wanted.model.shape, longest)
+            sizes = {"example": self.given.prompts} | dict(zip(self.site(name).axes, lengths, strict=True))
+            if not any(_fits(self.tensor.shape, axes, sizes) for axes in listed):
+                known = " or ".join(f"({', '.join(f'{axis} {sizes[axis]}' for axis in axes)})" for axes in listed)
+                raise InputError(
+                    f"The tensor given as values is {tuple(self.tensor.shape)}; for {name} here it can be {known}."
+                )
+        return {}
+
+    def rows_of(self, activation: Tensor, rows: Rows) -> Tensor:
+        """Return the tensor's row for each of these rows, in the activation's dtype and on its device."""
+        tensor = self.tensor.to(activation)
+        example = rows.example if len(tensor) > 1 else torch.zeros_like(rows.example)
+        if self.site(rows.site).has_keys:
+            return tensor[example, rows.head, rows.position, : activation.shape[-1]]
+        by_axis = {"example": example, "position": rows.position, "head": rows.head, "kv_head": rows.head}
+        axes = next(axes for axes in _axes(self.site(rows.site)) if len(axes) == tensor.ndim)
+        index = tuple(by_axis[axis] for axis in axes[:-1])
+        return (tensor[index] if index else tensor).expand_as(activation)
+
+
+def _axes(site: Site) -> list[tuple[str, ...]]:
+    """Return what the axes of a tensor of rows may be, the fewest first."""
+    if site.has_keys:
+        return [("example", *site.axes)]
+    inner = site.axes[1:]
+    return list(dict.fromkeys([inner[-1:], inner, ("example", *inner), ("example", *site.axes)]))
+
+
+def _fits(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
+    """Whether a shape is that of these axes; one prompt may stand for all, and tokens be left over."""
+    alike = {"example": lambda have, need: have in (1, need), "position": int.__ge__, "key": int.__ge__}
+    return len(shape) == len(axes) and all(
+        alike.get(axis, int.__eq__)(have, sizes[axis]) for have, axis in zip(shape, axes, strict=True)
+    )
+
+
+@VALUES.add("tensor")
+class Written(_OfTensor):
+    """A tensor of the caller's."""
+
+    needs = ("tensor",)
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        self.tensor = _checked_tensor("values", given.arguments["tensor"])
+
+    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+        """Return the tensor's rows."""
+        return self.rows_of(activation, rows)
+
+
+@VALUES.add("add")
+class Added(_OfTensor):
+    """What stands there, with a direction added."""
+
+    needs = ("direction",)
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        self.tensor = given.arguments["direction"]
+
+    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+        """Add the direction."""
+        return activation + self.rows_of(activation, rows)
+
+
+@VALUES.add("scale")
+class Scaled(_Changing):
+    """What stands there, times a factor."""
+
+    needs = ("factor",)
+
+    @property
+    def label(self) -> str:
+        """The factor."""
+        return f"scale {self.given.arguments['factor']:g}"
+
+    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+        """Multiply."""
+        return activation * self.given.arguments["factor"]
+
+
+@VALUES.add("noise")
+class Noise(_Changing):
+    """What stands there, with noise added."""
+
+    needs = ("std",)
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        if any(site.has_keys for site in given.sites):
+            raise InputError("Noise cannot be added to attention patterns: their weights would not sum to 1 any more.")
+        if given.arguments["positions"] is not None:
+            raise InputError(
+                "positions= of hw.noise say where corrupted=hw.noise(...) corrupts; as values=, give positions= to "
+                "hw.patch or hw.edit."
+            )
+        self.samples: int = given.arguments["samples"]
+        self.copies = self.samples
+
+    @property
+    def label(self) -> str:
+        """The strength."""
+        return f"noise {self.given.arguments['std']:g}"
+
+    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+        """Draw for each example and sample, over the tokens of the example's prompt."""
+        model, drawn = wanted.model, {}
+        for site, layer in wanted.places:
+            size = self.site(site).size(model.shape, wanted.width)
+            held = torch.zeros(len(wanted.examples), self.samples, *size)
+            for row, example in enumerate(wanted.examples):
+                length = len(self.given.base[example])
+                for sample in range(self.samples):
+                    own = (length, *size[1:])
+                    held[row, sample, :length] = draw(self.given.arguments["seed"], site, layer, example, sample, own)
+            drawn[site, layer] = held.flatten(0, 1).to(model.device, model.dtype)
+        return drawn
+
+    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+        """Add what was drawn."""
+        assert other is not None
+        return add_noise(activation, other, self.given.arguments)
+
+
+def draw(seed: int, site: str, layer: int, example: int, sample: int, size: tuple[int, ...]) -> Tensor:
+    """Return the standard normal numbers of one draw, the same on every machine that has the same torch.
+
+    Args:
+        seed: of `hw.noise`.
+        site: where it is added.
+        layer: of the site.
+        example: the number of the prompt.
+        sample: the number of the draw.
+        size: of the prompt's activation at the site.
+    """
+    mixed = hashlib.sha256(f"{seed} {site} {layer} {example} {sample}".encode()).digest()
+    return torch.randn(size, generator=torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big")))
+
+
+def add_noise(activation: Tensor, drawn: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Add draws to rows, in units of 1 or of the standard deviation of each row's entries."""
+    unit = 1.0 if arguments["absolute"] else activation.float().std(-1, unbiased=False, keepdim=True)
+    return activation + (arguments["std"] * unit * drawn).to(activation.dtype)
+
+
+def _number(option: str, value: Any) -> float:
+    try:
+        return checked_number(option, value, above=-float("inf"))
+    except InputError:
+        raise InputError(f"{option}={shown(value)} is not a finite number.") from None
+
+
+def _checked_tensor(option: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim < 1 or not value.numel() or value.is_complex():
+        raise InputError(f"{option}={shown(value)} is not a tensor of numbers with one axis at least.")
+    if not bool(value.isfinite().all()):
+        raise InputError(f"The tensor given as {option} has NaN or infinity in it.")
+    return value.detach().clone()

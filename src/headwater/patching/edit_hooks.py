@@ -1,0 +1,150 @@
+"""An edit outside sweeps: a hook that writes values at a site of a layer, at some positions and heads of each prompt.
+
+It goes the way of the sweeps' own edits: the same kinds of values, the same rows, the same carrier
+(`headwater.models.edits`), so that `model.run(prompts, hooks=[hw.edit(...)])` is what a cell of `hw.patch` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.models.edits import Hook, PromptHook, looks, makes
+from headwater.models.positions import Prompt, Where, positions_of
+from headwater.models.sites import SITES, sites_named
+from headwater.models.tokens import Batch
+from headwater.options import checked_count, checked_layer, shown
+from headwater.patching.cells import chosen, lasting
+from headwater.patching.forwards import written_into
+from headwater.patching.prompts import read_prompts
+from headwater.patching.rows import Values
+from headwater.patching.values import Recipe, Wanted, asked_source, recipe_of, values_of
+from headwater.patching.variants import Replace
+from headwater.runs.identity import digest
+
+if TYPE_CHECKING:
+    from headwater.models.hooked import HookedModel
+
+
+@dataclass(frozen=True, eq=False)
+class EditHook(PromptHook):
+    """What `hw.edit` returns: a hook for `model.run`, `model.hooks` and whatever takes hooks."""
+
+    site: str
+    layer: int
+    recipe: Recipe
+    positions: Where
+    heads: Iterable[int] | int | None
+
+    def __repr__(self) -> str:
+        heads = "" if self.heads is None else f", heads={self.heads}"
+        return f"hw.edit({self.site!r}, {self.layer}, {self.recipe.kind}, positions={shown(self.positions)}{heads})"
+
+    @property
+    def _everywhere(self) -> bool:
+        return isinstance(self.positions, str) and self.positions == "all"
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other edits, in the record of a run."""
+        said = [self.site, self.layer, self.recipe.kind, dict(self.recipe.arguments), self.positions, self.heads]
+        return f"{self.site} {self.layer} {digest(said)}"
+
+    def hook_for(self, model: HookedModel, batch: Batch | None, goes_on: bool = False) -> Hook:
+        """Return the hook for these prompts; without any, for whatever goes through the model.
+
+        Of tokens that follow the prompts, as in generation, an edit of all positions changes each; others were made.
+
+        Raises:
+            InputError: the model has no such site, layer or head, a prompt no such positions; or the edit needs to know
+                the prompts and they are not known.
+        """
+        (site,) = sites_named(self.site, model)
+        layer = checked_layer("layer", self.layer, model.shape.n_layers)
+        if goes_on and not self._everywhere:
+            return site.hook_name(layer), looks(lambda activation, hook: None)
+        if batch is not None:
+            prompts = read_prompts(model, batch)
+            return site.hook_name(layer), makes(_Writes(self.identity, self._writer(model, layer, prompts)))
+        if not self._everywhere or self.recipe.kind in ("mean", "resample", "noise", "other run"):
+            raise InputError(
+                f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
+            )
+
+        def write(activation: Tensor) -> Tensor:
+            batch_axis, length = activation.shape[0], activation.shape[2 if site.has_keys else 1]
+            return self._writer(model, layer, (Prompt((0,) * length, ()),) * batch_axis)(activation)
+
+        self._writer(model, layer, (Prompt((0,), ()),))
+        return site.hook_name(layer), makes(_Writes(self.identity, write))
+
+    def _writer(self, model: HookedModel, layer: int, prompts: tuple[Prompt, ...]) -> Callable[[Tensor], Tensor]:
+        """Return what writes the edit into an activation of these prompts."""
+        site = SITES[self.site]
+        heads = None if self.heads is None else chosen(self.heads, site.n_heads(model.shape), "head")
+        edits = []
+        for example, prompt in enumerate(prompts):
+            at = positions_of(self.positions, prompt, example, len(prompts))
+            every = len(at) == len(prompt)
+            edits.append((Replace(site, range(layer, layer + 1), None if every else at, heads), example))
+        values = self._values(model, layer, prompts)
+        return lambda activation: written_into(activation, None, edits, values, layer)
+
+    def _values(self, model: HookedModel, layer: int, prompts: tuple[Prompt, ...]) -> Values:
+        source = asked_source(model, self.recipe, None, base=prompts, other=None, sites=(SITES[self.site],), seed=0)
+        lengths = [len(prompt) for prompt in prompts]
+        wanted = Wanted(
+            model, range(len(prompts)), max(lengths), ((self.site, layer),), {}, {self.site: SITES[self.site]}
+        )
+        with torch.inference_mode(not torch.is_grad_enabled()):
+            return values_of(source, wanted, lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class _Writes:
+    """A hook's function, which says what it is by the edit that it makes."""
+
+    identity: str
+    write: Callable[[Tensor], Tensor]
+
+    def __call__(self, activation: Tensor, hook: Any) -> Tensor:
+        return self.write(activation)
+
+
+def edit(
+    site: str,
+    layer: int,
+    values: str | Recipe | Tensor | Callable[..., Any],
+    *,
+    positions: Where = "all",
+    heads: Iterable[int] | int | None = None,
+) -> EditHook:
+    """Make a hook that writes values into an activation: `model.run(prompts, hooks=[hw.edit(...)])`.
+
+    Args:
+        site: where: resid_pre, resid_mid, resid_post, attn_out, mlp_out, z, q, k, v or pattern.
+        layer: of the site.
+        values: what is written: a function `(activation, other, place)` (no other run here: `other` is None), a tensor
+             (such as what another prompt's cache holds), `hw.add(...)`, `hw.scale(...)`,
+            `hw.noise(..., samples=1)`, `hw.mean(prompts)`, `hw.resample(prompts)` or `"zero"`; see `hw.patch`.
+        positions: which tokens of each prompt; query positions for `pattern`.
+        heads: which heads; key-value heads for `k` and `v`.
+
+    Raises:
+        InputError: there is no such site or kind of values. Layer, heads and positions are checked when it is used.
+    """
+    if not isinstance(site, str):
+        raise InputError(f"site={shown(site)} is not the name of a site; hw.edit takes one.")
+    if SITES[site].has_heads is False and heads is not None:
+        raise InputError(f"heads={shown(heads)} was given, but {site} has no heads.")
+    recipe = recipe_of(values)
+    if recipe.kind == "other run":
+        raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
+    if recipe.arguments.get("samples", 1) != 1:
+        raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
+    return EditHook(site, checked_count("layer", layer, least=0), recipe, positions, lasting(heads))

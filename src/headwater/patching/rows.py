@@ -1,0 +1,225 @@
+"""Rows of an activation: at which tokens and heads an edit writes, what stands there, and what stands there afterwards.
+
+A row is the vector of one token or, where a site has heads, of one head at one token; of a pattern, the weights of one
+query of one head. Values are either fixed (another run's activations, a mean, nothing) or made of what stands there by
+a function of rows, which is called once for all rows that are written together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.models.sites import Site
+from headwater.patching.variants import Place, Replace
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Which rows of an activation are changed together: a number each, on the activation's device."""
+
+    site: str
+    layer: int
+    example: Int[Tensor, " row"]
+    """Which of the prompts."""
+    position: Int[Tensor, " row"]
+    """Which token of it; of a pattern, the query."""
+    head: Int[Tensor, " row"] | None
+    """Which head, for sites that have heads: key-value heads for `k` and `v`."""
+    sample: Int[Tensor, " row"]
+    """Which draw, of values drawn several times; else 0."""
+
+    def __len__(self) -> int:
+        return len(self.example)
+
+    def part(self, chosen: Tensor) -> Rows:
+        """Return some of the rows."""
+        head = None if self.head is None else self.head[chosen]
+        at = (self.example[chosen], self.position[chosen], head, self.sample[chosen])
+        return Rows(self.site, self.layer, *at)
+
+
+Change: TypeAlias = Callable[[Tensor, Tensor | None, Rows], Tensor]
+"""Makes rows of rows: takes what stands there, `row width`, what the other run has there, and which rows they are."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """What `Replace` writes at the examples of a group."""
+
+    by_site: Mapping[Place, Tensor]
+    """By site and layer, `example position ...`: what is written, or what a change is given as the other run's."""
+    change: Change | None = None
+    """Makes what is written of what stands there; None where `by_site` is written as it is."""
+    examples: Sequence[int] = ()
+    """The numbers by which changes know the examples of the group."""
+    lengths: Sequence[int] = ()
+    """The tokens of each example's prompt, for changes."""
+    samples: int = 1
+    """How many draws of an example stand in turn on the first axis of `by_site`."""
+
+    def taken(self, site: Site, layer: int, example: Tensor, sample: Tensor, *at: Tensor) -> Tensor | None:
+        """Return what `by_site` has at some rows, if anything."""
+        value = self.by_site.get((site.name, layer))
+        return None if value is None else value[example * self.samples + sample, *at]
+
+    def known(self, example: Tensor) -> Tensor:
+        """Return the numbers by which changes know some examples of the group."""
+        return torch.tensor(self.examples, device=example.device)[example]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of one example's tokens, as an activation holds it, and an edit of it."""
+
+    edit: Replace
+    example: int
+    """Which example of the group."""
+    start: int
+    """The position of its first token."""
+    length: int
+    offset: int
+    """Where its first token lies among the tokens of the activation."""
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions that are edited and held here."""
+        if self.edit.positions is None:
+            return np.arange(self.start, self.start + self.length)
+        return np.array([p for p in self.edit.positions if self.start <= p < self.start + self.length], dtype=np.int64)
+
+
+def write_tokens(
+    held: Float[Tensor, token * width], stretches: Sequence[Stretch], values: Values, site: Site, layer: int
+) -> None:
+    """Write edits into an activation of tokens laid end to end, `token (head) width`, in place.
+
+    Raises:
+        InterventionError: a change returns what cannot stand there.
+    """
+    alike: dict[tuple[int, bool, tuple[int, ...] | None], list[Stretch]] = {}
+    for stretch in stretches:
+        edit = stretch.edit
+        alike.setdefault((edit.read_at(layer), edit.heads is None, edit.units), []).append(stretch)
+    for (source, _, units), among in alike.items():
+        tokens, example, position, sample, *heads = _indices(among, held.device)
+        if not len(tokens):
+            continue
+        taken = values.taken(site, source, example, sample, position, *heads)
+        if values.change is None and units is None and not site.has_units:
+            assert taken is not None
+            held[tokens, *heads] = taken
+            continue
+        at = [values.known(example), position, sample]
+        make = partial(_made, taken=taken, values=values, site=site, layer=layer, at=at, heads=heads, units=units)
+        held[tokens, *heads] = site.written(held[tokens, *heads], make)
+
+
+def _made(
+    standing: Tensor,
+    taken: Tensor | None,
+    values: Values,
+    site: Site,
+    layer: int,
+    at: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    units: tuple[int, ...] | None,
+) -> Tensor:
+    """Return rows with what is written into them, in all entries or in some."""
+    new = taken if values.change is None else _changed(standing, taken, values, site, layer, at, heads)
+    assert new is not None
+    if units is None:
+        return new.to(standing)
+    made, index = standing.clone(), list(units)
+    made[..., index] = new[..., index].to(standing)
+    return made
+
+
+def _changed(
+    standing: Tensor,
+    other: Tensor | None,
+    values: Values,
+    site: Site,
+    layer: int,
+    at: Sequence[Tensor],
+    heads: Sequence[Tensor],
+) -> Tensor:
+    """Return what a change makes of rows, or of all heads of tokens, `row (head) width`."""
+    assert values.change is not None
+    if heads or not site.has_heads:
+        return values.change(standing, other, _rows(site, layer, at, heads))
+    n_heads = standing.shape[1]
+    every = [torch.arange(n_heads, device=standing.device).repeat(len(standing))]
+    rows = _rows(site, layer, [index.repeat_interleave(n_heads) for index in at], every)
+    changed = values.change(standing.flatten(0, 1), None if other is None else other.flatten(0, 1), rows)
+    return changed.unflatten(0, standing.shape[:2])
+
+
+def write_pattern(
+    held: Float[Tensor, "head position key"],
+    stretch: Stretch,
+    columns: Int[Tensor, " key"],
+    values: Values,
+    site: Site,
+    layer: int,
+) -> None:
+    """Write an edit into the patterns of one example, whose key axis holds the positions `columns`, in place.
+
+    `columns` is -1 where a key belongs to no position of this row. A change is given the weights of all keys of the
+    prompt in order, 0 where there is none.
+
+    Raises:
+        InterventionError: a change returns what cannot stand there.
+    """
+    edit, known = stretch.edit, columns >= 0
+    queries = torch.as_tensor(stretch.positions, device=held.device)
+    rows = queries - stretch.start
+    heads = torch.tensor(range(held.shape[0]) if edit.heads is None else edit.heads, device=held.device)
+    if not len(queries):
+        return
+    example, sample = (torch.full((1, 1), number, device=held.device) for number in (stretch.example, edit.sample))
+    taken = values.taken(site, edit.read_at(layer), example, sample, heads[:, None], queries[None])
+    standing = held[heads[:, None], rows[None]]
+    if values.change is None:
+        assert taken is not None
+        written = taken[..., columns.clamp_min(0)].masked_fill(~known, 0.0)
+    else:
+        length = values.lengths[stretch.example]
+        ordered = standing.new_zeros(*standing.shape[:2], length)
+        ordered[..., columns[known]] = standing[..., known]
+        n = len(heads) * len(queries)
+        at = [values.known(example.flatten()).expand(n), queries.repeat(len(heads)), sample.flatten().expand(n)]
+        other = None if taken is None else taken[..., :length].flatten(0, 1)
+        named = _rows(site, layer, at, [heads.repeat_interleave(len(queries))])
+        changed = values.change(ordered.flatten(0, 1), other, named).view_as(ordered)
+        written = changed[..., columns.clamp_min(0)].masked_fill(~known, 0.0)
+    if edit.keys is not None:
+        kept = ~torch.isin(columns, torch.tensor(edit.keys, device=columns.device))
+        written = torch.where(kept, standing, written)
+    held[heads[:, None], rows[None]] = written
+
+
+def _indices(stretches: Sequence[Stretch], device: torch.device) -> list[Tensor]:
+    """Return token, example, position, sample and, where heads are chosen, head of each row."""
+    parts = []
+    for stretch in stretches:
+        positions = stretch.positions
+        tokens = positions + (stretch.offset - stretch.start)
+        index = [tokens, np.full_like(tokens, stretch.example), positions, np.full_like(tokens, stretch.edit.sample)]
+        if stretch.edit.heads is not None:
+            heads = np.array(stretch.edit.heads)
+            index = [one.repeat(len(heads)) for one in index] + [np.tile(heads, len(positions))]
+        parts.append(np.stack(index))
+    return list(torch.from_numpy(np.concatenate(parts, 1)).to(device))
+
+
+def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> Rows:
+    example, position, sample = at
+    return Rows(site.name, layer, example, position, heads[0] if heads else None, sample)

@@ -1,0 +1,56 @@
+"""PyTorch's own hooks on the parts of transformers models, at the places that headwater calls sites."""
+
+
+def stack_of(hf):
+    inner = getattr(hf, "model", None) or getattr(hf, "transformer", None) or hf.gpt_neox
+    return inner.h if hasattr(inner, "h") else inner.layers
+
+
+def first_of(*names, of):
+    return next(getattr(of, name) for name in names if hasattr(of, name))
+
+
+def hooked_plainly(hf, family, site, layer, act):
+    """Let `act` see and write a site's activation of a transformers model, by one of PyTorch's own hooks.
+
+    The activation is seen as `batch position ...`, with an axis of heads where the site has one. None without such a
+    hook: a pattern is the result of a function.
+    """
+    block, config = stack_of(hf)[layer], hf.config
+    attention = first_of("attn", "attention", "self_attn", of=block)
+    gemma, heads = family.startswith("gemma"), config.num_attention_heads
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+
+    def of_input(module, args, options=None):
+        tensor = args[0] if args else options["hidden_states"]
+        act(tensor.unflatten(-1, (heads, d_head)) if site == "z" else tensor)
+
+    def of_output(module, args, out):
+        tensor = out[0] if isinstance(out, tuple) else out
+        if site not in "qkv":
+            return act(tensor)
+        index, width = "qkv".index(site), config.hidden_size
+        if family == "gpt2":
+            return act(tensor[..., index * width : (index + 1) * width].unflatten(-1, (heads, d_head)))
+        if family.startswith("neox"):
+            return act(tensor.unflatten(-1, (heads, 3, d_head))[..., index, :])
+        return act(tensor.unflatten(-1, (-1, d_head)))
+
+    if site in ("resid_pre", "z", "resid_mid"):
+        norm = ("pre_feedforward_layernorm",) if gemma else ("ln_2", "post_attention_layernorm")
+        module = {
+            "resid_pre": lambda: block,
+            "z": lambda: first_of("o_proj", "c_proj", "dense", of=attention),
+            "resid_mid": lambda: first_of(*norm, of=block),
+        }[site]()
+        return module.register_forward_pre_hook(of_input, with_kwargs=True)
+    module = {
+        "q": lambda: first_of("c_attn", "query_key_value", "q_proj", of=attention),
+        "k": lambda: first_of("c_attn", "query_key_value", "k_proj", of=attention),
+        "v": lambda: first_of("c_attn", "query_key_value", "v_proj", of=attention),
+        "attn_out": lambda: block.post_attention_layernorm if gemma else attention,
+        "mlp_out": lambda: block.post_feedforward_layernorm if gemma else block.mlp,
+        "resid_post": lambda: block,
+        "pattern": lambda: None,
+    }[site]()
+    return module and module.register_forward_hook(of_output)
