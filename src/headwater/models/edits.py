@@ -28,7 +28,6 @@ from headwater.models.sites import SITES, Carrier, place_named
 from headwater.options import shown
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
     from headwater.models.tokens import Batch
 
 HookFunction: TypeAlias = Callable[..., Tensor | None]
@@ -56,7 +55,7 @@ class PromptHook(ABC):
     """A hook that is made when it is known which prompts the model runs, as it names positions or values by them."""
 
     @abstractmethod
-    def hook_for(self, model: HookedModel, batch: Batch | None, goes_on: bool = False) -> Hook:
+    def hook_for(self, model: Any, batch: Batch | None, goes_on: bool = False) -> Hook:
         """Return the hook for these prompts.
 
         Args:
@@ -69,7 +68,7 @@ class PromptHook(ABC):
         """
 
 
-def hooks_for(model: HookedModel, hooks: Any, batch: Batch | None, past: Any = None) -> list[Hook]:
+def hooks_for(model: Any, hooks: Any, batch: Batch | None, past: Any = None) -> list[Hook]:
     """Return hooks as a list, those made that wait for the prompts.
 
     Args:
