@@ -12,6 +12,7 @@ from headwater.models.sampling import Sampling, drawn_with, draws
 from headwater.models.sites import SITES
 from headwater.models.writing import ANCHOR, SETTLED, Written
 from tests import chance
+from tests.random_models import random_model
 from tests.test_edits import LAYER, hooked_plainly
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
@@ -83,6 +84,15 @@ def test_hooks_act_at_every_token_as_plain_hooks_of_torch_do(family):
         found = model.generate(PROMPTS, hooks, max_new_tokens=6).tokens
         assert found == [plainly_continued(hf, row, 6, family, site)[0] for row in rows], site
         assert found != unedited, site
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt-oss", "opt", "mamba", "jamba", "qwen3-next"])
+def test_rows_of_other_architectures_are_those_of_the_rows_alone_also_where_a_state_is_kept(name):
+    model = hw.load(random_model(name), tokenizer=tiny_tokenizer())
+    rows = [[0, 40, 41, 42, 43], [0, 51], [0, *range(100, 112)]]
+    for row, new in zip(rows, model.generate(rows, max_new_tokens=3).tokens, strict=True):
+        for step, token in enumerate(new):
+            assert token == int(model.run([row + new[:step]], keep="last")[0, 0].argmax())
 
 
 def test_an_edit_of_every_token_is_that_of_whole_runs_in_which_every_token_is_edited(llama):
@@ -159,7 +169,7 @@ def test_a_hook_that_never_fires_or_does_not_fit_is_an_error(llama):
 
 def test_hooks_on_a_model_that_runs_every_step_anew_are_refused(llama, monkeypatch):
     monkeypatch.setattr("headwater.models.generation.is_bridge", lambda raw: False)
-    with pytest.raises(InputError, match="is a HookedTransformer, which runs the whole text anew"):
+    with pytest.raises(InputError, match="runs the whole text anew for every token"):
         llama.generate(PROMPTS, [("blocks.1.hook_resid_post", newest)])
 
 

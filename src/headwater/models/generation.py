@@ -105,10 +105,11 @@ def generate(
     """
     max_new_tokens, listed = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
     check_room(model, prompts, max_new_tokens)
-    if listed and not is_bridge(model.raw):
+    if listed and not _keeps_keys(model):
         raise InputError(
-            f"{model.name} is a HookedTransformer, which runs the whole text anew for every token: hooks would act on "
-            "other columns than they do elsewhere. Load the checkpoint from transformers' format to generate with them."
+            f"{model.name} ({model.shape.architecture}) runs the whole text anew for every token, so that hooks would "
+            "act on other columns than they do elsewhere: it is a HookedTransformer, or keeps a state beside keys and "
+            "values. Generate without hooks, or call model.run with them token by token."
         )
     way = _Way(max_new_tokens, stop, listed, choose, wrote)
     parts: list[Generated] = []
@@ -166,8 +167,13 @@ def _continue(model: Model, prompts: Batch, way: _Way, first: int) -> Generated:
     return Generated(tokens[:, :width], log_probs[:, :width], lengths, stopped)
 
 
+def _keeps_keys(model: Model) -> bool:
+    """Whether keys and values are all that a model keeps of the tokens before; a recurrent state takes in padding."""
+    return is_bridge(model.raw) and not getattr(getattr(model.raw, "original_model", None), "_is_stateful", False)
+
+
 def _state(model: Model, prompts: Batch, hooks: Sequence[Hook]) -> _Cached | _Rerun:
-    if not is_bridge(model.raw):
+    if not _keeps_keys(model):
         return _Rerun(model, prompts)
     return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
 
@@ -257,7 +263,7 @@ class _Watched(_Cached):
 
 
 class _Rerun:
-    """The same without a cache, for models that are not behind a bridge: every step runs the rows anew."""
+    """The same without a cache, for models behind no bridge or with a state: every step runs the rows anew."""
 
     def __init__(self, model: Model, prompts: Batch):
         self._model = model
