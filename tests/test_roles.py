@@ -241,3 +241,46 @@ def test_a_run_of_other_roles_is_another_run(model, tmp_path):
     assert loaded.summary()["role"].unique().tolist() == ["subject", "end"]
     with pytest.raises(hw.HeadwaterError, match="another run"):
         hw.patch(model, CLEAN, CORRUPTED, positions={"city": SUBJECTS, "end": "last"}, **options)
+
+
+def test_knockouts_sever_the_edges_of_each_role(model):
+    prompts = [*CLEAN, *CORRUPTED]
+    subjects = [" France", " Paris", " Italy", " Berlin"]
+    options = {"metric": METRIC, "progress": False}
+    edges = hw.Edges({"end": "last"}, {"subject": subjects, "begin": 1})
+    found = hw.knockout(model, prompts, block=edges, window="cumulative", **options)
+    assert found.table["role"].unique().tolist() == ["end ← subject", "end ← begin"]
+    for role, key in (("end ← subject", subjects), ("end ← begin", 1)):
+        alone = hw.knockout(model, prompts, block=("last", key), window="cumulative", **options).table
+        part = found.table[found.table["role"] == role]
+        assert part["effect"].tolist() == pytest.approx(alone["effect"].tolist(), abs=1e-6)
+    assert found.summary()["examples"].unique().tolist() == [4]
+    with pytest.raises(InputError, match="The role 'subject' in prompt 2"):
+        hw.knockout(model, prompts, block=("last", {"subject": " France"}), **options)
+    with pytest.raises(InputError, match="at least one role"):
+        hw.knockout(model, prompts, block=("last", {}), **options)
+
+
+def test_direct_attributions_are_of_each_role(model):
+    options = {"tokens": (5, 9), "progress": False}
+    roles = {"subject": [" France", " Paris"], "middle": (1, 3), "end": "last"}
+    found = hw.direct_logit_attribution(model, CLEAN, at=roles, **options)
+    assert found.table["role"].unique().tolist() == ["subject", "middle", "end"]
+    for role, at in (("subject", [4, 1]), ("middle", (1, 3)), ("end", "last")):
+        alone = hw.direct_logit_attribution(model, CLEAN, at=at, **options)
+        part = found.table[found.table["role"] == role]
+        if role != "subject":
+            assert part["contribution"].tolist() == pytest.approx(alone.table["contribution"].tolist(), abs=1e-6)
+        totals = found.totals[found.totals["role"] == role]["logit_difference"].tolist()
+        if role != "subject":
+            assert totals == pytest.approx(alone.totals["logit_difference"].tolist(), abs=1e-6)
+        summed = part.groupby("example")["contribution"].sum().tolist()
+        assert summed == pytest.approx(totals, abs=1e-4)
+    summary = found.summary()
+    assert summary.groupby("role").size().nunique() == 1
+    by_layer = hw.direct_logit_attribution(model, CLEAN, at=roles, by="layer", **options)
+    assert by_layer.table.groupby(["example", "role"])["contribution"].sum().to_numpy() == pytest.approx(
+        found.table.groupby(["example", "role"])["contribution"].sum().to_numpy(), abs=1e-6
+    )
+    assert len(found.plot().axes) >= 3
+    assert any("role" in line or "subject" in line or "end" in line for line in found.report())

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.colors import BLUE, FAINT, ORANGE, PURPLE
+from headwater.errors import InputError
 from headwater.figures.style import model_title, style, whole_numbers
 from headwater.figures.sweep import DIVERGING
 from headwater.lenses.direct_attribution import DirectAttribution
@@ -31,21 +32,39 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
         result: what `hw.direct_logit_attribution` gave.
         ax: where to draw; default: a new figure.
     """
-    n = len(result.totals)
-    each = result.table.groupby(["component", "layer", "head"], dropna=False)["contribution"].sum() / n
-    means = each.reset_index()
-    total = result.totals["logit_difference"].mean()
+    if "role" not in result.table.columns:
+        with style():
+            ax = ax or plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
+            _panel(ax, result, result.table, result.totals, "logit difference")
+        return ax
+    roles = result.totals["role"].unique().tolist()
+    if ax is not None and len(roles) > 1:
+        raise InputError(f"This attribution has {len(roles)} roles, each a panel; pass no ax.")
     with style():
-        ax = ax or plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
-        if means["head"].notna().any():
-            _map(ax, means)
-        elif means["layer"].notna().any():
-            _layers(ax, means)
+        if ax is None:
+            figure = plt.figure(figsize=(3.6 * len(roles), 2.6), layout="constrained")
+            panels = figure.subplots(1, len(roles), squeeze=False)[0].tolist()
         else:
-            _components(ax, means)
-        counted = f", n = {n:,}" if n > 1 else ""
-        ax.set_title(model_title(result.run, f"logit difference {total:+.2f}{counted}"))
-    return ax
+            panels = [ax]
+        for one, role in zip(panels, roles, strict=True):
+            table, totals = (rows[rows["role"] == role] for rows in (result.table, result.totals))
+            _panel(one, result, table, totals, f"{role}, logit difference")
+    return panels[0] if len(panels) == 1 else panels[0].figure
+
+
+def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.DataFrame, what: str) -> None:
+    """Draw the attribution of some rows."""
+    n = len(totals)
+    each = table.groupby(["component", "layer", "head"], dropna=False)["contribution"].sum() / n
+    means = each.reset_index()
+    if means["head"].notna().any():
+        _map(ax, means)
+    elif means["layer"].notna().any():
+        _layers(ax, means)
+    else:
+        _components(ax, means)
+    counted = f", n = {n:,}" if n > 1 else ""
+    ax.set_title(model_title(result.run, f"{what} {totals['logit_difference'].mean():+.2f}{counted}"))
 
 
 def _map(ax: Axes, means: pd.DataFrame) -> None:

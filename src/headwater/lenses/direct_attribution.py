@@ -18,11 +18,11 @@ checkpoint has them: nothing is folded, and nothing needs to be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,7 @@ from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.norms import Norm, attention_post_norm, final_norm
-from headwater.models.positions import Prompt, Where, positions_of
+from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import unembedding_head
@@ -66,7 +66,8 @@ class DirectAttribution(Result):
     table: pd.DataFrame
     """A row per example, part and position: `example, component, layer, head, position, contribution` (logits).
     `component` is embed, head, mlp or bias; `layer` and `head` are `<NA>` where a row is of none or of all; `position`
-    is where the logits are read. With several positions a contribution is its share of their mean."""
+    is where the logits are read. With several positions a contribution is its share of their mean. Where positions
+    stand by role, `role` says which, and means are of each role by itself."""
     totals: pd.DataFrame
     """A row per example: `example, correct, wrong` (token ids), `logit_difference` (before a soft cap)."""
     run: RunRecord
@@ -75,14 +76,28 @@ class DirectAttribution(Result):
         """Summarize each part over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
 
         Returns:
-            A row per part: its `component, layer, head`, then `examples, mean, low, high, p_value`.
+            A row per part (and role): its `component, layer, head`, then `examples, mean, low, high, p_value`.
         """
-        named = BY["head"]
+        named = [*self._roles, *BY["head"]]
         each = self.table.groupby(["example", *named], sort=False, dropna=False)["contribution"].sum().reset_index()
         return summarize(each, named, "contribution", level, seed)
 
+    @property
+    def _roles(self) -> list[str]:
+        """The column that says what positions are, where there is one."""
+        return [name for name in ("role",) if name in self.table.columns]
+
     def report(self) -> list[str]:
-        """Return the parts that write most for the correct token and for the wrong one."""
+        """Return the parts that write most for the correct token and for the wrong one; by role, of each role."""
+        if not self._roles:
+            return self._findings()
+        said = []
+        for role in self.totals["role"].unique():
+            alone = (rows[rows["role"] == role].drop(columns="role") for rows in (self.table, self.totals))
+            said += [f"{role}: {line}" for line in DirectAttribution(*alone, self.run)._findings()[:3]]
+        return said
+
+    def _findings(self) -> list[str]:
         parts = self.summary().sort_values("mean", ascending=False)
         total, examples = self.totals["logit_difference"].mean(), len(self.totals)
         said = [
@@ -121,7 +136,8 @@ def direct_logit_attribution(
         prompts: one prompt, several, or token ids.
         tokens: the correct and the wrong token, as texts (mind leading spaces) or ids; each one for all prompts, or one
             per prompt.
-        at: the position whose logits are read, as in `hw.patch`; of several, the mean.
+        at: the position whose logits are read, as in `hw.patch`; of several, the mean. By role, of each role by itself,
+            in a column `role`.
         by: a row of the table is a `head` (or MLP, embedding, bias of a layer), a `layer`'s heads together, or a
             `component` over all layers.
         batch_size: prompts in one run.
@@ -138,13 +154,14 @@ def direct_logit_attribution(
     batch_size = checked_count("batch_size", batch_size)
     read = read_prompts(model, prompts)
     correct, wrong = _answers(model, tokens, len(read))
-    where = [positions_of(at, prompt, example, len(read)) for example, prompt in enumerate(read)]
+    spots = _spots(at, read)
+    where = [tuple(place for spot in spots if spot.example == i for place in spot.places) for i in range(len(read))]
     options = {
         "prompts": [list(prompt.ids) for prompt in read],
         "tokens": [correct.tolist(), wrong.tolist()],
         "positions": [list(places) for places in where],
         "by": by,
-    }
+    } | ({"roles": [spot.role for spot in spots]} if isinstance(at, Mapping) else {})
 
     def work(run: Run) -> DirectAttribution:
         writer = _Writer(model, read, where, torch.stack([correct, wrong], 1))
@@ -152,11 +169,31 @@ def direct_logit_attribution(
         with run.bar("prompts", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, writer.measure, bar, len))
         contributions, totals = (torch.cat([piece[name] for piece in pieces]) for name in ("contributions", "totals"))
-        table = _table(contributions, writer.parts, where, by)
-        return DirectAttribution(table, _totals(totals, where, correct, wrong), run.record)
+        table = _table(contributions, writer.parts, spots, by)
+        return DirectAttribution(table, _totals(totals, spots, correct, wrong), run.record)
 
     name = "direct_logit_attribution"
     return carry_out(DirectAttribution, name, model, options, work, out=out, progress=progress)
+
+
+class _Spot(NamedTuple):
+    """Positions of an example whose mean is one: those of a role, or all that are read."""
+
+    example: int
+    role: str | None
+    places: tuple[int, ...]
+
+
+def _spots(at: Any, prompts: Sequence[Prompt]) -> list[_Spot]:
+    """Return what is read of each prompt, role by role."""
+    n = len(prompts)
+    if not isinstance(at, Mapping):
+        return [_Spot(i, None, positions_of(at, prompt, i, n)) for i, prompt in enumerate(prompts)]
+    return [
+        _Spot(i, role, places)
+        for i, prompt in enumerate(prompts)
+        for role, places in roles_of(at, prompt, i, n).items()
+    ]
 
 
 def _answers(
@@ -272,27 +309,30 @@ def _dot(a: Tensor, b: Tensor) -> Float[Tensor, " row"]:
 
 
 def _table(
-    contributions: Float[Tensor, "row part"], parts: Sequence[Part], where: Sequence[tuple[int, ...]], by: str
+    contributions: Float[Tensor, "row part"], parts: Sequence[Part], spots: Sequence[_Spot], by: str
 ) -> pd.DataFrame:
     """Lay the contributions out as rows, those that are nowhere but 0 (a bias the model lacks) left out."""
-    counts = [len(places) for places in where]
+    counts = [len(spot.places) for spot in spots]
     shares = (contributions / torch.tensor(counts).repeat_interleave(torch.tensor(counts))[:, None]).numpy()
     present = [p for p, (component, *_) in enumerate(parts) if component != "bias" or np.any(shares[:, p])]
     n_rows = len(shares)
     table = pd.DataFrame(
         {
-            "example": np.repeat(np.arange(len(where)).repeat(counts), len(present)),
+            "example": np.repeat(np.repeat([spot.example for spot in spots], counts), len(present)),
             "component": [parts[p][0] for p in present] * n_rows,
             "layer": pd.array([parts[p][1] for p in present] * n_rows, dtype="Int64"),
             "head": pd.array([parts[p][2] for p in present] * n_rows, dtype="Int64"),
-            "position": np.repeat([place for places in where for place in places], len(present)),
+            "position": np.repeat([place for spot in spots for place in spot.places], len(present)),
             "contribution": shares[:, present].flatten(),
         }
     )
+    roles = ["role"] if spots[0].role is not None else []
+    if roles:
+        table.insert(5, "role", np.repeat(np.repeat([str(spot.role) for spot in spots], counts), len(present)))
     if by == "head":
         return table
     columns = list(table.columns)
-    keys = ["example", *BY[by], "position"]
+    keys = ["example", *BY[by], *roles, "position"]
     table = table.groupby(keys, sort=False, dropna=False)["contribution"].sum().reset_index()
     for name in ("layer", "head"):
         if name not in table:
@@ -300,10 +340,10 @@ def _table(
     return table[columns]
 
 
-def _totals(
-    totals: Float[Tensor, " row"], where: Sequence[tuple[int, ...]], correct: Tensor, wrong: Tensor
-) -> pd.DataFrame:
+def _totals(totals: Float[Tensor, " row"], spots: Sequence[_Spot], correct: Tensor, wrong: Tensor) -> pd.DataFrame:
     """Lay out what the contributions of each example sum to."""
-    means = [part.mean().item() for part in totals.split([len(places) for places in where])]
-    named = {"example": range(len(where)), "correct": correct.tolist(), "wrong": wrong.tolist()}
-    return pd.DataFrame(named | {"logit_difference": means})
+    means = [part.mean().item() for part in totals.split([len(spot.places) for spot in spots])]
+    examples = [spot.example for spot in spots]
+    named: dict[str, Any] = {"example": examples, "correct": correct[examples], "wrong": wrong[examples]}
+    roles = {"role": [spot.role for spot in spots]} if spots[0].role is not None else {}
+    return pd.DataFrame(named | roles | {"logit_difference": means})

@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,6 +41,8 @@ from headwater.patching.variants import Cut
 from headwater.runs.analysis import Run, carry_out
 
 VARIANTS = ("mask", "zero")
+EDGES = {"site": "edges"}
+"""The labels of edges without a name of their own."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,9 @@ def knockout(
         block: the edges to sever: `hw.Edges(query, key, heads)`, the pair (query, key), or a mapping with these names;
             or a mapping from names of your own to several of them, which then stand in the column `site`. Positions are
             a number, a span (start, stop), a set, a text, "last", "first", "all", a function of the tokens, or a list
-            with one of these per prompt; the query may be "after".
+            with one of these per prompt; the query may be "after". Queries, keys, or both may stand by role, as in
+            `hw.Edges({"end": "last"}, {"subject": [" France", " Italy"]})`: the edges of each role, or pair of roles,
+            are severed by themselves, and the table's column `role` says which ("end ← subject").
         metric: see `hw.patch`. A metric that reads the residual stream with `layer=None` reads the last severed layer.
         window: sever in this many layers around each; "cumulative": in every layer up to each; None: in each alone.
         variant: `mask` (before the softmax, the rest renormalises) or `zero` (after it).
@@ -126,20 +131,18 @@ def knockout(
     metrics = as_metrics(metric)
     axes = axes_of(over, ("layer",), ("layer", "head"), "A knockout")
     sizes = windows_of(window, axes)
-    named = named_edges(block)
+    named = edges_by_role(named_edges(block))
     cells = [
         cell
         for example in range(len(base))
-        for name, edges in named.items()
-        for cell in _cells(model, name, edges, base, example, axes, sizes, layers, variant)
+        for labels, edges in named
+        for cell in _cells(model, labels, edges, base, example, axes, sizes, layers, variant)
     ]
     plan = Plan(model, base, None, True, tuple(cells), metrics, batch_size=batch_size)
     options = {
-        "block": list(named),
-        "matrices": [
-            torch.nonzero(e.matrix(p, i, len(base))).tolist() for i, p in enumerate(base) for e in named.values()
-        ],
-        "heads": [chosen(edges.heads, model.shape.n_heads, "head") for edges in named.values()],
+        "block": [" ".join(labels.values()) for labels, _ in named],
+        "matrices": [torch.nonzero(e.matrix(p, i, len(base))).tolist() for i, p in enumerate(base) for _, e in named],
+        "heads": [chosen(edges.heads, model.shape.n_heads, "head") for _, edges in named],
         "layers": chosen(layers, model.shape.n_layers, "layer"),
         "window": sizes,
         "variant": variant,
@@ -195,9 +198,29 @@ def named_edges(block: Blocked | Any) -> dict[str, Edges]:
     )
 
 
+def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edges]]:
+    """Cut edges whose queries or keys stand by role into those of each role, or pair of roles.
+
+    Returns:
+        For each its labels in the table: `site`, its name, and `role`: "subject", or "end ← subject" (query ← key).
+    """
+    found: list[tuple[dict[str, str], Edges]] = []
+    for name, edges in named.items():
+        queries, keys = (
+            [(role, {role: place}) for role, place in where.items()] if isinstance(where, Mapping) else [("", where)]
+            for where in (edges.query, edges.key)
+        )
+        for (reading, query), (read, key) in product(queries, keys):
+            role = " ← ".join(part for part in (reading, read) if part)
+            found.append(({"site": name} | ({"role": role} if role else {}), Edges(query, key, edges.heads)))
+    if not found:
+        raise InputError(f"block={shown(dict(named))} has roles without positions; give at least one role.")
+    return found
+
+
 def _cells(
     model: HookedModel,
-    name: str,
+    labels: Mapping[str, str],
     edges: Edges,
     base: Sequence[Prompt],
     example: int,
@@ -219,8 +242,8 @@ def _cells(
         covers = step["head"].covers
         edits = tuple(Cut(run, matrix, covers, variant == "zero") for run in layer_runs(step["layer"].covers or ()))
         nested = "layer" in sizes and len(edits) == 1
-        family = (name, step["head"].label, edits[0].layers.start) if nested else None
-        cells.append(Cell(example, {"site": name} | labels_of(step, sizes), edits, family))
+        family = (*labels.values(), step["head"].label, edits[0].layers.start) if nested else None
+        cells.append(Cell(example, dict(labels) | labels_of(step, sizes), edits, family))
     return cells
 
 
@@ -271,7 +294,7 @@ def knocked_out_states(
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
     shape, names = model.shape, _states_named(sites, model)
-    cells = [cell for i in range(len(base)) for cell in _cells(model, "edges", edges, base, i, (), {}, layers, variant)]
+    cells = [cell for i in range(len(base)) for cell in _cells(model, EDGES, edges, base, i, (), {}, layers, variant)]
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
     plan = Plan(model, base, None, True, tuple(cells), (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
@@ -316,7 +339,7 @@ def windowed_states(
     listed = [
         cell
         for example in range(len(base))
-        for cell in _cells(model, "edges", edges, base, example, ("layer",), {"layer": window}, None, variant)
+        for cell in _cells(model, EDGES, edges, base, example, ("layer",), {"layer": window}, None, variant)
     ]
     cells = tuple(cell for cell in listed if min(edit.layers.start for edit in cell.edits) <= max(read))
     readings = tuple((site, layer) for layer in read)
