@@ -93,8 +93,8 @@ class DirectAttribution(Result):
             return self._findings()
         said = []
         for role in self.totals["role"].unique():
-            alone = (rows[rows["role"] == role].drop(columns="role") for rows in (self.table, self.totals))
-            said += [f"{role}: {line}" for line in DirectAttribution(*alone, self.run)._findings()[:3]]
+            table, totals = (rows[rows["role"] == role].drop(columns="role") for rows in (self.table, self.totals))
+            said += [f"{role}: {line}" for line in DirectAttribution(table, totals, self.run)._findings()[:3]]
         return said
 
     def _findings(self) -> list[str]:
@@ -155,13 +155,15 @@ def direct_logit_attribution(
     read = read_prompts(model, prompts)
     correct, wrong = _answers(model, tokens, len(read))
     spots = _spots(at, read)
-    where = [tuple(place for spot in spots if spot.example == i for place in spot.places) for i in range(len(read))]
+    where: list[tuple[int, ...]] = [()] * len(read)
+    for spot in spots:
+        where[spot.example] += spot.places
     options = {
         "prompts": [list(prompt.ids) for prompt in read],
         "tokens": [correct.tolist(), wrong.tolist()],
         "positions": [list(places) for places in where],
         "by": by,
-    } | ({"roles": [spot.role for spot in spots]} if isinstance(at, Mapping) else {})
+    } | ({"roles": [[spot.role, list(spot.places)] for spot in spots]} if isinstance(at, Mapping) else {})
 
     def work(run: Run) -> DirectAttribution:
         writer = _Writer(model, read, where, torch.stack([correct, wrong], 1))
@@ -189,11 +191,8 @@ def _spots(at: Any, prompts: Sequence[Prompt]) -> list[_Spot]:
     n = len(prompts)
     if not isinstance(at, Mapping):
         return [_Spot(i, None, positions_of(at, prompt, i, n)) for i, prompt in enumerate(prompts)]
-    return [
-        _Spot(i, role, places)
-        for i, prompt in enumerate(prompts)
-        for role, places in roles_of(at, prompt, i, n).items()
-    ]
+    by_role = [roles_of(at, prompt, i, n) for i, prompt in enumerate(prompts)]
+    return [_Spot(i, role, places) for i, roles in enumerate(by_role) for role, places in roles.items()]
 
 
 def _answers(
