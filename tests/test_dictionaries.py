@@ -9,6 +9,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.patching.walk import Walk
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -343,3 +344,19 @@ def test_a_dictionary_elsewhere_than_the_layers_asked_for_is_refused(models):
         )
     with pytest.raises(InputError, match="features= holds 3: give what hw"):
         hw.ablate(model, some_prompts(5), features=[3], **QUIET)
+
+
+def test_rows_of_a_tile_are_read_through_the_dictionary_together(models, monkeypatch):
+    model, _ = models("llama")
+    clean, corrupted = some_prompts(5), some_prompts(5)
+    own, calls, steps = Random(32), [], []
+    step = Walk._step
+    monkeypatch.setattr(Walk, "_step", lambda self, layer, rows: (steps.append(layer), step(self, layer, rows))[1])
+
+    def encode(rows):
+        calls.append(len(rows))
+        return own.encode(rows)
+
+    features = hw.features(encode, own.decode, layer=1)
+    hw.patch(model, clean, corrupted, sites=features, **QUIET)
+    assert len(calls) <= steps.count(1) + 4

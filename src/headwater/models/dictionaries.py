@@ -132,6 +132,11 @@ class Features(Site):
             after = after + (standard - self.decode(before))
         return (shift + scale * after).to(activation.dtype).view_as(activation)
 
+    @property
+    def inner(self) -> Site:
+        """The site whose activation is the features themselves."""
+        return Site(self.name, self.hook, self.axes, self.stage, self.within)
+
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - feature) · gradient at each feature, through `decode`.
 

@@ -143,6 +143,11 @@ class Site:
         """Return an activation of which `change` was made to what `read` gives of it."""
         return change(activation)
 
+    @property
+    def inner(self) -> Site:
+        """The site whose activation is what `read` gives: itself."""
+        return self
+
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - activation) · gradient, summed over the width; by key for a pattern."""
         product = (value - activation).double() * gradient.double()

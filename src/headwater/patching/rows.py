@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from headwater.models.sites import Site
@@ -97,49 +97,69 @@ class Stretch:
 
 
 def write_tokens(
-    held: Float[Tensor, token * width], stretches: Sequence[Stretch], values: Values, site: Site, layer: int
+    held: Shaped[Tensor, "token ..."], stretches: Sequence[Stretch], values: Values, site: Site, layer: int
 ) -> None:
     """Write edits into an activation of tokens laid end to end, `token (head) width`, in place.
+
+    What a site reads through a dictionary is read and written for all rows at once.
 
     Raises:
         InterventionError: a change returns what cannot stand there.
     """
-    alike: dict[tuple[int, bool, tuple[int, ...] | None], list[Stretch]] = {}
+    alike: dict[tuple[int, bool, bool], list[Stretch]] = {}
     for stretch in stretches:
         edit = stretch.edit
-        alike.setdefault((edit.read_at(layer), edit.heads is None, edit.units), []).append(stretch)
-    for (source, _, units), among in alike.items():
-        tokens, example, position, sample, *heads = _indices(among, held.device)
+        alike.setdefault((edit.read_at(layer), edit.heads is None, edit.units is None), []).append(stretch)
+    for (source, _, whole), among in alike.items():
+        tokens, *at = _indices(among, held.device)
         if not len(tokens):
             continue
-        taken = values.taken(site, source, example, sample, position, *heads)
-        if values.change is None and units is None and not site.has_units:
+        heads, units = at[3:], None if whole else _units(among, held.device)
+        if values.change is None and whole and not site.has_units:
+            example, position, sample, *_ = at
+            taken = values.taken(site, source, example, sample, position, *heads)
             assert taken is not None
             held[tokens, *heads] = taken
             continue
-        at = [values.known(example), position, sample]
-        make = partial(_made, taken=taken, values=values, site=site, layer=layer, at=at, heads=heads, units=units)
-        held[tokens, *heads] = site.written(held[tokens, *heads], make)
+        edited = partial(_edited, values=values, site=site, layer=layer, source=source, at=at, units=units)
+        held[tokens, *heads] = site.written(held[tokens, *heads], edited)
 
 
-def _made(
+def _edited(
     standing: Tensor,
-    taken: Tensor | None,
     values: Values,
     site: Site,
     layer: int,
+    source: int,
     at: Sequence[Tensor],
-    heads: Sequence[Tensor],
-    units: tuple[int, ...] | None,
+    units: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Return rows with what is written into them, in all entries or in some."""
-    new = taken if values.change is None else _changed(standing, taken, values, site, layer, at, heads)
-    assert new is not None
+    """Return rows, which stand there now, as edits leave them.
+
+    Args:
+        standing: `row (head) width`; a copy, which may be written into.
+        values: what is written.
+        site: of the rows.
+        layer: of the rows.
+        source: the layer of the values.
+        at: example, position, sample and, where heads are chosen, head of each row.
+        units: row and entry of what is written, where that is not all.
+    """
+    example, position, sample, *heads = at
+    if values.change is None and units is not None:
+        row, unit = units
+        found = values.taken(site, source, example[row], sample[row], position[row], unit)
+        assert found is not None
+        standing[row, unit] = found.to(standing)
+        return standing
+    taken = values.taken(site, source, example, sample, position, *heads)
+    if values.change is not None:
+        taken = _changed(standing, taken, values, site, layer, [values.known(example), position, sample], heads)
+    assert taken is not None
     if units is None:
-        return new.to(standing)
-    made, index = standing.clone(), list(units)
-    made[..., index] = new[..., index].to(standing)
-    return made
+        return taken.to(standing)
+    standing[units] = taken[units].to(standing)
+    return standing
 
 
 def _changed(
@@ -218,6 +238,17 @@ def _indices(stretches: Sequence[Stretch], device: torch.device) -> list[Tensor]
             index = [one.repeat(len(heads)) for one in index] + [np.tile(heads, len(positions))]
         parts.append(np.stack(index))
     return list(torch.from_numpy(np.concatenate(parts, 1)).to(device))
+
+
+def _units(stretches: Sequence[Stretch], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return, of the entries that are written, the number of the row among those of `_indices`, and which it is."""
+    rows, units, before = [], [], 0
+    for stretch in stretches:
+        length, chosen = len(stretch.positions), np.array(stretch.edit.units)
+        rows.append(np.repeat(np.arange(before, before + length), len(chosen)))
+        units.append(np.tile(chosen, length))
+        before += length
+    return torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(np.concatenate(units)).to(device)
 
 
 def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> Rows:

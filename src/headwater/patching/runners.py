@@ -303,7 +303,8 @@ class Gradients(Runner):
             standing = held[sites[site].hook_name(layer)].detach()
             slope = torch.zeros_like(standing) if slope is None else slope
             for source, sample in sorted(self.group.drawn(site, layer)):
-                value = self._written(sites[site], layer, source, sample, standing)
+                own = sites[site]
+                value = self._written(own.inner, layer, source, sample, own.read(standing))
                 product = sites[site].first_order(standing, slope, value)
                 products[site, layer, source, sample] = product
                 wrong = ~product.flatten(1).isfinite().all(1)
@@ -316,14 +317,14 @@ class Gradients(Runner):
         return products
 
     def _written(self, site: Site, layer: int, source: int, sample: int, standing: Tensor) -> Tensor:
-        """Return the values of every token of every example at a place, as the site reads them."""
+        """Return what an edit of every token of every example would leave of what a site reads."""
         values = self.values
         if values.change is None:
             return values.by_site[site.name, source]
         edit = Replace(site, range(layer, layer + 1), source_layer=source, sample=sample)
         with torch.no_grad():
             edits = [(edit, example) for example in range(len(self.group.examples))]
-            return site.read(written_into(standing, None, edits, values, layer))
+            return written_into(standing, None, edits, values, layer)
 
 
 def _state_names(group: Group) -> list[str]:
