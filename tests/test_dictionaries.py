@@ -360,3 +360,31 @@ def test_rows_of_a_tile_are_read_through_the_dictionary_together(models, monkeyp
     features = hw.features(encode, own.decode, layer=1)
     hw.patch(model, clean, corrupted, sites=features, **QUIET)
     assert len(calls) <= steps.count(1) + 4
+
+
+@pytest.mark.oracle
+def test_what_is_made_of_features_is_made_by_the_formula(models):
+    """A function, a factor and a tensor as values are given features, and of what they give the chosen ones stand."""
+    model, plain = models("llama")
+    (prompt,) = some_prompts(6)
+    own = Random(32)
+    features = hw.features(own.encode, own.decode, layer=1).only([2, 7])
+    base, state = by_hand(plain, "llama", "resid_post", 1, prompt)
+    found = own.encode(state)
+    cases = (
+        (hw.scale(3.0), 3 * found),
+        (
+            lambda activation, other, place: activation + activation.mean(-1, keepdim=True),
+            found + found.mean(-1, keepdim=True),
+        ),
+        (torch.full((40,), 1.5), torch.full_like(found, 1.5)),
+    )
+    for values, value in cases:
+        options = {"sites": features, "values": values, "direction": "noise", **QUIET}
+        swept = hw.patch(model, [prompt], **options).table.set_index("feature")["effect"]
+        for unit in (2, 7):
+            act = partial(edited, own, value=value, units=unit, at=slice(None), keep_error=True)
+            after, _ = by_hand(plain, "llama", "resid_post", 1, prompt, act)
+            assert swept[unit] == pytest.approx(after - base, abs=2e-5)
+        estimated = hw.patch(model, [prompt], method="attribution", **options).table
+        assert estimated["effect"].abs().max() > 1e-4
