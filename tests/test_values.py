@@ -250,7 +250,6 @@ def looks_ahead(activation, other, place):
         ("pattern", hw.noise(0.1), InputError, "cannot be added to attention patterns"),
         ("resid_pre", torch.ones(5), InputError, r"tensor given as values is \(5,\); for resid_pre here it can be"),
         ("resid_pre", torch.full((32,), torch.nan), InputError, "NaN or infinity in it"),
-        ("resid_pre", hw.noise(0.1, positions=3), InputError, "corrupted=hw.noise"),
         ("resid_pre", hw.mean([CLEAN]), InputError, "over 1 prompt with the same tokens"),
         ("resid_pre", hw.resample([CORRUPTED]), InputError, "cannot be resampled"),
         ("resid_pre", "add", InputError, "values='add' is not one of"),
@@ -315,3 +314,17 @@ def test_values_may_come_from_another_layer(llama):
         swept(llama, "resid_pre", "zero", from_layer=0)
     with pytest.raises(InputError, match="from_layer"):
         swept(llama, "resid_pre", "other run", from_layer=99)
+
+
+def test_a_summary_averages_the_draws_of_each_prompt_and_resamples_prompts(llama):
+    options = {"sites": "resid_pre", "metric": METRIC, "layers": [1], "positions": 3, "progress": False}
+    values = hw.noise(0.5, samples=4, seed=1)
+    both = hw.patch(llama, [CLEAN, CORRUPTED], values=values, **options)
+    (row,) = both.summary().itertuples()
+    means = both.table.groupby("example")["effect"].mean()
+    assert (row.examples, row.mean) == (2, pytest.approx(means.mean()))
+    assert min(means) - 1e-9 <= row.low <= row.high <= max(means) + 1e-9
+    one = hw.patch(llama, [CLEAN], values=values, **options)
+    (alone,) = one.summary().itertuples()
+    assert (alone.examples, alone.mean) == (1, pytest.approx(one.table["effect"].mean()))
+    assert alone.low < alone.high

@@ -50,13 +50,24 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     draws_of = cache(lambda examples: Draws.of(range(examples), draws=RESAMPLES, seed=seed))
     rows = []
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
-        effects, gaps = summands(part, measure)
+        effects, gaps = summands(over_draws(part), measure)
         found = interval(draws_of(len(effects)).ratio(effects, gaps), level)
-        rows.append([*cell, len(effects), *found, sign_flip_p(effects, seed)])
+        counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
+        rows.append([*cell, counted, *found, sign_flip_p(effects, seed)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
     family = summary["metric"] if "metric" in summary else np.zeros(len(summary))
     summary["q_value"] = summary.groupby(family)["p_value"].transform(lambda p: q_values(p.to_numpy(float)))
     return summary.astype({name: table[name].dtype for name in coordinates})
+
+
+def over_draws(part: pd.DataFrame) -> pd.DataFrame:
+    """Return a cell with the draws of each example averaged; of one example alone, with its draws as they are.
+
+    Draws of one prompt say how sure its own mean is, and nothing of other prompts.
+    """
+    if "sample" not in part or part["example"].nunique() < 2:
+        return part
+    return part.groupby("example", sort=False).mean(numeric_only=True).reset_index()
 
 
 def summands(part: pd.DataFrame, measure: str) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.models.memory import failures_named
-from headwater.models.positions import Where
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
 from headwater.patching.rows import Rows
@@ -63,20 +62,17 @@ def scale(factor: SupportsFloat) -> Recipe:
     return Recipe("scale", {"factor": factor})
 
 
-def noise(
-    std: SupportsFloat, samples: int = 10, seed: int = 0, *, positions: Where | None = None, absolute: bool = False
-) -> Recipe:
+def noise(std: SupportsFloat, samples: int = 10, seed: int = 0, *, absolute: bool = False) -> Recipe:
     """Values: the activation that stands there, with Gaussian noise added, drawn several times.
 
     Every draw is a cell of its own, in the column `sample`. A draw follows from the seed, its number, the prompt's
-    number, site and layer alone. As `corrupted=` of `hw.patch`, the corrupted run is that of the clean prompt with
-    noise added to what enters the first block: causal tracing (Meng et al. 2022).
+    number, site and layer alone. `Sweep.summary` averages each prompt's draws and takes intervals over prompts; of one
+    prompt it takes them over draws.
 
     Args:
         std: its standard deviation, in standard deviations of the entries of the vector that it is added to.
         samples: how many draws.
         seed: of the draws.
-        positions: as `corrupted=`, the tokens whose embeddings are corrupted, such as the subject's.
         absolute: give `std` in the activation's own units.
 
     Raises:
@@ -84,7 +80,7 @@ def noise(
     """
     std = checked_number("std", std, above=0.0)
     arguments = {"std": std, "samples": checked_count("samples", samples), "seed": checked_seed(seed)}
-    return Recipe("noise", arguments | {"positions": positions, "absolute": checked_flag("absolute", absolute)})
+    return Recipe("noise", arguments | {"absolute": checked_flag("absolute", absolute)})
 
 
 class _Changing(Source):
@@ -302,11 +298,6 @@ class Noise(_Changing):
         super().__init__(given)
         if any(site.has_keys for site in given.sites):
             raise InputError("Noise cannot be added to attention patterns: their weights would not sum to 1 any more.")
-        if given.arguments["positions"] is not None:
-            raise InputError(
-                "positions= of hw.noise say where corrupted=hw.noise(...) corrupts; as values=, give positions= to "
-                "hw.patch or hw.edit."
-            )
         self.samples: int = given.arguments["samples"]
         self.copies = self.samples
 

@@ -243,8 +243,8 @@ class Sweep(Result):
 
     @property
     def coordinates(self) -> list[str]:
-        """The columns that name a cell."""
-        named = [name for name in COORDINATES if name in self.table.columns]
+        """The columns that name a cell; its draws (`sample`) are averaged as its examples are."""
+        named = [name for name in COORDINATES if name in self.table.columns and name != "sample"]
         if self.table["example"].nunique() == 1:
             return named
         own = ("token", "position") if "role" in named else ("token",)
