@@ -160,6 +160,24 @@ def test_the_record_tells_hooks_prompts_and_sampling_apart(llama):
     assert all(a.differences(b) for i, a in enumerate(runs) for b in runs[:i])
 
 
+def test_an_edit_acts_on_every_token_or_on_positions_of_the_prompt_alone(llama):
+    direction, name = torch.randn(32) * 3, "blocks.1.hook_resid_post"
+    everywhere = llama.generate(PROMPTS, [hw.edit("resid_post", 1, hw.add(direction))], max_new_tokens=5)
+    assert everywhere == llama.generate(PROMPTS, [(name, lambda x, hook: x + direction)], max_new_tokens=5)
+
+    def last_of_the_prompt(activation, hook):
+        reading = now_reading()
+        activation[reading.positions == reading.prompts[:, None] - 1] += direction
+        return activation
+
+    at_the_end = llama.generate(PROMPTS, [hw.edit("resid_post", 1, hw.add(direction), positions="last")])
+    assert at_the_end == llama.generate(PROMPTS, [(name, last_of_the_prompt)])
+    assert at_the_end != llama.generate(PROMPTS)
+    other = llama.generate(PROMPTS, [hw.edit("resid_post", 1, hw.add(-direction), positions="last")])
+    assert other.run.differences(at_the_end.run) != []
+    assert other.run.unknown is None
+
+
 def test_a_hook_that_never_fires_or_does_not_fit_is_an_error(llama):
     with pytest.raises(InterventionError, match="no activation named"):
         llama.generate(PROMPTS, [("blocks.9.hook_resid_post", newest)])

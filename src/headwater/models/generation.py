@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from headwater.errors import InputError
-from headwater.models.edits import Hook, listed_hooks
+from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.memory import in_halves
 from headwater.models.model import is_bridge
 from headwater.models.reading import Reading, reads
@@ -68,7 +68,7 @@ class _Way:
 
     max_new_tokens: int
     stop: Callable[[int], bool]
-    hooks: list[Hook]
+    hooks: list[Hook | PromptHook]
     choose: Choose
     wrote: Wrote
 
@@ -84,7 +84,7 @@ def generate(
     *,
     max_new_tokens: int,
     stop: Callable[[int], bool] = lambda token: False,
-    hooks: Iterable[Hook] = (),
+    hooks: Iterable[Hook | PromptHook] = (),
     choose: Choose = greedy,
     wrote: Wrote = lambda row, step, token: False,
 ) -> Generated:
@@ -172,7 +172,7 @@ def _keeps_keys(model: Model) -> bool:
     return is_bridge(model.raw) and not getattr(getattr(model.raw, "original_model", None), "_is_stateful", False)
 
 
-def _state(model: Model, prompts: Batch, hooks: Sequence[Hook]) -> _Cached | _Rerun:
+def _state(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]) -> _Cached | _Rerun:
     if not _keeps_keys(model):
         return _Rerun(model, prompts)
     return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
@@ -189,7 +189,7 @@ def _joined(parts: Sequence[Generated], padding: int) -> Generated:
 class _Cached:
     """The rows still going, their keys and values, and the token each reads next."""
 
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook] = ()):
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook] = ()):
         self._model, self._hooks, self._cache = model, hooks, DynamicCache()
         width = prompts.tokens.shape[1]
         self._shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
@@ -228,7 +228,7 @@ class _Cached:
 class _Watched(_Cached):
     """The same for hooks to act on: the first step is a run of the prompts, and every row stays where it is."""
 
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook]):
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
         super().__init__(model, prompts, hooks)
         self._prompts, self._first = prompts, Reading.of(prompts)
         self._live, self._begun = torch.arange(len(prompts)), False

@@ -320,7 +320,7 @@ class HookedModel(TransformerLensNames):
     def generate(
         self,
         prompts: Inputs,
-        hooks: Iterable[Hook] = (),
+        hooks: Iterable[Hook | PromptHook] = (),
         *,
         max_new_tokens: int = 32,
         do_sample: bool = False,

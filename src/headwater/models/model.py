@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class Model(Recorded, Protocol):
     def run(
         self,
         inputs: Inputs,
-        hooks: Iterable[tuple[str, Callable[..., Tensor | None]]] = (),
+        hooks: Iterable[Any] = (),
         *,
         keep: Any = None,
         stop_at: int | None = None,

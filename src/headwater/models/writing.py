@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError
-from headwater.models.edits import Hook, listed_hooks
+from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.generation import Wrote, check_room, end_tokens, generate
 from headwater.models.memory import failures_named
 from headwater.models.sampling import Sampling, drawn_with, draws
@@ -120,7 +120,7 @@ class Written:
 def write(
     model: Model,
     prompts: Inputs,
-    hooks: Iterable[Hook],
+    hooks: Iterable[Hook | PromptHook],
     *,
     sampling: Sampling | None,
     max_new_tokens: int,

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.edits import Hook, listed_hooks
+from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.generation import end_tokens
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
@@ -163,7 +163,7 @@ def answer(
     max_new_tokens: int = 32,
     batch_size: int = 64,
     extractor: Extractor | None = None,
-    hooks: Iterable[Hook] = (),
+    hooks: Iterable[Hook | PromptHook] = (),
     progress: bool = True,
     out: str | Path | None = None,
 ) -> AnsweredQuestions:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.edits import Hook
+from headwater.models.edits import Hook, PromptHook
 from headwater.models.generation import chat_text, end_tokens, generate
 from headwater.models.tokens import by_length
 from headwater.options import shown
@@ -103,7 +103,7 @@ def ask(
     max_new_tokens: int,
     until: Literal["line", "end"],
     batch_size: int,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[Hook | PromptHook] = (),
 ) -> Iterator[list[tuple[int, Written]]]:
     """Let a model continue prompts, or take what an earlier run wrote, batch by batch, shortest prompts first.
 
