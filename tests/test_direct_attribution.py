@@ -43,7 +43,7 @@ def test_contributions_sum_to_the_logit_difference_on_every_architecture(models,
     cap = getattr(model.config, "final_logit_softcapping", None)
     logits = cap * (logits / cap).atanh() if cap else logits  # a difference before the cap
     expected = logits[:, CORRECT] - logits[:, WRONG]
-    for by in ("head", "layer", "component"):
+    for by in ("head", "layer", "component", "position"):
         result = attributed(model, by=by, batch_size=2)
         assert torch.allclose(sums(result), expected, atol=1e-4)
         assert torch.allclose(torch.tensor(result.totals["logit_difference"].to_numpy()), expected, atol=1e-4)
@@ -100,6 +100,51 @@ def test_the_table_names_components_layers_heads_and_positions(models):
     pd.testing.assert_series_equal(of_heads, merged)
 
 
+@pytest.mark.oracle
+def test_a_head_contributes_from_each_position_what_its_pattern_and_values_carry(models):
+    hf, seen = tiny_model("llama"), {}
+    layer, prompt = hf.model.layers[1], PROMPTS[0]
+    layer.self_attn.v_proj.register_forward_hook(lambda module, args, out: seen.update(v=out[0]))
+    hf.model.norm.register_forward_pre_hook(lambda module, args: seen.update(final=args[0][0, -1].double()))
+    with torch.no_grad():
+        pattern = hf(models("llama").tokenize(prompt).tokens, output_attentions=True).attentions[1][0, :, -1].double()
+    scale = (seen["final"].square().mean() + hf.config.rms_norm_eps).sqrt()
+    W_U, gain = (part.weight.detach().double() for part in (hf.lm_head, hf.model.norm))
+    written = (W_U[CORRECT] - W_U[WRONG]) * gain / scale
+    W_O = layer.self_attn.o_proj.weight.T.reshape(4, 8, 32).detach().double()
+    values = seen["v"].reshape(-1, 2, 8).repeat_interleave(2, 1).double()
+    expected = pattern * torch.einsum("shk,hkd,d->hs", values, W_O, written)
+    table = attributed(models("llama"), prompt, by="position").table
+    found = table[(table["component"] == "head") & (table["layer"] == 1)].pivot(
+        index="head", columns="position", values="contribution"
+    )
+    torch.testing.assert_close(torch.tensor(found.to_numpy(dtype=float)), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_heads_attend_to_adds_up_to_the_heads_over_several_prompts_and_positions(models):
+    options = {"at": {0, -1}, "batch_size": 2}
+    whole = attributed(models("gemma3"), **options).table
+    split = attributed(models("gemma3"), by="position", **options).table
+    keys = ["example", "component", "layer", "head"]
+    one, other = (part.groupby(keys, dropna=False)["contribution"].sum() for part in (whole, split))
+    pd.testing.assert_series_equal(one, other, atol=1e-5)
+    assert list(split.columns) == list(whole.columns)
+    lengths = models("gemma3").tokenize(PROMPTS).lengths.tolist()
+    heads = split[split["component"] == "head"]
+    assert heads.groupby("example")["position"].nunique().tolist() == lengths
+
+
+def test_positions_by_role_are_named_in_the_table(models):
+    prompts = [" the capital of France is in", " see the capital of Italy"]
+    roles = {"country": [" France", " Italy"], "end": "last"}
+    table = attributed(models("llama"), prompts[:1], at={"country": " France", "end": "last"}).table
+    assert table.groupby("position")["role"].unique().map(list).to_dict() == {4: ["country"], 6: ["end"]}
+    seen = hw.lens(models("llama"), prompts, positions=roles, top_k=1, progress=False).table
+    assert seen[seen["layer"] == 0].groupby("example")["role"].agg(list).tolist() == [
+        ["country", "end"], ["country, end"],
+    ]  # fmt: skip
+
+
 def test_several_positions_share_the_mean_of_their_logit_differences(models):
     model = models("llama")
     result = attributed(model, PROMPTS[0], at=(1, 4))
@@ -133,7 +178,7 @@ def test_parts_that_do_not_sum_are_refused(models, monkeypatch):
         ({"tokens": " Paris"}, "must be the pair"),
         ({"tokens": (" Paris", " Paris")}, "prompt 0 are the same"),
         ({"tokens": (" Paris", "xyzzy")}, "is 5 tokens"),
-        ({"by": "heads"}, "by='heads' is not one of head, layer, component. Did you mean 'head'"),
+        ({"by": "heads"}, "by='heads' is not one of head, layer, component, position. Did you mean 'head'"),
         ({"at": 40}, "Position 40 is not in prompt 0"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
@@ -156,11 +201,13 @@ def test_it_is_saved_and_loaded_and_a_run_folder_gives_it_back(models, tmp_path)
     assert {"component", "layer", "head", "examples", "low", "high", "p_value"} <= set(summary.columns)
 
 
-@pytest.mark.parametrize(("by", "marks"), [("head", 3 * 6), ("layer", 9), ("component", 4)])
-def test_the_figure_shows_every_head_and_mlp_or_layers_or_components(models, by, marks):
+@pytest.mark.parametrize(("by", "marks"), [("head", 3 * 6), ("layer", 9), ("component", 4), ("position", 3 * 7)])
+def test_the_figure_shows_every_head_and_mlp_or_what_they_attend_to_or_layers_or_components(models, by, marks):
     ax = attributed(models("gpt2"), by=by).plot()
     assert isinstance(ax, Axes)
-    drawn = ax.collections[-1].get_array().size if by == "head" else sum(len(bars) for bars in ax.containers)
+    drawn = (
+        ax.collections[-1].get_array().size if by in ("head", "position") else sum(len(bars) for bars in ax.containers)
+    )
     assert drawn == marks
     assert "logit difference" in ax.get_title(loc="left")
     assert "n = 3" in ax.get_title(loc="left")

@@ -1,4 +1,4 @@
-"""Direct logit attribution: heads and MLPs of every layer as a map, layers and components as bars.
+"""Direct logit attribution: heads and MLPs of every layer, or what heads attend to, as a map; else bars.
 
 The colour scale of the map diverges from 0 and reaches equally far both ways; its last column, set apart, is the MLPs.
 What has no layer, the embedding and the bias, stands in the title. Several prompts are averaged.
@@ -57,7 +57,9 @@ def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.
     n = len(totals)
     each = table.groupby(["component", "layer", "head"], dropna=False)["contribution"].sum() / n
     means = each.reset_index()
-    if means["head"].notna().any():
+    if result.run.options.get("by") == "position":
+        _sources(ax, table, means)
+    elif means["head"].notna().any():
         _map(ax, means)
     elif means["layer"].notna().any():
         _layers(ax, means)
@@ -87,6 +89,27 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
     ax.tick_params(length=0)
     not_drawn = means["layer"].isna() | (means["component"] == "bias")
     ax.set(xlabel=f"Head{_written(means[not_drawn])}", ylabel="Layer")
+    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label(LABEL)
+
+
+def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
+    """The heads of each layer together, by the position that they attend to: the mean over prompts that have it."""
+    heads = table[table["component"] == "head"]
+    sums = heads.groupby(["layer", "position"])["contribution"].sum()
+    drawn = (sums / heads.groupby(["layer", "position"])["example"].nunique()).unstack()
+    limit = float(np.abs(drawn.to_numpy(dtype=float)).max()) or 1.0
+    edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
+    held = drawn.to_numpy(dtype=float)
+    mesh = ax.pcolormesh(*edges, held, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    whole_numbers(ax.xaxis)
+    whole_numbers(ax.yaxis)
+    ax.tick_params(length=0)
+    others = _written(means[means["component"] != "head"])
+    ax.set(xlabel=f"Position attended to{others}", ylabel="Layer (its heads together)")
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label(LABEL)

@@ -10,7 +10,9 @@ the final norm held as it was in this run, the logit difference is a sum over th
 3. A part contributes its dot product with that direction. A head's z W_O first goes through the norm behind the
    attention, where there is one (Gemma), at that norm's recorded scale.
 4. What depends on no input is `bias`: b_O of each layer, and, without a layer, the final norm's and the unembedding's.
-5. The contributions of an example must sum to its logit difference; checked at every call.
+5. By position, a head's contribution is split over what it attends to: z = Σ pattern[s] v[s], so that the source s has
+   the share pattern[s] v[s] W_O. Embeddings, MLPs and biases are those of the position that is read.
+6. The contributions of an example must sum to its logit difference; checked at every call.
 
 Where the architecture caps its logits (Gemma 2), they sum to the difference before the cap. The weights stay as the
 checkpoint has them: nothing is folded, and nothing needs to be.
@@ -53,8 +55,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BY = {"head": ["component", "layer", "head"], "layer": ["component", "layer"], "component": ["component"]}
-"""What a row of the table is, and the columns that name it."""
+BY = {
+    "head": ["component", "layer", "head"],
+    "layer": ["component", "layer"],
+    "component": ["component"],
+    "position": ["component", "layer", "head"],
+}
+"""What a row of the table is, and the columns that name it. By position it is a head and a source, too."""
 Part = tuple[str, int | None, int | None]
 """Component, layer, head."""
 
@@ -66,8 +73,9 @@ class DirectAttribution(Result):
     table: pd.DataFrame
     """A row per example, part and position: `example, component, layer, head, position, contribution` (logits).
     `component` is embed, head, mlp or bias; `layer` and `head` are `<NA>` where a row is of none or of all; `position`
-    is where the logits are read. With several positions a contribution is its share of their mean. Where positions
-    stand by role, `role` says which, and means are of each role by itself."""
+    is where the logits are read, and with `by="position"` of a head where it attends to. With several positions read a
+    contribution is its share of their mean. Where positions stand by role, `role` says which, and
+    means are of each role by itself."""
     totals: pd.DataFrame
     """A row per example: `example, correct, wrong` (token ids), `logit_difference` (before a soft cap)."""
     run: RunRecord
@@ -138,8 +146,8 @@ def direct_logit_attribution(
             per prompt.
         at: the position whose logits are read, as in `hw.patch`; of several, the mean. By role, of each role by itself,
             in a column `role`.
-        by: a row of the table is a `head` (or MLP, embedding, bias of a layer), a `layer`'s heads together, or a
-            `component` over all layers.
+        by: a row of the table is a `head` (or MLP, embedding, bias of a layer), a `layer`'s heads together, a
+            `component` over all layers, or a head and a `position` that it attends to.
         batch_size: prompts in one run.
         progress: show a bar.
         out: a folder for the result. An interrupted run, repeated with it, continues.
@@ -166,12 +174,16 @@ def direct_logit_attribution(
     } | ({"roles": [[spot.role, list(spot.places)] for spot in spots]} if isinstance(at, Mapping) else {})
 
     def work(run: Run) -> DirectAttribution:
-        writer = _Writer(model, read, where, torch.stack([correct, wrong], 1))
+        writer = _Writer(model, read, where, torch.stack([correct, wrong], 1), by == "position")
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("prompts", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, writer.measure, bar, len))
         contributions, totals = (torch.cat([piece[name] for piece in pieces]) for name in ("contributions", "totals"))
-        table = _table(contributions, writer.parts, spots, by)
+        if by == "position":
+            sources = torch.cat([piece["sources"] for piece in pieces])
+            table = _by_source(sources, writer.parts, spots, contributions)
+        else:
+            table = _table(contributions, writer.parts, spots, by)
         return DirectAttribution(table, _totals(totals, spots, correct, wrong), run.record)
 
     name = "direct_logit_attribution"
@@ -217,7 +229,9 @@ class _Writer:
         prompts: Sequence[Prompt],
         where: Sequence[tuple[int, ...]],
         tokens: Int[Tensor, "example 2"],
+        by_source: bool = False,
     ):
+        self.by_source = by_source
         self.model, self.prompts, self.where, self.tokens = model, prompts, where, tokens
         self.head: UnembeddingHead = unembedding_head(model)[1]
         self.norm: Norm = final_norm(model)
@@ -244,11 +258,18 @@ class _Writer:
             constant = constant + written @ self.norm.bias
         direction = self.norm.pulled_back(final, written)
         columns = [_dot(held[SITES["resid_pre"].hook_name(0)], direction)[:, None]]
+        sources = []
         for layer in range(self.model.shape.n_layers):
             columns += self._of_layer(layer, held, direction)
+            if self.by_source:
+                sources.append(self._of_sources(layer, held, direction, examples))
         contributions = torch.cat([*columns, constant.double().cpu()[:, None]], 1)
+        if sources:
+            split = torch.stack([part.sum(-1) for part in sources], 1).flatten(1)
+            contributions[:, [part[0] == "head" for part in self.parts]] = split
         self._refuse_what_does_not_sum(contributions, total.double().cpu(), examples)
-        return {"contributions": contributions, "totals": total.double().cpu()}
+        found = {"contributions": contributions, "totals": total.double().cpu()}
+        return found | ({"sources": torch.stack(sources, 1)} if sources else {})
 
     def _run(self, examples: range) -> dict[str, Tensor]:
         """Run some prompts; return the activations wanted, by hook name, `row ...` at the positions read."""
@@ -261,10 +282,18 @@ class _Writer:
         def keep(activation: Tensor, hook: Any, name: str) -> None:
             held[name] = activation[rows.to(activation.device), places.to(activation.device)].float()
 
+        def keep_sources(activation: Tensor, hook: Any, name: str) -> None:
+            of, at = rows.to(activation.device), places.to(activation.device)
+            held[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
+
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
         sites += [(site, layer) for layer in range(n_layers) for site in ("z", "attn_out", "mlp_out")]
         names = [SITES[site].hook_name(layer) for site, layer in sites]
-        self.model.run(batch, [(name, looks(partial(keep, name=name))) for name in names], stop_at=n_layers)
+        hooks = [(name, looks(partial(keep, name=name))) for name in names]
+        if self.by_source:
+            more = [SITES[site].hook_name(layer) for layer in range(n_layers) for site in ("pattern", "v")]
+            hooks += [(name, looks(partial(keep_sources, name=name))) for name in more]
+        self.model.run(batch, hooks, stop_at=n_layers)
         return held
 
     def _of_layer(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:
@@ -274,14 +303,34 @@ class _Writer:
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
         if factors.b_O is not None:
             summed = summed + factors.b_O
+        along = self._along(layer, summed, direction)
         post_norm = attention_post_norm(self.model, layer)
-        along = direction.to(summed) if post_norm is None else post_norm.pulled_back(summed, direction).to(summed)
         heads = torch.einsum("rhk,hkd,rd->rh", z, factors.W_O, along)
         constant = torch.zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
         if post_norm is not None and post_norm.bias is not None:
             constant = constant + _dot(post_norm.bias, direction)
         mlp = _dot(held[SITES["mlp_out"].hook_name(layer)], direction)
         return [heads.double().cpu(), constant.double()[:, None], mlp[:, None]]
+
+    def _along(self, layer: int, summed: Tensor, direction: Tensor) -> Float[Tensor, "row d_model"]:
+        """The direction in front of the norm behind the attention, where there is one, at its recorded scale."""
+        post_norm = attention_post_norm(self.model, layer)
+        return direction.to(summed) if post_norm is None else post_norm.pulled_back(summed, direction).to(summed)
+
+    def _of_sources(
+        self, layer: int, held: dict[str, Tensor], direction: Tensor, examples: range
+    ) -> Float[Tensor, "row head key"]:
+        """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
+        factors = LoadedWeights(self.model).layer(layer)
+        z, pattern, v = (held[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("z", "pattern", "v"))
+        summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
+        if factors.b_O is not None:
+            summed = summed + factors.b_O
+        read = torch.einsum("hkd,rd->rhk", factors.W_O, self._along(layer, summed, direction))
+        values = v.repeat_interleave(z.shape[1] // v.shape[2], dim=2)
+        shares = pattern.double() * torch.einsum("rshk,rhk->rhs", values.double(), read.double())
+        longest = max(len(prompt) for prompt in self.prompts)
+        return torch.nn.functional.pad(shares.cpu(), (0, longest - shares.shape[-1]))
 
     def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, examples: range) -> None:
         """Check that contributions sum to the logit difference, to the rounding of the model's dtype.
@@ -337,6 +386,27 @@ def _table(
         if name not in table:
             table[name] = pd.array([None] * len(table), dtype="Int64")
     return table[columns]
+
+
+def _by_source(
+    sources: Float[Tensor, "row layer head key"],
+    parts: Sequence[Part],
+    spots: Sequence[_Spot],
+    contributions: Float[Tensor, "row part"],
+) -> pd.DataFrame:
+    """Lay out what each head contributes from each position up to the one read, and the other parts as they are."""
+    others = _table(contributions, parts, spots, "head")
+    tables, row = [others[others["component"] != "head"]], 0
+    for spot in spots:
+        length, n_places = max(spot.places) + 1, len(spot.places)
+        mean = sources[row : row + n_places, :, :, :length].sum(0).numpy() / n_places
+        row += n_places
+        layer, head, position = (index.reshape(-1) for index in np.indices(mean.shape))
+        found = {"example": spot.example, "component": "head", "layer": pd.array(layer, dtype="Int64")}
+        found |= {"head": pd.array(head, dtype="Int64"), "position": position}
+        found |= ({} if spot.role is None else {"role": spot.role}) | {"contribution": mean.reshape(-1)}
+        tables.append(pd.DataFrame(found))
+    return pd.concat(tables).sort_values("example", kind="stable").reset_index(drop=True)
 
 
 def _totals(totals: Float[Tensor, " row"], spots: Sequence[_Spot], correct: Tensor, wrong: Tensor) -> pd.DataFrame:

@@ -17,7 +17,7 @@ with the model's own final norm, unembedding, its bias and its soft cap. lens(h)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.layer_predictions import layer_predictions
+from headwater.lenses.by_role import with_roles
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel, check_model
@@ -58,7 +59,8 @@ class LayerPredictions(Result):
     table: pd.DataFrame
     """A row per example, layer, position and place among the top tokens: `example, layer, position, token` (what stands
     there), `top` (the place, from 1), `top_token, probability`, `rank` (of the token that comes next, or of the answer
-    given; 0 is the first choice; `<NA>` where nothing comes next) and `kl` (KL(last layer ‖ layer), in nats)."""
+    given; 0 is the first choice; `<NA>` where nothing comes next) and `kl` (KL(last layer ‖ layer), in nats); `role`
+    too, where positions were named by role."""
     targets: pd.DataFrame
     """A row per example and position: `example, position, target, target_id`: the token whose rank the table has."""
     run: RunRecord
@@ -167,15 +169,16 @@ def lens(
         "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
     }  # fmt: skip
 
+    options |= {"roles": list(positions)} if isinstance(positions, Mapping) else {}
+
     def work(run: Run) -> LayerPredictions:
         layered = _Layers(model, read, where, targets, chosen, transform, top_k)
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("prompts", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, layered.measure, bar, len))
         found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
-        return LayerPredictions(
-            _table(model, found, chosen, read, where, targets), _target_table(model, where, targets), run.record
-        )
+        table = with_roles(_table(model, found, chosen, read, where, targets), positions, read)
+        return LayerPredictions(table, _target_table(model, where, targets), run.record)
 
     return carry_out(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
 
