@@ -177,3 +177,12 @@ def test_claims_take_rows_of_the_summary():
     sweep = made(planted)
     top = sweep.summary().sort_values("mean").tail(1)
     assert sweep.claim(top, match="site").table["effect"].item() == pytest.approx(planted[:, 2, 7].mean())
+
+
+def test_draws_of_one_prompt_count_as_their_mean():
+    effects = noise()
+    sweep = made(effects)
+    twice = pd.concat([sweep.table.assign(effect=sweep.table["effect"] + shift) for shift in (-1.0, 3.0)])
+    drawn = Sweep(twice.reset_index(drop=True), sweep.run)
+    row = drawn.claim({"layer": 1, "head": 2}, match="site").table
+    assert row["effect"].item() == pytest.approx(effects[:, 1, 2].mean() + 1)

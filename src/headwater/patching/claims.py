@@ -57,7 +57,10 @@ class Cells:
         examples = {example: i for i, example in enumerate(table["example"].unique())}
         self.examples = list(examples)
         self.effects: Float[ndarray, "example cell"] = np.full((len(examples), len(self.named)), np.nan)
-        self.effects[table["example"].map(examples).to_numpy(), number.to_numpy()] = table[value].to_numpy(float)
+        # several draws of values for one prompt and cell count as their mean
+        means = table[value].astype(float).groupby([table["example"].map(examples), number]).mean()
+        rows, cells = (means.index.get_level_values(level).to_numpy() for level in (0, 1))
+        self.effects[rows, cells] = means.to_numpy()
 
     def chosen(self, cells: Any) -> list[int]:
         """Return the numbers of the cells that were named.
