@@ -36,10 +36,11 @@ def hooked_plainly(hf, family, site, layer, act):
             return act(tensor.unflatten(-1, (heads, 3, d_head))[..., index, :])
         return act(tensor.unflatten(-1, (-1, d_head)))
 
-    if site in ("resid_pre", "z", "resid_mid"):
+    if site in ("resid_pre", "z", "resid_mid", "mlp_post"):
         norm = ("pre_feedforward_layernorm",) if gemma else ("ln_2", "post_attention_layernorm")
         module = {
             "resid_pre": lambda: block,
+            "mlp_post": lambda: first_of("c_proj", "down_proj", "dense_4h_to_h", "fc2", of=block.mlp),
             "z": lambda: first_of("o_proj", "c_proj", "dense", of=attention),
             "resid_mid": lambda: first_of(*norm, of=block),
         }[site]()

@@ -20,7 +20,7 @@ from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 CLEAN, CORRUPTED = [2, 40, 41, 42, 43, 44, 45], [2, 40, 51, 42, 43, 44, 45]
 LAYER, POSITION, HEAD = 1, 3, 1
 METRIC = hw.logit_difference(5, 9)
-POSITIONAL = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+POSITIONAL = ("resid_pre", "attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
