@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 9 · From sweep to claim: the indirect object
 #
-# **Question.** *When Anna and David went to the store, David gave a drink to* … Which heads find the answer, *Anna*, and
-# which sentence may one write about them?
+# **Question.** *When Anna and David went to the store, David gave a drink to* … Which heads find the answer, *Anna*,
+# and which sentence may one write about them?
 #
-# **Method.** The task of Wang et al. (2022), first on a model whose circuit is known because its weights were written by
-# hand: the sweep has to find that circuit and nothing else. Then on the embedded model, which is asked whether it can do
-# the task at all; what is claimed there is tested with random sets of heads, another ablation and prompts that the choice
-# has not seen.
+# **Method.** The task of Wang et al. (2022), first on a model whose circuit is known because its weights were written
+# by hand: the sweep has to find that circuit and nothing else. Then on the embedded model, which is asked whether it
+# can do the task at all; what is claimed there is tested with random sets of heads, another ablation and prompts that
+# the choice has not seen.
 #
 # **Result and what would change one's mind** stand at the end.
 
@@ -17,8 +17,8 @@ from headwater.planted import circuits
 
 # %% [markdown]
 # ## A model whose circuit is known
-# Three heads: one finds the name that was said before (S2), one tells the end of the text about it, one copies the names
-# that are not it. The ground truth stands in the docstring of `name_mover`.
+# Three heads: one finds the name that was said before (S2), one tells the end of the text about it, one copies the
+# names that are not it. The ground truth stands in the docstring of `name_mover`.
 
 # %%
 made = circuits.name_mover()
@@ -31,9 +31,9 @@ truth = {
 truth
 
 # %% [markdown]
-# Pairs of prompts that differ in who gives: in the clean one a name comes twice, in the corrupted one three names come
-# once each. Half of the prompts name the indirect object first, half second, so its *position* says nothing; positions are
-# named by role.
+# Pairs of prompts that differ in who gives: in the clean one a name comes twice, in the corrupted one three names
+# come once each. Half of the prompts name the indirect object first, half second, so its *position* says nothing;
+# positions are named by role.
 
 # %%
 names = circuits.NAMES
@@ -65,8 +65,8 @@ strongest = found.summary(value="normalized_effect").sort_values("mean", ascendi
 strongest[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(5)
 
 # %% [markdown]
-# The three heads of the truth, each at the one role where it matters, and no other. Patching says how much of the gap a
-# head *restores alone*: the mover brings all of it, the two before it half, since without them the mover splits its
+# The three heads of the truth, each at the one role where it matters, and no other. Patching says how much of the gap
+# a head *restores alone*: the mover brings all of it, the two before it half, since without them the mover splits its
 # attention between two names.
 
 # %%
@@ -90,15 +90,16 @@ people = [("John", "Ruth"), ("Anna", "Brian"), ("Deborah", "John"), ("Ruth", "An
 asked = [f" When {a} and {b} went to the store , {b} gave a drink to" for a, b in people]
 logits = model.run(asked, keep="last")[:, -1]
 name = {word: model.tokenize(f" {word}").tokens[0, -1].item() for pair in people for word in pair}
-rows = [
-    (a, b, *model.token_strings([row.argmax().item()]), int((row > row[name[a]]).sum()), bool(row[name[a]] > row[name[b]]))
-    for (a, b), row in zip(people, logits, strict=True)
-]
+rows = []
+for (a, b), row in zip(people, logits, strict=True):
+    rank, ahead = int((row > row[name[a]]).sum()), bool(row[name[a]] > row[name[b]])
+    rows.append((a, b, *model.token_strings([row.argmax().item()]), rank, ahead))
 pd.DataFrame(rows, columns=["indirect object", "subject", "first token", "rank of the answer", "before the subject"])
 
 # %% [markdown]
-# It cannot: the answer is nowhere near the first token. A sweep would still draw a figure, of how a model that does not do
-# the task fails at it. So the claim is made about a task that it does: *the capital of a country*, in two wordings.
+# It cannot: the answer is nowhere near the first token. A sweep would still draw a figure, of how a model that does
+# not do the task fails at it. So the claim is made about a task that it does: *the capital of a country*, in two
+# wordings.
 
 # %%
 relation = next(one for one in hw.load_relations() if one.name == "country_to_capital")
@@ -119,8 +120,8 @@ print(f"{len(usable)} capitals are right in both wordings")
 
 # %% [markdown]
 # ## Choose on some prompts, test on others
-# Even countries choose, odd ones test; each country's corrupted prompt asks for the next one of its half. Both wordings are
-# in both halves, so that the claim is not about one sentence.
+# Even countries choose, odd ones test; each country's corrupted prompt asks for the next one of its half. Both
+# wordings are in both halves, so that the claim is not about one sentence.
 
 
 # %%
@@ -147,16 +148,20 @@ summary = chosen.summary(value="normalized_effect").sort_values("mean", ascendin
 summary[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(6)
 
 # %% [markdown]
-# The strongest head at the end, and the three strongest together, as claims. Everything that could overturn them stands in
-# the row: random heads of the same layer, halves of the prompts, countries that the choice has not seen.
+# The strongest head at the end, and the three strongest together, as claims. Everything that could overturn them
+# stands in the row: random cells, the other direction (is the head needed, too?), halves of the prompts, countries
+# that the choice has not seen. Beside them a head that nothing speaks for.
 
 # %%
 best = summary[summary["role"] == "end"].head(1)
 few = summary.head(3)
 claims = {
-    "one head": chosen.claim(best, value="normalized_effect", held_out=tested, match="site"),
-    "three cells": chosen.claim(few, value="normalized_effect", held_out=tested, match="site"),
-    "an arbitrary head": chosen.claim({"layer": 0, "head": 0, "role": "end"}, value="normalized_effect", held_out=tested, match="site"),
+    name: chosen.claim(cells, value="normalized_effect", other=noised, held_out=tested, match="site")
+    for name, cells in {
+        "one head": best,
+        "three cells": few,
+        "an arbitrary head": {"layer": 0, "head": 0, "role": "end"},
+    }.items()
 }
 pd.concat({name: claim.table for name, claim in claims.items()}).droplevel(1).T
 
@@ -165,9 +170,8 @@ for name, claim in claims.items():
     print(f"{name}: {claim.sentence}\n")
 
 # %% [markdown]
-# ## Is it needed, too?
-# `noise` writes the corrupted activation into the clean run. A head that suffices need not be needed: another may do the
-# same.
+# `noise` writes the corrupted activation into the clean run. A head that suffices need not be needed, since another
+# may do the same; here the same heads come first.
 
 # %%
 needed = noised.summary(value="normalized_effect").sort_values("mean", ascending=False)
@@ -181,7 +185,8 @@ print("Planted:", planted_claim.sentence)
 print("Embedded:", claims["one head"].sentence)
 
 # %% [markdown]
-# **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the method can
-# find the truth, not that it always does. On the embedded model the claim is about sufficiency for one relation, one kind
-# of corruption (another country) and words of one token. Another ablation, another wording, a second model trained from
-# another seed may each overturn it, and where the verdict above says "does not hold", nothing was found.
+# **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the
+# method can find the truth, not that it always does. On the embedded model the claim is about sufficiency for one
+# relation, one kind of corruption (another country) and words of one token. Another ablation, another wording, a
+# second model trained from another seed may each overturn it, and where the verdict above says "does not hold",
+# nothing was found.
