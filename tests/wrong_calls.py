@@ -156,6 +156,10 @@ class Given:
         return hw.Relation("next", "algorithmic", hw.load_relations("number_to_next")[0].pairs)
 
     @cached_property
+    def compared(self) -> hw.HeadComparison:
+        return hw.compare_heads({"a": self.model, "b": self.model}, relations=self.relation, **QUIET)
+
+    @cached_property
     def known_heads(self) -> Any:
         return hw.classify_heads(self.embedded, relations=[self.next_number], **QUIET)
 
@@ -287,6 +291,9 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             hw.compare_heads,
             {"models": {"a": g.model, "b": g.model}, "relations": g.relation, **QUIET},
         ),
+        "HeadComparison.save": lambda: (g.compared.save, {"folder": g.folder / "compared"}),
+        "HeadComparison.load": lambda: (hw.HeadComparison.load, {"folder": g.compared.save(g.folder / "compared")}),
+        "HeadComparison.plot": lambda: (g.compared.plot, {"ax": None}),
         "load_relations": lambda: (hw.load_relations, {"relations": None}),
         "Relation": lambda: (hw.Relation, {"name": "pairs", "category": "knowledge", "pairs": g.relation.pairs}),
         "Relation.pairs": lambda: (

@@ -97,12 +97,8 @@ def classify_heads(
     norm_gain, attention = checked_flag("norm_gain", norm_gain), checked_flag("attention", attention)
     given = load_relations(relations)
     weights = weights_of(model, device)
-    if k is not None and k >= weights.shape.d_vocab:
-        raise InputError(
-            f"k={k}: every token would be a hit; the vocabulary of {weights.name} has {weights.shape.d_vocab:,}."
-        )
+    ks = [hits_of(relation, weights, k) for relation in given]
     tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=rule == "published")
-    ks = [k or published_k(relation, weights.shape) for relation in given]
     usable = usable_relations(tokenized, ks, weights.name)
     options = {
         "relations": digest(describe([[relation.name, relation.category, relation.pairs] for relation in given])),
@@ -171,6 +167,19 @@ def scored_layers(
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", n_layers) as bar:
         scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), null, options, items)
         return list(run.pieces("layer", range(n_layers), scorer, bar))
+
+
+def hits_of(relation: Relation, weights: WeightSource, k: int | None) -> int:
+    """Return how many of the largest logits count as a hit: k, or as published.
+
+    Raises:
+        InputError: that is every token of the vocabulary.
+    """
+    if k is not None and k >= weights.shape.d_vocab:
+        raise InputError(
+            f"k={k}: every token would be a hit; the vocabulary of {weights.name} has {weights.shape.d_vocab:,}."
+        )
+    return k or published_k(relation, weights.shape)
 
 
 def published_k(relation: Relation, shape: ModelShape) -> int:

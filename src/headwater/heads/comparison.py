@@ -33,8 +33,8 @@ from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, PREFIXE
 from headwater.heads.classify import (
     Usable,
     checked_scoring,
+    hits_of,
     published_embedding,
-    published_k,
     scored_layers,
     usable_relations,
 )
@@ -262,7 +262,7 @@ def _refuse_other_shapes(compared: Mapping[str, WeightSource]) -> None:
 
 def _usable(shared: Sequence[Relation], weights: WeightSource, k: int | None, multi_token: str | None) -> Usable:
     tokenized = tokenize_relations(shared, weights.tokenizer, multi_token=multi_token)
-    ks = [k or published_k(relation, weights.shape) for relation in shared]
+    ks = [hits_of(relation, weights, k) for relation in shared]
     return usable_relations(tokenized, ks, weights.name)
 
 
