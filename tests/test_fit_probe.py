@@ -13,6 +13,7 @@ from headwater.probes import cross_fitted as crossing
 from headwater.probes.cross_fitted import chosen_strength, cross_fitted
 from headwater.probes.linear import grouped_folds
 from tests import chance
+from tests.tiny import tiny_model, tiny_tokenizer
 
 N = 120
 
@@ -141,6 +142,23 @@ def test_states_come_as_arrays_by_layer_or_one_alone_and_give_the_same(labels):
         assert other.table["auc"].item() == whole.table["auc"].iloc[2]
     assert named.table["layer"].tolist() == [7]
     assert whole.predictions.groupby("layer").size().tolist() == [N] * 3
+
+
+def test_a_cache_gives_the_rows_of_a_site_and_its_prompts_are_the_groups():
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    prompts = [" the cat", " the big dog", " Paris", " Rome is in Italy"] * 3
+    cache = model.cache(prompts, sites=("resid_post", "z"), progress=False)
+    labels = (cache.frame["position"] == 1).astype(int).tolist()
+    fit = fitted(cache, labels, site="z", folds=3, controls=0)
+    assert fit.predictions["group"].tolist() == 3 * cache.frame["example"].tolist()
+    assert fit.site == "z"
+    assert fit.run.model == cache.run.model
+    alone = fitted(cache.rows("z", 2).flatten(1), labels, groups=cache.frame["example"], folds=3, controls=0)
+    assert fit.table["auc"].iloc[2] == alone.table["auc"].item()
+    with pytest.raises(InputError, match="This cache holds resid_post, z: name one as site="):
+        fitted(cache, labels)
+    with pytest.raises(InputError, match="site='q' is not one of"):
+        fitted(cache, labels, site="q")
 
 
 @pytest.mark.parametrize(
