@@ -29,7 +29,7 @@ from benchmarks.sparse_checkpoint import write_checkpoint
 from headwater.heads.scores import LayerScorer, SuitePairs
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.layers_ahead import LayersAhead
-from headwater.models.weights import StreamedWeights
+from headwater.models.streamed_weights import StreamedWeights
 
 CPU_LAYERS = 2
 CPU_TARGET = "embeddings + one layer + a workspace <= 512 MB"

@@ -14,7 +14,8 @@ from headwater.models import checkpoint as checkpoint_module
 from headwater.models.effective_embedding import KINDS
 from headwater.models.fingerprint import fingerprint_of_model
 from headwater.models.loading import load
-from headwater.models.weights import HeadWeights, open_weights
+from headwater.models.weight_source import HeadWeights
+from headwater.models.weights import open_weights
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ATTENTION = {"gpt2": "attn", "neox": "attention", "neox-sequential": "attention"}

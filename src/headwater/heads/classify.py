@@ -40,7 +40,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.layers_ahead import LayersAhead
 from headwater.models.loading import hooked_of, weights_of
 from headwater.models.shape import ModelShape
-from headwater.models.weights import WeightSource
+from headwater.models.weight_source import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import describe, digest

@@ -20,7 +20,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.effective_embedding import KINDS
 from headwater.models.tokens import token_strings
-from headwater.models.weights import WeightSource
+from headwater.models.weight_source import WeightSource
 from headwater.options import checked_count, checked_name
 
 SIGNS = ("writes", "suppresses")

@@ -34,7 +34,7 @@ from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.layers_ahead import LayersAhead
-from headwater.models.weights import WeightSource
+from headwater.models.weight_source import WeightSource
 from headwater.stats.significance import (
     Numbers,
     permutation_moments,

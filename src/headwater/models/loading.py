@@ -41,7 +41,8 @@ from headwater.models.memory import refuse_too_large
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import load_tokenizer
-from headwater.models.weights import WeightSource, open_weights
+from headwater.models.weight_source import WeightSource
+from headwater.models.weights import open_weights
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
 

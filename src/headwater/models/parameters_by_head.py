@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.models.weights import WeightSource, open_weights
+from headwater.models.weight_source import WeightSource
+from headwater.models.weights import open_weights
 
 if TYPE_CHECKING:
     from headwater.models.model import Model as Surface

@@ -35,7 +35,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError
+from headwater.runs.data_hash import UnknownIdentityError, hash_of_frame, hash_of_tensor, hashed
 from headwater.runs.functions import (
     MADE_BY_PYTHON,
     READ_BY_NAME,
@@ -56,18 +56,6 @@ UNKNOWN = "identity unknown"
 """The key under which a record says why a value has no identity."""
 CONTAINERS = (list, tuple, set, frozenset, dict, range, slice)
 PLAIN = (bool, int, float, str, type(None))
-
-
-class UnknownIdentityError(InputError):
-    """A value whose identity cannot be had; `places` is the way to it, innermost first."""
-
-    def __init__(self, what: str):
-        super().__init__(what)
-        self.what, self.places = what, list[str]()
-
-    def __str__(self) -> str:
-        way = " of ".join(self.places[-3:])
-        return f"{way} is {self.what}" if way else self.what
 
 
 def describe(options: Any) -> Any:
@@ -99,7 +87,7 @@ def describe(options: Any) -> Any:
         return {UNKNOWN: f"{kind}: {error}"}
 
 
-def unknown_in(options: Any) -> str | None:
+def unknown_in(options: object) -> str | None:
     """Return why something in described options has no identity; None where all of it has one."""
     if isinstance(options, dict):
         if UNKNOWN in options:
@@ -108,7 +96,7 @@ def unknown_in(options: Any) -> str | None:
     return next(filter(None, map(unknown_in, options)), None) if isinstance(options, list) else None
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """Hash a value: a frame, tensors, texts, lists and mappings of them, a tokenizer, a function, an object.
 
     Raises:
@@ -126,7 +114,7 @@ def digest_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_digest(tokenizer: object) -> str:
     """Name a tokenizer in the record of a run: its digest, "none", or why it has none."""
     try:
         return "none" if tokenizer is None else digest_of_tokenizer(tokenizer)
@@ -168,7 +156,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     return digest([parts, {key: str(value) for key, value in said.items()}, own])
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value: object) -> str:
     """Name a value for people: a function or class by its own name, anything else by its type."""
     while isinstance(value, functools.partial):
         value = value.args[0] if value.args and callable(value.args[0]) else value.func
@@ -191,20 +179,20 @@ class _Digests:
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: list[int] = []
 
-    def of(self, value: Any) -> bytes:
+    def of(self, value: object) -> bytes:
         """Hash any value."""
         if value is None or value is Ellipsis or value is NotImplemented:
-            return _hash("constant", repr(value).encode())
+            return hashed("constant", repr(value).encode())
         if type(value) in (bool, int, float, complex):
-            return _hash(type(value).__name__, repr(value).encode())
+            return hashed(type(value).__name__, repr(value).encode())
         if isinstance(value, str):
-            return _hash("str", value.encode("utf-8", "surrogatepass"))
+            return hashed("str", value.encode("utf-8", "surrogatepass"))
         if isinstance(value, bytes | bytearray):
-            return _hash("bytes", bytes(value))
+            return hashed("bytes", bytes(value))
         if id(value) in self._known:
             return self._known[id(value)][1]
         if id(value) in self._open:
-            return _hash("holder", str(len(self._open) - self._open.index(id(value))).encode())
+            return hashed("holder", str(len(self._open) - self._open.index(id(value))).encode())
         self._open.append(id(value))
         try:
             found = self._composite(value)
@@ -219,7 +207,7 @@ class _Digests:
         if isinstance(value, np.ndarray | np.generic | Tensor | pd.DataFrame | pd.Series | pd.Index):
             return self._data(value)
         if isinstance(value, PurePath | torch.dtype | torch.device):
-            return _hash(type(value).__name__, str(value).encode("utf-8", "surrogatepass"))
+            return hashed(type(value).__name__, str(value).encode("utf-8", "surrogatepass"))
         if isinstance(value, types.ModuleType):
             return self._module(value, ())
         if isinstance(value, types.CodeType):
@@ -234,51 +222,51 @@ class _Digests:
             return self.parts(*function)
         return self._object(value)
 
-    def parts(self, kind: str, *values: Any, names: Sequence[str] = ()) -> bytes:
+    def parts(self, kind: str, *values: object, names: Sequence[str] = ()) -> bytes:
         """Hash several values in their order; names say in errors what each is."""
         named = list(names) or [""] * len(values)
-        return _hash(kind, *(self._named(name, value) for name, value in zip(named, values, strict=True)))
+        return hashed(kind, *(self._named(name, value) for name, value in zip(named, values, strict=True)))
 
-    def _named(self, name: str, value: Any) -> bytes:
+    def _named(self, name: str, value: object) -> bytes:
         try:
             return self.of(value)
         except UnknownIdentityError as error:
             error.places += [f"`{name}`"] if name else []
             raise
 
-    def _mapping(self, kind: str, values: Mapping[str, Any]) -> bytes:
-        return _hash(kind, *(part for n, v in values.items() for part in (n.encode(), self._named(n, v))))
+    def _mapping(self, kind: str, values: Mapping[str, object]) -> bytes:
+        return hashed(kind, *(part for n, v in values.items() for part in (n.encode(), self._named(n, v))))
 
     def _container(self, value: Any) -> bytes:
         kind = type(value).__name__
         if isinstance(value, range | slice):
-            return _hash(kind, repr(value).encode())
+            return hashed(kind, repr(value).encode())
         if isinstance(value, set | frozenset):
-            return _hash("set", *sorted(self.of(item) for item in value))
+            return hashed("set", *sorted(self.of(item) for item in value))
         if isinstance(value, dict):
-            return _hash(kind, *(p for k, v in value.items() for p in (self.of(k), self._named(str(k)[:40], v))))
+            return hashed(kind, *(p for k, v in value.items() for p in (self.of(k), self._named(str(k)[:40], v))))
         if all(type(item) in PLAIN for item in value):
-            return _hash(kind, json.dumps(value).encode())
-        return _hash(kind, *(self.of(item) for item in value))
+            return hashed(kind, json.dumps(value).encode())
+        return hashed(kind, *(self.of(item) for item in value))
 
-    def _data(self, value: Any) -> bytes:
+    def _data(self, value: object) -> bytes:
         if isinstance(value, Tensor):
-            return _tensor(value)
+            return hash_of_tensor(value)
         if isinstance(value, pd.DataFrame):
-            return _frame(value)
+            return hash_of_frame(value)
         if isinstance(value, pd.Series | pd.Index):
-            return _frame(value.to_frame())
+            return hash_of_frame(value.to_frame())
         if isinstance(value, np.ma.MaskedArray):
             return self.parts("masked", np.ma.getdata(value), np.ma.getmaskarray(value))
         array = np.asarray(value)
         if array.dtype.hasobject:
             return self.parts("array", list(array.shape), array.ravel().tolist())
-        return _hash("array", f"{array.dtype.str} {array.shape}".encode(), np.ascontiguousarray(array).tobytes())
+        return hashed("array", f"{array.dtype.str} {array.shape}".encode(), np.ascontiguousarray(array).tobytes())
 
     def _module(self, module: types.ModuleType, attributes: Sequence[str]) -> bytes:
         """Hash what is asked of a module: of a library by name, of the user's own the value itself."""
         if is_library(module.__name__):
-            return _hash(
+            return hashed(
                 "library", module.__name__.encode(), ".".join(attributes).encode(), version_of(module.__name__)
             )
         if not attributes:
@@ -301,7 +289,7 @@ class _Digests:
             return _by_name(function)
         code = function.__code__
         held = {name: content_of(cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)}
-        return _hash(
+        return hashed(
             "function",
             self._code(code),
             self.of(function.__defaults__),
@@ -327,7 +315,7 @@ class _Digests:
         for name in sorted(set(imports(function.__code__))):
             if not is_library(name):
                 raise UnknownIdentityError(f"your module {name}, imported when it is called: import it outside")
-        return _hash("globals", *parts)
+        return hashed("globals", *parts)
 
     def _class(self, cls: type) -> bytes:
         if is_library(cls.__module__):
@@ -335,9 +323,9 @@ class _Digests:
         own = {n: v for n, v in sorted(vars(cls).items()) if n not in MADE_BY_PYTHON and not is_generated(cls, v)}
         fields = getattr(cls, "__dataclass_fields__", {})
         given = [(n, f.default, f.default_factory) for n, f in fields.items()]
-        return _hash("class", self.of(type(cls)), self.of(cls.__bases__), self._mapping("body", own), self.of(given))
+        return hashed("class", self.of(type(cls)), self.of(cls.__bases__), self._mapping("body", own), self.of(given))
 
-    def _object(self, value: Any) -> bytes:
+    def _object(self, value: object) -> bytes:
         """Hash an object as pickle would write it: its class and its state.
 
         Of a class of the user's own that says itself what pickle writes, all that the object holds counts too.
@@ -355,13 +343,13 @@ class _Digests:
             what = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
             raise UnknownIdentityError(f"a {what}, whose state cannot be read") from None
         if isinstance(reduced, str):
-            return _hash("global", type(value).__module__.encode(), reduced.encode())
+            return hashed("global", type(value).__module__.encode(), reduced.encode())
         maker, args, state, items, pairs = (*reduced, None, None, None)[:5]
         listed = [list(items or ()), list(pairs or ())]
         parts = [self.of(maker), self.of(args), self._state(type(value), state), self.of(listed)]
         if writes_itself(type(value)):
             parts.append(self._state(type(value), object.__getstate__(value)))
-        return _hash("object", *parts)
+        return hashed("object", *parts)
 
     def _state(self, cls: type, state: Any) -> bytes:
         if not (isinstance(state, dict) and all(isinstance(key, str) for key in state)):
@@ -369,38 +357,5 @@ class _Digests:
         return self._mapping("state", {n: v for n, v in state.items() if not is_computed_once(cls, n)})
 
 
-def _hash(kind: str, *parts: bytes) -> bytes:
-    """Hash parts, each with its length."""
-    whole = hashlib.sha256(kind.encode())
-    for part in parts:
-        whole.update(b"%d:" % len(part))
-        whole.update(part)
-    return whole.digest()
-
-
-def _tensor(tensor: Tensor) -> bytes:
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        raise UnknownIdentityError(f"a tensor without plain numbers ({tensor.layout}, {tensor.device})")
-    numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return _hash("tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode(), numbers.tobytes())
-
-
-def _frame(frame: pd.DataFrame) -> bytes:
-    """Hash a table by its cells, the same before it is written as parquet and after it is read back."""
-    parts = [json.dumps([list(map(str, frame.columns)), len(frame)]).encode()]
-    for place in range(frame.shape[1]):
-        cells = frame.iloc[:, place].astype(object)
-        parts.append(json.dumps(cells.where(cells.notna(), None).tolist(), default=_cell).encode())
-    parts.append(json.dumps(frame.index.tolist(), default=_cell).encode())
-    return _hash("frame", *parts)
-
-
-def _cell(cell: Any) -> Any:
-    """What JSON writes of a cell that it does not know."""
-    if isinstance(cell, set | frozenset):
-        return sorted(map(str, cell))
-    return cell.tolist() if hasattr(cell, "tolist") else str(cell)
-
-
 def _by_name(value: Any) -> bytes:
-    return _hash("library", value.__module__.encode(), value.__qualname__.encode(), version_of(value.__module__))
+    return hashed("library", value.__module__.encode(), value.__qualname__.encode(), version_of(value.__module__))

@@ -1,0 +1,158 @@
+"""The parameters of a model in memory, with the norm gains and embeddings that the model itself computes with."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headwater.errors import ModelError
+from headwater.models.checkpoint import first_line
+from headwater.models.effective_embedding import bos_token, check_request, chunks
+from headwater.models.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
+from headwater.models.model import is_bridge
+from headwater.models.tokens import Batch
+from headwater.models.weight_source import HeadWeights, OVWeights, WeightSource, finite
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+
+class LoadedWeights(WeightSource):
+    """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible."""
+
+    def __init__(self, model: "Model"):
+        super().__init__(model.name, model.revision, model.shape, model.dtype)
+        self.model = model
+        self.device = model.device
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of config and weights."""
+        return self.model.fingerprint
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer."""
+        return self.model.tokenizer_digest
+
+    @property
+    def interventions(self) -> Mapping[str, object]:
+        """What acts in the model beside them, by the option that records it."""
+        return self.model.interventions
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        if self.model.tokenizer is None:
+            raise ModelError(f"{self.name} was loaded without a tokenizer; pass tokenizer= to hw.load.")
+        return self.model.tokenizer
+
+    def layer(self, layer: int) -> HeadWeights:
+        """The factors of one layer's heads."""
+        names = [field.name for field in fields(HeadWeights) if field.name.startswith(("W_", "b_"))]
+        return HeadWeights(layer, **self._factors(layer, names), norm_gain=self._attention_gain(layer))
+
+    def ov(self, layer: int) -> OVWeights:
+        """W_V and W_O of one layer's heads."""
+        factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
+        return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=self._attention_gain(layer))
+
+    @torch.inference_mode()
+    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """W_E as the residual stream receives it."""
+        return self._checked(self._embed(torch.arange(self.shape.d_vocab)), "embed.W_E")
+
+    def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
+        """W_U."""
+        return self._checked(self.model.raw.unembed.W_U, "unembed.W_U")
+
+    def final_norm_gain(self) -> Float[Tensor, "d_model"]:
+        """The gain of the norm in front of the unembedding."""
+        norm = getattr(self.model.raw, "ln_final", None)
+        if norm is None:
+            raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
+        return self._gain(norm, "ln_final")
+
+    def attention_post_gain(self, layer: int) -> Float[Tensor, "d_model"] | None:
+        """The gain of the norm behind a layer's attention, None where there is none."""
+        block = self.model.raw.blocks[layer]
+        return self._gain(block.ln1_post, f"blocks.{layer}.ln1_post") if hasattr(block, "ln1_post") else None
+
+    @torch.inference_mode()
+    def effective_embedding(self, tokens: Int[Tensor, "source"], kind: str) -> Float[Tensor, "source d_model"]:
+        """What later heads read for each token."""
+        check_request(tokens, kind, self.shape.d_vocab)
+        compute: Callable[[Tensor], Tensor] = {
+            "raw": self._embed,
+            "mlp0": lambda chunk: first_mlp(self.model, chunk, self._embed(chunk)),
+            "embed+mlp0": lambda chunk: (embedded := self._embed(chunk)) + first_mlp(self.model, chunk, embedded),
+            "layer0": self._layer0,
+        }[kind]
+        with self.model.lock:
+            rows = [compute(chunk) for chunk in chunks(tokens, self.shape.d_mlp)]
+        return self._checked(torch.cat(rows), f"effective embedding {kind}")
+
+    def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
+        """Factors of one layer's heads by name, after those of values and outputs were held against a run."""
+        self._check_layer(layer)
+        refuse_clipped(self.model.config, self.shape.architecture)
+        factors = {name: self._factor(layer, name) for name in names}
+        if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
+            raise self._no_factors(layer, f"TransformerLens shows no {missing}")
+        if is_bridge(self.model.raw):
+            self._heads_seen.check(layer, factors)
+        return factors
+
+    @cached_property
+    def _heads_seen(self) -> HeadsOfLoneTokens:
+        return HeadsOfLoneTokens(self.model)
+
+    def _factor(self, layer: int, name: str) -> Tensor | None:
+        """One factor; HookedTransformer repeats grouped keys and values in W_K, the parameter itself is _W_K."""
+        attention = getattr(self.model.raw.blocks[layer], "attn", None)
+        if attention is None:
+            raise self._no_factors(layer, "there is no attention")
+        try:
+            own = getattr(attention, f"_{name}", None)
+            value = own if isinstance(own, Tensor) else getattr(attention, name, None)
+        except NotImplementedError as error:  # multi-head latent attention
+            raise self._no_factors(layer, first_line(error).split(". ")[0]) from None
+        return None if value is None else self._checked(value, f"blocks.{layer}.attn.{name}")
+
+    def _no_factors(self, layer: int, reason: str) -> ModelError:
+        return ModelError(f"{self.shape.architecture} has no factors of single heads in layer {layer}: {reason}.")
+
+    def _attention_gain(self, layer: int) -> Tensor:
+        """The gain of the norm in front of attention; ones where there is none (OLMo 2, EXAONE 4)."""
+        return self._gain(getattr(self.model.raw.blocks[layer], "ln1", None), f"blocks.{layer}.ln1")
+
+    @cached_property
+    def _adds_positions(self) -> bool:
+        return adds_positions(self.model)
+
+    @torch.no_grad()
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self._adds_positions:
+            return self.model.raw.embed(tokens.to(self.model.device)[None])[0]
+        return entering(self.model, tokens)
+
+    def _layer0(self, tokens: Tensor) -> Tensor:
+        pairs = torch.stack([torch.full_like(tokens, bos_token(self.tokenizer)), tokens], dim=1)
+        return self.model.run(Batch(pairs, torch.ones_like(pairs, dtype=torch.bool)), stop_at=1)[:, 1]
+
+    def _gain(self, norm: Any, name: str) -> Tensor:
+        """A norm's gain. A HookedTransformer calls it w (Gemma's 1 is in it), or has folded it into what follows."""
+        if getattr(norm, "weight", None) is not None:
+            offset = 1.0 if getattr(self.model.raw.cfg, "rmsnorm_uses_offset", False) else 0.0
+            return self._checked(norm.weight, f"{name}.weight") + offset
+        if hasattr(norm, "w"):
+            return self._checked(norm.w, f"{name}.w")
+        return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
+
+    def _checked(self, tensor: Tensor, name: str) -> Tensor:
+        return self._given(finite(tensor.detach(), name))
