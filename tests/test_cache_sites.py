@@ -103,6 +103,9 @@ def test_a_long_text_does_not_pad_short_ones_when_they_run(llama, monkeypatch):
     shapes = run_and_note(llama, monkeypatch)
     llama.cache([[5] * 60] + [[6, 7]] * 8, sites="z", batch_size=4, **QUIET)
     assert shapes == [(4, 2), (4, 2), (1, 60)]
+    shapes.clear()
+    llama.cache([[6, 7]] * 5 + [[5] * 60] + [[6, 7, 8]] * 2, sites="z", batch_size=16, **QUIET)
+    assert shapes == [(7, 3), (1, 60)]
 
 
 def test_both_kinds_of_names_are_listed_and_answer_with_the_same(llama):

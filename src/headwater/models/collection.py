@@ -2,7 +2,7 @@
 
 1. Say which activations are meant (`headwater.models.activations`) and which tokens of each text; estimate what they
    take, and refuse with the figure when the device, or the disk, has not got it.
-2. Run the texts in batches of about equal length, so that a long one pads no others. Hooks copy the chosen layers,
+2. Run the texts in batches of about equal length, so that a long one hardly pads others. Hooks copy the chosen layers,
    heads and positions of the real tokens into their place, so nothing else is ever kept. Layers after the last one
    asked for do not run.
 3. With `out=`, the texts of some batches are one part, written to its file as soon as it is whole: memory holds one of
@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,8 @@ PART_BYTES = 2**26
 """A part of a collection in files is no larger, unless it is one text."""
 PART_TEXTS = 1024
 """Nor has it more texts: what an interrupt can cost."""
+PADDED, PADDING = 1.5, 8
+"""A batch's longest text has at most so many times the tokens of its shortest, and so many more."""
 
 
 @dataclass(frozen=True)
@@ -277,8 +279,20 @@ def _fill(
         model.run(batch, hooks, stop_at=wanted.stop_at)
         bar.update(len(rows))
 
-    for start in range(0, len(examples), batch_size):
-        in_halves(examples[start : start + batch_size], run)
+    for batch in _batches(examples, wanted.sequences.lengths.tolist(), batch_size):
+        in_halves(batch, run)
+
+
+def _batches(examples: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Cut texts, shortest first, into batches in which the longest pads the shortest by little."""
+    batch: list[int] = []
+    for example in examples:
+        if batch and (len(batch) == size or lengths[example] > PADDED * lengths[batch[0]] + PADDING):
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch
 
 
 class _Taken:
