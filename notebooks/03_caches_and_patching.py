@@ -21,6 +21,8 @@ ask = " Q: What is the capital of {} ?\n A:"
 # ## Caches
 # `residual` and `attention` are tensors whose axes are named in the same words everywhere: layer, batch, position,
 # d_model; layer, batch, head, query, key. Prompts of different lengths are padded, and the mask travels along.
+# `model.cache(..., sites=["z", "blocks.*.mlp.hook_post"])` keeps any other site by either of its names, real tokens
+# only.
 
 # %%
 cache = model.cache([ask.format(country) for country in capital])
@@ -97,6 +99,70 @@ def entropy(logits):
 
 
 hw.knockout(model, clean, block=edges, metric=entropy).summary()[["layer", "mean", "low", "high"]]
+
+# %% [markdown]
+# ## Roles: prompts of any wording
+# Positions can be named by what they are. Each prompt is resolved by itself, so wordings and lengths may differ;
+# tables and figures go by role, each with its own number of prompts.
+
+# %%
+wordings = [ask, " The capital of {} is"]
+told = [wordings[i % 2].format(name) for i, name in enumerate(names)]
+foil = [wordings[i % 2].format(name) for i, name in enumerate(names[1:] + names[:1])]
+roles = {"country": [(f" {a}", f" {b}") for a, b in zip(names, names[1:] + names[:1], strict=True)], "end": "last"}
+by_role = hw.patch(model, told, foil, sites="resid_pre", positions=roles, metric=metric)
+by_role.grid("layer", "role", value="normalized_effect").round(2)
+
+# %% [markdown]
+# ## Values: what an edit writes
+# The other run's activation is one choice. Others are names (`"zero"`, `"mean"`, `"resample"`), `hw.scale`, `hw.add`,
+# `hw.noise`, a tensor, or a function of the activation that stands there and the other run's, row by row. Here: does
+# half of the difference have half of the effect?
+
+
+# %%
+def halfway(activation, other, place):
+    """Return the middle between the two runs."""
+    return (activation + other) / 2
+
+
+half = hw.patch(model, told, foil, sites="resid_pre", positions=roles, values=halfway, metric=metric)
+half.grid("layer", "role", value="normalized_effect").round(2)
+
+# %% [markdown]
+# Several components removed together, or all but them, are a set. How far does the logit difference fall without the
+# three heads that did most above, and without all *other* heads of the model?
+
+# %%
+three = by_head.summary().sort_values("mean", ascending=False).head(3)
+three = [tuple(pair) for pair in three[["layer", "head"]].astype(int).to_numpy().tolist()]
+ablated = hw.ablate(
+    model,
+    clean,
+    sets={
+        "these three": {"heads": three},
+        "layer 0's MLP": {"mlps": [0]},
+        "all MLPs but the last": {"mlps": [0, 1, 2]},
+    },
+    values="mean",
+    metric=metric,
+)
+ablated.summary()[["set", "mean", "low", "high", "q_value"]]
+
+# %% [markdown]
+# ## Edits outside of a sweep
+# `hw.edit` is a hook: the same edit as in a sweep, for `model.run`, `model.hooks` and `model.generate`. Here the
+# difference of the residual streams of Italy and France, added at every token. The answer leaves Paris; it does not
+# arrive at Rome.
+
+# %%
+states = model.cache([ask.format("Italy"), ask.format("France")], sites="resid_post", layers=[2], positions="last")
+direction = states["resid_post", 2][0, 0] - states["resid_post", 2][1, 0]
+question = [ask.format("France")]
+for scale in (0.5, 1.0, 2.0):
+    steer = hw.edit("resid_post", 2, hw.add(scale * direction))
+    print(scale, model.generate(question, hooks=[steer], max_new_tokens=2))
+print("no edit", model.generate(question, max_new_tokens=2))
 
 # %% [markdown]
 # ## Result

@@ -132,6 +132,37 @@ sweep = hw.knockout(
 )
 _ = sweep.plot()
 # %% [markdown]
+# ## An intervention of one's own
+# What an edit writes may be any function of rows: here what attention adds is turned away from the direction of its
+# prompt's right answer, and everything else of it stays. The sweep checks what the function returns (shape, numbers,
+# and that no row depends on another), and gives each layer its interval. The control takes a random direction out.
+
+# %%
+W_U = model.raw.original_model.get_output_embeddings().weight.detach()
+answer_ids = model.tokenize([f" {first[country]}" for country in countries]).tokens[:, -1]
+answers = torch.nn.functional.normalize(W_U[answer_ids], dim=-1)
+drawn = torch.nn.functional.normalize(torch.randn(answers.shape, generator=torch.Generator().manual_seed(0)), dim=-1)
+
+
+def without(directions):
+    """Return an intervention that takes each prompt's direction out of what attention adds."""
+
+    def project(activation, other, place):
+        along = directions[place.example]
+        return activation - (activation * along).sum(-1, keepdim=True) * along
+
+    return project
+
+
+own = {
+    name: hw.patch(
+        model, prompts, sites="attn_out", positions={"end": "last"}, values=without(directions), metric=metric
+    ).summary()
+    for name, directions in (("answer's direction", answers), ("random direction", drawn))
+}
+pd.concat(own, names=["taken out"]).reset_index("taken out")[["taken out", "layer", "mean", "low", "high"]].round(3)
+
+# %% [markdown]
 # ## Keep it
 # Every result can be saved and loaded; `out=` makes a long run resumable, and refuses a folder of another run.
 
