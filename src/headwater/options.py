@@ -23,7 +23,7 @@ MOST_REPEATS = 1000
 """The average over so many repeats is known to 3 % of how far they differ: more of them are work for nothing."""
 
 
-def checked_name(option: str, value: Any, valid: Sequence[str]) -> str:
+def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
     """Return a name that is one of the valid ones.
 
     Raises:
@@ -34,7 +34,7 @@ def checked_name(option: str, value: Any, valid: Sequence[str]) -> str:
     return value
 
 
-def checked_flag(option: str, value: Any) -> bool:
+def checked_flag(option: str, value: object) -> bool:
     """Return True or False, of Python or numpy.
 
     Raises:
@@ -45,7 +45,7 @@ def checked_flag(option: str, value: Any) -> bool:
     return bool(value)
 
 
-def checked_kind(option: str, value: Any, kind: type[T], source: str) -> T:
+def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
     """Return an object that is of a kind.
 
     Args:
@@ -78,7 +78,7 @@ def one_or_several(value: Any) -> list[Any]:
     return [value] if is_one(value) else list(value)
 
 
-def has_no_order(value: Any) -> bool:
+def has_no_order(value: object) -> bool:
     """Whether something is gone through by its keys or columns, or in no fixed order: a mapping, a table, a set."""
     return isinstance(value, Mapping | AbstractSet) or hasattr(value, "columns")
 
@@ -99,7 +99,7 @@ def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
     return list(value)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Write out a value on one line, as it stands in a message; of one that takes many characters, its beginning."""
     text = readable(" ".join(line.strip() for line in repr(value).splitlines()))
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
@@ -130,7 +130,7 @@ def whole_numbers(value: Any) -> list[int]:
         return [whole_number(part) for part in value]
 
 
-def checked_count(option: str, value: Any, least: int = 1, most: int | None = None) -> int:
+def checked_count(option: str, value: object, least: int = 1, most: int | None = None) -> int:
     """Return a whole number, of whatever library, that is neither too small nor too large.
 
     Raises:
@@ -146,7 +146,7 @@ def checked_count(option: str, value: Any, least: int = 1, most: int | None = No
     return number
 
 
-def checked_repeats(option: str, value: Any) -> int:
+def checked_repeats(option: str, value: object) -> int:
     """Return how often something is to be done anew, such as splitting into halves, to average over it.
 
     Raises:
@@ -155,7 +155,7 @@ def checked_repeats(option: str, value: Any) -> int:
     return checked_count(option, value, most=MOST_REPEATS)
 
 
-def checked_seed(value: Any, option: str = "seed") -> int:
+def checked_seed(value: object, option: str = "seed") -> int:
     """Return a seed that every generator takes.
 
     Raises:
@@ -164,7 +164,7 @@ def checked_seed(value: Any, option: str = "seed") -> int:
     return checked_count(option, value, least=0, most=2**32 - 1)
 
 
-def checked_layer(option: str, value: Any, n_layers: int, most: int | None = None) -> int:
+def checked_layer(option: str, value: object, n_layers: int, most: int | None = None) -> int:
     """Return the number of a layer; `most` is the largest, where that is not the model's last.
 
     Raises:
@@ -176,7 +176,7 @@ def checked_layer(option: str, value: Any, n_layers: int, most: int | None = Non
         raise InputError(f"{option}={shown(value)} is not a layer; the model has layers 0 to {n_layers - 1}.") from None
 
 
-def checked_path(option: str, value: Any) -> Path:
+def checked_path(option: str, value: object) -> Path:
     """Return a path, its `~` read as the user's home. Nothing need be there.
 
     Raises:

@@ -64,7 +64,7 @@ def _run() -> None:
         _fail(f"{asked}{'' if asked.endswith('?') else '.'} Help: {command} --help", CANNOT_BE_USED)
 
 
-def _note(message: Warning | str, *_: Any, **__: Any) -> None:
+def _note(message: Warning | str, *_: object, **__: object) -> None:
     """Show a warning as a line, without the place in the code that it came from."""
     screen.print(f"[bold]Note:[/] {plain(str(message))}", soft_wrap=True)
 

@@ -28,7 +28,7 @@ class Parameter:
 
     kind: Any
     """A type of `KINDS`, or a list of one; None where the annotation has none of them."""
-    default: Any
+    default: object
     """None also where there is none, or where it is more than a number, a text or a name for one of these."""
     help: str
 
@@ -84,7 +84,7 @@ def _sentences(text: str) -> str:
     return text[:1].upper() + text[1:] if re.match(r"[a-z]+ |[a-z]{2}", text) else text
 
 
-def _kind(annotation: ast.expr | None, default: Any) -> Any:
+def _kind(annotation: ast.expr | None, default: object) -> Any:
     """Return what of an annotation a command line can give."""
     members = list(_members(annotation))
     inside = [(_named(one.value), one.slice) for one in members if isinstance(one, ast.Subscript)]

@@ -112,7 +112,7 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
             for name, offered in function.options().items():
                 read.setdefault(name, _parameter(function, name, offered))
 
-        def run(**given: Any) -> None:
+        def run(**given: object) -> None:
             asked = Options(functions, {name: given.pop(name) for name in read})
             body(options=asked, **given)
 

@@ -191,7 +191,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

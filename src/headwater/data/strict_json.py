@@ -31,7 +31,7 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def is_unicode(value: Any) -> bool:
+def is_unicode(value: object) -> bool:
     """Whether every text in a JSON value can be written in UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -158,7 +157,7 @@ def _hooks(
 ) -> Iterator[Hook]:
     for layer, here in enumerate(rearrange(scale, "example layer head -> layer example head")):
 
-        def reweigh(pattern: Tensor, hook: Any, here: Tensor = here) -> Tensor:
+        def reweigh(pattern: Tensor, hook: object, here: Tensor = here) -> Tensor:
             return reweighted(pattern, queries, keys, here.to(pattern.dtype))
 
         yield hook_name("pattern", layer), makes(reweigh)

@@ -94,7 +94,7 @@ def whole_numbers(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
-def legend_above(ax: Axes, columns: int, title: str, **options: Any) -> None:
+def legend_above(ax: Axes, columns: int, title: str, **options: object) -> None:
     """Put the legend between the plot and its title."""
     entries = len(ax.get_legend_handles_labels()[1])
     rows = -(-entries // columns)

@@ -279,7 +279,7 @@ class _Writer:
         places = torch.tensor([place for i in examples for place in self.where[i]])
         held: dict[str, Tensor] = {}
 
-        def keep(activation: Tensor, hook: Any, name: str) -> None:
+        def keep(activation: Tensor, hook: object, name: str) -> None:
             held[name] = activation[rows.to(activation.device), places.to(activation.device)].float()
 
         def keep_sources(activation: Tensor, hook: Any, name: str) -> None:

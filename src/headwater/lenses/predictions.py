@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
@@ -233,7 +233,7 @@ class _Layers:
         ends: list[Tensor] = []
 
         def keep(layer: int) -> Hook:
-            def take(residual: Tensor, hook: Any) -> None:
+            def take(residual: Tensor, hook: object) -> None:
                 held[layer] = residual[rows.to(residual.device), places.to(residual.device)]
                 if layer == self.layers[-1]:
                     ends.append(residual[torch.arange(len(residual)), batch.lengths - 1])

@@ -285,7 +285,7 @@ def _measurer(
         kept: dict[int, Tensor] = {}
 
         def keep(layer: int) -> Hook:
-            def take(residual: Tensor, hook: Any) -> None:
+            def take(residual: Tensor, hook: object) -> None:
                 kept[layer] = residual[rows.to(residual.device), columns.to(residual.device) - 1]
 
             return hook_name("resid_post", layer), looks(take)

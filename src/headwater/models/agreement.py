@@ -153,7 +153,7 @@ class Sites:
             for layer in range(self._shape.n_layers)
         ]
 
-    def _look(self, activation: Any, hook: Any, site: Site, layer: int) -> None:
+    def _look(self, activation: Any, hook: object, site: Site, layer: int) -> None:
         found = tuple(activation.shape) if isinstance(activation, Tensor) else type(activation).__name__
         wanted = (1, *site.size(self._shape, self._n_tokens))
         if found != wanted:
@@ -186,7 +186,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return float((here - there).abs().max()) <= tolerance
 
 
-def _first(values: Any) -> Tensor | None:
+def _first(values: object) -> Tensor | None:
     """The first tensor among values, which may be one itself."""
     if isinstance(values, Tensor):
         return values

@@ -131,7 +131,7 @@ def _held(module: torch.nn.Module) -> Held:
     return Held(kind, values, methods, hooks)
 
 
-def _is_method(module: torch.nn.Module, name: str, value: Any) -> bool:
+def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:
     """Whether a function that a module keeps may stand for what its class does."""
     usual = getattr(type(module), name, None)
     if name[0] == "_" and not callable(usual):  # torch keeps compiled calls so

@@ -59,7 +59,7 @@ class _KeyValueTap:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.keys[layer], self.values[layer] = keys, values
         return keys, values
 
@@ -70,7 +70,7 @@ class SharedPrefix:
     def __init__(self, keys: Float[Tensor, "row kv_head key d_head"], values: Float[Tensor, "row kv_head key _"]):
         self.keys, self.values = keys, values
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the recorded keys and values followed by the new ones."""
         return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
 
@@ -164,11 +164,11 @@ class Blocks:
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
 
-        def keep(activation: Tensor, hook: Any, name: str) -> None:
+        def keep(activation: Tensor, hook: object, name: str) -> None:
             activations[name] = activation.detach().clone()
 
         def tapped(layer: int) -> Callable[..., Any]:
-            def before(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+            def before(_: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
                 calls[layer] = (args, dict(options))
                 return args, options | {"past_key_values": tap}
 
@@ -214,7 +214,7 @@ def cannot_step(model: HookedModel) -> str | None:
     return None
 
 
-def _at_positions(value: Any, positions: Int[Tensor, "row position"]) -> Any:
+def _at_positions(value: object, positions: Int[Tensor, "row position"]) -> Any:
     """Take an argument that runs over the positions of the recorded batch at each row's own positions."""
     if isinstance(value, tuple) and value and all(isinstance(item, Tensor) for item in value):
         return tuple(_at_positions(item, positions) for item in value)

@@ -167,7 +167,7 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
     """
     found: list[tuple[str, tuple[int, int]]] = []
 
-    def look(activation: Tensor, hook: Any, where: str) -> None:
+    def look(activation: Tensor, hook: object, where: str) -> None:
         wrong = ~activation.detach().isfinite().flatten(2).all(-1).cpu() & batch.mask
         if not found and bool(wrong.any()):
             found.append((where, _first(wrong)))

@@ -46,7 +46,7 @@ class Trusted:
     edits: bool
     may_be_silent: bool = False
 
-    def __call__(self, activation: Any, hook: Any) -> Tensor | None:
+    def __call__(self, activation: Any, hook: object) -> Tensor | None:
         """Call the function."""
         return self.function(activation, hook=hook)
 
@@ -200,10 +200,10 @@ class _Carried:
         self._carrier, self._point = carrier, point
         self._given: Tensor | None = None
 
-    def take(self, given: Tensor, hook: Any) -> None:
+    def take(self, given: Tensor, hook: object) -> None:
         self._given = given
 
-    def act(self, activation: Tensor, _: Any) -> Tensor | None:
+    def act(self, activation: Tensor, _: object) -> Tensor | None:
         given, self._given = self._given, None
         assert given is not None, "a block computes what its carriers are given before the carrier"
         edited = _in_turn(self.hooks, self._carrier.get(activation, given), self._point)
@@ -217,7 +217,7 @@ class _Place:
     hooks: list[Attached] = field(default_factory=list)
     carrying: list[Attached | _Carried] = field(default_factory=list)
 
-    def __call__(self, activation: Any, hook: Any) -> Any:
+    def __call__(self, activation: Any, hook: object) -> Any:
         return _in_turn([*self.hooks, *self.carrying], activation, hook)
 
 

@@ -25,6 +25,7 @@ from headwater.models.conversion import block_model
 from headwater.models.families import family_of
 from headwater.models.head_tensors import Read
 from headwater.models.shape import shape_of
+from headwater.models.tokens import Tokenizer
 
 KINDS = ("raw", "mlp0", "embed+mlp0", "layer0")
 WORKSPACE_ENTRIES = 2**23
@@ -44,7 +45,7 @@ def check_request(tokens: Int[Tensor, "source"], kind: str, d_vocab: int) -> Non
         )
 
 
-def bos_token(tokenizer: Any) -> int:
+def bos_token(tokenizer: Tokenizer) -> int:
     """The token put in front for `layer0`: the tokenizer's BOS or, where it has none (Qwen), its end-of-text token."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:

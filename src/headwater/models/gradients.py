@@ -73,7 +73,7 @@ class _Prefix(DynamicCache):  # type: ignore[misc]
         for layer, (keys, values) in before.items():
             super().update(keys, values, layer)
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the fixed keys and values followed by the new ones."""
         keys, values = _joined(self.before.get(layer), keys, values)
         if layer in self.watched:
@@ -92,7 +92,7 @@ class _Tap(_Prefix):
         super().__init__(before)
         self.last, self.after = n_layers - 1, KeysValues()
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the fixed keys and values followed by the new ones, and keep them."""
         self.after[layer] = super().update(keys, values, layer)
         if layer == self.last:
@@ -182,13 +182,13 @@ class Descent:
             rows = torch.arange(len(activation), device=activation.device)
             return activation[rows, positions.to(activation.device)]
 
-        def narrow(activation: Tensor, hook: Any) -> Tensor:
+        def narrow(activation: Tensor, hook: object) -> Tensor:
             return at_position(activation)[:, None]
 
-        def keep(activation: Tensor, hook: Any) -> None:
+        def keep(activation: Tensor, hook: object) -> None:
             kept.append(activation[:, 0] if activation.shape[1] == 1 else at_position(activation))
 
-        def enter(residual: Tensor, hook: Any) -> Tensor:
+        def enter(residual: Tensor, hook: object) -> Tensor:
             return self._enter(residual, self._segments[0].start)
 
         hooks: list[Hook] = [*self._watch(self._segments[0]), (name, looks(keep))]
@@ -232,10 +232,10 @@ class Descent:
         """Hooks that keep patterns and head outputs of some layers."""
         self._cache.watched = segment
 
-        def keep_pattern(pattern: Tensor, hook: Any, layer: int) -> None:
+        def keep_pattern(pattern: Tensor, hook: object, layer: int) -> None:
             self._patterns[layer] = pattern.detach()
 
-        def keep_z(z: Tensor, hook: Any, layer: int) -> Tensor:
+        def keep_z(z: Tensor, hook: object, layer: int) -> Tensor:
             self._z[layer] = z.detach().requires_grad_(True) if layer == self._lowest else z
             return self._z[layer]
 
@@ -244,7 +244,7 @@ class Descent:
         ]
         return hooks + [(hook_name("z", layer), makes(partial(keep_z, layer=layer))) for layer in segment]
 
-    def _note_call(self, layer: int, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _note_call(self, layer: int, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Keep what a block is called with; the residual stream only where a segment begins."""
         if not args:
             raise InterventionError(f"{self.model.name} does not hand its blocks the residual stream first.")

@@ -116,7 +116,7 @@ class HeadsOfLoneTokens:
         model.run(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)), hooks, stop_at=model.shape.n_layers)
 
     def _keep(self, layer: int, name: str) -> Callable[..., None]:
-        def keep(activation: Tensor, hook: Any) -> None:
+        def keep(activation: Tensor, hook: object) -> None:
             self.seen[layer, name] = activation[:, :, 0] if name == "weight" else activation[:, 0]
 
         return keep

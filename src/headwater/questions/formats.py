@@ -160,7 +160,7 @@ def unquoted(text: Any) -> Any:
     return text if '"' in inner.replace('""', "") else inner.replace('""', '"')
 
 
-def _answers(value: Any, where: str, name: str) -> Any:
+def _answers(value: object, where: str, name: str) -> Any:
     """Read the accepted answers of a row: a list, its JSON text, or one text with " | " between them."""
     if not isinstance(value, str):
         return value

@@ -14,7 +14,7 @@ from typing import Any
 
 from headwater.errors import InputError
 from headwater.models.generation import continuation_offsets
-from headwater.models.tokens import Offsets
+from headwater.models.tokens import Offsets, Tokenizer
 from headwater.questions.asking import Written
 from headwater.questions.extract import Extractor, call_extractor
 from headwater.questions.labels import NO_VERDICT, Label, Verdict, is_refusal, verdict
@@ -65,7 +65,7 @@ class GivenAnswer:
         return self.line.strip()
 
 
-def first_line(tokenizer: Any, prompt: AskedQuestion, made: Written) -> GivenAnswer:
+def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, made: Written) -> GivenAnswer:
     """Cut what was generated after the last visible character of its first line; a token is kept or left whole."""
     text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], made.tokens)
     line = text.split("\n", 1)[0].rstrip()

@@ -139,7 +139,7 @@ def _from_frame(row: Mapping[Any, Any]) -> dict[str, Any]:
     return {key: value for key, value in lists.items() if isinstance(value, list) or not pd.isna(value)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else value
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
@@ -183,7 +183,7 @@ def _checked(where: str, row: Mapping[str, Any], written: Row, dataset: str, num
     return {**row, **names, "question": question, "answers": tuple(answers), **spans, **number_columns}
 
 
-def _spans(where: str, name: str, value: Any, question: str) -> tuple[Span, ...]:
+def _spans(where: str, name: str, value: object, question: str) -> tuple[Span, ...]:
     """Read spans given as [start, end], as a list of these, as words of the question, or as a list of words."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -225,7 +225,7 @@ def _tidy(table: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _as_text(value: Any) -> str | None:
+def _as_text(value: object) -> str | None:
     if isinstance(value, str) or value is None:
         return value
     return None if isinstance(value, float) and value != value else json.dumps(value, ensure_ascii=False)

@@ -10,7 +10,6 @@ the exact answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +105,7 @@ def _keep(states: States, rows: list[int], columns: Tensor, site: str) -> Iterat
     """Yield a hook per layer that copies each row's state into its place."""
     for layer in range(len(states)):
 
-        def keep(activation: Tensor, hook: Any, layer: int = layer) -> None:
+        def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
             picked = activation[torch.arange(len(rows), device=activation.device), columns.to(activation.device)]
             states[layer, rows] = picked.float().cpu()
 

@@ -94,7 +94,7 @@ def without_type_checks(function: types.FunctionType) -> types.FunctionType:
     return function
 
 
-def is_generated(cls: type, value: Any) -> bool:
+def is_generated(cls: type, value: object) -> bool:
     """Whether a member of a class was written by `dataclasses`, out of fields that are hashed themselves."""
     inner = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
     code = getattr(inner, "__code__", None)

@@ -90,7 +90,7 @@ class Result:
         """
         return self._drawn(ax)
 
-    def _drawn(self, ax: Axes | None, **options: Any) -> Axes | Figure:
+    def _drawn(self, ax: Axes | None, **options: object) -> Axes | Figure:
         """Draw with what is registered for the result's class, or for the nearest that it inherits from."""
         drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax, **options)
         return drawn

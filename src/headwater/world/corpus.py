@@ -12,11 +12,11 @@ The corpus is made whole, from the seed alone; step n of the training reads the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.models.tokens import Tokenizer
 from headwater.world.facts import Fact, World
 from headwater.world.recipe import Recipe
 from headwater.world.tokenizer import BOS_ID, PAD_ID
@@ -170,7 +170,7 @@ class Rows:
     """Whether the token is part of an answer."""
 
 
-def pack_rows(corpus: Corpus, tokenizer: Any, recipe: Recipe) -> Rows:
+def pack_rows(corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe) -> Rows:
     """Turn the corpus into rows of `recipe.row` tokens."""
     told = [i for i, document in enumerate(corpus.documents) if document.times]
     ids, marks = _tokenize([corpus.documents[i] for i in told], tokenizer)
@@ -201,7 +201,7 @@ def _rows_and_starts(lengths: NDArray[np.int64], width: int) -> tuple[NDArray[np
 
 
 def _tokenize(
-    documents: Sequence[Document], tokenizer: Any
+    documents: Sequence[Document], tokenizer: Tokenizer
 ) -> tuple[list[NDArray[np.uint16]], list[NDArray[np.bool_]]]:
     """Return the tokens of each document with the line break after it, and which of them are answers."""
     ids, marks = [], []

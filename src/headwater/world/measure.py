@@ -25,6 +25,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
+from headwater.models.tokens import Tokenizer
 from headwater.questions.labels import match
 from headwater.stats.discrimination import auc
 from headwater.world.corpus import prompt_of
@@ -35,7 +36,7 @@ Head = tuple[int, int]
 
 
 @torch.inference_mode()
-def answer(model: Any, tokenizer: Any, questions: Sequence[str], batch: int = 512) -> list[str]:
+def answer(model: Any, tokenizer: Tokenizer, questions: Sequence[str], batch: int = 512) -> list[str]:
     """Answer each question greedily; an answer ends at the line break."""
     prompts = tokenizer([prompt_of(question) for question in questions])["input_ids"]
     stop = tokenizer.convert_tokens_to_ids("Ċ")
@@ -58,7 +59,7 @@ def is_right(given: str, accepted: Sequence[str]) -> bool:
     return match(given, accepted) is not None
 
 
-def answered(model: Any, tokenizer: Any, questions: pd.DataFrame) -> pd.DataFrame:
+def answered(model: Any, tokenizer: Tokenizer, questions: pd.DataFrame) -> pd.DataFrame:
     """Return the questions with the model's `answer`, whether it is `right`, and the `quarter` of its popularity.
 
     Quarter 1 is the rarest, 4 the most frequent.
@@ -71,7 +72,7 @@ def answered(model: Any, tokenizer: Any, questions: pd.DataFrame) -> pd.DataFram
 
 @torch.inference_mode()
 def mlp_outputs(
-    model: Any, tokenizer: Any, table: pd.DataFrame, token: str, batch: int = 512
+    model: Any, tokenizer: Tokenizer, table: pd.DataFrame, token: str, batch: int = 512
 ) -> Float[Tensor, "layer example d_model"]:
     """Return the MLP output of every layer at one token of each question with its answer.
 
@@ -104,7 +105,7 @@ def mlp_outputs(
     return outputs
 
 
-def probe_aucs(model: Any, tokenizer: Any, table: pd.DataFrame, seed: int = 0) -> dict[str, tuple[float, float]]:
+def probe_aucs(model: Any, tokenizer: Tokenizer, table: pd.DataFrame, seed: int = 0) -> dict[str, tuple[float, float]]:
     """Return (AUC, AUC within relations) of the baseline and of the probe at each token and layer."""
     train = np.random.default_rng(seed).random(len(table)) < 0.5
     features = {"baseline": pd.get_dummies(table[["dataset", "relation"]]).to_numpy(dtype=np.float64)}
@@ -126,7 +127,7 @@ def _auc(values: NDArray[np.float64], table: pd.DataFrame, train: NDArray[np.boo
 
 
 def ablation(
-    model: Any, tokenizer: Any, facts: pd.DataFrame, heads: Sequence[Head], draws: int = 5, seed: int = 0
+    model: Any, tokenizer: Tokenizer, facts: pd.DataFrame, heads: Sequence[Head], draws: int = 5, seed: int = 0
 ) -> dict[str, float]:
     """Compare a relation without its heads and without random others of the same layers.
 
@@ -148,7 +149,7 @@ def ablation(
     return {"without_heads": stays[0], "without_random": float(np.mean(stays[1:]))}
 
 
-def _share_right(model: Any, tokenizer: Any, facts: pd.DataFrame, heads: Sequence[Head]) -> float:
+def _share_right(model: Any, tokenizer: Tokenizer, facts: pd.DataFrame, heads: Sequence[Head]) -> float:
     with silent_heads(model, heads):
         given = answer(model, tokenizer, facts["question"].tolist())
     return float(np.mean([is_right(a, accepted) for a, accepted in zip(given, facts["answers"], strict=True)]))
