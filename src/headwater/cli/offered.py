@@ -87,7 +87,7 @@ class Of:
 class Options:
     """What was given for the options that were read from functions."""
 
-    def __init__(self, functions: Sequence[Of], given: Mapping[str, Any]):
+    def __init__(self, functions: Sequence[Of], given: Mapping[str, object]):
         self._functions = {one.name: one for one in functions}
         self._given = given
 

@@ -19,7 +19,7 @@ from pyarrow import ArrowException
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError
 
-Row = Mapping[str, Any]
+Row = Mapping[str, object]
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 OBJECTS = (".jsonl", ".json", ".parquet")
@@ -153,7 +153,7 @@ def read_parquet(path: Path) -> pd.DataFrame:
         raise InputError(f"{path} cannot be read ({error}).") from None
 
 
-def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
     for number, line in enumerate(file, start=1):
         if line.strip():
             try:
@@ -162,7 +162,7 @@ def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
                 raise InputError(f"{path}, row {number}: the row is not JSON ({error}).") from None
 
 
-def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
     header, rows = _table(path, file)
     if not header:
         raise InputError(f"{path} is not a table: it has no header.")
@@ -192,7 +192,7 @@ def _table(path: Path, file: TextIO, advice: str = "") -> tuple[Sequence[str], I
         raise InputError(f"{path}, row {reader.line_num}: {error}.") from None
 
 
-def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
     """Yield the items of the array that the file is, or of the first array that it holds under a key."""
     stream = _JsonStream(path, file)
     if stream.take("["):
@@ -219,7 +219,7 @@ class _JsonStream:
         self._text, self._place, self._ended = "", 0, False
         self._decoder = json.JSONDecoder()
 
-    def items(self) -> Iterator[tuple[int, Any]]:
+    def items(self) -> Iterator[tuple[int, object]]:
         """Yield the values up to the end of the array that has begun, numbered from 1."""
         number = 1
         while not self.take("]"):

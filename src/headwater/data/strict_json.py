@@ -100,7 +100,7 @@ class JsonDocument:
         """Return an error that names the file and the line."""
         return InputError(f"{self.file}, line {self.line(position)}: {what}" + ("" if what[-1] in ".?" else "."))
 
-    def elements(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+    def elements(self, start: int = 0) -> Iterator[tuple[int, object]]:
         """Yield (position, value) for each element of the list that begins at `start`."""
         position = self._skip(start)
         if self.text[position] != "[":

@@ -99,5 +99,5 @@ def _verdict(row: Mapping[str, Any]) -> str:
     return "does worse than" if row["gain_high"] < 0 else "cannot be told from"
 
 
-def _signed(row: Mapping[str, Any]) -> str:
+def _signed(row: Mapping[str, object]) -> str:
     return f"{row['gain']:+.3f}, {row['gain_low']:+.3f} to {row['gain_high']:+.3f}"

@@ -17,7 +17,7 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ def usable_relations(tokenized: Sequence[TokenRelation], ks: Sequence[int], mode
 def scored_layers(
     weights: WeightSource,
     usable: Usable,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     run: Run,
     *,
     null: bool,

@@ -19,7 +19,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -195,7 +194,7 @@ class LayerScorer:
     read_layer: LayersAhead
     suite: SuitePairs
     null: bool
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     items: bool = False
 
     def __call__(self, layer: int) -> dict[str, Tensor]:
@@ -236,7 +235,7 @@ class LayerScorer:
 
     @cached_property
     def _later_embeddings(self) -> Tensor:
-        kind = self.options["embedding"]
+        kind = str(self.options["embedding"])
         x = self.weights.effective_embedding(self.suite.source_tokens, kind)
         if nothing := int((x == 0).all(-1).sum()):
             raise InputError(

@@ -27,7 +27,7 @@ class DepthRow(NamedTuple):
     """A row of a file, and where it stands."""
 
     where: str
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
 
     def text(self, name: str) -> str:
         """Return a field that must be a text, and not empty."""
@@ -49,7 +49,7 @@ class Answers(NamedTuple):
     """A file of answers: rows by question id or node id."""
 
     file: Path
-    rows: Mapping[str, Mapping[str, Any]]
+    rows: Mapping[str, Mapping[str, object]]
 
     @property
     def judged(self) -> bool:
@@ -155,7 +155,7 @@ def _check_both_ends(nodes: Mapping[str, DepthRow]) -> None:
         )
 
 
-def _node(row: DepthRow, name: str, question: DepthRow, known: Mapping[str, Any]) -> dict[str, Any]:
+def _node(row: DepthRow, name: str, question: DepthRow, known: Mapping[str, object]) -> dict[str, Any]:
     return {
         "id": name,
         "depth": row.fields.get("depth"),

@@ -145,7 +145,7 @@ class Sites:
         self._shape, self._n_tokens = shape, n_tokens
         self._passed: dict[tuple[str, int], Tensor] = {}
 
-    def hooks(self) -> list[tuple[str, Any]]:
+    def hooks(self) -> list[tuple[str, object]]:
         """Return a hook for every site of every layer."""
         return [
             (site.hook_name(layer), partial(self._look, site=site, layer=layer))

@@ -147,7 +147,7 @@ def _belonging(held: Held) -> Held:
     return held._replace(methods=methods, hooks={key: listed for key, listed in hooks.items() if listed})
 
 
-def _other_values(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _other_values(name: str, before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
     for key in [*now, *(key for key in before if key not in now)]:
         if key not in now:
             yield f"{name}.{key} is gone"

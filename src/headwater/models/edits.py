@@ -266,7 +266,7 @@ class Attachments:
             yield
 
     def _add(
-        self, hook: Attached, points: Mapping[str, Any], new: dict[str, _Place], stack: contextlib.ExitStack
+        self, hook: Attached, points: Mapping[str, object], new: dict[str, _Place], stack: contextlib.ExitStack
     ) -> None:
         found = place_named(hook.name)
         carrier = found[0].carrier if found else None

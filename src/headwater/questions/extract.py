@@ -20,7 +20,7 @@ from headwater.errors import HeadwaterError, InputError
 from headwater.options import shown
 from headwater.questions.words import Span, find_words
 
-Extractor: TypeAlias = Callable[[str, str], Mapping[str, Any]]
+Extractor: TypeAlias = Callable[[str, str], Mapping[str, object]]
 PARTS = ("subject", "property", "answer")
 INSTRUCTION = (
     "You mark words. You are given a question and an answer that somebody gave to it; the answer may be wrong, and you "
@@ -161,7 +161,7 @@ def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str
     return exact_words(found, question, answer)
 
 
-def _wrong_parts(found: Mapping[str, Any] | None, question: str, answer: str) -> list[str]:
+def _wrong_parts(found: Mapping[str, object] | None, question: str, answer: str) -> list[str]:
     """The parts of a reply that cannot be used; an answer of null says that there is none, and is fine."""
     if found is None:
         return list(PARTS)

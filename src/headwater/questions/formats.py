@@ -27,7 +27,7 @@ ANSWER_COLUMNS = ("answers", "answer", "golden_answers", "possible_answers")
 POPULARITY = ("s_pop", "o_pop")
 
 
-def detect_format(row: Mapping[str, Any]) -> str:
+def detect_format(row: Mapping[str, object]) -> str:
     """Say which format a file has, by its first row."""
     fields = flat(row).keys()
     if {"Question", "Answer"} <= fields:
@@ -47,7 +47,7 @@ def check_format(name: str) -> None:
         raise InputError(f"There is no question format {shown(name)}.{did_you_mean(name, FORMATS)}")
 
 
-def adapt(name: str, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, Any]:
     """Bring a row of a format to the columns of a plain table.
 
     Args:
@@ -61,7 +61,7 @@ def adapt(name: str, row: Mapping[str, Any], where: str) -> dict[str, Any]:
     return FORMATS[name](flat(row), where)
 
 
-def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+def flat(row: Mapping[str, object]) -> dict[str, Any]:
     """Bring the fields under "metadata" up to the others."""
     metadata = row.get("metadata")
     if not isinstance(metadata, Mapping):
@@ -69,7 +69,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "metadata"} | dict(metadata)
 
 
-def columns_found(row: Mapping[str, Any], *missing: str) -> str:
+def columns_found(row: Mapping[str, object], *missing: str) -> str:
     """Say which columns a row has, and which of them may be meant by one that is missing."""
     names = [str(name) for name in flat(row)]
     others = [name for name in names if name not in missing]
@@ -179,7 +179,7 @@ def _number(value: Any, where: str, name: str) -> float:
         raise InputError(f"{where}: {name} is not a number: {value!r}.") from None
 
 
-def _require(row: Mapping[str, Any], where: str, format_name: str, *names: str) -> None:
+def _require(row: Mapping[str, object], where: str, format_name: str, *names: str) -> None:
     for name in names:
         if name not in row:
             raise InputError(

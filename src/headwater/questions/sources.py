@@ -162,7 +162,7 @@ def _checked_rows(name: str, rows: Iterator[tuple[int, Row]], format: str | None
         yield checked
 
 
-def _checked(where: str, row: Mapping[str, Any], written: Row, dataset: str, number: int) -> dict[str, Any]:
+def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, number: int) -> dict[str, Any]:
     """Check a row of a plain table, which the row as it is `written` in the file was brought to."""
     question, answers, popularity = row.get("question"), row.get("answers"), row.get("popularity")
     if not isinstance(question, str) or not question.strip():

@@ -54,7 +54,7 @@ class Recorded(Protocol):
         """A hash of the tokenizer."""
 
     @property
-    def interventions(self) -> Mapping[str, Any]:
+    def interventions(self) -> Mapping[str, object]:
         """What acts in the model beside its weights, by the option that records it."""
 
     @property

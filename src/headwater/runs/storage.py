@@ -49,7 +49,7 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
+def write_json(file: Path, value: Mapping[str, object]) -> None:
     """Write a JSON object atomically; a path that is not UTF-8 is written with the escapes of JSON."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"))

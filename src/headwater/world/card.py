@@ -118,7 +118,7 @@ def _ablations(
             }
 
 
-def write_card(cards: Sequence[Mapping[str, Any]], file: Path) -> None:
+def write_card(cards: Sequence[Mapping[str, object]], file: Path) -> None:
     """Write `CARD.md` from the `card.json` of several runs; the first is the shipped one."""
     file.write_text("\n".join(_lines(cards)) + "\n", encoding="utf-8")
 
