@@ -155,7 +155,7 @@ def _check_both_ends(nodes: Mapping[str, DepthRow]) -> None:
         )
 
 
-def _node(row: DepthRow, name: str, question: DepthRow, known: Mapping[str, object]) -> dict[str, Any]:
+def _node(row: DepthRow, name: str, question: DepthRow, known: Mapping[str, object]) -> dict[str, object]:
     return {
         "id": name,
         "depth": row.fields.get("depth"),

@@ -56,7 +56,7 @@ class Held(NamedTuple):
     """What one module holds beside weights and submodules."""
 
     kind: type
-    values: dict[str, Any]
+    values: dict[str, object]
     methods: dict[str, Function]
     hooks: dict[str, list[Function]]
 
@@ -116,7 +116,7 @@ def _readable(path: str, module: Any = None) -> str:
 
 def _held(module: torch.nn.Module) -> Held:
     """Look at a module: some hundreds are looked at whenever a run is recorded."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     methods: dict[str, Function] = {}
     kept, kind = vars(module), type(module)
     for name, value in tuple(kept.items()):  # a model keeps what it last computed, also while it is looked at

@@ -16,7 +16,7 @@ without a word. So `finite_output` looks at each run of a model:
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -179,7 +179,7 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
     watching: list[Hook] = [
         (name, partial(look, where=where)) for name, where in points.items() if name in model.raw.hook_dict
     ]
-    options: dict[str, Any] = {"use_cache": False} if hasattr(model.raw, "original_model") else {}
+    options: dict[str, object] = {"use_cache": False} if hasattr(model.raw, "original_model") else {}
     mask = {"attention_mask": batch.mask.long().to(model.device)} if batch.padded else {}
     with torch.inference_mode(), model.raw.hooks(fwd_hooks=watching):
         model.raw(batch.tokens.to(model.device), **options, **mask)

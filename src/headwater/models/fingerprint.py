@@ -90,7 +90,7 @@ def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Ten
     return whole.hexdigest()
 
 
-def behaviour(config: Any) -> dict[str, Any]:
+def behaviour(config: Any) -> dict[str, object]:
     """Return the entries of a config that change what the model computes, where they are not the default."""
     entries = config.to_diff_dict() if hasattr(config, "to_diff_dict") else vars(config)
     counted = {name: entries[name] for name in entries if name not in WITHOUT_EFFECT and not name.startswith("_")}

@@ -244,7 +244,7 @@ class Descent:
         ]
         return hooks + [(hook_name("z", layer), makes(partial(keep_z, layer=layer))) for layer in segment]
 
-    def _note_call(self, layer: int, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _note_call(self, layer: int, _: object, args: tuple[Any, ...], options: dict[str, object]) -> None:
         """Keep what a block is called with; the residual stream only where a segment begins."""
         if not args:
             raise InterventionError(f"{self.model.name} does not hand its blocks the residual stream first.")

@@ -70,7 +70,7 @@ def read_lens_checkpoint(
     config_file = _config_file(path)
     if config_file is None:
         raise ModelError(f"{path} has no config of a HookedTransformer.")
-    config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+    config: dict[str, object] = json.loads(config_file.read_text(encoding="utf-8"))
     for field, plain in UNSUPPORTED.items():
         if config.get(field, plain) != plain:
             raise ModelError(
@@ -129,7 +129,7 @@ def _interleave_rotary(state: dict[str, Tensor], rotary_dim: int) -> dict[str, T
 
 
 def _build_hooked_transformer(
-    config: dict[str, Any], state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
+    config: dict[str, object], state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
 ) -> Any:
     import transformer_lens
 

@@ -254,12 +254,12 @@ def load_tokenizer(
         )
     for name in TOKENIZER_FILES:
         refuse_pointer(folder / name)
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, object] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
         return _faithful(where, revision, options)
 
 
-def _faithful(where: str, revision: str | None, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _faithful(where: str, revision: str | None, options: dict[str, object]) -> PreTrainedTokenizerBase:
     """The tokenizer that the file describes, completed by the class that its name stands for."""
     try:
         file = cached_file(where, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)

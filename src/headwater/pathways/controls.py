@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -139,7 +138,7 @@ def compare(
         question: what is asked; goes into the table.
     """
     truth = np.asarray(truth, dtype=np.int64)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     first, reference = next(iter(scores.items()))
     whole = _mean_auc(draws, truth, half, reference)
     for name, values in scores.items():

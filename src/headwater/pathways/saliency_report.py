@@ -16,7 +16,7 @@ NEAR_ZERO = 0.1
 """An example is near zero when its saliency is less than this share of its set's mean."""
 
 
-def summary_of(rows: pd.DataFrame, column: str) -> dict[str, Any] | None:
+def summary_of(rows: pd.DataFrame, column: str) -> dict[str, object] | None:
     """Describe one kind of edge in one set; None where it has no value."""
     if rows.empty:
         return None
@@ -56,7 +56,7 @@ def rows_of_entry(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
-def held_out_sentence(table: pd.DataFrame, probe: dict[str, Any]) -> str:
+def held_out_sentence(table: pd.DataFrame, probe: dict[str, object]) -> str:
     """Say whether the probe had seen the examples that it measures."""
     if "fold" not in table:
         return (

@@ -92,7 +92,7 @@ def _table(
     shape = shown.delta_p.shape
     seed, layer, example = (axis.ravel() for axis in np.indices(shape))
     q_anchored = shown.flipped if own is None else np.broadcast_to(own[:, None], shape)
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         "example": example,
         "seed": seed,
         "layer": layer,
@@ -123,7 +123,7 @@ def _modes(measured: Effects, exact: ModeEffects, aware: NDArray[np.float64]) ->
     best, table = measured.fits.best, measured.answered.table
     seed, example = (axis.ravel() for axis in np.indices(best.shape))
     logit, flips = at_layer(measured.before, best), at_layer(exact.flipped, best)
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         "example": example,
         "seed": seed,
         "layer": best,

@@ -379,7 +379,7 @@ def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
     return [probes_from_tensors(found | {"weight": weight, "bias": bias}, setup) for weight, bias in each]
 
 
-def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: list[Probes]) -> dict[str, Any]:
+def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: list[Probes]) -> dict[str, object]:
     """List all probes: which they are, and their weights."""
     found = [
         ({"dataset": name, "seed": seed, "split": side, "best": probes.best}, probes)

@@ -81,13 +81,13 @@ class EndpointExtractor:
         """What stands for it in the record of a run: never its key."""
         return f"{self.model} at {self.url}"
 
-    def __call__(self, question: str, answer: str) -> dict[str, Any]:
+    def __call__(self, question: str, answer: str) -> dict[str, object]:
         """Return the valid parts of the last reply."""
         messages = [
             {"role": "system", "content": INSTRUCTION},
             {"role": "user", "content": f"Question: {question}\nAnswer: {answer}"},
         ]
-        best: dict[str, Any] = {}
+        best: dict[str, object] = {}
         for attempt in range(self.tries):
             reply = self._reply(messages, is_last=attempt == self.tries - 1, wait=self.pause * 2**attempt)
             if reply is None:
@@ -126,7 +126,7 @@ class EndpointExtractor:
         return None
 
 
-def json_object(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> dict[str, object] | None:
     """Return the first JSON object in a text, whatever stands around it."""
     for start in re.finditer(r"\{", text):
         try:

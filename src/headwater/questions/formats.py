@@ -47,7 +47,7 @@ def check_format(name: str) -> None:
         raise InputError(f"There is no question format {shown(name)}.{did_you_mean(name, FORMATS)}")
 
 
-def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, Any]:
+def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, object]:
     """Bring a row of a format to the columns of a plain table.
 
     Args:
@@ -61,7 +61,7 @@ def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, Any]:
     return FORMATS[name](flat(row), where)
 
 
-def flat(row: Mapping[str, object]) -> dict[str, Any]:
+def flat(row: Mapping[str, object]) -> dict[str, object]:
     """Bring the fields under "metadata" up to the others."""
     metadata = row.get("metadata")
     if not isinstance(metadata, Mapping):
@@ -83,7 +83,7 @@ def _listed(names: Iterable[str], shown: int = 20) -> str:
     return ", ".join(listed[:shown]) + (", ..." if len(listed) > shown else "") or "none"
 
 
-def _table(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _table(row: dict[str, object], where: str) -> dict[str, object]:
     found = next((name for name in ANSWER_COLUMNS if name in row), None)
     if found is None:
         return row
@@ -101,7 +101,7 @@ def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(row.get(name), str | None):
             raise InputError(f"{where}: {name} is not a text: {row[name]!r}.")
     accepted = next((name for name in ("possible_answers", *ANSWER_COLUMNS) if name in row), "possible_answers")
-    kept: dict[str, Any] = {name: row[name] for name in ("id", "subj", "obj") if name in row}
+    kept: dict[str, object] = {name: row[name] for name in ("id", "subj", "obj") if name in row}
     kept |= {name: _number(row[name], where, name) for name in POPULARITY if name in row}
     if "s_pop" in kept:
         kept["popularity"] = kept["s_pop"]
@@ -114,7 +114,7 @@ def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     return kept | {"question": question, "answers": _answers(row.get(accepted), where, accepted)}
 
 
-def _triviaqa(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _triviaqa(row: dict[str, object], where: str) -> dict[str, object]:
     _require(row, where, "triviaqa", "Question", "Answer")
     answer = row["Answer"]
     if not isinstance(answer, Mapping):
@@ -129,15 +129,15 @@ def _triviaqa(row: dict[str, Any], where: str) -> dict[str, Any]:
     return kept | {"question": unquoted(row["Question"]), "answers": list(dict.fromkeys(answers))}
 
 
-def _hotpotqa(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _hotpotqa(row: dict[str, object], where: str) -> dict[str, object]:
     _require(row, where, "hotpotqa", "question", "answer")
-    kept: dict[str, Any] = {name: row[name] for name in ("type", "level") if name in row}
+    kept: dict[str, object] = {name: row[name] for name in ("type", "level") if name in row}
     if "_id" in row or "id" in row:
         kept["id"] = row.get("_id", row.get("id"))
     return kept | {"question": row["question"], "answers": [row["answer"]]}
 
 
-def _nq_open(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _nq_open(row: dict[str, object], where: str) -> dict[str, object]:
     _require(row, where, "nq_open", "question", "answer")
     kept = {"id": row["id"]} if "id" in row else {}
     return kept | {"question": row["question"], "answers": row["answer"]}
