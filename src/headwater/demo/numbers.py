@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
 from headwater.detection.evaluation import NAMES
+from headwater.patching.sweep import Sweep
+from headwater.runs.result import Result
 
 QUESTION = "question"
 """The method that needs no model."""
@@ -20,7 +22,7 @@ class Number(NamedTuple):
     control: str = ""
 
 
-def heads(result: Any) -> Number:
+def heads(result: Result) -> Number:
     """How many heads have a label; the strongest beside its habits."""
     found = result.findings()
     classified = found["heads"] - found["labels"]["unclassified"]
@@ -33,13 +35,13 @@ def heads(result: Any) -> Number:
     )
 
 
-def answers(result: Any) -> Number:
+def answers(result: Result) -> Number:
     """How many of the answers are wrong."""
     wrong = [row["wrong"] for row in result.findings()["datasets"] if row["wrong"] is not None]
     return Number(f"{_percent(wrong)} of the answers of a set are wrong")
 
 
-def pathways(result: Any) -> Number:
+def pathways(result: Result) -> Number:
     """How often the knockout flips the probe; as many random words."""
     sets = result.findings()["datasets"]
     survive = sum(bool(row["two_modes_survive"]) for row in sets)
@@ -50,14 +52,14 @@ def pathways(result: Any) -> Number:
     )
 
 
-def saliency(result: Any) -> Number:
+def saliency(result: Result) -> Number:
     """How often the saliency by the cross-entropy is near zero; by the logit."""
     kinds = [row["saliency_exact_answer"] for row in result.findings()["datasets"] if row["saliency_exact_answer"]]
     sure, logit = (_percent(kind["near_zero"][name] for kind in kinds) for name in ("cross_entropy", "logit"))
     return Number(f"in {sure} of the answers of a set the saliency is near zero", f"by the probe's logit in {logit}")
 
 
-def detection(result: Any) -> Number:
+def detection(result: Result) -> Number:
     """The AUC of the best detector; of the question alone."""
     sets = [row["auc"] for row in result.findings()["datasets"]]
     fitted = [max(auc for name, auc in one.items() if name != QUESTION and auc is not None) for one in sets]
@@ -67,14 +69,14 @@ def detection(result: Any) -> Number:
     )
 
 
-def memorization(result: Any) -> Number:
+def memorization(result: Result) -> Number:
     """Median Min-K% by depth."""
     medians = result.findings()["median_min_k"]
     listed = ", ".join(f"{value:.1f}" for value in medians.values())
     return Number(f"the median Min-K% is {listed} nats at depth {', '.join(medians)}")
 
 
-def patching(result: Any) -> Number:
+def patching(result: Sweep) -> Number:
     """How far the strongest place brings the answer back; the strongest head."""
     cells = result.summary(value="normalized_effect")
     most = cells.groupby("site")["mean"].max()
@@ -97,14 +99,14 @@ def _span(said: list[str]) -> str:
     return " to ".join(dict.fromkeys((said[0], said[-1]))) if said else "-"
 
 
-def head_table(result: Any) -> pd.DataFrame:
+def head_table(result: Result) -> pd.DataFrame:
     """Return the ten relations that a head maps best."""
     rows = pd.DataFrame(result.findings()["relations"]).sort_values("best_excess", ascending=False).head(10)
     names = {"best_head": "best head", "best_score": "score", "best_expected": "expected", "best_excess": "excess"}
     return rows.rename(columns=names)
 
 
-def pathway_table(result: Any) -> pd.DataFrame:
+def pathway_table(result: Result) -> pd.DataFrame:
     """Return the numbers of each question set."""
     rows = pd.json_normalize(result.findings()["datasets"])
     names = {
@@ -123,20 +125,20 @@ def pathway_table(result: Any) -> pd.DataFrame:
     return rows[[name for name in names if name in rows]].rename(columns=names)
 
 
-def detection_table(result: Any) -> pd.DataFrame:
-    """Return aUC of each method on each question set."""
+def detection_table(result: Result) -> pd.DataFrame:
+    """Return the AUC of each method on each question set."""
     sets = result.findings()["datasets"]
     methods = [NAMES[method] for method in sets[0]["auc"]]
     return pd.DataFrame({"AUC of": methods} | {row["dataset"]: list(row["auc"].values()) for row in sets})
 
 
-def depth_table(result: Any) -> pd.DataFrame:
-    """Return median Min-K% by depth."""
+def depth_table(result: Result) -> pd.DataFrame:
+    """Return the median Min-K% by depth."""
     medians = result.findings()["median_min_k"]
     return pd.DataFrame({"depth": list(medians), "median Min-K% (nats)": list(medians.values())})
 
 
-def patching_table(result: Any) -> pd.DataFrame:
+def patching_table(result: Sweep) -> pd.DataFrame:
     """Return the four strongest cells of each site."""
     cells = result.summary(value="normalized_effect").dropna(axis=1, how="all")
     order = cells["mean"].abs().sort_values(ascending=False).index
