@@ -35,7 +35,7 @@ from torch import Tensor
 from headwater.data.strict_json import JsonDocument, refuse_half_characters
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
-from headwater.models.tokens import Tokenizer, panics_are_errors
+from headwater.models.tokens import panics_are_errors
 from headwater.options import checked_path, has_no_order, is_one, one_or_several, shown
 
 MIN_PAIRS = 30
@@ -177,7 +177,7 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
 
 
 def tokenize_relations(
-    relations: Iterable[Relation], tokenizer: Tokenizer, *, multi_token: str | None = None, same_words: bool = False
+    relations: Iterable[Relation], tokenizer: Any, *, multi_token: str | None = None, same_words: bool = False
 ) -> tuple[TokenRelation, ...]:
     """Turn words into token ids, and say which pairs fall out.
 
@@ -221,7 +221,7 @@ def shared_relations(
     return shared
 
 
-def word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """Return the tokens of each word as they stand inside a sentence: after a space, without special tokens.
 
     A tokenizer that itself begins every text with a space (SentencePiece's dummy prefix) is given the bare word. A word
