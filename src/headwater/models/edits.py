@@ -210,9 +210,9 @@ class _Carried:
         return None if edited is None else self._carrier.put(edited, given)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Place:
-    """What is attached at one hook point of the model."""
+    """What is attached at one hook point of the model. TransformerLens writes its repr at every hook it attaches."""
 
     hooks: list[Attached] = field(default_factory=list)
     carrying: list[Attached | _Carried] = field(default_factory=list)
