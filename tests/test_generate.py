@@ -12,8 +12,9 @@ from headwater.models.sampling import Sampling, drawn_with, draws
 from headwater.models.sites import SITES
 from headwater.models.writing import ANCHOR, SETTLED, Written
 from tests import chance
+from tests.plain_hooks import hooked_plainly
 from tests.random_models import random_model
-from tests.test_edits import LAYER, hooked_plainly
+from tests.test_edits import LAYER
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 PROMPTS = [" Paris of France is the capital", " cat", " the dog", " small one two three four five six Rome Italy chat"]
@@ -43,7 +44,7 @@ def plainly_continued(hf, ids, steps, family=None, site=None):
     def act(activation):
         activation[:, -1] = shrunk(activation[:, -1])
 
-    handle = hooked_plainly(hf, family, site, act) if site else None
+    handle = hooked_plainly(hf, family, site, LAYER, act) if site else None
     new, log_probs, cache, reads = [], [], None, list(ids)
     with torch.no_grad():
         for _ in range(steps):

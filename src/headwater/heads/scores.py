@@ -252,7 +252,8 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
         layers: what `LayerScores` holds of each layer, by name.
         relations: the relations that were scored.
     """
-    scores = {name: torch.stack([layer[name] for layer in layers]).numpy() for name in layers[0]}
+    names = [name for name, value in layers[0].items() if value is not None and name != "hits"]
+    scores = {name: torch.stack([layer[name] for layer in layers]).numpy() for name in names}
     shape = scores["score"].shape
     layer, head, relation = (index.ravel() for index in np.indices(shape))
     pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
