@@ -6,7 +6,7 @@ see) are hatched, never shown as zero. Several examples are averaged; curves and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -75,6 +75,7 @@ def plot_sweep(
         figure, axes = _figure(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
+        _share_scales(axes, [name for name, _ in panels])
     return axes[0] if len(panels) == 1 else figure
 
 
@@ -90,13 +91,22 @@ def _panels(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.Da
     return panels
 
 
+def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
+    """Give the panels of one site and metric, one for each role, the same colours."""
+    for shared in {name[:2] for name in names if len(name) > 2}:
+        meshes = [ax.collections[0] for ax, name in zip(axes, names, strict=True) if name[:2] == shared]
+        limit = max(mesh.get_clim()[1] or 0.0 for mesh in meshes)
+        for mesh in meshes:
+            mesh.set_clim(-limit, limit)
+
+
 def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes]]:
     n_metrics = len({name[1] for name, _ in panels})
     sizes = [_size(part, fixed) for _, part in panels]
     width, height = max(w for w, _ in sizes), max(h for _, h in sizes)
     needed = width if any("position" in _axes(part, fixed) for _, part in panels) else NARROWEST
-    columns = n_metrics if n_metrics > 1 else min(len(panels), max(1, int(WIDEST // needed)))
-    rows = -(-len(panels) // columns)
+    rows = -(-len(panels) // (n_metrics if n_metrics > 1 else max(1, int(WIDEST // needed))))
+    columns = -(-len(panels) // rows)
     width = min(width, max(WIDEST / columns, NARROWEST))
     figure = plt.figure(figsize=(columns * width, rows * height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
