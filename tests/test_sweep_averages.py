@@ -206,3 +206,11 @@ def test_numbers_of_numpy_are_windows_and_are_recorded(model, tmp_path):
     for wrong in ({"window": True}, {"seed": True}, {"batch_size": True}, {"layers": True}):
         with pytest.raises(InputError, match="=True"):
             hw.patch(model, " the cat", " the dog", **options | wrong)
+
+
+def test_the_report_names_what_there_is_to_name(model):
+    cells = {"sites": "resid_pre", "layers": [1], "progress": False, "metric": METRIC}
+    (whole, *_) = hw.patch(model, [[3, 4, 5]], [[3, 6, 5]], over=[], **cells).report()
+    assert whole == "resid pre: 1.00 of the way back to the clean logit difference, over 1 pair of prompts."
+    (one, *_) = hw.patch(model, [[3, 4, 5]], [[3, 6, 5]], positions=[1], **cells).report()
+    assert one.startswith("resid pre: layer 1, position 1, 0.")

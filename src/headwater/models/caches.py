@@ -356,14 +356,14 @@ class Cache(Result):
     def _in_order(self) -> list[Activation]:
         return sorted(self.kept.values(), key=lambda one: one.has_keys)
 
-    def _said_shape(self, one: Activation) -> tuple[int | str, ...]:
+    def _said_shape(self, one: Activation) -> str:
+        """The sizes of the axes; where texts differ, how many tokens there are in all."""
         alike = len(set(self._counts.tolist())) == 1
-        places = (len(one.places), len(self._counts))
-        counted: tuple[int | str, ...] = (int(self._counts[0]),) if alike else (f"{int(self._counts.sum())} tokens",)
-        if not one.has_keys:
-            return (*places, *counted, *one.size)
+        counted = f"{self._counts[0]}" if alike else f"{self._counts.sum()} tokens"
         keys = set(self._lengths.tolist())
-        return (*places, *one.size, *counted, keys.pop() if len(keys) == 1 else "its keys")
+        of_keys = f"{keys.pop()}" if len(keys) == 1 else "its keys"
+        sizes = [*one.size, counted, of_keys] if one.has_keys else [counted, *one.size]
+        return f"({', '.join(map(str, [len(one.places), len(self._counts), *sizes]))})"
 
     @cached_property
     def _lengths(self) -> Int[Tensor, " example"]:

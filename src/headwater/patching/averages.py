@@ -189,8 +189,8 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
     best = cells.iloc[int(cells["mean"].abs().argmax())]
-    named = ("layer", "role" if "role" in cells else "position", "head", "kv_head", "key", "feature", "set")
-    axes = [axis for axis in named if axis in cells and pd.notna(best[axis])]
+    known = ("layer", "role" if "role" in cells else "position", "head", "kv_head", "key", "feature", "set")
+    axes = [axis for axis in known if axis in cells and pd.notna(best[axis])]
     where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
     there = "back to the clean" if direction == "denoise" else "to the corrupted"
     of = f"of the way {there} {metric}" if value == "normalized_effect" else f"on {metric}"
@@ -199,7 +199,8 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     unit = ("pair" if of_pairs else "prompt") + "s" * (examples != 1) + " of prompts" * of_pairs
     among = f"of {n_cells} cells the strongest is " if n_cells > 1 else ""
     size = said_number(best["mean"], best["low"], best["high"])
-    said = [f"{site}: {among}{where}, {size} {of}, over {examples} {unit}.".replace("_", " ")]
+    named = f"{among}{where}, " if where else ""
+    said = [f"{site}: {named}{size} {of}, over {examples} {unit}.".replace("_", " ")]
     if examples < 2:
         said.append(f"{site}: one example has no interval, and says nothing of others.".replace("_", " "))
     elif n_cells > 1:
