@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -279,20 +279,9 @@ def _fill(
         model.run(batch, hooks, stop_at=wanted.stop_at)
         bar.update(len(rows))
 
-    for batch in _batches(examples, wanted.sequences.lengths.tolist(), batch_size):
-        in_halves(batch, run)
-
-
-def _batches(examples: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Cut texts, shortest first, into batches in which the longest pads the shortest by little."""
-    batch: list[int] = []
-    for example in examples:
-        if batch and (len(batch) == size or lengths[example] > PADDED * lengths[batch[0]] + PADDING):
-            yield batch
-            batch = []
-        batch.append(example)
-    if batch:
-        yield batch
+    lengths = wanted.sequences.lengths[examples].tolist()
+    for batch in by_length(lengths, batch_size, longest=lambda shortest: PADDED * shortest + PADDING):
+        in_halves([examples[row] for row in batch], run)
 
 
 class _Taken:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeAlias
@@ -188,20 +188,32 @@ def token_span(offsets: Offsets, start: int, end: int) -> range:
     return range(held[0], held[-1] + 1)
 
 
-def by_length(lengths: Sequence[int], size: int, before: Sequence[Any] | None = None) -> list[list[int]]:
+def by_length(
+    lengths: Sequence[int],
+    size: int,
+    before: Sequence[Any] | None = None,
+    longest: Callable[[int], float] | None = None,
+) -> list[list[int]]:
     """Deal rows out in batches of about equal length, shortest first, so that little is padding.
 
     Args:
         lengths: of each row.
         size: rows in a batch.
         before: what rows are ordered by before their length.
+        longest: how long a row may be in a batch whose first row has a length; a longer one begins the next batch.
 
     Returns:
         The rows of each batch; rows of one length stay in their order.
     """
     keys = lengths if before is None else list(zip(before, lengths, strict=True))
-    order = sorted(range(len(lengths)), key=keys.__getitem__)
-    return [order[start : start + size] for start in range(0, len(order), size)]
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=keys.__getitem__):
+        open_batch = batches[-1] if batches and len(batches[-1]) < size else None
+        if open_batch is None or (longest is not None and lengths[row] > longest(lengths[open_batch[0]])):
+            batches.append([row])
+        else:
+            open_batch.append(row)
+    return batches
 
 
 def single_token_id(tokenizer: PreTrainedTokenizerBase, word: str) -> int | None:
