@@ -293,6 +293,7 @@ class Noise(_Changing):
     """What stands there, with noise added."""
 
     needs = ("std",)
+    of_prompts = True
 
     def __init__(self, given: Given):
         super().__init__(given)

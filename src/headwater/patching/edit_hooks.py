@@ -23,7 +23,7 @@ from headwater.patching.cells import chosen, lasting
 from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
 from headwater.patching.rows import Values
-from headwater.patching.values import Recipe, Wanted, asked_source, recipe_of, values_of
+from headwater.patching.values import VALUES, Recipe, Wanted, asked_source, recipe_of, values_of
 from headwater.patching.variants import Replace
 from headwater.runs.identity import digest
 
@@ -71,7 +71,7 @@ class EditHook(PromptHook):
         if batch is not None:
             prompts = read_prompts(model, batch)
             return site.hook_name(layer), makes(_Writes(self.identity, self._writer(model, layer, prompts)))
-        if not self._everywhere or self.recipe.kind in ("mean", "resample", "noise", "other run"):
+        if not self._everywhere or VALUES[self.recipe.kind].of_prompts:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
             )

@@ -106,6 +106,8 @@ class Source(ABC):
     """How many activations it holds at once for each that it returns: what a sweep takes is estimated with it."""
     labelled: ClassVar[bool] = True
     """Whether the table has a column `values` that names it."""
+    of_prompts: ClassVar[bool] = False
+    """Whether it depends on which prompts are edited: `hw.edit` then needs to know them."""
     needs: ClassVar[tuple[str, ...]] = ()
     """What a caller must give it, by the names of `Given.arguments`: its name alone is not enough then."""
     changes: ClassVar[bool] = False
@@ -156,6 +158,7 @@ class OtherRun(Source):
     """The other prompt's own activations."""
 
     takes_other_run = True
+    of_prompts = True
     labelled = False
 
     def __init__(self, given: Given):
@@ -198,6 +201,7 @@ class _OfDataset(Source):
     """Values from the runs of a data set; without one, of the prompts that are edited."""
 
     takes_dataset = True
+    of_prompts = True
 
     def __init__(self, given: Given):
         super().__init__(given)
