@@ -1,5 +1,7 @@
 """Direct logit attribution: parts sum to the logit difference on every architecture and are what Hugging Face has."""
 
+import functools
+
 import pandas as pd
 import pytest
 import torch
@@ -18,14 +20,7 @@ CORRECT, WRONG = (TOKENIZER.encode(token, add_special_tokens=False)[0] for token
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-
-    def model(family):
-        if family not in made:
-            made[family] = hw.load(tiny_model(family), tokenizer=TOKENIZER)
-        return made[family]
-
-    return model
+    return functools.cache(lambda family: hw.load(tiny_model(family), tokenizer=TOKENIZER))
 
 
 def attributed(model, prompts=PROMPTS, tokens=TOKENS, **options):

@@ -1,5 +1,6 @@
 """An edit means the same in a hook, in a sweep and in the transformers model itself; hooks do one another no harm."""
 
+import functools
 import warnings
 from functools import partial
 
@@ -26,14 +27,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-
-    def model(family):
-        if family not in made:
-            made[family] = hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer())
-        return made[family]
-
-    return model
+    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
 
 
 @pytest.fixture(scope="module")

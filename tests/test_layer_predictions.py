@@ -1,5 +1,6 @@
 """What layers predict is what Hugging Face's own norm and head make of its hidden states, on every architecture."""
 
+import functools
 import json
 
 import numpy as np
@@ -21,14 +22,7 @@ NORMS = ("transformer.ln_f", "gpt_neox.final_layer_norm", "model.final_layernorm
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-
-    def model(family):
-        if family not in made:
-            made[family] = hw.load(tiny_model(family), tokenizer=TOKENIZER)
-        return made[family]
-
-    return model
+    return functools.cache(lambda family: hw.load(tiny_model(family), tokenizer=TOKENIZER))
 
 
 def read(model, prompts=PROMPTS, **options):

@@ -5,6 +5,7 @@ by filter, words to tokens, refusals, and names that are not there.
 """
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -21,14 +22,7 @@ TEXT, OTHER = " the capital of France is", " cat dog"
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-
-    def model(family):
-        if family not in made:
-            made[family] = hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer())
-        return made[family]
-
-    return model
+    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
 
 
 @pytest.fixture(scope="module")

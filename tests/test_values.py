@@ -1,5 +1,6 @@
 """What edits write: functions, tensors, directions, factors and noise do what plain hooks on a model do."""
 
+import functools
 import warnings
 from itertools import product
 
@@ -22,14 +23,7 @@ STD = 0.7
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-
-    def model(family):
-        if family not in made:
-            made[family] = hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer())
-        return made[family]
-
-    return model
+    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
 
 
 @pytest.fixture
