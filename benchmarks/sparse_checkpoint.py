@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 import transformers
 
-from headwater.models.conversion import expected_tensors
+from headwater.models.weights.conversion import expected_tensors
 
 ITEM = 2
 NUMBERS_AT_ONCE = 2**24

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.models.generation import generate
+from headwater.models.generation.loop import generate
 from headwater.questions import asking
 
 

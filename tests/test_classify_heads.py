@@ -21,7 +21,7 @@ from headwater.heads.classify import classify_heads, published_embedding, publis
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import Relation, tokenize_relations
 from headwater.models.shape import ModelShape
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from headwater.stats.significance import wilson_interval
 from tests import chance
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer

@@ -8,7 +8,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.composition import _Side, composition_scores, null_deviation, scores_of
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 
 

@@ -11,7 +11,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.edits import listed_hooks
-from headwater.models.generation import generate
+from headwater.models.generation.loop import generate
 from headwater.models.sites import SITES
 from headwater.patching import runners
 from headwater.patching.edge_knockout import knocked_out_states

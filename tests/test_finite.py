@@ -9,7 +9,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import HeadwaterError, ModelError, NumericsError
-from headwater.models.generation import generate
+from headwater.models.generation.loop import generate
 from headwater.models.memory import in_halves, is_out_of_memory, refuse_too_large
 from tests.tiny import FAMILIES
 

@@ -7,10 +7,10 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
+from headwater.models.generation.sampling import Sampling, drawn_with, draws
+from headwater.models.generation.writing import ANCHOR, SETTLED, Written
 from headwater.models.reading import now_reading
-from headwater.models.sampling import Sampling, drawn_with, draws
 from headwater.models.sites import SITES
-from headwater.models.writing import ANCHOR, SETTLED, Written
 from tests import chance
 from tests.plain_hooks import hooked_plainly
 from tests.random_models import random_model
@@ -187,7 +187,7 @@ def test_a_hook_that_never_fires_or_does_not_fit_is_an_error(llama):
 
 
 def test_hooks_on_a_model_that_runs_every_step_anew_are_refused(llama, monkeypatch):
-    monkeypatch.setattr("headwater.models.generation.is_bridge", lambda raw: False)
+    monkeypatch.setattr("headwater.models.generation.loop.is_bridge", lambda raw: False)
     with pytest.raises(InputError, match="runs the whole text anew for every token"):
         llama.generate(PROMPTS, [("blocks.1.hook_resid_post", newest)])
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headwater.errors import ModelError
-from headwater.models.layers_ahead import LayersAhead
-from headwater.models.weights import open_weights
+from headwater.models.weights.layers_ahead import LayersAhead
+from headwater.models.weights.opening import open_weights
 
 
 @pytest.fixture

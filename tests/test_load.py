@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
 
 TEXTS = ["the capital of France is Paris", "one two three", "Paris"]

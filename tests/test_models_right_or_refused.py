@@ -14,7 +14,7 @@ import headwater as hw
 from headwater.errors import HeadwaterError, RunFolderError
 from headwater.heads.relations import Relation
 from headwater.models.tokens import single_token_id
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from tests.random_models import CONFIGS, random_model
 from tests.tiny import WORDS, tiny_tokenizer
 

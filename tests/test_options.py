@@ -65,7 +65,7 @@ def test_a_caller_without_a_type_checker_is_told_too():
 import headwater as hw
 from headwater.heads.relations import load_relations
 from headwater.heads.salient import salient_operations
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from headwater.patching.metrics import answer_ids
 model = hw.load()
 weights = open_weights(model)

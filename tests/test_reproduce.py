@@ -15,9 +15,9 @@ from headwater.errors import InputError
 from headwater.heads.classify import classify_heads
 from headwater.heads.relations import PUBLISHED_CATEGORIES, load_relations, tokenize_relations
 from headwater.heads.validation import dynamic_scores
-from headwater.models.generation import Generated
+from headwater.models.generation.loop import Generated
 from headwater.models.loading import load
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from headwater.questions import asking
 from headwater.reference import depth, maps, pathways
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.models.sae_folder import load_sae
+from headwater.models.dictionaries.sae_folder import load_sae
 
 D, N = 12, 30
 NEWER = {"hook_name": "blocks.1.hook_resid_post", "hook_layer": 1, "d_in": D, "d_sae": N}

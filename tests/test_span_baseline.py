@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.models.generation import Generated
+from headwater.models.generation.loop import Generated
 from headwater.pathways.summary import survives
 from headwater.questions import asking
 from headwater.questions.spans import span_shapes

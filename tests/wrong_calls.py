@@ -37,7 +37,7 @@ from headwater.heads.coverage import relation_coverage
 from headwater.heads.patterns import attention_classes
 from headwater.heads.salient import salient_operations
 from headwater.heads.validation import dynamic_scores
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from headwater.planted import question_lookup
 from tests.test_trace import ask
 from tests.tiny import WORDS, tiny_folder, tiny_model, tiny_tokenizer

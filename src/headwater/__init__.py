@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from headwater.likelihood.scores import memorization_scores as memorization_scores
     from headwater.likelihood.statistics import TextStatistics as TextStatistics
     from headwater.likelihood.statistics import token_statistics as token_statistics
-    from headwater.models.caches import Cache as Cache
-    from headwater.models.caches import load_cache as load_cache
-    from headwater.models.dictionaries import Features as Features
-    from headwater.models.dictionaries import features as features
+    from headwater.models.caches.cache import Cache as Cache
+    from headwater.models.caches.cache import load_cache as load_cache
+    from headwater.models.dictionaries.features import Features as Features
+    from headwater.models.dictionaries.features import features as features
+    from headwater.models.dictionaries.sae_folder import load_sae as load_sae
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
-    from headwater.models.sae_folder import load_sae as load_sae
     from headwater.patching.ablation import ablate as ablate
     from headwater.patching.changes import add as add
     from headwater.patching.changes import noise as noise

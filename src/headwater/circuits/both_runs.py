@@ -19,9 +19,9 @@ from torch import Tensor
 
 from headwater.circuits.graph import Graph
 from headwater.errors import ModelError
-from headwater.models.loaded_weights import LoadedWeights
 from headwater.models.norms import attention_post_norm
 from headwater.models.sites import SITES
+from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import first_difference
 from headwater.patching.runners import CannotStepError, Wave

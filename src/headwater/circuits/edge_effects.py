@@ -33,8 +33,8 @@ from headwater.circuits.result import EdgeEffects
 from headwater.circuits.screen import strength, strongest_and_drawn
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.loaded_weights import LoadedWeights
 from headwater.models.memory import refuse_too_large
+from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_count, checked_name, checked_seed
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from headwater.detection.reweighting import Reweighted, Strength
 from headwater.errors import InputError, RunFolderError, did_you_mean
-from headwater.models.generation import chat_text
+from headwater.models.generation.loop import chat_text
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import by_length, encode
 from headwater.options import checked_path, shown

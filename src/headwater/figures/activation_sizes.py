@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.figures.fonts import label
 from headwater.figures.style import DASHED, model_title, style, whole_numbers
-from headwater.models.caches import Cache
+from headwater.models.caches.cache import Cache
 from headwater.runs.result import DRAWINGS
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, FAINT)

@@ -27,11 +27,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.effective_embedding import KINDS
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.tokens import token_strings
-from headwater.models.weight_source import WeightSource
+from headwater.models.weights.effective_embedding import KINDS
+from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import each_row

@@ -35,12 +35,12 @@ from headwater.heads.relations import (
     tokenize_relations,
 )
 from headwater.heads.scores import LayerScorer, relation_table, score_table, suite_pairs
-from headwater.models.effective_embedding import KINDS
 from headwater.models.hooked import HookedModel
-from headwater.models.layers_ahead import LayersAhead
 from headwater.models.loading import hooked_of, weights_of
 from headwater.models.shape import ModelShape
-from headwater.models.weight_source import WeightSource
+from headwater.models.weights.effective_embedding import KINDS
+from headwater.models.weights.layers_ahead import LayersAhead
+from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import describe, digest

@@ -42,7 +42,7 @@ from headwater.heads.relations import Relation, Relations, load_relations, share
 from headwater.heads.scores import score_table
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
-from headwater.models.weight_source import WeightSource
+from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import each_row

@@ -37,7 +37,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
-from headwater.models.weight_source import HeadWeights, WeightSource
+from headwater.models.weights.weight_source import HeadWeights, WeightSource
 from headwater.options import checked_flag, checked_name, checked_several, one_or_several
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import each_row

@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.effective_embedding import KINDS
 from headwater.models.tokens import token_strings
-from headwater.models.weight_source import WeightSource
+from headwater.models.weights.effective_embedding import KINDS
+from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_name
 
 SIGNS = ("writes", "suppresses")

@@ -32,8 +32,8 @@ from headwater.heads.relations import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32
 from headwater.kernels.ov import OVMaps, longest_column
-from headwater.models.layers_ahead import LayersAhead
-from headwater.models.weight_source import WeightSource
+from headwater.models.weights.layers_ahead import LayersAhead
+from headwater.models.weights.weight_source import WeightSource
 from headwater.stats.significance import (
     Numbers,
     permutation_moments,

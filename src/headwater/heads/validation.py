@@ -33,7 +33,7 @@ from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from headwater.options import checked_count
 from headwater.progress import progress_bar
 from headwater.runs.record import RunRecord

@@ -36,12 +36,12 @@ from headwater.errors import InputError, NumericsError
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.loaded_weights import LoadedWeights
 from headwater.models.norms import Norm, attention_post_norm, final_norm
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import unembedding_head
+from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids

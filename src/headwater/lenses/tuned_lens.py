@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.checkpoint import first_line
+from headwater.models.weights.checkpoint import first_line
 from headwater.options import checked_path
 
 CONFIG, PARAMETERS = "config.json", "params.pt"

@@ -32,7 +32,7 @@ from headwater.likelihood.framed import SPANS, Scored, Scoring
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
-from headwater.models.generation import end_tokens
+from headwater.models.generation.loop import end_tokens
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
 from headwater.questions.asking import RAW, Messages, question_frame

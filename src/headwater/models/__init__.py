@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING
 from headwater.rooms import opened
 
 if TYPE_CHECKING:
-    from headwater.models.caches import Cache as Cache
-    from headwater.models.caches import load_cache as load_cache
-    from headwater.models.dictionaries import Features as Features
-    from headwater.models.dictionaries import features as features
+    from headwater.models.caches.cache import Cache as Cache
+    from headwater.models.caches.cache import load_cache as load_cache
+    from headwater.models.dictionaries.features import Features as Features
+    from headwater.models.dictionaries.features import features as features
+    from headwater.models.dictionaries.sae_folder import load_sae as load_sae
     from headwater.models.families import FAMILIES as FAMILIES
     from headwater.models.families import Family as Family
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
-    from headwater.models.sae_folder import load_sae as load_sae
     from headwater.models.sites import SITES as SITES
     from headwater.models.sites import Site as Site
     from headwater.models.sites import register_site as register_site
-    from headwater.models.weights import open_weights as open_weights
+    from headwater.models.weights.opening import open_weights as open_weights
 
 __getattr__, __dir__, __all__ = opened(__name__)

@@ -28,9 +28,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.models.alterations import KnownModules
-from headwater.models.caches import Cache
+from headwater.models.caches.cache import Cache
+from headwater.models.caches.collection import fill_cache
 from headwater.models.checks import finite_output
-from headwater.models.collection import fill_cache
 from headwater.models.edits import (
     Attached,
     Attachments,
@@ -42,16 +42,16 @@ from headwater.models.edits import (
     looks,
     reporters,
 )
-from headwater.models.fingerprint import KnownWeights
+from headwater.models.generation.sampling import checked_sampling
+from headwater.models.generation.writing import Stream, Texts, write
 from headwater.models.model import is_bridge
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
-from headwater.models.sampling import checked_sampling
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames, what_to_use
-from headwater.models.writing import Stream, Texts, write
+from headwater.models.weights.fingerprint import KnownWeights
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.identity import tokenizer_digest
 from headwater.runs.record import HOOKS, PAST_HOOKS
@@ -301,7 +301,7 @@ class HookedModel(TransformerLensNames):
         device: str | torch.device = "cpu",
         progress: bool = True,
     ) -> Cache:
-        """Run the model and keep what is asked for; see `headwater.models.collection.fill_cache`."""
+        """Run the model and keep what is asked for; see `headwater.models.caches.collection.fill_cache`."""
         return fill_cache(
             self,
             inputs,
@@ -334,7 +334,7 @@ class HookedModel(TransformerLensNames):
         batch_size: int = 64,
         progress: bool = True,
     ) -> Texts | tuple[Texts, list[list[int]]]:
-        """Let the model continue prompts, with hooks if asked; see `headwater.models.writing`.
+        """Let the model continue prompts, with hooks if asked; see `headwater.models.generation.writing`.
 
         Greedy unless `do_sample`, and then the tokens are those of `generate` in transformers. Hooks act at every step.
         The first run reads the prompts, as in `run`: row by row, from column 0 on, shorter ones padded on the right.

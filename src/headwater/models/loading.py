@@ -23,7 +23,14 @@ from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models import checks
 from headwater.models.agreement import Seen, agree, see
-from headwater.models.checkpoint import (
+from headwater.models.embedded import embedded_folder
+from headwater.models.families import FAMILIES, text_config
+from headwater.models.hooked import HookedModel
+from headwater.models.memory import refuse_too_large
+from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
+from headwater.models.shape import ModelShape, shape_of
+from headwater.models.tokens import load_tokenizer
+from headwater.models.weights.checkpoint import (
     checkpoint_folder,
     one_line,
     open_checkpoint,
@@ -32,17 +39,10 @@ from headwater.models.checkpoint import (
     tensor_shapes,
     weight_files,
 )
-from headwater.models.conversion import quiet_transformers
-from headwater.models.embedded import embedded_folder
-from headwater.models.families import FAMILIES, text_config
-from headwater.models.hooked import HookedModel
-from headwater.models.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
-from headwater.models.memory import refuse_too_large
-from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
-from headwater.models.shape import ModelShape, shape_of
-from headwater.models.tokens import load_tokenizer
-from headwater.models.weight_source import WeightSource
-from headwater.models.weights import open_weights
+from headwater.models.weights.conversion import quiet_transformers
+from headwater.models.weights.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
+from headwater.models.weights.opening import open_weights
+from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.models.loaded_weights import LoadedWeights
+from headwater.models.weights.loaded_weights import LoadedWeights
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

@@ -6,8 +6,8 @@ A hook is handed an activation whose columns are tokens. Which tokens, it may as
     reading.positions[row, column]       # of that token in its text, from 0; -1 at padding
     reading.prompts[row]                 # the length of the prompt: tokens from there on are new, written by the model
 
-In a run of whole texts column c is token c. While a model writes (`headwater.models.generation`), the first run reads
-the prompts in the same way, and each one after it a single new token per row.
+In a run of whole texts column c is token c. While a model writes (`headwater.models.generation.loop`), the first run
+reads the prompts in the same way, and each one after it a single new token per row.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from transformers.utils import cached_file
 
 from headwater.data.strict_json import refuse_half_characters
 from headwater.errors import InputError, ModelError
-from headwater.models.checkpoint import first_line, refuse_pointer
+from headwater.models.weights.checkpoint import first_line, refuse_pointer
 from headwater.options import checked_path, has_no_order, is_one, one_or_several, whole_number
 
 TOKENIZER_FILES = (

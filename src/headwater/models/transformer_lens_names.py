@@ -1,9 +1,9 @@
 """What TransformerLens's users type: its names and shapes on a headwater model, through headwater's hooks and checks.
 
 `run_with_cache`, `run_with_hooks`, `model(tokens)`, `to_tokens` and its like, and `cfg`; the parameters are in
-`headwater.models.parameters_by_head`. Weights are those of the checkpoint, unprocessed. Hooks follow the rules of
-`headwater.models.edits`: a hook gets a copy and must return what it wrote, a name that does not exist or that nothing
-passes through is an error, and an edit of `hook_resid_mid` reaches the skip connection. Other names raise an
+`headwater.models.weights.parameters_by_head`. Weights are those of the checkpoint, unprocessed. Hooks follow the rules
+of `headwater.models.edits`: a hook gets a copy and must return what it wrote, a name that does not exist or that
+nothing passes through is an error, and an edit of `hook_resid_mid` reaches the skip connection. Other names raise an
 AttributeError that says what to use.
 """
 
@@ -20,9 +20,9 @@ from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import failures_named
-from headwater.models.parameters_by_head import ParametersByHead
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
+from headwater.models.weights.parameters_by_head import ParametersByHead
 from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from headwater.errors import ModelError
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.norms import final_norm
 from headwater.models.tokens import Batch
-from headwater.models.weight_source import finite
+from headwater.models.weights.weight_source import finite
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

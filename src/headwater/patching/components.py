@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.dictionaries import Features
+from headwater.models.dictionaries.features import Features
 from headwater.models.hooked import HookedModel
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, sites_named

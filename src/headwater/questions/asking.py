@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.edits import Hook, PromptHook
-from headwater.models.generation import chat_text, end_tokens, generate
+from headwater.models.generation.loop import chat_text, end_tokens, generate
 from headwater.models.tokens import by_length
 from headwater.options import shown
 from headwater.runs.analysis import Run

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.errors import InputError
-from headwater.models.generation import continuation_offsets
+from headwater.models.generation.loop import continuation_offsets
 from headwater.models.tokens import Offsets, Tokenizer
 from headwater.questions.asking import Written
 from headwater.questions.extract import Extractor, call_extractor

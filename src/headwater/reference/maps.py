@@ -26,7 +26,7 @@ from headwater.heads.relations import load_relations
 from headwater.heads.validation import TEMPLATES, dynamic_scores, published_bos
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
 from headwater.options import checked_path
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
 from headwater.runs.analysis import Run, carry_out

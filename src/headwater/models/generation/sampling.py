@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.generation import Choose, greedy
+from headwater.models.generation.loop import Choose, greedy
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from headwater.data.rows import check_readable
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
-from headwater.models.dictionaries import Features, place
+from headwater.models.dictionaries.features import Features, place
 from headwater.models.sites import SITES, place_named
 from headwater.options import checked_flag, checked_path, shown
 from headwater.runs.identity import digest

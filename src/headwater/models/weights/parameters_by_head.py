@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.models.weight_source import WeightSource
-from headwater.models.weights import open_weights
+from headwater.models.weights.opening import open_weights
+from headwater.models.weights.weight_source import WeightSource
 
 if TYPE_CHECKING:
     from headwater.models.model import Model as Surface

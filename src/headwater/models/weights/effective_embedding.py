@@ -21,11 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.conversion import block_model
 from headwater.models.families import family_of
-from headwater.models.head_tensors import Read
 from headwater.models.shape import shape_of
 from headwater.models.tokens import Tokenizer
+from headwater.models.weights.conversion import block_model
+from headwater.models.weights.head_tensors import Read
 
 KINDS = ("raw", "mlp0", "embed+mlp0", "layer0")
 WORKSPACE_ENTRIES = 2**23

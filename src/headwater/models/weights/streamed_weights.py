@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, ModelError
-from headwater.models.checkpoint import Checkpoint
-from headwater.models.conversion import UNEMBEDDING, Conversion
-from headwater.models.effective_embedding import bos_token, check_request, layer0, mlp0
 from headwater.models.families import family_of
-from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
-from headwater.models.head_tensors import head_factors, ov_factors
-from headwater.models.lone_tokens import refuse_clipped
 from headwater.models.shape import shape_of
-from headwater.models.weight_source import HeadWeights, OVWeights, WeightSource, finite
+from headwater.models.weights.checkpoint import Checkpoint
+from headwater.models.weights.conversion import UNEMBEDDING, Conversion
+from headwater.models.weights.effective_embedding import bos_token, check_request, layer0, mlp0
+from headwater.models.weights.fingerprint import behaviour, fingerprint, fingerprint_of_files
+from headwater.models.weights.head_tensors import head_factors, ov_factors
+from headwater.models.weights.lone_tokens import refuse_clipped
+from headwater.models.weights.weight_source import HeadWeights, OVWeights, WeightSource, finite
 from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:

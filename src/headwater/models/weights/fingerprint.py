@@ -41,9 +41,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headwater.errors import HeadwaterError
-from headwater.models.conversion import Conversion
 from headwater.models.families import Family, family_named, family_of, text_config
 from headwater.models.shape import ModelShape, shape_of
+from headwater.models.weights.conversion import Conversion
 from headwater.runs.storage import write_atomically
 
 SPAN = 2**22

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import ModelError
-from headwater.models.checkpoint import first_line
-from headwater.models.effective_embedding import bos_token, check_request, chunks
-from headwater.models.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
 from headwater.models.model import is_bridge
 from headwater.models.tokens import Batch
-from headwater.models.weight_source import HeadWeights, OVWeights, WeightSource, finite
+from headwater.models.weights.checkpoint import first_line
+from headwater.models.weights.effective_embedding import bos_token, check_request, chunks
+from headwater.models.weights.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
+from headwater.models.weights.weight_source import HeadWeights, OVWeights, WeightSource, finite
 
 if TYPE_CHECKING:
     from headwater.models.model import Model

@@ -6,7 +6,7 @@
 3. The axes of a site stand in its row. Those of any other hook are seen in two small runs: the axis that goes with the
    number of texts is `batch`, those that go with their length are `position` and `key`; whatever has no such axes is
    refused.
-4. Features of a dictionary (`headwater.models.dictionaries`) are read from the activation at their own layer.
+4. Features of a dictionary (`headwater.models.dictionaries.features`) are read from the activation at their own layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.dictionaries import Features
+from headwater.models.dictionaries.features import Features
 from headwater.models.edits import Hook, looks
 from headwater.models.sites import AXES, HOOKS, SITES, Site, sites_named
 from headwater.models.tokens import Batch

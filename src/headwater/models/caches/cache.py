@@ -26,8 +26,8 @@ from torch import Tensor
 
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
-from headwater.models.activations import Activation
-from headwater.models.sequences import Sequences, asked_columns, starts_of, steps
+from headwater.models.caches.activations import Activation
+from headwater.models.caches.sequences import Sequences, asked_columns, starts_of, steps
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
 from headwater.runs.identity import digest
@@ -55,7 +55,7 @@ class Cache(Result):
     texts: pd.DataFrame
     """A row per text: `example, tokens` (how many), `text` (None where token ids were given)."""
     contents: list[dict[str, Any]]
-    """What is kept: see `headwater.models.activations.Activation`."""
+    """What is kept: see `headwater.models.caches.activations.Activation`."""
     asked: list[int] | None
     """The positions asked for, where they were asked for by numbers."""
     kept_layers: list[int]

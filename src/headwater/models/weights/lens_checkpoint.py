@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import ModelError
-from headwater.models.checkpoint import first_line
+from headwater.models.weights.checkpoint import first_line
 
 WEIGHTS = (".safetensors", ".pth", ".pt")
 COMPUTED = (".mask", ".IGNORE", ".rotary_sin", ".rotary_cos")

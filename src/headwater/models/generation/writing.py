@@ -1,8 +1,9 @@
 """What a model writes behind prompts, as texts: `model.generate`.
 
-1. Tokens come from the one loop (`headwater.models.generation`), chosen as `headwater.models.sampling` says. A row ends
-   with one of the model's end tokens (those of the tokenizer, the config and the generation config; nothing else of
-   the generation config counts), after a stop string, or after `max_new_tokens`.
+1. Tokens come from the one loop (`headwater.models.generation.loop`), chosen as
+   `headwater.models.generation.sampling` says. A row ends with one of the
+   model's end tokens (those of the tokenizer, the config and the generation config; nothing else of the generation
+   config counts), after a stop string, or after `max_new_tokens`.
 2. A text is what decoding the prompt grows by with the new tokens, special ones left out. Bytes that do not yet make
    a character wait for the tokens that complete it.
 3. A stop string may begin and end anywhere within tokens; the text ends right before it. Of several that a token
@@ -21,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
-from headwater.models.generation import Wrote, check_room, end_tokens, generate
+from headwater.models.generation.loop import Wrote, check_room, end_tokens, generate
+from headwater.models.generation.sampling import Sampling, drawn_with, draws
 from headwater.models.memory import failures_named
-from headwater.models.sampling import Sampling, drawn_with, draws
 from headwater.models.tokens import Inputs
 from headwater.options import checked_count, one_or_several, shown
 from headwater.progress import progress_bar

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from headwater.errors import ModelError
-from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.models.families import family_of, text_config
 from headwater.models.shape import refuse_impossible_sizes, shape_of
+from headwater.models.weights.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.options import checked_path
 
 INDEX = "model.safetensors.index.json"

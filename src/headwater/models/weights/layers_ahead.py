@@ -15,8 +15,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headwater.models.streamed_weights import StreamedWeights
-from headwater.models.weight_source import OVWeights, WeightSource
+from headwater.models.weights.streamed_weights import StreamedWeights
+from headwater.models.weights.weight_source import OVWeights, WeightSource
 
 _Arrival: TypeAlias = tuple[OVWeights, torch.cuda.Event | None]
 """A layer's factors, and what to wait for before they are there."""

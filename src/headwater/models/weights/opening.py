@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.kernels.devices import usable_device
-from headwater.models.checkpoint import checkpoint_folder, open_checkpoint
 from headwater.models.checks import tokenizer_fits
-from headwater.models.loaded_weights import LoadedWeights
-from headwater.models.streamed_weights import StreamedWeights
 from headwater.models.tokens import load_tokenizer
-from headwater.models.weight_source import WeightSource
+from headwater.models.weights.checkpoint import checkpoint_folder, open_checkpoint
+from headwater.models.weights.loaded_weights import LoadedWeights
+from headwater.models.weights.streamed_weights import StreamedWeights
+from headwater.models.weights.weight_source import WeightSource
 
 if TYPE_CHECKING:
     from headwater.models.model import Model

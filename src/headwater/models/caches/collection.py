@@ -1,7 +1,7 @@
 """Collect activations of many texts: only what was asked for, of real tokens alone.
 
-1. Say which activations are meant (`headwater.models.activations`) and which tokens of each text; estimate what they
-   take, and refuse with the figure when the device, or the disk, has not got it.
+1. Say which activations are meant (`headwater.models.caches.activations`) and which tokens of each text; estimate
+   what they take, and refuse with the figure when the device, or the disk, has not got it.
 2. Run the texts in batches of about equal length, so that a long one hardly pads others. Hooks copy the chosen layers,
    heads and positions of the real tokens into their place, so nothing else is ever kept. Layers after the last one
    asked for do not run.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import usable_device
-from headwater.models.activations import (
+from headwater.models.caches.activations import (
     Activation,
     activations_named,
     features_among,
@@ -33,12 +33,12 @@ from headwater.models.activations import (
     layers_needed,
     refuse_misread_heads,
 )
-from headwater.models.caches import Cache
-from headwater.models.dictionaries import Features
+from headwater.models.caches.cache import Cache
+from headwater.models.caches.sequences import Chosen, Sequences, chosen_tokens, sequences_of, starts_of, steps
+from headwater.models.dictionaries.features import Features
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
 from headwater.models.positions import Where
-from headwater.models.sequences import Chosen, Sequences, chosen_tokens, sequences_of, starts_of, steps
 from headwater.models.sites import SITES, Site
 from headwater.models.tokens import Inputs, by_length
 from headwater.options import checked_count, checked_flag, checked_path, one_or_several, shown, whole_numbers

@@ -1,0 +1,1 @@
+"""Generation: the one loop that lets a model write, how the next token is chosen, and the texts that come of it."""
