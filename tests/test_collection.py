@@ -11,7 +11,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.models.caches.cache import collection
+from headwater.models.caches import collection
 from headwater.runs.processes import processes
 from tests.test_cache_sites import run_and_note
 from tests.test_shards import _scripts, files, launch  # noqa: F401
@@ -192,7 +192,7 @@ def test_two_processes_share_a_collection_also_when_one_is_killed(llama, tmp_pat
 def test_memory_stays_flat_while_a_collection_grows(checkpoint, tmp_path):
     code = f"""
 import psutil, torch, headwater as hw
-from headwater.models.caches.cache import collection
+from headwater.models.caches import collection
 collection.PART_BYTES = 2**20
 model = hw.load({str(checkpoint("llama"))!r})
 process, most = psutil.Process(), [0]

@@ -24,8 +24,8 @@ from torch import Tensor
 from headwater.detection.methods import Detector
 from headwater.likelihood.files import ScoredTexts
 from headwater.models.tokens import load_tokenizer
+from headwater.models.weights import checkpoint
 from headwater.models.weights.lens_checkpoint import _read_state
-from headwater.models.weights.opening import checkpoint
 from headwater.patching.sweep import Sweep
 from headwater.reference.published import Reproduction
 from headwater.runs.folder import RunFolder

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from headwater.errors import InputError, ModelError
 from headwater.models.loading import load
+from headwater.models.weights import checkpoint as checkpoint_module
 from headwater.models.weights.effective_embedding import KINDS
 from headwater.models.weights.fingerprint import fingerprint_of_model
-from headwater.models.weights.opening import checkpoint as checkpoint_module
 from headwater.models.weights.opening import open_weights
 from headwater.models.weights.weight_source import HeadWeights
 from tests.tiny import tiny_model, tiny_tokenizer
