@@ -18,13 +18,14 @@ def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     """Return the `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
-        package: its `__name__`. It offers the names that it imports under TYPE_CHECKING, and its modules; where it has
-            rooms, `dir` lists these alone of its modules.
+        package: its `__name__`. It offers the names that it imports under TYPE_CHECKING, and its modules; of the
+            modules at the top, `dir` lists the rooms alone.
     """
     homes = homes_of(package)
     found = list(pkgutil.iter_modules(sys.modules[package].__path__))
     modules = {module.name for module in found} - {"__main__"}
     rooms = {module.name for module in found if module.ispkg}
+    shown = modules if "." in package else rooms
 
     def load(name: str) -> Any:
         if name in homes:
@@ -35,7 +36,7 @@ def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
         raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, {*homes, *modules})}")
 
-    return load, lambda: sorted({*homes, *(rooms or modules)}), sorted(homes)
+    return load, lambda: sorted({*homes, *shown}), sorted(homes)
 
 
 def homes_of(package: str) -> dict[str, str]:
