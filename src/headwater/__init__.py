@@ -10,6 +10,7 @@ from headwater.rooms import opened
 from headwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from headwater.circuits.circuit import Circuit as Circuit
     from headwater.circuits.edge_effects import edges as edges
     from headwater.circuits.result import EdgeEffects as EdgeEffects
     from headwater.detection.detection import Detection as Detection

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from headwater.rooms import opened
 
 if TYPE_CHECKING:
+    from headwater.circuits.circuit import Circuit as Circuit
     from headwater.circuits.edge_effects import edges as edges
     from headwater.circuits.graph import Graph as Graph
     from headwater.circuits.result import EdgeEffects as EdgeEffects

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any, SupportsIndex
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from headwater.errors import InputError, did_you_mean
@@ -128,6 +129,28 @@ class Graph:
         layer = self.receivers.layer
         return np.where(layer < 0, self.n_layers, layer)[self.receiver]
 
+    @cached_property
+    def stratum(self) -> Indices:
+        """By edge: a number for the kind and layer of its sender, and those of its receiver."""
+        layers = self.n_layers + 1
+        sender, receiver = (
+            (nodes.kind * layers + nodes.layer + 1)[which]
+            for nodes, which in ((self.senders, self.sender), (self.receivers, self.receiver))
+        )
+        return np.asarray(sender * len(RECEIVERS) * layers + receiver)
+
+    def driven(self, receiver: int) -> Indices:
+        """Return the senders that what a receiver reads comes out at: none for the logits."""
+        nodes = self.receivers
+        kind, layer, head = (int(column[receiver]) for column in (nodes.kind, nodes.layer, nodes.head))
+        first = 1 + layer * (self.n_heads + 1)
+        if kind == 4:
+            return np.zeros(0, dtype=np.int64)
+        if kind == 3:
+            return np.array([first + self.n_heads])
+        shared = 1 if kind == 0 else self.n_heads // self.n_kv_heads
+        return first + np.arange(head * shared, (head + 1) * shared)
+
     def edge(self, sender: int, receiver: int) -> int:
         """Return the number of the edge from a sender to a receiver.
 
@@ -138,7 +161,7 @@ class Graph:
             raise InputError(f"{self.senders.name(sender)} cannot feed {self.receivers.name(receiver)}: {self._why()}")
         return int(self._ends[receiver] - self.reach[receiver] + sender)
 
-    def edge_named(self, name: str) -> int:
+    def edge_named(self, name: Any) -> int:
         """Return the number of the edge of a name such as "head 9.9 -> q 10.7".
 
         Raises:
@@ -153,6 +176,22 @@ class Graph:
     def name(self, edge: SupportsIndex) -> str:
         """Return the name of an edge."""
         return f"{self.senders.name(self.sender[edge])} -> {self.receivers.name(self.receiver[edge])}"
+
+    def columns(self, edges: Indices) -> dict[str, Any]:
+        """Return the columns of a table that name edges, a row each.
+
+        They are `sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head`; numbers that do not apply
+        are `<NA>`.
+        """
+        found: dict[str, Any] = {}
+        for role, nodes, which in (
+            ("sender", self.senders, self.sender[edges]),
+            ("receiver", self.receivers, self.receiver[edges]),
+        ):
+            found[role] = np.array(nodes.kinds, dtype=object)[nodes.kind[which]]
+            found[f"{role}_layer"] = present(nodes.layer[which])
+            found[f"{role}_head"] = present(nodes.head[which])
+        return found
 
     def among(self, senders: Any, receivers: Any) -> Indices:
         """Return the edges from some senders to some receivers, ascending; None is all of them.
@@ -223,6 +262,11 @@ class Graph:
     def _why(self) -> str:
         order = "heads and MLP of a layer read what is before it" if self.parallel else "heads feed their own MLP"
         return f"a sender must come before its receiver ({order}, heads of one layer do not feed each other)."
+
+
+def present(numbers: Indices) -> Any:
+    """Return whole numbers of which -1 says that there is none, as a column."""
+    return pd.arrays.IntegerArray(np.where(numbers < 0, 0, numbers).astype(np.int64), numbers < 0)
 
 
 def _led(first: int, rest: Indices) -> Indices:

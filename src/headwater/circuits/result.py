@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.circuits.graph import RECEIVERS, Graph, Indices
+from headwater.circuits.circuit import Circuit, made
+from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
@@ -38,6 +39,7 @@ GLANCE = 20
 ROW_BYTES = 260
 """What a row of the table takes."""
 TOP = 50
+RANKED_BY = ("size", "signed")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -150,6 +152,37 @@ class EdgeEffects(Result):
             said.append(f"These are estimates ({self.method}), not runs with the edge changed.")
         said.append("Effects of edges in series count the same path more than once: they do not add up to a whole.")
         return said
+
+    def circuit(self, n: int, *, by: str = "size", metric: str | None = None) -> Circuit:
+        """Return the circuit of the strongest edges, by their means over examples.
+
+        Args:
+            n: how many edges.
+            by: `size` takes the largest in size, also those that work against the answer; `signed` those that do most
+                for what the clean prompt has more of than the corrupted (the metric falls without them).
+            metric: which; default: the first.
+
+        Returns:
+            The circuit. It knows which prompts it was chosen on, so that a claim on the same ones is told from one on
+            others. Of a screened run edges that were not recomputed count with their estimate.
+
+        Raises:
+            InputError: there are not so many edges, or the effects are those of single positions.
+        """
+        m = self._metric(metric)
+        if self.by_position:
+            raise InputError("Edges of single positions make no circuit; run hw.edges without over='position'.")
+        n, by = checked_count("n", n, most=len(self.chosen)), checked_name("by", by, RANKED_BY)
+        effects, estimates = (_means(self._flat(name))[:, m] for name in ("effects", "estimates"))
+        means = np.where(np.isnan(effects), estimates, effects)
+        for_the_answer = means if self.run.options["direction"] == "denoise" else -means
+        if by == "signed":
+            gap = float((self.baselines[:, m, 0] - self.baselines[:, m, 1]).mean())
+            for_the_answer = for_the_answer * (-1.0 if gap < 0 else 1.0)
+        order = np.argsort(-(np.abs(means) if by == "size" else for_the_answer), kind="stable")[:n]
+        edges = self.chosen.numpy()[order]
+        seen = tuple(tuple(ids) for ids in (self.run.options.get("prompts") or [[]])[0])
+        return made(self.graph, edges, dict(zip(edges.tolist(), means[order].tolist(), strict=True)), seen)
 
     def agreement(self, exact: EdgeEffects) -> pd.DataFrame:
         """Compare with exact effects: these estimates (or effects, where the method gives them), edge by edge.
@@ -283,17 +316,9 @@ class EdgeEffects(Result):
 
     def _named(self, cells: Indices) -> dict[str, Any]:
         """The columns of a table that name cells."""
-        edges, graph = self._edges(cells), self.graph
-        columns: dict[str, Any] = {}
-        for role, nodes, which in (
-            ("sender", graph.senders, graph.sender[edges]),
-            ("receiver", graph.receivers, graph.receiver[edges]),
-        ):
-            columns[role] = np.array(nodes.kinds, dtype=object)[nodes.kind[which]]
-            columns[f"{role}_layer"] = _present(nodes.layer[which])
-            columns[f"{role}_head"] = _present(nodes.head[which])
+        columns = self.graph.columns(self._edges(cells))
         at = np.array(self.by_position or (-1,))[cells // len(self.chosen)]
-        return columns | {"position": _present(at)}
+        return columns | {"position": present(at)}
 
     def _rows(self) -> pd.DataFrame:
         numbers = ~(self.effects.isnan() & self.estimates.isnan())
@@ -332,11 +357,6 @@ class EdgeEffects(Result):
             f"{bar:.3g}, the least of the recomputed, so that at most {most:.1%} of the others are (95 %)."
         )
         return [said.replace("_", " ")]
-
-
-def _present(numbers: Indices) -> Any:
-    """Whole numbers of which -1 says that there is none."""
-    return pd.arrays.IntegerArray(np.where(numbers < 0, 0, numbers).astype(np.int64), numbers < 0)
 
 
 def _means(values: Numbers) -> Numbers:

@@ -1,0 +1,300 @@
+"""A circuit: a set of edges of a model's graph, with the operations of sets, and random circuits of the same shape.
+
+A random circuit (a placebo) has as many edges as the circuit itself between each kind of sender in each layer and each
+kind of receiver in each layer, drawn from all edges there. Where a model is small there are few, and the two share
+many: `overlap` says how many. Unmatched random edges would be too easy to beat: hardly any of them lie on a path.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.reach import on_a_path
+from headwater.errors import InputError, RunFolderError
+from headwater.models.hooked import HookedModel, check_model
+from headwater.options import checked_kind, checked_path, checked_repeats, checked_seed, has_no_order, is_one, shown
+from headwater.runs.result import DRAWINGS
+from headwater.runs.storage import make_folder, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+METADATA = b"headwater circuit"
+REDRAWS = 20
+"""How often a placebo that came out as the circuit itself is drawn again."""
+Prompts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Circuit:
+    """A set of edges of a graph. `|`, `&`, `-`, `~` and `==` are those of sets; `name in circuit`, `len(circuit)`."""
+
+    graph: Graph
+    edges: Indices
+    """The numbers of its edges in the graph, ascending."""
+    effects: NDArray[np.float64]
+    """The effect by which each was chosen, its sign kept; NaN where none is known."""
+    seen: Prompts = ()
+    """The (clean) prompts that its choice rests on, as token ids; empty where none is known."""
+
+    @classmethod
+    def of(cls, edges: Any, model: HookedModel | Graph) -> Circuit:
+        """Return the circuit of some edges by name.
+
+        Args:
+            edges: names such as "head 9.9 -> q 10.7" or "embed -> logits"; "head 9 -> mlp" names all from any head of
+                layer 9 to any MLP. None of them is the empty circuit; its complement, `~`, has all edges.
+            model: whose, or its graph.
+
+        Raises:
+            InputError: a name is no edge's.
+        """
+        graph = graph_of(model)
+        if isinstance(edges, str):
+            edges = [edges]
+        if is_one(edges) or hasattr(edges, "columns"):
+            raise InputError(f'edges={shown(edges)} must be a list of names such as "head 9.9 -> q 10.7".')
+        found: set[int] = set()
+        for name in edges:
+            found |= set(_named(graph, name))
+        return made(graph, found)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its edges."""
+        return [self.graph.name(int(edge)) for edge in self.edges]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row per edge: `edge, sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head, effect`.
+
+        Numbers that do not apply are `<NA>`; an effect that is not known is NaN.
+        """
+        return pd.DataFrame({"edge": self.names} | self.graph.columns(self.edges) | {"effect": self.effects})
+
+    @cached_property
+    def on_a_path(self) -> Circuit:
+        """Those of its edges that lie on a path of its edges from the embedding to the logits."""
+        return self._kept(on_a_path(self.graph, self.edges))
+
+    def overlap(self, other: Circuit) -> float:
+        """Return which part of this circuit's edges another has too; 1 where this one has none.
+
+        Raises:
+            InputError: the other is no circuit, or one of another graph.
+        """
+        return float(np.isin(self.edges, self._same(other).edges).mean()) if len(self.edges) else 1.0
+
+    def placebos(self, n: int = 30, seed: int = 0) -> list[Circuit]:
+        """Draw random circuits of the same shape: as many edges between each kind and layer of sender and of receiver.
+
+        None is the circuit itself, unless there is no other. `circuit.overlap(placebo)` says what the two share.
+
+        Args:
+            n: how many.
+            seed: of the draws.
+        """
+        n, generator = checked_repeats("n", n), np.random.default_rng(checked_seed(seed))
+        strata = self.graph.stratum[self.edges]
+        pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(*_counts(strata), strict=True)]
+        spare = any(len(pool) > count for pool, count in pools)
+        return [made(self.graph, _drawn(pools, generator, self.edges if spare else None)) for _ in range(n)]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the edges into one parquet file, with the graph and the prompts of their choice.
+
+        Raises:
+            RunFolderError: the file cannot be written.
+        """
+        file, graph = checked_path("path", path), self.graph
+        about = {"graph": [graph.n_layers, graph.n_heads, graph.n_kv_heads, int(graph.parallel)], "seen": self.seen}
+        table = pa.Table.from_pandas(self.table, preserve_index=False)
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), METADATA: json.dumps(about).encode()})
+        make_folder(file.parent)
+        write_atomically(file, lambda temporary: pq.write_table(table, temporary))
+        return file
+
+    @classmethod
+    def load(cls, path: str | Path) -> Circuit:
+        """Read what `save` wrote.
+
+        Raises:
+            RunFolderError: the file is none of these, or damaged.
+        """
+        file = checked_path("path", path)
+        try:
+            table = pq.read_table(file)
+            about = json.loads(table.schema.metadata[METADATA])
+            layers, heads, kv_heads, parallel = map(int, about["graph"])
+            graph = Graph(layers, heads, kv_heads, bool(parallel))
+            edges = [graph.edge_named(name) for name in table["edge"].to_pylist()]
+            seen = tuple(tuple(int(i) for i in ids) for ids in about["seen"])
+            effects = np.asarray(table["effect"].to_numpy(), dtype=np.float64)
+        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
+            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise RunFolderError(f"{file} holds no circuit that Circuit.save wrote ({reason}).") from None
+        return made(graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen)
+
+    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+        """Draw the circuit: its nodes by layer, its edges with the sign and size of their effects.
+
+        Args:
+            ax: where to draw.
+
+        Raises:
+            InputError: there is no figure of a circuit.
+        """
+        drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax)
+        return drawn
+
+    def __or__(self, other: Circuit) -> Circuit:
+        other = self._same(other)
+        return self._joined(other, {*self.edges.tolist(), *other.edges.tolist()})
+
+    def __and__(self, other: Circuit) -> Circuit:
+        other = self._same(other)
+        return self._joined(other, set(self.edges.tolist()) & set(other.edges.tolist()))
+
+    def __sub__(self, other: Circuit) -> Circuit:
+        other = self._same(other)
+        return self._joined(other, set(self.edges.tolist()) - set(other.edges.tolist()))
+
+    def __invert__(self) -> Circuit:
+        rest = np.setdiff1d(np.arange(self.graph.n_edges), self.edges, assume_unique=True)
+        return replace(made(self.graph, rest), seen=self.seen)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.graph.edge_named(name) in self._effect_of
+
+    def __len__(self) -> int:
+        return len(self.edges)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Circuit):
+            return NotImplemented
+        return self.graph == other.graph and np.array_equal(self.edges, other.edges)
+
+    def __hash__(self) -> int:
+        return hash((self.graph, self.edges.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Circuit({len(self):,} of {self.graph.n_edges:,} edges, {len(self.on_a_path):,} on a path)"
+
+    def _repr_html_(self) -> str:
+        order = np.argsort(-np.nan_to_num(np.abs(self.effects), nan=-1.0), kind="stable")[:8]
+        return f"<p>{html.escape(repr(self))}</p><div>{self.table.iloc[order].to_html(border=0)}</div>"
+
+    @cached_property
+    def _effect_of(self) -> dict[int, float]:
+        return dict(zip(self.edges.tolist(), self.effects.tolist(), strict=True))
+
+    def _kept(self, which: NDArray[np.bool_]) -> Circuit:
+        return replace(self, edges=self.edges[which], effects=self.effects[which])
+
+    def _same(self, other: object) -> Circuit:
+        """Refuse what is no circuit of this graph."""
+        circuit = checked_kind("circuit", other, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
+        if circuit.graph != self.graph:
+            raise InputError(f"The circuits are of different graphs: {said(self.graph)}, and {said(circuit.graph)}.")
+        return circuit
+
+    def _joined(self, other: Circuit, edges: set[int]) -> Circuit:
+        known = {edge: effect for edge, effect in other._effect_of.items() if edge in edges}
+        known |= {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
+        return made(self.graph, edges, known, tuple(dict.fromkeys((*self.seen, *other.seen))))
+
+
+def made(
+    graph: Graph, edges: Iterable[int] | Indices, effects: dict[int, float] | None = None, seen: Prompts = ()
+) -> Circuit:
+    """Return the circuit of some edges by number, with such effects as are known."""
+    numbers = np.array(sorted({int(edge) for edge in edges}), dtype=np.int64)
+    known = [np.nan if effects is None else effects.get(int(edge), np.nan) for edge in numbers]
+    return Circuit(graph, numbers, np.array(known, dtype=np.float64), seen)
+
+
+def graph_of(model: Any) -> Graph:
+    """Return the graph of a model, or the graph that was given.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if isinstance(model, Graph):
+        return model
+    check_model(model)
+    return Graph.of(model.shape)
+
+
+def said(graph: Graph) -> str:
+    """Say in a few words which graph it is."""
+    grouped = f" on {graph.n_kv_heads} key-value heads" * (graph.n_kv_heads != graph.n_heads)
+    return f"{graph.n_layers} layers of {graph.n_heads} heads{grouped}{', parallel blocks' * graph.parallel}"
+
+
+def checked_circuits(given: Any, graph: Graph) -> dict[str, Circuit]:
+    """Return circuits by name: those of a mapping by theirs, others as "circuit 0", "circuit 1", ...
+
+    Raises:
+        InputError: there is none, one is no circuit, or one is of another graph than the model's.
+    """
+    if isinstance(given, Circuit):
+        given = [given]
+    items: Sequence[tuple[Any, Any]]
+    if isinstance(given, dict):
+        items = list(given.items())
+    elif is_one(given) or has_no_order(given):
+        raise InputError(f"circuits={shown(given)} must be a circuit, a list of them, or a mapping of names to them.")
+    else:
+        items = [(f"circuit {i}", one) for i, one in enumerate(given)]
+    if not items:
+        raise InputError("circuits is empty; give at least one, such as edges.circuit(100).")
+    for name, one in items:
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{shown(name)} is no name of a circuit; give texts.")
+        checked_kind("circuits", one, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
+        if one.graph != graph:
+            raise InputError(f"{name} is of {said(one.graph)}; this model has {said(graph)}.")
+    return dict(items)
+
+
+def _named(graph: Graph, name: Any) -> list[int]:
+    """The edges of a name, one or several."""
+    parts = name.split(" -> ") if isinstance(name, str) else []
+    if len(parts) != 2:
+        return [graph.edge_named(name)]
+    senders, receivers = graph.find(graph.senders, [parts[0]]), graph.find(graph.receivers, [parts[1]])
+    if len(senders) == len(receivers) == 1:
+        return [graph.edge(int(senders[0]), int(receivers[0]))]
+    return [int(edge) for edge in graph.among([parts[0]], [parts[1]])]
+
+
+def _counts(strata: Indices) -> tuple[Indices, Indices]:
+    return np.unique(strata, return_counts=True)
+
+
+def _drawn(pools: list[tuple[Indices, int]], generator: np.random.Generator, besides: Indices | None) -> Indices:
+    """Draw so many edges from each pool; not the same ones as `besides`, if that can be."""
+    for _ in range(REDRAWS):
+        parts = [generator.choice(pool, count, replace=False) for pool, count in pools]
+        edges = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
+        if besides is None or not np.array_equal(edges, besides):
+            return edges
+    for i, (pool, count) in enumerate(pools):  # one pool larger than its part: exchange one edge of it
+        if len(pool) > count:
+            parts[i] = np.append(parts[i][1:], generator.choice(np.setdiff1d(pool, parts[i])))
+            break
+    return np.sort(np.concatenate(parts))
