@@ -25,8 +25,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformers.activations import NewGELUActivation
 
+from headwater.kernels.gelu import tanh_gelu
 from headwater.models.checks import finite_output
 from headwater.models.edits import looks
 from headwater.models.sites import hook_name
@@ -34,6 +37,9 @@ from headwater.models.sites import hook_name
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
     from headwater.models.tokens import Batch
+
+
+NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +120,30 @@ class Blocks:
 
     @contextlib.contextmanager
     def fused(self) -> Iterator[None]:
-        """Compute the tanh form of GELU in one pass over memory, where the model (GPT-2, Phi) takes eight."""
-        gelus = [m for block in self._blocks for m in block.mlp.modules() if type(m) is NewGELUActivation]
+        """Compute the tanh form of GELU and LayerNorms in as few passes over memory as torch can.
+
+        The model (GPT-2, Phi) takes eight passes for the one, its bridge seven for the other, so that hooks may look
+        between them: a LayerNorm into which something looks is left as it is.
+        """
+        faster: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]] = [(gelu, tanh_gelu) for gelu in self._gelus]
+        faster += [(norm, norm.original_component) for norm in self._layer_norms if not _watched(norm)]
         try:
-            for gelu in gelus:
-                gelu.__dict__["forward"] = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+            for module, forward in faster:
+                module.__dict__["forward"] = forward
             yield
         finally:
-            for gelu in gelus:
-                gelu.__dict__.pop("forward", None)
+            for module, _ in faster:
+                module.__dict__.pop("forward", None)
+
+    @functools.cached_property
+    def _gelus(self) -> list[torch.nn.Module]:
+        return [m for block in self._blocks for m in block.mlp.modules() if type(m) is NewGELUActivation]
+
+    @functools.cached_property
+    def _layer_norms(self) -> list[Any]:
+        """The norms within and behind the blocks that are plain LayerNorms beneath."""
+        norms = [getattr(block, name) for block in self._blocks for name in NORMS if name in block.submodules]
+        return [norm for norm in (*norms, self.model.raw.ln_final) if _is_layer_norm(norm)]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
@@ -190,6 +211,15 @@ class Blocks:
     def _only_last_logits(self) -> dict[str, int]:
         parameters = inspect.signature(self.model.raw.original_model.forward).parameters
         return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+
+def _is_layer_norm(norm: Any) -> bool:
+    return type(norm) is NormalizationBridge and type(norm.original_component) is torch.nn.LayerNorm
+
+
+def _watched(norm: NormalizationBridge) -> bool:
+    """Whether a hook looks at a norm, or within."""
+    return any(point.fwd_hooks or point.bwd_hooks for point in norm.modules() if isinstance(point, HookPoint))
 
 
 def _through(block: Any, norm: str, x: Tensor) -> Tensor:

@@ -1,0 +1,31 @@
+"""The tanh form of GELU, as GPT-2 and Phi have it, in five passes over a few rows at a time.
+
+    gelu(x) = x / 2 · (1 + tanh(√(2/π) (x + 0.044715 x³))) = x · sigmoid(2 √(2/π) (1 + 0.044715 x²) x)
+
+torch's own kernel computes its tanh without the vector library of a CPU; sigmoid goes through it, at half the time.
+Some rows at once stay in the cache from the first pass to the last.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SLOPE = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715
+AT_ONCE = 1 << 18
+"""Numbers per processor core that are taken through all passes before the next."""
+
+
+def tanh_gelu(x: Float[Tensor, "*row d"]) -> Float[Tensor, "*row d"]:
+    """Return GELU of x in its tanh form; with torch's kernel off the CPU, in other types, and under a gradient."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or (x.requires_grad and torch.is_grad_enabled()):
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    x = x.contiguous()
+    out, slope = torch.empty_like(x), torch.tensor(SLOPE)
+    at_once = AT_ONCE * torch.get_num_threads()
+    for given, made in zip(x.view(-1).split(at_once), out.view(-1).split(at_once), strict=True):
+        torch.addcmul(slope, given, given, value=SLOPE * CUBIC, out=made)
+        made.mul_(given).sigmoid_().mul_(given)
+    return out
