@@ -80,6 +80,9 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "deepseek-v3": lambda: tf.DeepseekV3Config(**LATENT),
     "exaone4": lambda: tf.Exaone4Config(**HEADS, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
     "falcon": lambda: tf.FalconConfig(**SIZES, multi_query=True, parallel_attn=True, new_decoder_architecture=False),
+    "falcon-rw": lambda: tf.FalconConfig(
+        **SIZES, multi_query=False, parallel_attn=False, new_decoder_architecture=False, alibi=True, bias=True
+    ),
     "falcon-new-decoder": lambda: tf.FalconConfig(**SIZES, num_kv_heads=2, new_decoder_architecture=True),
     "gemma1": lambda: tf.GemmaConfig(**HEADS),
     "gemma3-with-vision": gemma3_vision,

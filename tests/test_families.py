@@ -1,5 +1,6 @@
 """A family of models is one row: what it says is what the models of that family are, also one added from outside."""
 
+import functools
 from itertools import pairwise
 
 import pytest
@@ -14,12 +15,22 @@ from headwater.models.shape import shape_of
 from headwater.models.weights.effective_embedding import KINDS
 from headwater.models.weights.opening import open_weights
 from tests.random_models import random_model
-from tests.tiny import WORDS, tiny_tokenizer
+from tests.tiny import CONFIGS, WORDS, tiny_tokenizer
 
-LISTED = {"gemma": "gemma1", "mixtral": "mixtral", "olmo2": "olmo2", "qwen3_moe": "qwen3-moe"}
-"""Families whose folders no other test reads, and the random model of each."""
-OLMO_3 = Family("Olmo3ForCausalLM", norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
-FROM_OUTSIDE = {"olmo3": ("olmo3", OLMO_3), "starcoder2": ("starcoder2", Family("Starcoder2ForCausalLM"))}
+LISTED = (
+    "bloom", "cohere", "cohere2", "falcon", "falcon-rw", "gemma1", "gemma3-with-vision", "gpt-neo", "gpt-oss", "gptj",
+    "granite", "llava", "mixtral", "mpt", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2-moe", "qwen3-moe",
+    "smollm3", "stablelm", "stablelm-parallel",
+)  # fmt: skip
+"""Random models of the families whose folders other tests do not read."""
+EXAONE_4 = Family(
+    "Exaone4ForCausalLM", norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+)
+FROM_OUTSIDE = {"exaone4": ("exaone4", EXAONE_4), "starcoder2": ("starcoder2", Family("Starcoder2ForCausalLM"))}
+SOME = ("bloom", "cohere", "falcon-rw", "gpt-oss", "granite", "phi3", "starcoder2")
+"""Those that the quick tests go through; the others are slow."""
+WHOLE_RUNS = ("bloom", "falcon-rw", "gpt-neo", "gptj", "mpt", "opt")
+"""Those whose blocks cannot be called one by one."""
 WORDS_AS_RELATION = [Relation("next", "algorithmic", tuple((a, (b,)) for a, b in pairwise(WORDS)))]
 
 
@@ -38,19 +49,35 @@ def folder_of(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=[*LISTED, *FROM_OUTSIDE])
+@pytest.fixture
 def folder(request, folder_of):
-    """A folder of each family, whose row is there as long as the test lasts."""
+    """A folder of some family, whose row is there as long as the test lasts."""
     if request.param in LISTED:
-        yield folder_of(LISTED[request.param])
+        yield folder_of(request.param)
         return
     name, row = FROM_OUTSIDE[request.param]
     with FAMILIES.with_row(request.param, row):
         yield folder_of(name)
 
 
+of_all = pytest.mark.parametrize("folder", [*LISTED, *FROM_OUTSIDE], indirect=True)
+of_some = pytest.mark.parametrize(
+    "folder",
+    [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in (*LISTED, *FROM_OUTSIDE)],
+    indirect=True,
+)
+loaded_from = functools.cache(hw.load)
+
+
+def test_every_row_is_that_of_a_model_that_is_read_in_these_tests():
+    there = {random_model(name).config.get_text_config().model_type for name in LISTED}
+    there |= {config(10).model_type for config in CONFIGS.values()}
+    assert there == set(FAMILIES)
+
+
+@of_all
 def test_what_is_read_from_a_folder_is_what_the_loaded_model_computes_with(folder):
-    streamed, loaded = open_weights(folder), open_weights(hw.load(folder))
+    streamed, loaded = open_weights(folder), open_weights(loaded_from(folder))
     assert streamed.fingerprint == loaded.fingerprint
     assert streamed.shape == loaded.shape
     for layer in range(streamed.shape.n_layers):
@@ -65,21 +92,24 @@ def test_what_is_read_from_a_folder_is_what_the_loaded_model_computes_with(folde
         torch.testing.assert_close(here, there, atol=1e-5, rtol=1e-4, msg=kind)
 
 
+@of_some
 def test_heads_classified_from_a_folder_are_those_of_the_loaded_model(folder):
     options = {"relations": WORDS_AS_RELATION, "k": 20, "progress": False}
-    streamed, loaded = hw.classify_heads(folder, **options), hw.classify_heads(hw.load(folder), **options)
+    streamed, loaded = hw.classify_heads(folder, **options), hw.classify_heads(loaded_from(folder), **options)
     assert streamed.run.fingerprint == loaded.run.fingerprint
     columns = ["layer", "head", "relation", "score", "suppression"]
     assert streamed.table[columns].equals(loaded.table[columns])
     assert streamed.table["score"].nunique() > 1
 
 
-def test_a_model_of_the_family_is_patched_block_by_block_as_whole_runs_with_a_hook_are(folder):
-    model = hw.load(folder)
+@of_some
+@pytest.mark.filterwarnings("ignore:.*swept with one whole run per cell")
+def test_a_model_of_the_family_is_patched_as_whole_runs_with_a_hook_are(folder, request):
+    model = loaded_from(folder)
     clean, corrupted = [[5, 9, 13, 17]], [[5, 11, 13, 17]]
     options = {"sites": ("resid_pre", "mlp_out"), "metric": lambda logits: logits[:, -1, 3], "progress": False}
     sweep = hw.patch(model, clean, corrupted, **options)
-    assert sweep.engine == "wavefront"
+    assert (sweep.engine == "wavefront") is (request.node.callspec.params["folder"] not in WHOLE_RUNS)
     table = sweep.table.set_index(["site", "layer", "position"])
     before = model.run(corrupted)[0, -1, 3]
     for site in options["sites"]:
@@ -102,7 +132,7 @@ def test_a_family_added_from_outside_is_named_where_the_families_are_named():
             shape_of(config)
         with pytest.raises(InputError, match="Did you mean 'starcoder2'"):
             _ = FAMILIES["starcoder"]
-    with pytest.raises(ModelError, match=r"headwater reads gpt2, .*olmo2\."):
+    with pytest.raises(ModelError, match=r"headwater reads gpt2, .*olmo2.*\."):
         shape_of(config)
 
 
@@ -116,8 +146,7 @@ def test_what_a_family_cannot_give_from_its_files_is_refused_with_the_reason(fol
 
 
 def test_clipped_values_are_refused_from_a_folder_as_from_memory(folder_of):
-    row = Family("OlmoForCausalLM", norms=Norms(before_attention=None, before_mlp=None))
-    with FAMILIES.with_row("olmo", row), pytest.raises(ModelError, match=r"clips queries.*clip_qkv=0.3"):
+    with pytest.raises(ModelError, match=r"clips queries.*clip_qkv=0.3"):
         open_weights(folder_of("olmo-clipped")).ov(0)
 
 

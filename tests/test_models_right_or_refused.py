@@ -37,9 +37,6 @@ REFUSED = {
     ("load", "falcon-new-decoder"): "TransformerLens cannot wrap FalconForCausalLM",
     ("load", "gpt2-unscaled"): "TransformerLens computes other logits than GPT2LMHeadModel itself",
     ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
-    ("statistics", "cohere"): "are not its final norm, unembedding and soft cap alone",
-    ("statistics", "cohere2"): "are not its final norm, unembedding and soft cap alone",
-    ("statistics", "granite"): "are not its final norm, unembedding and soft cap alone",
     ("statistics", "opt-350m"): "OPTForCausalLM has no norm in front of its unembedding",
     ("ov", "bitnet"): NOT_ONE_HEAD,  # a norm between the heads and W_O
     ("ov", "deepseek-v2"): NO_HEADS,

@@ -36,7 +36,7 @@ from headwater.errors import InputError, NumericsError
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.norms import Norm, attention_post_norm, final_norm
+from headwater.models.norms import Norm, attention_post_norm, final_norm, residual_scale
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
@@ -315,7 +315,8 @@ class _Writer:
     def _along(self, layer: int, summed: Tensor, direction: Tensor) -> Float[Tensor, "row d_model"]:
         """The direction in front of the norm behind the attention, where there is one, at its recorded scale."""
         post_norm = attention_post_norm(self.model, layer)
-        return direction.to(summed) if post_norm is None else post_norm.pulled_back(summed, direction).to(summed)
+        along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
+        return residual_scale(self.model) * along.to(summed)
 
     def _of_sources(
         self, layer: int, held: dict[str, Tensor], direction: Tensor, examples: range

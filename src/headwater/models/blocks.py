@@ -32,6 +32,7 @@ from transformers.activations import NewGELUActivation
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.checks import finite_output
 from headwater.models.edits import looks
+from headwater.models.norms import logit_scale, residual_scale
 from headwater.models.sites import hook_name
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Blocks:
         self.model = model
         self._blocks = list(model.raw.blocks)
         self.parallel = model.shape.parallel_blocks
+        self._scale, self._residual_scale = logit_scale(model), residual_scale(model)
         self._soft_cap = float(getattr(model.raw.cfg, "output_logits_soft_cap", None) or -1.0)
 
     def attention(
@@ -111,12 +113,12 @@ class Blocks:
             args = (normed, *args[1:])
         out = block.attn(*args, **options)
         out = out[0] if isinstance(out, tuple) else out
-        return _through(block, "ln1_post", out)
+        return self._added(block, "ln1_post", out)
 
     def project_heads(self, layer: int, z: Float[Tensor, "position head d_head"]) -> Float[Tensor, "position d_model"]:
         """What a layer's attention adds, given the output of each of its heads."""
         block = self._blocks[layer]
-        return _through(block, "ln1_post", block.attn.o(z.flatten(1)[None]))[0]
+        return self._added(block, "ln1_post", block.attn.o(z.flatten(1)[None]))[0]
 
     @contextlib.contextmanager
     def fused(self) -> Iterator[None]:
@@ -156,12 +158,12 @@ class Blocks:
         block = self._blocks[layer]
         out = block.mlp(self.normed(layer, residual[None], mlp=True))
         out = out[0] if isinstance(out, tuple) else out
-        return _through(block, "ln2_post", out)[0]
+        return self._added(block, "ln2_post", out)[0]
 
     def logits(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_vocab"]:
-        """Final norm, unembedding and soft cap of the residual stream after the last block."""
+        """Final norm, unembedding, scale and soft cap of the residual stream after the last block."""
         raw = self.model.raw
-        return self._capped(raw.unembed(raw.ln_final(residual[None]))[0])
+        return self._capped(self._scale * raw.unembed(raw.ln_final(residual[None]))[0])
 
     def logits_of(
         self, residual: Float[Tensor, "row d_model"], tokens: Int[Tensor, "row answer"]
@@ -170,7 +172,12 @@ class Blocks:
         raw = self.model.raw
         normed = raw.ln_final(residual[None])[0]
         columns = raw.unembed.W_U.T[tokens]
-        return self._capped(torch.einsum("rd,rad->ra", normed, columns) + raw.unembed.b_U[tokens])
+        return self._capped(self._scale * (torch.einsum("rd,rad->ra", normed, columns) + raw.unembed.b_U[tokens]))
+
+    def _added(self, block: Any, norm: str, written: Tensor) -> Tensor:
+        """What is added to the residual stream of what a part of a block writes: normed, scaled, or as it is."""
+        added = _through(block, norm, written)
+        return added if self._residual_scale == 1.0 else added * self._residual_scale
 
     def _capped(self, logits: Tensor) -> Tensor:
         return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits

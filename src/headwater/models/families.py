@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from headwater.errors import ModelError
 from headwater.registry import Registry
@@ -29,17 +29,14 @@ class FusedQKV:
 
     Attributes:
         name: the module that holds them.
-        axes: the order of the joined axis, for einops; `three` counts query, key, value.
+        order: "parts" where all queries come first, then all keys, then all values; "groups" where each key-value head
+            comes with its query heads: their queries, its key, its value.
         d_model_first: whether the weight is stored as GPT-2's Conv1D stores it, input axis first.
     """
 
     name: str
-    axes: str
-    d_model_first: bool
-
-    def pattern(self) -> str:
-        """The weight's axes in the checkpoint."""
-        return f"d_model {self.axes}" if self.d_model_first else f"{self.axes} d_model"
+    order: Literal["parts", "groups"]
+    d_model_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,36 +57,56 @@ class Family:
         architecture: the class in transformers whose model it is, such as "LlamaForCausalLM".
         blocks: the list of blocks.
         embedding: the token embedding.
-        final_norm: the norm in front of the unembedding.
+        embedding_norm: a LayerNorm between the embedding and the first block (Bloom).
+        final_norm: the norm in front of the unembedding; None where there is none.
         attention: the attention module within a block.
-        mlp: the MLP, or mixture of experts, within a block.
+        mlp: the MLP, or mixture of experts, within a block; where its parts stand in the block itself, these in order.
         norms: the norms of a block.
         output: the output projection within attention.
         fused: how queries, keys and values are joined; None when `q_proj`, `k_proj`, `v_proj` are apart.
         gain_offset: 1 where the norm multiplies by 1 + weight (Gemma), else 0.
         embedding_scale: by what the embedding is multiplied on its way into the residual stream, from the config.
-        mlp_width: the entry of the config that is the width of the MLP's (an expert's) hidden layer.
+        residual_scale: the entry of the config by which a block multiplies what attention and MLP add (Granite).
+        logit_scale: by what the logits are multiplied behind the unembedding, from the config (Cohere, Granite).
+        kv_heads: how many key-value heads a block has, from the config; default: its `num_key_value_heads`.
+        mlp_width: the entry of the config that is the width of the MLP's (an expert's) hidden layer; where the config
+            has none, it is 4 d_model.
+        context: the entry of the config that is the longest sequence the model was made for.
         parallel: whether attention and MLP of a block both read the block's input, or the option of the config that
             says so.
+        positions_by_place: whether attention reads positions from where tokens stand (ALiBi), not from their numbers.
         not_in_one_pass: options of the config with which transformers' one-pass attention computes something else.
-        cannot: by kind of effective embedding ("mlp0", "embed+mlp0", "layer0"), why it cannot be read from a folder.
+        cannot: by kind of effective embedding ("raw", "mlp0", "embed+mlp0", "layer0"), why it cannot be read from a
+            folder.
+        varies: what of this row is otherwise with some configs: the fields, by name.
     """
 
     architecture: str
     blocks: str = "layers"
     embedding: str = "embed_tokens"
-    final_norm: str = "norm"
+    embedding_norm: str | None = None
+    final_norm: str | None = "norm"
     attention: str = "self_attn"
-    mlp: str = "mlp"
+    mlp: str | tuple[str, ...] = "mlp"
     norms: Norms = Norms()
     output: str = "o_proj"
     fused: FusedQKV | None = None
     gain_offset: float = 0.0
     embedding_scale: Callable[[Any], float] | None = None
+    residual_scale: str | None = None
+    logit_scale: Callable[[Any], float] | None = None
+    kv_heads: Callable[[Any], int] | None = None
     mlp_width: str = "intermediate_size"
+    context: str = "max_position_embeddings"
     parallel: bool | str = False
+    positions_by_place: bool = False
     not_in_one_pass: tuple[str, ...] = ()
     cannot: Mapping[str, str] = field(default_factory=dict)
+    varies: Callable[[Any], Mapping[str, Any]] | None = None
+
+    def of(self, config: Any) -> Family:
+        """The row as it is with some config."""
+        return self if self.varies is None else replace(self, **self.varies(config))
 
     def block(self, layer: int) -> str:
         """The prefix of one block's tensors."""
@@ -105,16 +122,55 @@ def root_of_width(config: Any) -> float:
     return math.sqrt(config.hidden_size)
 
 
+def _falcon_kv_heads(config: Any) -> int:
+    if config.new_decoder_architecture:
+        return config.num_kv_heads
+    return 1 if config.multi_query else config.num_attention_heads
+
+
+def _falcon(config: Any) -> dict[str, Any]:
+    two_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn in (None, 2)
+    one = Norms(before_mlp="input_layernorm")
+    norms = Norms("ln_attn", None, "ln_mlp") if two_norms else one if config.parallel_attn else Norms()
+    return {
+        "norms": norms,
+        "parallel": config.new_decoder_architecture or config.parallel_attn,
+        "positions_by_place": config.alibi,
+    }
+
+
+def _opt(config: Any) -> dict[str, Any]:
+    if config.do_layer_norm_before and config.word_embed_proj_dim == config.hidden_size:
+        return {}
+    reason = "its embedding is projected on its way into the residual stream, or norms stand behind its parts."
+    return {
+        "final_norm": None if not config.do_layer_norm_before else OPT.final_norm,
+        "norms": OPT.norms if config.do_layer_norm_before else Norms(None, None, None, None),
+        "cannot": dict.fromkeys(("raw", "mlp0", "embed+mlp0", "layer0"), reason),
+    }
+
+
 FAMILIES: Registry[str, Family] = Registry("family of models")
 """By the config's `model_type`."""
 SANDWICH = Norms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 BEHIND = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+ONE_NORM = Norms(before_mlp="input_layernorm")
+OPT = Family(
+    "OPTForCausalLM",
+    blocks="decoder.layers",
+    embedding="decoder.embed_tokens",
+    final_norm="decoder.final_layer_norm",
+    mlp=("fc1", "activation_fn", "fc2"),
+    norms=Norms(before_attention="self_attn_layer_norm", before_mlp="final_layer_norm"),
+    output="out_proj",
+    mlp_width="ffn_dim",
+    varies=_opt,
+)
 
-FAMILIES.add(
-    "gpt2",
-    Family(
+for _model_type, _family in {
+    "gpt2": Family(
         "GPT2LMHeadModel",
         blocks="h",
         embedding="wte",
@@ -122,52 +178,119 @@ FAMILIES.add(
         attention="attn",
         norms=Norms(before_attention="ln_1", before_mlp="ln_2"),
         output="c_proj",
-        fused=FusedQKV("c_attn", "(three head d_head)", d_model_first=True),
+        fused=FusedQKV("c_attn", "parts", d_model_first=True),
         mlp_width="n_inner",
         not_in_one_pass=("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
     ),
-)
-FAMILIES.add(
-    "gpt_neox",
-    Family(
+    "gpt_neo": Family(
+        "GPTNeoForCausalLM",
+        blocks="h",
+        embedding="wte",
+        final_norm="ln_f",
+        attention="attn.attention",
+        norms=Norms(before_attention="ln_1", before_mlp="ln_2"),
+        output="out_proj",
+    ),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        blocks="h",
+        embedding="wte",
+        final_norm="ln_f",
+        attention="attn",
+        norms=Norms(before_attention="ln_1", before_mlp="ln_1"),
+        output="out_proj",
+        mlp_width="n_inner",
+        parallel=True,
+    ),
+    "gpt_neox": Family(
         "GPTNeoXForCausalLM",
         embedding="embed_in",
         final_norm="final_layer_norm",
         attention="attention",
         output="dense",
-        fused=FusedQKV("query_key_value", "(head three d_head)", d_model_first=False),
+        fused=FusedQKV("query_key_value", "groups"),
         parallel="use_parallel_residual",
     ),
-)
-FAMILIES.add(
-    "phi",
-    Family(
-        "PhiForCausalLM",
-        final_norm="final_layernorm",
-        norms=Norms(before_mlp="input_layernorm"),
+    "opt": OPT,
+    "bloom": Family(
+        "BloomForCausalLM",
+        blocks="h",
+        embedding="word_embeddings",
+        embedding_norm="word_embeddings_layernorm",
+        final_norm="ln_f",
+        attention="self_attention",
         output="dense",
-        parallel=True,
+        fused=FusedQKV("query_key_value", "groups"),
+        context="seq_length",
+        positions_by_place=True,
     ),
-)
-FAMILIES.add("llama", Family("LlamaForCausalLM"))
-FAMILIES.add("mistral", Family("MistralForCausalLM"))
-FAMILIES.add("mixtral", Family("MixtralForCausalLM"))
-FAMILIES.add("qwen2", Family("Qwen2ForCausalLM"))
-FAMILIES.add("qwen3", Family("Qwen3ForCausalLM"))
-FAMILIES.add("qwen3_moe", Family("Qwen3MoeForCausalLM", mlp_width="moe_intermediate_size"))
-FAMILIES.add("gemma", Family("GemmaForCausalLM", gain_offset=1.0, embedding_scale=root_of_width))
-FAMILIES.add(
-    "gemma2",
-    Family(
+    "mpt": Family(
+        "MptForCausalLM",
+        blocks="blocks",
+        embedding="wte",
+        final_norm="norm_f",
+        attention="attn",
+        mlp="ffn",
+        norms=Norms(before_attention="norm_1", before_mlp="norm_2"),
+        output="out_proj",
+        fused=FusedQKV("Wqkv", "parts"),
+        context="max_seq_len",
+        positions_by_place=True,
+    ),
+    "falcon": Family(
+        "FalconForCausalLM",
+        blocks="h",
+        embedding="word_embeddings",
+        final_norm="ln_f",
+        attention="self_attention",
+        output="dense",
+        fused=FusedQKV("query_key_value", "groups"),
+        kv_heads=_falcon_kv_heads,
+        mlp_width="ffn_hidden_size",
+        not_in_one_pass=("alibi",),
+        varies=_falcon,
+    ),
+    "phi": Family("PhiForCausalLM", final_norm="final_layernorm", norms=ONE_NORM, output="dense", parallel=True),
+    "phi3": Family("Phi3ForCausalLM", fused=FusedQKV("qkv_proj", "parts")),
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "mixtral": Family("MixtralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", mlp_width="moe_intermediate_size"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", mlp_width="moe_intermediate_size"),
+    "smollm3": Family("SmolLM3ForCausalLM"),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        parallel="use_parallel_residual",
+        varies=lambda config: {"norms": ONE_NORM} if config.use_parallel_residual else {},
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        embedding_scale=lambda config: config.embedding_multiplier,
+        residual_scale="residual_multiplier",
+        logit_scale=lambda config: 1 / config.logits_scaling,
+    ),
+    "cohere": Family("CohereForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale),
+    "cohere2": Family(
+        "Cohere2ForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale
+    ),
+    "gpt_oss": Family("GptOssForCausalLM"),
+    "gemma": Family("GemmaForCausalLM", gain_offset=1.0, embedding_scale=root_of_width),
+    "gemma2": Family(
         "Gemma2ForCausalLM",
         norms=SANDWICH,
         gain_offset=1.0,
         embedding_scale=root_of_width,
         not_in_one_pass=("attn_logit_softcapping",),
     ),
-)
-FAMILIES.add("gemma3_text", Family("Gemma3ForCausalLM", norms=SANDWICH, gain_offset=1.0, embedding_scale=root_of_width))
-FAMILIES.add("olmo2", Family("Olmo2ForCausalLM", norms=BEHIND))
+    "gemma3_text": Family("Gemma3ForCausalLM", norms=SANDWICH, gain_offset=1.0, embedding_scale=root_of_width),
+    "olmo": Family("OlmoForCausalLM"),
+    "olmo2": Family("Olmo2ForCausalLM", norms=BEHIND),
+    "olmo3": Family("Olmo3ForCausalLM", norms=BEHIND),
+    "olmoe": Family("OlmoeForCausalLM"),
+}.items():
+    FAMILIES.add(_model_type, _family)
 
 
 def text_config(config: Any) -> Any:
@@ -181,10 +304,12 @@ def family_of(config: Any) -> Family:
     Raises:
         ModelError: there is no row for it.
     """
-    model_type = text_config(config).model_type
-    if model_type not in FAMILIES:
-        raise ModelError(f"The model type {model_type!r} is not supported; headwater reads {', '.join(FAMILIES)}.")
-    return FAMILIES[model_type]
+    config = text_config(config)
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"The model type {config.model_type!r} is not supported; headwater reads {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[config.model_type].of(config)
 
 
 def family_named(architecture: str) -> Family | None:

@@ -9,13 +9,14 @@ adds along a direction w is then share · pulled_back(x, w).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.models.families import family_named, text_config
 from headwater.models.weights.loaded_weights import LoadedWeights
 
 if TYPE_CHECKING:
@@ -59,9 +60,23 @@ class Norm:
 
 
 def final_norm(model: HookedModel) -> Norm:
-    """Return the norm in front of the unembedding."""
-    raw = model.raw
-    return _norm(model, LoadedWeights(model).final_norm_gain().to(raw.unembed.W_U.device), raw.ln_final)
+    """Return the norm in front of the unembedding, times what the model multiplies its logits by."""
+    raw, scale = model.raw, logit_scale(model)
+    norm = _norm(model, LoadedWeights(model).final_norm_gain().to(raw.unembed.W_U.device), raw.ln_final)
+    return replace(norm, gain=scale * norm.gain, bias=None if norm.bias is None else scale * norm.bias)
+
+
+def logit_scale(model: HookedModel) -> float:
+    """By what a model multiplies what its unembedding gives (Cohere, Granite)."""
+    family = family_named(model.shape.architecture)
+    return 1.0 if family is None or family.logit_scale is None else float(family.logit_scale(text_config(model.config)))
+
+
+def residual_scale(model: HookedModel) -> float:
+    """By what a model's blocks multiply what attention and MLP write before it is added (Granite)."""
+    family = family_named(model.shape.architecture)
+    name = None if family is None else family.residual_scale
+    return 1.0 if name is None else float(getattr(text_config(model.config), name))
 
 
 def attention_post_norm(model: HookedModel, layer: int) -> Norm | None:

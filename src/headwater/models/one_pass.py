@@ -3,8 +3,9 @@
 TransformerLens's bridge computes scores, softmax and weighted values one after the other, so that hooks can read and
 edit each: `batch head query key` numbers several times over. Inside `one_pass_attention` every block calls the
 transformers module that the bridge wraps, with its scaled-dot-product form: the same weights, rotation, window and
-mask, and no pattern. The bridge's own attention stays where this cannot be: a soft cap (Gemma 2), layers on several
-devices, a hook inside attention, folded weights, architectures that headwater does not know.
+mask, and no pattern. The bridge's own attention stays where this cannot be: a soft cap (Gemma 2), attention sinks
+(gpt-oss), layers on several devices, a hook inside attention, folded weights, architectures that headwater does not
+know.
 
 Both round differently, so runs that are compared with one another (a patch, a knockout) must not be mixed.
 """
@@ -63,6 +64,6 @@ def _can(model: HookedModel) -> bool:
     watched = any(point.fwd_hooks or point.bwd_hooks for name, point in raw.hook_dict.items() if ".attn." in name)
     config = raw.original_model.config
     family = family_named(model.shape.architecture)
-    if family is None or watched:
+    if family is None or watched or not getattr(raw.original_model, "_supports_sdpa", False):
         return False
     return not any(getattr(config, option, None) for option in family.not_in_one_pass)

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.errors import ModelError
-from headwater.models.families import family_of, text_config
+from headwater.models.families import Family, family_of, text_config
 
 SIZES = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "max_position_embeddings", "head_dim",
 )  # fmt: skip
 """The entries of a config that are sizes of every model which has them."""
+UNSAID_CONTEXT = 2048
+"""The longest sequence where a config does not say it (Bloom), as TransformerLens takes it."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,15 @@ def shape_of(config: Any) -> ModelShape:
         architecture=family.architecture,
         n_layers=config.num_hidden_layers,
         n_heads=n_heads,
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
+        n_kv_heads=_kv_heads(family, config) or n_heads,
         d_model=d_model,
         d_head=getattr(config, "head_dim", None) or d_model // n_heads,
-        d_mlp=getattr(config, family.mlp_width) or 4 * d_model,
+        d_mlp=getattr(config, family.mlp_width, None) or 4 * d_model,
         d_vocab=config.vocab_size,
-        n_ctx=config.max_position_embeddings,
+        n_ctx=getattr(config, family.context, None) or UNSAID_CONTEXT,
         parallel_blocks=family.is_parallel(config),
     )
+
+
+def _kv_heads(family: Family, config: Any) -> int | None:
+    return family.kv_heads(config) if family.kv_heads else getattr(config, "num_key_value_heads", None)

@@ -1,6 +1,9 @@
 """The last step of a model: the final norm, and the head that turns what it gives into logits.
 
-    logits = cap(normalise(residual) W_U + b_U)      cap(x) = c · tanh(x / c) where the architecture has one (Gemma 2)
+    logits = cap(scale · (normalise(residual) W_U + b_U))
+
+cap(x) = c · tanh(x / c) where the architecture has one (Gemma 2). scale is 1 but in few (Cohere, Granite), where it
+is in what `normalise` gives and in b_U, so that W_U stays as it is.
 
 A residual stream as a bfloat16 or float16 model holds it goes through the model's own norm, and stays in that dtype:
 it is what the model itself multiplies with W_U, which tensor cores do exactly and in one product. Anything else (a lens
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.models.norms import final_norm
+from headwater.models.norms import final_norm, logit_scale
 from headwater.models.tokens import Batch
 from headwater.models.weights.weight_source import finite
 
@@ -39,25 +42,25 @@ def unembedding_head(model: HookedModel) -> tuple[Normalise, UnembeddingHead]:
         ModelError: together they do not give the model's logits (the architecture does something more to them).
     """
     raw = model.raw
-    bias = getattr(raw.unembed, "b_U", None)
+    bias, scale = getattr(raw.unembed, "b_U", None), logit_scale(model)
     cap = float(getattr(raw.cfg, "output_logits_soft_cap", None) or -1.0)
     head = UnembeddingHead(
         W_U=finite(raw.unembed.W_U.detach(), "unembed.W_U"),
-        bias=bias.detach() if bias is not None and bool(bias.any()) else None,
+        bias=scale * bias.detach() if bias is not None and bool(bias.any()) else None,
         softcap=cap if cap > 0 else None,
     )
-    normalise = _final_norm(model)
+    normalise = _final_norm(model, scale)
     _check(model, normalise, head)
     return normalise, head
 
 
-def _final_norm(model: HookedModel) -> Normalise:
+def _final_norm(model: HookedModel, scale: float) -> Normalise:
     norm = final_norm(model)
 
     def normalise(residual: Tensor) -> Tensor:
         if residual.dtype == model.dtype and residual.dtype in HALF:
             with model.lock:
-                return model.raw.ln_final(residual.to(norm.gain.device)[None])[0]
+                return scale * model.raw.ln_final(residual.to(norm.gain.device)[None])[0]
         return norm(residual)
 
     return normalise

@@ -229,12 +229,14 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
     A matrix that embedding and unembedding share may be stored under either name.
     """
     family = family_of(config)
-    embedding, final_norm = f"{family.embedding}.weight", f"{family.final_norm}.weight"
+    embedding = f"{family.embedding}.weight"
     heads = [name for name in stored if name.endswith(UNEMBEDDING_NAMES)]
     matches = _named(stored, embedding)
     tied = not matches and config.tie_word_embeddings and len(heads) == 1
     if tied:
-        matches = [name.removesuffix(final_norm) + embedding for name in _named(stored, final_norm)]
+        first_block = family.block(0)
+        prefixes = {own[: own.index(first_block)] for own in stored if f".{first_block}" in f".{own}"}
+        matches = [prefix + embedding for prefix in prefixes]
     if len(matches) != 1:
         raise ModelError(f"{folder} has {len(matches)} tensors named {embedding!r}, not one; is it a language model?")
     prefix = matches[0].removesuffix(embedding)

@@ -12,6 +12,7 @@ that it is what the MLP adds to the residual stream. In parallel blocks the MLP 
 One block is built from transformers' own modules and given the first block's tensors; no other block is loaded.
 """
 
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -64,15 +65,23 @@ def mlp0(config: Any, read: Read, embeddings: Float[Tensor, "source d_model"]) -
     """MLP₀(LN(E)): what the first MLP adds when it reads the embeddings alone."""
     family = family_of(config)
     block = block_model(config, read, embeddings).get_submodule(family.block(0).removesuffix("."))
-    names = (family.norms.before_mlp, family.mlp, family.norms.after_mlp)
+    mlp = (family.mlp,) if isinstance(family.mlp, str) else family.mlp
+    names = (family.norms.before_mlp, *mlp, family.norms.after_mlp)
     parts, outputs = [block.get_submodule(name) for name in names if name is not None], list[Tensor]()
     for chunk in chunks(embeddings, shape_of(config).d_mlp):
         out = chunk[None]
         for part in parts:
-            out = part(out)
-            out = out[0] if isinstance(out, tuple) else out
+            out = _called(part, out)
         outputs.append(out[0])
-    return torch.cat(outputs)
+    scale = 1.0 if family.residual_scale is None else getattr(config, family.residual_scale)
+    return torch.cat(outputs) * scale
+
+
+def _called(part: nn.Module, x: Tensor) -> Tensor:
+    """What a module writes; Bloom's and MPT's MLP are given a residual stream that they add it to."""
+    takes_residual = "residual" in inspect.signature(part.forward).parameters
+    out = part(x, torch.zeros_like(x)) if takes_residual else part(x)
+    return out[0] if isinstance(out, tuple) else out
 
 
 def layer0(
@@ -80,7 +89,8 @@ def layer0(
 ) -> Float[Tensor, "source d_model"]:
     """The residual stream behind the first block, at the token in [BOS, token].
 
-    All tokens of a chunk stand in one sequence behind one BOS, all at position 1, and each sees BOS and itself only.
+    All tokens of a chunk stand in one sequence behind one BOS, all at position 1, and each sees BOS and itself only;
+    where attention reads positions from where tokens stand (ALiBi), each token has a sequence and a BOS of its own.
 
     Args:
         config: the model's config.
@@ -89,11 +99,16 @@ def layer0(
         bos: the BOS token's row.
     """
     family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
-    setattr(model, family.final_norm, nn.Identity())
+    if family.final_norm is not None:
+        model.set_submodule(family.final_norm, nn.Identity())
     embedding, shape = model.get_submodule(family.embedding), shape_of(config)
     size = min(WORKSPACE_ENTRIES // shape.d_mlp, math.isqrt(WORKSPACE_ENTRIES // shape.n_heads))
     for chunk in rows.split(max(1, size)):
         embedding.weight = nn.Parameter(torch.cat([bos, chunk]), requires_grad=False)
+        if family.positions_by_place:
+            pairs = torch.tensor([[0, 1 + i] for i in range(len(chunk))], device=rows.device)
+            outputs.append(model(pairs, use_cache=False).last_hidden_state[:, 1])
+            continue
         tokens = torch.arange(len(chunk) + 1, device=rows.device)
         visible = torch.eye(len(tokens), device=rows.device, dtype=torch.bool)
         visible[:, 0] = True

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from einops import rearrange
 from huggingface_hub import cached_assets_path
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -44,6 +43,7 @@ from headwater.errors import HeadwaterError
 from headwater.models.families import Family, family_named, family_of, text_config
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.weights.conversion import Conversion
+from headwater.models.weights.fused import put_together
 from headwater.runs.storage import write_atomically
 
 SPAN = 2**22
@@ -154,21 +154,27 @@ def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str
     """Yield the parameters that a checkpoint holds, then those that only this model has, such as an adapter's."""
     family, conversion = family_of(config), Conversion(config)
     parameters = _parameters(huggingface)
-    read = parameter_reader(model, huggingface, family)
+    read = parameter_reader(model, huggingface, family, shape_of(config))
     fused = family.fused.name if family.fused is not None and huggingface is not model else None
-    held, expected = set[tuple[int, torch.Size]](), set[str]()
+    held, expected = list[range](), set[str]()
     for group in conversion.groups:
         expected.update(group.parameters)
         names = [name for name in group.parameters if name in parameters or (fused and f".{fused}." in name)]
         found = {name: read(name) for name in names}
-        held.update((tensor.data_ptr(), tensor.shape) for tensor in found.values())
+        held += map(_bytes_of, found.values())
         yield from (found if group.is_one else conversion.taken_apart(found)).items()
     split = re.compile(rf"\.(attn|{family.attention})\.(q|k|v|qkv|{fused})\.")
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
         is_split = fused is not None and split.search(name)
-        if not is_split and (tensor.data_ptr(), tensor.shape) not in held:
+        is_view = any(_bytes_of(tensor).start in one and _bytes_of(tensor)[-1] in one for one in held)
+        if not is_split and not is_view:
             yield name, tensor
+
+
+def _bytes_of(tensor: Tensor) -> range:
+    """Where a tensor lies in memory; what another holds too (Phi-3's gates, cut from one matrix) is told by it."""
+    return range(tensor.data_ptr(), tensor.data_ptr() + max(1, tensor.nbytes))
 
 
 def _parameters(huggingface: Any) -> dict[str, Tensor]:
@@ -180,11 +186,11 @@ def _parameters(huggingface: Any) -> dict[str, Tensor]:
     }
 
 
-def parameter_reader(model: Any, huggingface: Any, family: Family) -> Callable[[str], Tensor]:
+def parameter_reader(model: Any, huggingface: Any, family: Family, shape: ModelShape) -> Callable[[str], Tensor]:
     """Read parameters by their checkpoint names from a transformers model or from a bridge around one.
 
-    Where a bridge has split GPT-NeoX's joined queries, keys and values, the split ones are what it computes with, so
-    they are what is read.
+    Where a bridge has split the joined queries, keys and values of a block (GPT-NeoX, Phi-3), the split ones are what
+    it computes with, so they are what is read.
     """
     parameters = _parameters(huggingface)
     fused = family.fused if huggingface is not model else None
@@ -193,11 +199,8 @@ def parameter_reader(model: Any, huggingface: Any, family: Family) -> Callable[[
         if fused is None or f".{fused.name}." not in name:
             return parameters[name]
         attention = model.blocks[int(name.split(".")[1])].attn
-        if name.endswith("bias"):
-            parts = torch.stack([attention.b_Q, attention.b_K, attention.b_V])
-            return rearrange(parts, f"three head d_head -> {fused.axes}")
-        parts = torch.stack([attention.W_Q, attention.W_K, attention.W_V])
-        return rearrange(parts, f"three head d_model d_head -> {fused.pattern()}")
+        kind = "b" if name.endswith("bias") else "W"
+        return put_together([getattr(attention, f"{kind}_{part}") for part in "QKV"], fused, shape)
 
     return read
 

@@ -10,27 +10,25 @@ from torch import Tensor
 
 from headwater.models.families import Family
 from headwater.models.shape import ModelShape
+from headwater.models.weights.fused import taken_apart
 
 Read: TypeAlias = Callable[[str], Tensor]
 """Reads one tensor by its name relative to the base model."""
 
 
-def query_key_value(read: Read, family: Family, attention: str, heads: tuple[int, int, int], part: str) -> list[Tensor]:
+def query_key_value(read: Read, family: Family, shape: ModelShape, attention: str, part: str) -> list[Tensor]:
     """Weights or biases of the queries, keys and values of one attention module, each split into its heads.
 
     Args:
         read: reads a tensor by name.
         family: the architecture's.
+        shape: the model's sizes.
         attention: the prefix of the attention module's tensors.
-        heads: the number of query, key and value heads.
         part: "weight" or "bias".
     """
     if family.fused:
-        joined = read(f"{attention}{family.fused.name}.{part}")
-        if part == "bias":
-            return list(rearrange(joined, f"{family.fused.axes} -> three head d_head", three=3, head=heads[0]))
-        split = f"{family.fused.pattern()} -> three head d_model d_head"
-        return list(rearrange(joined, split, three=3, head=heads[0]))
+        return taken_apart(read(f"{attention}{family.fused.name}.{part}"), family.fused, shape)
+    heads = shape.n_heads, shape.n_kv_heads, shape.n_kv_heads
     pattern = "(head d_head) -> head d_head" if part == "bias" else "(head d_head) d_model -> head d_model d_head"
     return [
         rearrange(read(f"{attention}{name}.{part}"), pattern, head=count)
@@ -51,11 +49,10 @@ def head_factors(
         layer: which block.
     """
     attention = f"{family.block(layer)}{family.attention}."
-    heads = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
-    W_Q, W_K, W_V = query_key_value(read, family, attention, heads, "weight")
+    W_Q, W_K, W_V = query_key_value(read, family, shape, attention, "weight")
     first_bias = f"{attention}{family.fused.name if family.fused else 'q_proj'}.bias"
     has_bias = first_bias in names
-    b_Q, b_K, b_V = query_key_value(read, family, attention, heads, "bias") if has_bias else (None, None, None)
+    b_Q, b_K, b_V = query_key_value(read, family, shape, attention, "bias") if has_bias else (None, None, None)
     output_bias = f"{attention}{family.output}.bias"
     W_O = _output(read, family, shape, layer)
     return {
@@ -67,27 +64,28 @@ def head_factors(
         "b_K": b_K,
         "b_V": b_V,
         "b_O": read(output_bias) if output_bias in names else None,
-        "norm_gain": _attention_gain(read, family, layer, W_O),
+        "norm_gain": _attention_gain(read, names, family, layer, W_O),
     }
 
 
-def ov_factors(read: Read, family: Family, shape: ModelShape, layer: int) -> dict[str, Tensor]:
+def ov_factors(read: Read, names: frozenset[str], family: Family, shape: ModelShape, layer: int) -> dict[str, Tensor]:
     """W_V, W_O and the gain of the norm in front, by the field names of `OVWeights`; nothing else that is stored apart.
 
     Args:
         read: reads a tensor by name.
+        names: the names of all tensors there are.
         family: the architecture's.
         shape: the model's sizes.
         layer: which block.
     """
     attention = f"{family.block(layer)}{family.attention}."
     if family.fused:
-        W_V = query_key_value(read, family, attention, (shape.n_heads,) * 3, "weight")[2]
+        W_V = query_key_value(read, family, shape, attention, "weight")[2]
     else:
         stored = read(f"{attention}v_proj.weight")
         W_V = rearrange(stored, "(head d_head) d_model -> head d_model d_head", head=shape.n_kv_heads)
     W_O = _output(read, family, shape, layer)
-    return {"W_V": W_V, "W_O": W_O, "norm_gain": _attention_gain(read, family, layer, W_O)}
+    return {"W_V": W_V, "W_O": W_O, "norm_gain": _attention_gain(read, names, family, layer, W_O)}
 
 
 def _output(read: Read, family: Family, shape: ModelShape, layer: int) -> Tensor:
@@ -97,9 +95,14 @@ def _output(read: Read, family: Family, shape: ModelShape, layer: int) -> Tensor
     return rearrange(weight, f"{stored} -> head d_head d_model", head=shape.n_heads)
 
 
-def _attention_gain(read: Read, family: Family, layer: int, like: Tensor) -> Tensor:
-    """The gain of the norm in front of attention; ones like a W_O where there is none (OLMo 2)."""
+def _attention_gain(read: Read, names: frozenset[str], family: Family, layer: int, like: Tensor) -> Tensor:
+    """The gain of the norm in front of attention; ones like a W_O where there is no norm (OLMo 2), or no gain."""
     norm = family.norms.before_attention
-    if norm is None:
+    return norm_gain(read, names, family, None if norm is None else f"{family.block(layer)}{norm}", like)
+
+
+def norm_gain(read: Read, names: frozenset[str], family: Family, norm: str | None, like: Tensor) -> Tensor:
+    """The gain of a norm; ones, as many as the last axis of `like` has, where there is none or it has none (OLMo 1)."""
+    if norm is None or f"{norm}.weight" not in names:
         return like.new_ones(like.shape[-1])
-    return read(f"{family.block(layer)}{norm}.weight") + family.gain_offset
+    return read(f"{norm}.weight") + family.gain_offset

@@ -16,7 +16,7 @@ from headwater.models.weights.checkpoint import Checkpoint
 from headwater.models.weights.conversion import UNEMBEDDING, Conversion
 from headwater.models.weights.effective_embedding import bos_token, check_request, layer0, mlp0
 from headwater.models.weights.fingerprint import behaviour, fingerprint, fingerprint_of_files
-from headwater.models.weights.head_tensors import head_factors, ov_factors
+from headwater.models.weights.head_tensors import head_factors, norm_gain, ov_factors
 from headwater.models.weights.lone_tokens import refuse_clipped
 from headwater.models.weights.weight_source import HeadWeights, OVWeights, WeightSource, finite
 from headwater.runs.identity import tokenizer_digest
@@ -73,11 +73,13 @@ class StreamedWeights(WeightSource):
     def ov(self, layer: int) -> OVWeights:
         """W_V and W_O of one layer's heads."""
         self._check_heads(layer)
-        return OVWeights(layer, **ov_factors(self._read, self.family, self.shape, layer))
+        return OVWeights(
+            layer, **ov_factors(self._read, frozenset(self.checkpoint.names), self.family, self.shape, layer)
+        )
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """W_E as the residual stream receives it."""
-        return self._scaled(self._read(self._embedding_name))
+        return self._entering(self._read(self._embedding_name))
 
     def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
         """W_U; the embedding transposed where the two are tied."""
@@ -85,7 +87,10 @@ class StreamedWeights(WeightSource):
 
     def final_norm_gain(self) -> Float[Tensor, "d_model"]:
         """The gain of the norm in front of the unembedding."""
-        return self._read(f"{self.family.final_norm}.weight") + self.family.gain_offset
+        if (norm := self.family.final_norm) is None:
+            raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
+        like = torch.empty(self.shape.d_model, device=self.device, dtype=self.given_dtype)
+        return norm_gain(self._read, frozenset(self.checkpoint.names), self.family, norm, like)
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, "source"], kind: str) -> Float[Tensor, "source d_model"]:
@@ -99,7 +104,7 @@ class StreamedWeights(WeightSource):
         config, read = self.checkpoint.config, self._stored
         if kind == "layer0":
             return self._given(layer0(config, read, rows, matrix[[bos_token(self.tokenizer)]].to(rows)))
-        embeddings = self._scaled(rows)
+        embeddings = self._entering(rows)
         if kind == "raw":
             return self._given(embeddings)
         output = mlp0(config, read, embeddings)
@@ -124,6 +129,12 @@ class StreamedWeights(WeightSource):
     def _read(self, name: str) -> Tensor:
         return self._given(self._stored(name))
 
-    def _scaled(self, embeddings: Tensor) -> Tensor:
-        scale = self.family.embedding_scale
-        return embeddings if scale is None else embeddings * torch.tensor(scale(self.checkpoint.config)).to(embeddings)
+    def _entering(self, embeddings: Tensor) -> Tensor:
+        """Rows of the embedding as the first block receives them, positions aside."""
+        scale, norm, config = self.family.embedding_scale, self.family.embedding_norm, self.checkpoint.config
+        if scale is not None:
+            embeddings = embeddings * torch.tensor(scale(config)).to(embeddings)
+        if norm is None:
+            return embeddings
+        gain, bias = (self._stored(f"{norm}.{part}").to(embeddings) for part in ("weight", "bias"))
+        return torch.nn.functional.layer_norm(embeddings, gain.shape, gain, bias, config.layer_norm_epsilon)
