@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
     from headwater.patching.ablation import ablate as ablate
+    from headwater.patching.activation_patching import patch as patch
     from headwater.patching.changes import add as add
     from headwater.patching.changes import noise as noise
     from headwater.patching.changes import scale as scale
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import probability as probability
     from headwater.patching.metrics import rank as rank
     from headwater.patching.sweep import Sweep as Sweep
-    from headwater.patching.sweep import patch as patch
     from headwater.patching.values import mean as mean
     from headwater.patching.values import resample as resample
     from headwater.pathways.attention_saliency import Saliency as Saliency

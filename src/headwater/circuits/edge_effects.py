@@ -36,10 +36,11 @@ from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_count, checked_name, checked_seed
+from headwater.patching.call import check_call, metric_options, prompt_options
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
 from headwater.patching.prompts import Prompts, read_pairs
-from headwater.patching.sweep import DIRECTIONS, check_call, metric_options, prompt_options
+from headwater.patching.sides import DIRECTIONS
 from headwater.patching.variants import LOGITS
 from headwater.runs.analysis import Run, carry_out
 

@@ -39,7 +39,7 @@ PYTHON = {
     "batch_size": "as many as suit the device",
 }
 PATCH = Of(
-    "headwater.patching.sweep:patch",
+    "headwater.patching.activation_patching:patch",
     offers="over direction values method",
     shaped=(Shaped("sites", default=("resid_pre",)), WINDOW),
     choices={"direction": "DIRECTIONS", "method": "METHODS"},
@@ -96,7 +96,7 @@ def patch(
         raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
     with continues(out):
         from headwater.models.sites import sites_called
-        from headwater.patching.sweep import patch as run
+        from headwater.patching.activation_patching import patch as run
 
         measure, given = _metric(metric, tokens, token, at), options.of("patch")
         sites_called(given["sites"])

@@ -97,8 +97,8 @@ def _memorization(seen: Seen, options: dict[str, Any]) -> Result:
 
 
 def _patching(seen: Seen, options: dict[str, Any]) -> Result:
+    from headwater.patching.activation_patching import patch
     from headwater.patching.metrics import logit_difference
-    from headwater.patching.sweep import patch
 
     pairs = prompt_pairs(_answered(seen).table)
     clean, corrupted, right, wrong = (list(column) for column in zip(*pairs, strict=True))

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ from transformers.activations import NewGELUActivation
 
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.checks import finite_output
-from headwater.models.edits import looks
+from headwater.models.edits import Hook, looks
 from headwater.models.norms import logit_scale, residual_scale
 from headwater.models.sites import hook_name
 
@@ -182,8 +182,10 @@ class Blocks:
     def _capped(self, logits: Tensor) -> Tensor:
         return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits
 
-    def record(self, batch: Batch, names: Iterable[str]) -> Recording:
+    def record(self, batch: Batch, names: Iterable[str], before: Sequence[Hook] = ()) -> Recording:
         """Run a batch once and keep the named activations, the keys and values and the calls.
+
+        `before` are hooks that act before anything is kept, such as noise at the embeddings.
 
         Raises:
             NumericsError: the residual stream after the last block holds NaN or infinity.
@@ -208,7 +210,7 @@ class Blocks:
             for layer, block in enumerate(self._blocks):
                 handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
                 stack.callback(handle.remove)
-            stack.enter_context(self.model.hooks(hooks))
+            stack.enter_context(self.model.hooks([*before, *hooks]))
             stack.enter_context(self.fused())
             logits = self.model.raw(tokens, **options)
         finite_output(self.model, activations[last], batch, None)

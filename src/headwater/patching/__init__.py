@@ -6,6 +6,7 @@ from headwater.rooms import opened
 
 if TYPE_CHECKING:
     from headwater.patching.ablation import ablate as ablate
+    from headwater.patching.activation_patching import patch as patch
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import rank as rank
     from headwater.patching.rows import Rows as Rows
     from headwater.patching.sweep import Sweep as Sweep
-    from headwater.patching.sweep import patch as patch
     from headwater.patching.values import VALUES as VALUES
     from headwater.patching.values import Recipe as Recipe
     from headwater.patching.values import Source as Source

@@ -24,30 +24,24 @@ from torch import Tensor
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_flag, checked_seed
+from headwater.patching.call import check_call, metric_options, recorded_roles
 from headwater.patching.cells import Asked
 from headwater.patching.components import read_sets
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import Prompts, read_pairs
-from headwater.patching.sweep import (
-    Sweep,
-    check_call,
-    matched_by_example,
-    metric_options,
-    prompt_options,
-    recorded_roles,
-    sweep_of,
-)
-from headwater.patching.values import Recipe, asked_source, recorded
+from headwater.patching.plan import Cell
+from headwater.patching.prompts import Prompts
+from headwater.patching.sides import plan_of, read_sides
+from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.values import Recipe, recorded
 from headwater.runs.analysis import Run, carry_out
 
 
 def ablate(
     model: HookedModel,
     prompts: Prompts,
-    corrupted: Prompts | None = None,
+    corrupted: Prompts | Recipe | None = None,
     *,
     metric: Metric | Any,
     heads: Any = None,
@@ -69,7 +63,8 @@ def ablate(
     Args:
         model: the model; it is left as it was.
         prompts: one prompt, several, or token ids: those whose runs are ablated.
-        corrupted: the other prompt of each pair, for values from the other run.
+        corrupted: the other prompt of each pair, for values from the other run; or noise at its embeddings, see
+            `hw.patch`.
         metric: see `hw.patch`.
         heads: of one set, the attention heads, as pairs (layer, head). Query heads are counted, also where they share
             keys and values.
@@ -97,28 +92,28 @@ def ablate(
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     complement = checked_flag("complement", complement)
     ask = Asked((), None, positions, None, None)
-    base, other = read_pairs(model, prompts, corrupted, by_role=ask.by_role)
+    sides = read_sides(model, prompts, corrupted, ask, "noise")
     chosen = read_sets(
         model, {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}, sets, complement
     )
     metrics = as_metrics(metric)
     named = tuple(dict.fromkeys(part.site for one in chosen for part in one.parts))
-    source = asked_source(model, values, dataset, base=base, other=other, sites=named, seed=seed)
-    spots = ask.spots(base, other, 0)
-    matched = matched_by_example(spots, base, other, named)
-    refuse_too_many_cells(sum(map(len, spots)) * len(chosen) * len(metrics) * (source.samples or 1))
+    source, spots = sides.source(model, values, dataset, named, seed), sides.spots(ask)
+    matched = sides.matched(spots, named)
+    refuse_too_many_cells(sum(map(len, spots)) * len(chosen) * len(metrics) * (source.samples or 1) * sides.draws)
     common = {"site": "complement" if complement else "ablation"} | ({"values": source.label} if source.label else {})
     cells = []
-    for i, prompt in enumerate(base):
-        since = source.since(i) if matched[i] is None else 0
+    for example, prompt in enumerate(sides.base):
+        i = example // sides.draws
+        since = source.since(example) if matched[i] is None else 0
         for role, spot in spots[i].items():
             labels = common | ({"role": role} if ask.by_role else {})
             at = spot.base if len(spot.base) < len(prompt) else None
             for one, sample in product(chosen, range(source.samples or 1)):
                 own = {"set": one.name} | ({"sample": sample} if source.samples is not None else {})
                 edits = tuple(replace(part.edit(at, since), sample=sample) for part in one.parts)
-                cells.append(Cell(i, labels | own, edits))
-    plan = Plan(model, base, other, True, tuple(cells), metrics, source, batch_size=batch_size, matched=matched)
+                cells.append(Cell(example, labels | own, edits))
+    plan = plan_of(model, sides, cells, metrics, source, matched=matched, batch_size=batch_size)
     options = {
         "sets": [one.described() for one in chosen],
         "complement": complement,
@@ -126,7 +121,7 @@ def ablate(
         "direction": "noise",
         "values": recorded(source),
         "mean_over": source.mean_over,
-        **prompt_options(base, other, source.given.dataset),
+        **sides.described(source.given.dataset),
         "metrics": metric_options(plan),
     }
 

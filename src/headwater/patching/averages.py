@@ -49,6 +49,8 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     seed = checked_seed(seed)
     draws_of = cache(lambda examples: Draws.of(range(examples), draws=RESAMPLES, seed=seed))
     rows = []
+    if measure == "ratio of means":  # before draws are averaged, of which some may go the other way
+        table = table.assign(gap=gaps_of(table))
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         effects, gaps = summands(over_draws(part), measure)
         found = interval(draws_of(len(effects)).ratio(effects, gaps), level)
@@ -76,7 +78,7 @@ def summands(part: pd.DataFrame, measure: str) -> tuple[np.ndarray, np.ndarray]:
         effects = part[measure].dropna().to_numpy()
         return effects, np.ones(len(effects))
     part = part.dropna(subset=["effect"])
-    return part["effect"].to_numpy(), gaps_of(part).to_numpy()
+    return part["effect"].to_numpy(), part["gap"].to_numpy()
 
 
 def gaps_of(table: pd.DataFrame) -> pd.Series:

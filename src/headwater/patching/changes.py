@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.models.memory import failures_named
+from headwater.models.positions import Where
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
 from headwater.patching.rows import Rows
@@ -62,25 +63,39 @@ def scale(factor: SupportsFloat) -> Recipe:
     return Recipe("scale", {"factor": factor})
 
 
-def noise(std: SupportsFloat, samples: int = 10, seed: int = 0, *, absolute: bool = False) -> Recipe:
+def noise(
+    std: SupportsFloat,
+    samples: int = 10,
+    seed: int = 0,
+    *,
+    absolute: bool = False,
+    positions: Where | None = None,
+) -> Recipe:
     """Values: the activation that stands there, with Gaussian noise added, drawn several times.
+
+    Given as `corrupted=`, it is noise at the embeddings of some tokens of the clean prompts, which makes the corrupted
+    runs of causal tracing (Meng et al. 2022).
 
     Every draw is a cell of its own, in the column `sample`. A draw follows from the seed, its number, the prompt's
     number, site and layer alone. `Sweep.summary` averages each prompt's draws and takes intervals over prompts; of one
     prompt it takes them over draws.
 
     Args:
-        std: its standard deviation, in standard deviations of the entries of the vector that it is added to.
+        std: its standard deviation, in standard deviations of the entries of the vector that it is added to; given as
+            `corrupted=`, of the entries of all embeddings that it is added to, over all prompts.
         samples: how many draws.
         seed: of the draws.
         absolute: give `std` in the activation's own units.
+        positions: given as `corrupted=`, the tokens whose embeddings are corrupted: a word, a span, a list with one of
+            these per prompt (see `headwater.models.positions`), or the name of a role of the sweep's `positions=`.
 
     Raises:
         InputError: one of them cannot be used; noise without strength changes nothing.
     """
     std = checked_number("std", std, above=0.0)
-    arguments = {"std": std, "samples": checked_count("samples", samples), "seed": checked_seed(seed)}
-    return Recipe("noise", arguments | {"absolute": checked_flag("absolute", absolute)})
+    arguments: dict[str, Any] = {"std": std, "samples": checked_count("samples", samples), "seed": checked_seed(seed)}
+    arguments["absolute"] = checked_flag("absolute", absolute)
+    return Recipe("noise", arguments if positions is None else arguments | {"positions": positions})
 
 
 class _Changing(Source):
@@ -297,6 +312,11 @@ class Noise(_Changing):
 
     def __init__(self, given: Given):
         super().__init__(given)
+        if "positions" in given.arguments:
+            raise InputError(
+                "hw.noise(..., positions=) says which embeddings corrupted=hw.noise(...) makes noisy; noise given as "
+                "values= is added at the positions of the call."
+            )
         if any(site.has_keys for site in given.sites):
             raise InputError("Noise cannot be added to attention patterns: their weights would not sum to 1 any more.")
         self.samples: int = given.arguments["samples"]

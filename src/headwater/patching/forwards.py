@@ -27,8 +27,10 @@ from headwater.patching.variants import (
 )
 
 
-def run_variant(model: HookedModel, prompt: Batch, variant: Variant, values: Values) -> dict[Reading, Tensor]:
-    """Run one prompt with a variant's edits; return each reading at the kept positions, `kept width`."""
+def run_variant(
+    model: HookedModel, prompt: Batch, variant: Variant, values: Values, before: Sequence[Hook] = ()
+) -> dict[Reading, Tensor]:
+    """Run one prompt with hooks and a variant's edits; return each reading at the kept positions, `kept width`."""
     n_layers = model.shape.n_layers
     deepest = max(layer + (site != LOGITS) for site, layer in variant.readings)
     read: dict[Reading, Tensor] = {}
@@ -36,7 +38,7 @@ def run_variant(model: HookedModel, prompt: Batch, variant: Variant, values: Val
     def take(activation: Tensor, hook: Any, reading: Reading) -> None:
         read[reading] = activation[0, list(variant.kept)].clone()
 
-    hooks = _edits(variant, values, deepest)
+    hooks = [*before, *_edits(variant, values, deepest)]
     for site, layer in variant.readings:
         if site != LOGITS:
             hooks.append((SITES[site].hook_name(layer), looks(partial(take, reading=(site, layer)))))
@@ -48,16 +50,24 @@ def run_variant(model: HookedModel, prompt: Batch, variant: Variant, values: Val
     return read
 
 
-def run_edited(model: HookedModel, prompt: Batch, variant: Variant, values: Values) -> None:
-    """Run one prompt with a variant's edits, for what the model's own checks say of it."""
+def run_edited(
+    model: HookedModel, prompt: Batch, variant: Variant, values: Values, before: Sequence[Hook] = ()
+) -> None:
+    """Run one prompt with a variant's edits after other hooks, for what the model's own checks say of it."""
     n_layers = model.shape.n_layers
-    model.run(prompt, _edits(variant, values, n_layers), stop_at=n_layers)
+    model.run(prompt, [*before, *_edits(variant, values, n_layers)], stop_at=n_layers)
 
 
 def capture(
-    model: HookedModel, batch: Batch, names: Sequence[str], keep: Int[Tensor, " kept"] | None = None
+    model: HookedModel,
+    batch: Batch,
+    names: Sequence[str],
+    keep: Int[Tensor, " kept"] | None = None,
+    before: Sequence[Hook] = (),
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Run prompts; return the named activations and the logits at the kept columns (without any, the last residual).
+
+    `before` are hooks that act before anything is kept.
 
     Raises:
         NumericsError: the model computes NaN or infinity anywhere, kept or not.
@@ -71,7 +81,7 @@ def capture(
     last = main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)
     hooks = [(name, looks(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
     with model.lock:
-        out = model.run(batch, hooks, keep=keep, stop_at=n_layers if keep is None else None)
+        out = model.run(batch, [*before, *hooks], keep=keep, stop_at=n_layers if keep is None else None)
         finite_output(model, held[last], batch, None)
     return held, out
 

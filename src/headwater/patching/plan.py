@@ -16,11 +16,13 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.models.edits import Hook
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import Site, sites_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count
+from headwater.patching.corruption import Corruption
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import Spot, spot_of
 from headwater.patching.values import Source
@@ -66,6 +68,8 @@ class Plan:
     matched: tuple[Mapping[int, int] | None, ...] = ()
     """By example: of each position that edits may write, the same one of the other prompt; None, or nothing at all,
     where these are the same numbers."""
+    corruption: Corruption | None = None
+    """Noise that makes the corrupted runs of the clean prompts, each example with a draw of its own."""
     checked: set[str] = field(default_factory=set)
     """The metrics that were seen to treat each row by itself."""
 
@@ -82,14 +86,19 @@ class Plan:
             if metric.site != LOGITS:
                 sites_named(metric.site, self.model)
 
+    @property
+    def draws(self) -> int:
+        """How many examples in turn stand for one prompt of the caller's, each with other noise."""
+        return 1 if self.corruption is None else self.corruption.samples
+
     @cached_property
     def spots(self) -> tuple[tuple[Spot, ...], ...]:
         """By example and metric: the positions it reads, in both prompts."""
-        pairs = zip(self.base, self.other or [None] * len(self.base), strict=True)
-        n, side = len(self.base), 0 if self.base_is_clean else 1
+        others = self.other if self.other is not None and self.corruption is None else [None] * len(self.base)
+        n, side = len(self.base) // self.draws, 0 if self.base_is_clean else 1
         return tuple(
-            tuple(spot_of(metric.at, base, other, i, n, side) for metric in self.metrics)
-            for i, (base, other) in enumerate(pairs)
+            tuple(spot_of(metric.at, base, other, i // self.draws, n, side) for metric in self.metrics)
+            for i, (base, other) in enumerate(zip(self.base, others, strict=True))
         )
 
     @cached_property
@@ -101,8 +110,11 @@ class Plan:
     def positions(self) -> tuple[tuple[int, ...], ...]:
         """By example: every position that is read, ascending."""
         pairs = zip(self.base, self.kept, strict=True)
-        n = len(self.base)
-        states = [positions_of(self.states_at, base, i, n) if self.states else () for i, (base, _) in enumerate(pairs)]
+        n, draws = len(self.base) // self.draws, self.draws
+        states = [
+            positions_of(self.states_at, base, i // draws, n) if self.states else ()
+            for i, (base, _) in enumerate(pairs)
+        ]
         return tuple(
             tuple(sorted({p for at in (*kept, state) for p in at}))
             for kept, state in zip(self.kept, states, strict=True)
@@ -131,11 +143,12 @@ class Plan:
     @cached_property
     def answers(self) -> tuple[tuple[Int[Tensor, " example"], ...], ...]:
         """By metric: the token ids of its answers, one per example."""
-        model, n = self.model, len(self.base)
-        return tuple(
-            tuple(answer_ids(answer, model.tokenizer, n, model.shape.d_vocab) for answer in metric.answers)
+        model, n = self.model, len(self.base) // self.draws
+        of_prompts = [
+            [answer_ids(answer, model.tokenizer, n, model.shape.d_vocab) for answer in metric.answers]
             for metric in self.metrics
-        )
+        ]
+        return tuple(tuple(ids.repeat_interleave(self.draws) for ids in answers) for answers in of_prompts)
 
     @property
     def only_answers(self) -> Int[Tensor, "example answer"] | None:
@@ -218,8 +231,28 @@ class Group:
         ids, pad = [side[i].ids for side in sides for i in self.examples], pad_id(plan.model.tokenizer)
         if plan.other is None:
             return Batch.of(ids, pad).named(self.examples)
-        kinds = ["clean" if (side is plan.base) == plan.base_is_clean else "corrupted" for side in sides]
+        kinds = ["clean" if self._is_clean(side) else "corrupted" for side in sides]
+        if plan.corruption is not None:
+            draws = [divmod(i, plan.draws) for i in self.examples]
+            return Batch.of(ids, pad).named(f"{i} ({kind} run, sample {draw})" for kind in kinds for i, draw in draws)
         return Batch.of(ids, pad).named(f"{i} ({kind} prompt)" for kind in kinds for i in self.examples)
+
+    def corrupting(self, *sides: Sequence[Prompt]) -> list[Hook]:
+        """The hooks that make of a `batch` of these sides the runs that are meant, edits apart."""
+        if self.plan.corruption is None or all(map(self._is_clean, sides)):
+            return []
+        return [self.plan.corruption.hook([None if self._is_clean(s) else i for s in sides for i in self.examples])]
+
+    def corrupting_one(self, example: int, *sides: Sequence[Prompt]) -> list[Hook]:
+        """The same for one row of that batch."""
+        side, row = divmod(example, len(self.examples))
+        if self.plan.corruption is None or self._is_clean(sides[side]):
+            return []
+        return [self.plan.corruption.hook([self.examples[row]])]
+
+    def _is_clean(self, side: Sequence[Prompt]) -> bool:
+        """Whether a side, which is the plan's `base` or `other` itself, holds the clean runs."""
+        return (side is self.plan.base) == self.plan.base_is_clean
 
     def variants(self, cells: Sequence[Cell]) -> list[Variant]:
         """Turn cells into variants of the examples' runs."""

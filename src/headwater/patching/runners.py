@@ -98,7 +98,9 @@ class Wave(Runner):
             self._answers = answers[examples.start : examples.stop].to(plan.model.device)
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
         names = [*_state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
-        self.recording: Recording = self.blocks.record(self.group.batch(*self._sides), names)
+        self.recording: Recording = self.blocks.record(
+            self.group.batch(*self._sides), names, self.group.corrupting(*self._sides)
+        )
         others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
         self.values = _values(self.group, others)
         base = self._read(self.recording.activations, plan.base, self.group.kept)
@@ -158,7 +160,7 @@ class Wave(Runner):
     def _name_not_finite(self, variant: Variant, position: int) -> NoReturn:
         """Say in which layer an edited run went wrong, by making it once more as a whole run."""
         model, batch = self.plan.model, self.group.batch(*self._sides).rows(variant.example, variant.example + 1)
-        run_edited(model, batch, variant, self.values)
+        run_edited(model, batch, variant, self.values, self.group.corrupting_one(variant.example, *self._sides))
         token = int(batch.tokens[0, position])
         raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
 
@@ -208,7 +210,8 @@ class Whole(Runner):
         self.plan, self.group = plan, Group(plan, examples)
         group, model = self.group, plan.model
         self._prompts = group.batch(plan.base)
-        captured = capture(model, self._prompts, _state_names(group), columns_of(group.kept))
+        before = group.corrupting(plan.base)
+        captured = capture(model, self._prompts, _state_names(group), columns_of(group.kept), before)
         base = read_run(group, group.kept, *captured)
         longest = self._prompts.rows(group.longest, group.longest + 1)
         visible = visible_keys(model, longest, group.cut_layers) if group.cut_layers else {}
@@ -224,7 +227,8 @@ class Whole(Runner):
         for index, variant in enumerate(variants):
             if variant.is_felt:
                 prompt = self._prompts.rows(variant.example, variant.example + 1)
-                for reading, read in run_variant(self.plan.model, prompt, variant, self.values).items():
+                before = self.group.corrupting_one(variant.example, self.plan.base)
+                for reading, read in run_variant(self.plan.model, prompt, variant, self.values, before).items():
                     deliver(reading, [index], read[None])
 
 
@@ -274,7 +278,7 @@ class Gradients(Runner):
         names = [*_state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
         names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
         begin = makes(lambda activation, hook: activation.detach().requires_grad_(True))
-        hooks: list[Hook] = [(hook_name("embed"), begin)]
+        hooks: list[Hook] = [*group.corrupting(self.plan.base), (hook_name("embed"), begin)]
         hooks += [(name, makes(partial(hold, name=name))) for name in dict.fromkeys(names)]
         logits = self.plan.model.run(group.batch(self.plan.base), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
@@ -346,7 +350,8 @@ def _other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
     if plan.other is None:
         return {}, None
     names = [*_state_names(group), *_value_names(group).values()]
-    activations, logits = capture(plan.model, group.batch(plan.other), names, columns_of(group.other_kept))
+    kept, before = columns_of(group.other_kept), group.corrupting(plan.other)
+    activations, logits = capture(plan.model, group.batch(plan.other), names, kept, before)
     return activations, read_run(group, group.other_kept, activations, logits)
 
 

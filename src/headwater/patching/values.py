@@ -66,6 +66,8 @@ class Given:
     """What the kind was given by the caller, such as a factor."""
     draws: int = 1
     """How many of the prompts that are edited stand for one of the caller's, each with other noise."""
+    begins: tuple[int, ...] | None = None
+    """By prompt that is edited, where its two runs begin to differ; None: where the texts of the pair do."""
 
     @property
     def prompts(self) -> int:
@@ -176,6 +178,8 @@ class OtherRun(Source):
     def since(self, example: int) -> int:
         """Return the first position at which the two prompts differ."""
         assert self.given.other is not None
+        if self.given.begins is not None:
+            return self.given.begins[example]
         return first_difference(self.given.base[example], self.given.other[example])
 
 
@@ -205,7 +209,7 @@ class _OfDataset(Source):
 
     def __init__(self, given: Given):
         super().__init__(given)
-        self.pool = given.dataset if given.dataset is not None else given.base
+        self.pool = given.dataset if given.dataset is not None else given.base[:: given.draws]
 
     def runs(self, wanted: Wanted, numbers: Sequence[int]) -> dict[Place, Tensor]:
         """Run some prompts of the data set, by number."""
@@ -348,8 +352,10 @@ def asked_source(
     other: tuple[Prompt, ...] | None,
     sites: tuple[Site, ...],
     seed: int,
+    draws: int = 1,
+    begins: tuple[int, ...] | None = None,
 ) -> Source:
-    """Make what was asked for as `values=` of a sweep, with `dataset=` and `seed=` beside it.
+    """Make what was asked for as `values=` of a sweep, with `dataset=` and `seed=` beside it; see `Given`.
 
     Raises:
         InputError: it is nothing that values can be made of, or the prompts do not allow it.
@@ -360,7 +366,7 @@ def asked_source(
     given = recipe.arguments.get("prompts", dataset)
     pool = read_prompts(model, given) if given is not None else None
     seed = int(recipe.arguments.get("seed", seed))
-    return source_of(Given(recipe.kind, base, other, pool, sites, seed, recipe.arguments))
+    return source_of(Given(recipe.kind, base, other, pool, sites, seed, recipe.arguments, draws, begins))
 
 
 def source_of(given: Given) -> Source:

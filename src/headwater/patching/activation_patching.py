@@ -1,0 +1,165 @@
+"""Activation patching: replace an activation, run on, see what becomes of a metric.
+
+Of a clean and a corrupted run (Vig et al. 2020; Meng et al. 2022; Heimersheim and Nanda 2024), one run's activation at
+a site is written into the other.
+
+    denoise   clean activations into the corrupted run: what suffices to bring the answer back
+    noise     corrupted activations into the clean run: what is needed to keep it
+
+    effect            = metric of the edited run - metric of the run that was edited
+    normalized_effect = effect / (metric of the other run - metric of the run that was edited)
+
+so that 0 is no effect and 1 is all the way to the other run. The corrupted run is that of another prompt, or that of
+the clean one with noise at its embeddings (causal tracing). Values may also be zero, a mean over prompts (ablation), or
+another prompt's (resampling).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.positions import Where
+from headwater.models.sites import Site, sites_named
+from headwater.options import checked_name, checked_seed, shown
+from headwater.patching.call import check_call, metric_options, recorded_roles
+from headwater.patching.cells import SPANS, Asked, Window, cells_of, chosen, covered, lasting
+from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
+from headwater.patching.measure import measure
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.plan import Cell
+from headwater.patching.prompts import Prompts
+from headwater.patching.runners import Gradients, Wave
+from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
+from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.values import Recipe, recorded
+from headwater.runs.analysis import Run, carry_out
+
+METHODS = ("exact", "attribution")
+
+
+def patch(
+    model: HookedModel,
+    clean: Prompts | pd.DataFrame | Path,
+    corrupted: Prompts | Recipe | None = None,
+    *,
+    sites: str | Site | Iterable[str | Site],
+    metric: Metric | Any,
+    over: str | Iterable[str] | None = None,
+    direction: str = "denoise",
+    values: str | Recipe | Tensor | Callable[..., Any] = "other run",
+    layers: Iterable[int] | int | None = None,
+    positions: Where = "all",
+    heads: Iterable[int] | int | None = None,
+    spans: str = SPANS[0],
+    window: Window = None,
+    from_layer: Iterable[int] | int | None = None,
+    dataset: Prompts | None = None,
+    method: str = "exact",
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Sweep:
+    """Sweep patches over layers, positions and heads.
+
+    Args:
+        model: the model; it is left as it was.
+        clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
+            or the path of a CSV or JSON Lines file).
+        corrupted: the other prompt of each pair. Or `hw.noise(3, samples=10, positions=...)`: the clean prompt with
+            noise at the embeddings of these tokens, drawn anew for each sample (causal tracing, Meng et al. 2022);
+            every draw is a pair of its own, in the column `sample`. May be absent when values come from elsewhere.
+        sites: one or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern, or
+            features of a dictionary, as `hw.features` and `hw.load_sae` give them.
+        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
+            `row kept d_vocab` at the last position that gives a number per row.
+        over: the axes to run over, of `layer`, `position`, `head`, for `pattern` `key`, and for a dictionary `feature`.
+            Default: layer and head where a site has heads, layer and feature of a dictionary, layer and position
+            otherwise. What is not run over is patched all at once.
+        direction: `denoise` edits the corrupted run, `noise` the clean one.
+        values: `other run`, `zero`, `mean` (over `dataset`: at each position where all prompts are of one length, else
+            over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`);
+            `hw.mean(prompts)`, `hw.resample(prompts)`; `hw.add(direction)`, `hw.scale(factor)`, `hw.noise(...)`; a
+            tensor with the axes `d`, `head d_head`, `example (head) d` or `example position (head) d` of the site (one
+            example may stand for all; of a pattern `example head query key`); or a function `(activation, other,
+            place) -> activation` of rows, `row width`: what stands there, what the other run has there (None without
+            one) and which rows they are (`place.layer`, `.example`, `.position`, `.head`, ...). It must treat each row
+            by itself.
+        layers: which take part.
+        positions: which take part; query positions for `pattern`. A mapping names them by role, each prompt resolved by
+            itself: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep runs over roles, which stand in a
+            column `role`, and prompts may be of any lengths, also the two of a pair. See `headwater.models.positions`.
+        heads: which take part; key-value heads for `k` and `v`.
+        spans: whether the tokens of a role are patched `together` (one cell) or `token by token`.
+        window: patch this many layers around each at once, or `"cumulative"`; a mapping gives it by axis.
+        from_layer: write what the other run has at this layer, whatever layer is written (Ghandeharioun et al. 2024);
+            several are tried in turn, in the column `from_layer`. Default: the layer that is written.
+        dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
+        method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
+        seed: of `resample`.
+        batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
+            out.
+        progress: show a progress bar.
+        out: a folder: finished cells are written as they come, an interrupted sweep goes on where it stopped.
+
+    Raises:
+        InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.
+        InterventionError: an edit did not take effect.
+    """
+    checked_name("direction", direction, DIRECTIONS)
+    checked_name("method", method, METHODS)
+    batch_size, seed = check_call(model, batch_size), checked_seed(seed)
+    over, layers, heads, from_layer = lasting(over), lasting(layers), lasting(heads), lasting(from_layer)
+    ask = Asked(over, layers, positions, heads, window, spans, from_layer)
+    sides = read_sides(model, clean, corrupted, ask, direction)
+    named = sites_named(sites, model)
+    if heads is not None and not any(site.has_heads for site in named):
+        raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
+    metrics = as_metrics(metric)
+    source = sides.source(model, values, dataset, named, seed)
+    if from_layer is not None and not source.takes_other_run:
+        kind = source.given.kind
+        raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
+    base, draws, spots = sides.prompts, sides.draws, sides.spots(ask)
+    matched = sides.matched(spots, named)
+    planned = [(i, site, ask.steps(model, site, base, spots[i], i)) for i in range(len(base)) for site in named]
+    if method == "exact":
+        refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
+    n_each = len(metrics) * (source.samples or 1) * len(ask.sources(model)) * draws
+    refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * n_each)
+    cells: list[Cell] = []
+    for i in range(len(base)):
+        own = [(site, steps) for example, site, steps in planned if example == i]
+        for example, (site, steps) in product(range(i * draws, (i + 1) * draws), own):
+            in_line = matched[i] is None
+            cells += cells_of(base[i], example, site, steps, ask.sizes(site), source, in_line, ask.sources(model))
+    plan = plan_of(model, sides, cells, metrics, source, matched=matched, batch_size=batch_size)
+    options = {
+        "sites": [site.described for site in named],
+        "over": {site.name: ask.axes(site) for site in named},
+        "window": {site.name: ask.sizes(site) for site in named},
+        "layers": chosen(layers, model.shape.n_layers, "layer"),
+        "positions": [covered(listed["position"], len(base[i])) for i, site, listed in planned if site == named[0]],
+        "heads": {s.name: chosen(heads, s.n_heads(model.shape), "head") for s in named if s.has_heads},
+        "direction": direction,
+        "from_layer": ask.sources(model) if from_layer is not None else None,
+        "values": recorded(source),
+        "mean_over": source.mean_over,
+        "method": method,
+        **sides.described(source.given.dataset),
+        "metrics": metric_options(plan),
+    } | ({"roles": recorded_roles(spots), "spans": spans} if ask.by_role else {})
+
+    def work(run: Run) -> Sweep:
+        return sweep_of(plan, measure(plan, run, Gradients if method == "attribution" else Wave), run)
+
+    return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)

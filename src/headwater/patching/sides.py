@@ -1,0 +1,165 @@
+"""The two runs of each pair: which of them is edited, which is the other, and what of the one is what of the other.
+
+A pair is two prompts; or one prompt, clean and with noise at the embeddings of some of its tokens, several times over
+(`headwater.patching.corruption`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.positions import Prompt
+from headwater.models.sites import Site
+from headwater.patching.call import prompt_options
+from headwater.patching.cells import Asked, matched_positions
+from headwater.patching.corruption import Corruption, corruption_of
+from headwater.patching.metrics import Metric
+from headwater.patching.plan import Cell, Plan
+from headwater.patching.prompts import Prompts, Spot, read_pairs, read_prompts
+from headwater.patching.values import Recipe, Source, asked_source
+
+DIRECTIONS = ("denoise", "noise")
+
+
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """The runs of a sweep: those of the clean prompts, and of the corrupted ones if there are any."""
+
+    clean: tuple[Prompt, ...]
+    corrupted: tuple[Prompt, ...] | None
+    direction: str
+    corruption: Corruption | None = None
+    """Noise that makes the corrupted runs of the clean prompts; else these have texts of their own."""
+
+    @property
+    def draws(self) -> int:
+        """How many corrupted runs, each a pair, every clean prompt has."""
+        return 1 if self.corruption is None else self.corruption.samples
+
+    @property
+    def base_is_clean(self) -> bool:
+        """Whether the clean runs are edited."""
+        return self.direction == "noise" or self.corrupted is None
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompts whose runs are edited, each once."""
+        return self.clean if self.base_is_clean or self.corrupted is None else self.corrupted
+
+    @property
+    def others(self) -> tuple[Prompt, ...] | None:
+        """The other prompt of each pair, where it is another text."""
+        if self.corrupted is None or self.corruption is not None:
+            return None
+        return self.corrupted if self.base_is_clean else self.clean
+
+    @cached_property
+    def base(self) -> tuple[Prompt, ...]:
+        """The prompts whose runs are edited, each once for every draw."""
+        return _repeated(self.prompts, self.draws)
+
+    @cached_property
+    def other(self) -> tuple[Prompt, ...] | None:
+        """The other prompt of each pair, once for every draw; of noise the same text, which is another run."""
+        return self.others if self.corruption is None else _repeated(self.prompts, self.draws)
+
+    def spots(self, ask: Asked) -> list[dict[str, Spot]]:
+        """By prompt: what the positions asked for are in both runs, by role."""
+        return ask.spots(self.prompts, self.others, 0 if self.base_is_clean else 1)
+
+    def matched(self, spots: Sequence[Mapping[str, Spot]], sites: Iterable[Site]) -> tuple[dict[int, int] | None, ...]:
+        """Return by prompt which position of the other one each position is that may be edited (see `Plan.matched`).
+
+        Raises:
+            InputError: they differ, and a site holds keys, for all of which there would have to be a match.
+        """
+        others = self.others or [None] * len(self.prompts)
+        matched = tuple(matched_positions(*pair) for pair in zip(spots, self.prompts, others, strict=True))
+        unlike = [i for i, one in enumerate(matched) if one is not None]
+        keyed = [site.name for site in sites if site.has_keys]
+        if unlike and keyed:
+            raise InputError(
+                f"The site {keyed[0]} holds every key of a prompt, and pair {unlike[0]} does not align token by token: "
+                "give pairs that do."
+            )
+        return matched
+
+    def source(
+        self, model: HookedModel, values: Any, dataset: Prompts | None, sites: tuple[Site, ...], seed: int
+    ) -> Source:
+        """Make what was asked for as `values=` of a sweep of these runs.
+
+        Raises:
+            InputError: see `asked_source`; or both the runs and the values are drawn several times.
+        """
+        noise = self.corruption
+        source = asked_source(
+            model,
+            values,
+            dataset,
+            base=self.base,
+            other=self.other,
+            sites=sites,
+            seed=seed,
+            draws=self.draws,
+            begins=None if noise is None else noise.starts(),
+        )
+        if noise is not None and source.samples is not None:
+            raise InputError("corrupted= and values= are both hw.noise: a cell would have two draws. Give one of them.")
+        return source
+
+    def described(self, dataset: Sequence[Prompt] | None) -> dict[str, Any]:
+        """Return what the record of a run says of them, with the prompts of a data set."""
+        noise = self.corruption
+        if noise is None:
+            return prompt_options(self.clean, self.corrupted, dataset)
+        return prompt_options(self.clean, None, dataset) | {"corruption": dataclasses.asdict(noise)}
+
+
+def read_sides(model: HookedModel, clean: Any, corrupted: Any, ask: Asked, direction: str) -> Sides:
+    """Read the prompts of a sweep.
+
+    Raises:
+        InputError: see `read_pairs` and `corruption_of`.
+    """
+    if not isinstance(corrupted, Recipe):
+        return Sides(*read_pairs(model, clean, corrupted, by_role=ask.by_role), direction)
+    prompts = read_prompts(model, clean)
+    return Sides(prompts, prompts, direction, corruption_of(model, corrupted, prompts, ask.positions))
+
+
+def plan_of(
+    model: HookedModel,
+    sides: Sides,
+    cells: Sequence[Cell],
+    metrics: tuple[Metric, ...],
+    source: Source,
+    *,
+    matched: Sequence[Mapping[int, int] | None],
+    batch_size: int | None,
+) -> Plan:
+    """Return the plan of cells on these runs; `matched` is by prompt."""
+    by_example = tuple(one for one in matched for _ in range(sides.draws))
+    return Plan(
+        model,
+        sides.base,
+        sides.other,
+        sides.base_is_clean,
+        tuple(cells),
+        metrics,
+        source,
+        batch_size=batch_size,
+        matched=by_example,
+        corruption=sides.corruption,
+    )
+
+
+def _repeated(prompts: Sequence[Prompt], draws: int) -> tuple[Prompt, ...]:
+    """Return each prompt so many times, in a tuple of its own: a plan tells its sides apart by which tuple they are."""
+    return tuple([prompt for prompt in prompts for _ in range(draws)])
