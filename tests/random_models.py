@@ -84,6 +84,9 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         **SIZES, multi_query=False, parallel_attn=False, new_decoder_architecture=False, alibi=True, bias=True
     ),
     "falcon-new-decoder": lambda: tf.FalconConfig(**SIZES, num_kv_heads=2, new_decoder_architecture=True),
+    "falcon-2": lambda: tf.FalconConfig(
+        **SIZES, num_kv_heads=2, new_decoder_architecture=True, num_ln_in_parallel_attn=1, bias=True
+    ),
     "gemma1": lambda: tf.GemmaConfig(**HEADS),
     "gemma3-with-vision": gemma3_vision,
     "gemma4": lambda: tf.Gemma4TextConfig(

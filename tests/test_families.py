@@ -18,7 +18,8 @@ from tests.random_models import random_model
 from tests.tiny import CONFIGS, WORDS, tiny_tokenizer
 
 LISTED = (
-    "bloom", "cohere", "cohere2", "falcon", "falcon-rw", "gemma1", "gemma3-with-vision", "gpt-neo", "gpt-oss", "gptj",
+    "bloom", "cohere", "cohere2", "falcon", "falcon-2", "falcon-new-decoder",
+    "falcon-rw", "gemma1", "gemma3-with-vision", "gpt-neo", "gpt-oss", "gptj",
     "granite", "llava", "mixtral", "mpt", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2-moe", "qwen3-moe",
     "smollm3", "stablelm", "stablelm-parallel",
 )  # fmt: skip

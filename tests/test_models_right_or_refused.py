@@ -34,7 +34,6 @@ NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer
 NO_HEADS = "Deepseek.* has no factors of single heads in layer .: W_V is not available on MLA"
 NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
 REFUSED = {
-    ("load", "falcon-new-decoder"): "TransformerLens cannot wrap FalconForCausalLM",
     ("load", "gpt2-unscaled"): "TransformerLens computes other logits than GPT2LMHeadModel itself",
     ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
     ("statistics", "opt-350m"): "OPTForCausalLM has no norm in front of its unembedding",

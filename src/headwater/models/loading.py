@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models import checks
+from headwater.models.adapters import config_for_adapter, setter_right
 from headwater.models.agreement import Seen, agree, see
 from headwater.models.embedded import embedded_folder
 from headwater.models.families import FAMILIES, text_config
@@ -202,7 +203,12 @@ def _boot(
     seen, embedding = see(hf, name), hf.get_input_embeddings()
     try:
         raw = build_bridge_from_module(
-            hf, architecture, hf_config=hf.config, tokenizer=_for_bridge(tokenizer), model_name=name
+            hf,
+            architecture,
+            hf_config=config_for_adapter(hf.config),
+            tokenizer=_for_bridge(tokenizer),
+            model_name=name,
+            post_adapter_hook=setter_right(hf.config),
         )
     except Exception as error:  # an adapter fails in its own way on what it was not written for
         raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {one_line(error)}") from error
