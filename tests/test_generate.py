@@ -187,7 +187,7 @@ def test_a_hook_that_never_fires_or_does_not_fit_is_an_error(llama):
 
 
 def test_hooks_on_a_model_that_runs_every_step_anew_are_refused(llama, monkeypatch):
-    monkeypatch.setattr("headwater.models.generation.loop.is_bridge", lambda raw: False)
+    monkeypatch.setattr("headwater.models.generation.steps.is_bridge", lambda raw: False)
     with pytest.raises(InputError, match="runs the whole text anew for every token"):
         llama.generate(PROMPTS, [("blocks.1.hook_resid_post", newest)])
 

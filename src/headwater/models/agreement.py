@@ -27,7 +27,7 @@ from headwater.errors import ModelError
 from headwater.models.sites import SITES, Site
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
+    from headwater.models.model import Model
     from headwater.models.shape import ModelShape
 
 Calls: TypeAlias = dict[str, tuple[Tensor, Tensor]]
@@ -94,7 +94,7 @@ def watched(hf: Any) -> Iterator[Calls]:
         yield calls
 
 
-def agree(model: HookedModel, seen: Seen | None) -> None:
+def agree(model: Model, seen: Seen | None) -> None:
     """Run the same tokens through the bridge; note which sites can be used, and compare the logits.
 
     Args:
@@ -115,7 +115,7 @@ def agree(model: HookedModel, seen: Seen | None) -> None:
         except FAULTS as error:
             raise ModelError(f"{model.name} cannot be run by TransformerLens: {error}") from None
     model.misfits, model.read_only = sites.misfits, sites.read_only
-    if seen is not None and not _close(seen.logits, logits):
+    if seen is not None and not same_but_for_rounding(seen.logits, logits):
         difference = float((seen.logits - logits).abs().max())
         raise ModelError(
             f"TransformerLens computes other logits than {model.name} itself, by up to {difference:.2g}: "
@@ -123,10 +123,14 @@ def agree(model: HookedModel, seen: Seen | None) -> None:
         )
 
 
-def _first_difference(model: HookedModel, whole: Calls, bridged: Calls) -> str:
+def _first_difference(model: Model, whole: Calls, bridged: Calls) -> str:
     """Say which module gives something else for the same input."""
     for name, (taken, given) in whole.items():
-        if name in bridged and _close(taken, bridged[name][0]) and not _close(given, bridged[name][1]):
+        if (
+            name in bridged
+            and same_but_for_rounding(taken, bridged[name][0])
+            and not same_but_for_rounding(given, bridged[name][1])
+        ):
             return f"the first module that differs is {name}."
     return "no single module gives something else for the same input."
 
@@ -167,7 +171,7 @@ class Sites:
         if site.carrier is None:
             return
         parts = [self._passed.pop((name, layer), None) for name in (site.carrier.at, site.carrier.given)]
-        if any(part is None for part in parts) or not _close(activation, site.carrier.get(*parts)):  # type: ignore[arg-type]
+        if any(part is None for part in parts) or not same_but_for_rounding(activation, site.carrier.get(*parts)):  # type: ignore[arg-type]
             self.read_only.setdefault(
                 site.name,
                 f"{site.name} of {self._shape.architecture} can be read but not edited: it is not the sum of "
@@ -175,7 +179,7 @@ class Sites:
             )
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def same_but_for_rounding(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same but for rounding; what is NaN or infinite in one must be so in the other."""
     if one.shape != other.shape:
         return False

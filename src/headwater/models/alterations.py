@@ -69,6 +69,12 @@ class KnownModules:
         self._before = {path: _belonging(_held(module)) for path, module in _modules(raw)}
         self._forwards = {held.kind: _forward(held.kind) for held in self._before.values()}
 
+    def are_as_they_were(self) -> bool:
+        """Whether every module holds just what a model as it was loaded holds, its hook points no hook of anyone."""
+        if any(_forward(kind) is not forward for kind, forward in self._forwards.items()) or any(_everywhere()):
+            return False
+        return {path: _held(module) for path, module in _modules(self._raw)} == self._before
+
     def alterations(self) -> list[Any]:
         """Return what is other than it was, for the record of a run; nothing for a model as it was loaded.
 

@@ -70,6 +70,7 @@ class HookedModel(TransformerLensNames):
         bos: the id that begins every text, or None for models that want none.
         lock: held while the model runs; hold it to make several runs one.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
+        unwrapped_checked: whether it gives the same without TransformerLens's wrappers; None before that was seen.
         misfits: the sites whose activations are not what `shape` says, and how; they are refused.
         read_only: the sites that can be read but not edited, and why.
     """
@@ -93,6 +94,7 @@ class HookedModel(TransformerLensNames):
         self.bos = _bos_of(raw, tokenizer)
         self.lock = threading.RLock()
         self.steps_checked = False
+        self.unwrapped_checked: bool | None = None
         self.misfits: Mapping[str, str] = {}
         self.read_only: Mapping[str, str] = {}
         self._attachments = Attachments(raw)
@@ -163,6 +165,11 @@ class HookedModel(TransformerLensNames):
     def settle(self) -> None:
         """Take what stands in the model's modules now for what belongs there: it has been loaded."""
         self._modules = KnownModules(self.raw)
+
+    def is_as_loaded(self) -> bool:
+        """Whether nothing acts in the model beside its weights, and nobody watches its activations."""
+        with self.lock:
+            return self._modules.are_as_they_were()
 
     def digest(self) -> str:
         """Name this model in the identity of what holds it."""

@@ -25,9 +25,15 @@ class Model(Recorded, Protocol):
     bos: int | None
     shape: ModelShape
     misfits: Mapping[str, str]
+    read_only: Mapping[str, str]
     config: Any
     tokenizer: PreTrainedTokenizerBase | None
     lock: threading.RLock
+    unwrapped_checked: bool | None
+
+    @property
+    def spread(self) -> bool:
+        """Whether its layers lie on several devices."""
 
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch."""
@@ -45,6 +51,9 @@ class Model(Recorded, Protocol):
         **forward: Any,
     ) -> Tensor:
         """Run inputs, with hooks."""
+
+    def is_as_loaded(self) -> bool:
+        """Whether nothing acts in the model beside its weights, and nobody watches its activations."""
 
 
 def is_bridge(raw: Any) -> bool:

@@ -21,11 +21,11 @@ from headwater.models.families import family_named
 from headwater.models.model import is_bridge
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
+    from headwater.models.model import Model
 
 
 @contextlib.contextmanager
-def one_pass_attention(model: HookedModel) -> Iterator[bool]:
+def one_pass_attention(model: Model) -> Iterator[bool]:
     """Let a model's attention go in one pass as long as the context lasts; no other thread can run it meanwhile.
 
     Runs inside must not hook anything inside attention (`blocks.{layer}.attn.*`): it would not fire, an error.
@@ -56,14 +56,18 @@ def one_pass_attention(model: HookedModel) -> Iterator[bool]:
                 config._attn_implementation = before[key]
 
 
-def _can(model: HookedModel) -> bool:
+def _can(model: Model) -> bool:
     """Whether the wrapped modules compute what the bridge's attention computes, and nobody looks inside."""
     raw = model.raw
     if not is_bridge(raw) or model.spread or getattr(raw, "compatibility_mode", False):
         return False
     watched = any(point.fwd_hooks or point.bwd_hooks for name, point in raw.hook_dict.items() if ".attn." in name)
-    config = raw.original_model.config
-    family = family_named(model.shape.architecture)
-    if family is None or watched or not getattr(raw.original_model, "_supports_sdpa", False):
+    return not watched and is_the_same_in_one_pass(model)
+
+
+def is_the_same_in_one_pass(model: Model) -> bool:
+    """Whether attention in one pass is what the architecture computes, with nothing between its steps."""
+    inner, family = model.raw.original_model, family_named(model.shape.architecture)
+    if family is None or not getattr(inner, "_supports_sdpa", False):
         return False
-    return not any(getattr(config, option, None) for option in family.not_in_one_pass)
+    return not any(getattr(inner.config, option, None) for option in family.not_in_one_pass)

@@ -1,15 +1,9 @@
 """Generation in batches, with the log-probability of every token that was chosen: the one loop that lets a model write.
 
-1. Prompts are padded on the left, so that in every row the new tokens follow the prompt without a gap, also for layers
-   that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
-2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
-   and values with it.
+1. A step gives the logits of each row's next token (`headwater.models.generation.steps`), with keys and values kept.
+2. The next token is chosen, by default the most probable.
 3. A row ends with a token of `stop`, or where `wrote` says so, which is kept as its last token; or after
-   `max_new_tokens`.
-4. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
-   right, each from column 0 on; in every step after it one column, each row's newest token (`models.reading` says at
-   which position). Keys and values are pushed to the right after the first step, and rows that have ended stay, so that
-   a row is the same prompt to the end.
+   `max_new_tokens`. A row that has ended leaves the batch.
 
 A row's result is that of the row alone, to the rounding of sums whose order depends on the size of the batch.
 """
@@ -24,16 +18,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
+from headwater.models.generation.steps import keeps_keys, steps_of
 from headwater.models.memory import in_halves
-from headwater.models.model import is_bridge
-from headwater.models.reading import Reading, reads
 from headwater.models.tokens import Batch, Offsets, pad_id
 from headwater.options import checked_count
-from headwater.runs.record import HOOKS
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -105,7 +97,7 @@ def generate(
     """
     max_new_tokens, listed = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
     check_room(model, prompts, max_new_tokens)
-    if listed and not _keeps_keys(model):
+    if listed and not keeps_keys(model):
         raise InputError(
             f"{model.name} ({model.shape.architecture}) runs the whole text anew for every token, so that hooks would "
             "act on other columns than they do elsewhere: it is a HookedTransformer, or keeps a state beside keys and "
@@ -137,45 +129,45 @@ def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
 
 def _continue(model: Model, prompts: Batch, way: _Way, first: int) -> Generated:
     """Continue prompts that go through the model as one batch; the first is row `first` of all."""
-    size = (len(prompts), way.max_new_tokens)
-    tokens = torch.full(size, pad_id(model.tokenizer), dtype=torch.long)
-    log_probs = torch.zeros(size)
-    lengths = torch.zeros(len(prompts), dtype=torch.long)
+    tokens: list[list[int]] = [[] for _ in range(len(prompts))]
+    log_probs: list[list[float]] = [[] for _ in range(len(prompts))]
     stopped = torch.zeros(len(prompts), dtype=torch.bool)
     with model.lock:
-        state = _state(model, prompts, way.hooks)
-        live = torch.arange(len(prompts))
+        steps = steps_of(model, prompts, way.hooks)
+        live, numbers = list(range(len(prompts))), torch.arange(len(prompts)) + first
         for step in range(way.max_new_tokens):
             with torch.inference_mode():
-                logits = state.logits().float()
-                chosen = way.choose(logits, first + live, step)
-                log_probs[live, step] = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).cpu()
+                logits = steps.logits().float()
+                chosen = way.choose(logits, numbers, step)
+                found = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
             new = chosen.tolist()
-            tokens[live, step] = torch.tensor(new)
-            lengths[live] += 1
-            written = zip((first + live).tolist(), new, strict=True)
-            ends = torch.tensor(
-                [way.wrote(row, step, token) or way.stop(token) for row, token in written], dtype=torch.bool
-            )
-            stopped[live] = ends
-            if bool(ends.all()):
+            for row, token, log_prob in zip(live, new, found, strict=True):
+                tokens[row].append(token)
+                log_probs[row].append(log_prob)
+            ends = [
+                way.wrote(row + first, step, token) or way.stop(token) for row, token in zip(live, new, strict=True)
+            ]
+            stopped[[row for row, end in zip(live, ends, strict=True) if end]] = True
+            going = [i for i, end in enumerate(ends) if not end]
+            if not going:
                 break
-            going = (~ends).nonzero()[:, 0]
-            live = live[going]
-            state.follow(chosen.cpu(), going)
-    width = int(lengths.max())
-    return Generated(tokens[:, :width], log_probs[:, :width], lengths, stopped)
+            if len(going) < len(live):
+                live, numbers = [live[i] for i in going], numbers[going]
+            steps.follow(new, going)
+    return _padded(tokens, log_probs, stopped, pad_id(model.tokenizer))
 
 
-def _keeps_keys(model: Model) -> bool:
-    """Whether keys and values are all that a model keeps of the tokens before; a recurrent state takes in padding."""
-    return is_bridge(model.raw) and not getattr(getattr(model.raw, "original_model", None), "_is_stateful", False)
-
-
-def _state(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]) -> _Cached | _Rerun:
-    if not _keeps_keys(model):
-        return _Rerun(model, prompts)
-    return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
+def _padded(
+    tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], stopped: Bool[Tensor, " batch"], padding: int
+) -> Generated:
+    """Put what the rows wrote side by side."""
+    ids, numbers = ([torch.tensor(row) for row in rows] for rows in (tokens, log_probs))
+    return Generated(
+        pad_sequence(ids, batch_first=True, padding_value=padding),
+        pad_sequence(numbers, batch_first=True),
+        torch.tensor([len(row) for row in tokens]),
+        stopped,
+    )
 
 
 def _joined(parts: Sequence[Generated], padding: int) -> Generated:
@@ -184,96 +176,6 @@ def _joined(parts: Sequence[Generated], padding: int) -> Generated:
     log_probs = pad_sequence([row for part in parts for row in part.log_probs], batch_first=True)
     lengths, stopped = (torch.cat([getattr(part, name) for part in parts]) for name in ("lengths", "stopped"))
     return Generated(tokens, log_probs, lengths, stopped)
-
-
-class _Cached:
-    """The rows still going, their keys and values, and the token each reads next."""
-
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook] = ()):
-        self._model, self._hooks, self._cache = model, hooks, DynamicCache()
-        width = prompts.tokens.shape[1]
-        self._shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
-        self._reads = Batch(prompts.tokens.gather(1, self._shift), prompts.mask.gather(1, self._shift))
-        self._mask = self._reads.mask.long()
-        self._positions = self._mask.cumsum(1) - 1
-
-    def logits(self) -> Float[Tensor, "row d_vocab"]:
-        """Run what was not yet run, and return the logits of the next token."""
-        device = self._model.device
-        out = self._model.run(
-            self._reads,
-            self._hooks,
-            keep=[self._reads.tokens.shape[1] - 1],
-            attention_mask=self._mask.to(device),
-            position_ids=self._positions.clamp(min=0).to(device),
-            past_key_values=self._cache,
-        )
-        return out[:, -1]
-
-    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " going"]) -> None:
-        """Append the chosen tokens to the rows that go on; forget the others."""
-        if len(going) < len(chosen):
-            self._cache.batch_select_indices(going.to(self._model.device))
-        self._mask, self._positions = self._mask[going], self._positions[going]
-        self._append(chosen[going])
-
-    def _append(self, tokens: Int[Tensor, " row"]) -> None:
-        """Let each row read one more token next."""
-        new = torch.ones(len(tokens), 1, dtype=torch.long)
-        self._reads = Batch(tokens[:, None], new.bool())
-        self._mask = torch.cat([self._mask, new], 1)
-        self._positions = self._positions[:, -1:] + 1
-
-
-class _Watched(_Cached):
-    """The same for hooks to act on: the first step is a run of the prompts, and every row stays where it is."""
-
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
-        super().__init__(model, prompts, hooks)
-        self._prompts, self._first = prompts, Reading.of(prompts)
-        self._live, self._begun = torch.arange(len(prompts)), False
-
-    def logits(self) -> Float[Tensor, "row d_vocab"]:
-        if self._begun:
-            with reads(Reading(self._positions, self._first.prompts, self._first.rows)):
-                out = super().logits()
-        else:
-            with reads(self._first):
-                out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
-            self._push_right()
-            self._begun = True
-        return out[self._live.to(out.device)]
-
-    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " going"]) -> None:
-        self._live = self._live[going]
-        tokens = torch.full((len(self._prompts),), pad_id(self._model.tokenizer))
-        tokens[self._live] = chosen[going]
-        self._append(tokens)
-
-    def _push_right(self) -> None:
-        """Move keys and values so that each row ends in the last column, as in a batch padded on the left."""
-        if not self._prompts.padded:
-            return
-        for layer in self._cache.layers:
-            where = self._shift[:, None, :, None].to(layer.keys.device)
-            layer.keys, layer.values = (
-                held.gather(2, where.expand(-1, held.shape[1], -1, held.shape[3]))
-                for held in (layer.keys, layer.values)
-            )
-
-
-class _Rerun:
-    """The same without a cache, for models behind no bridge or with a state: every step runs the rows anew."""
-
-    def __init__(self, model: Model, prompts: Batch):
-        self._model = model
-        self._rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
-
-    def logits(self) -> Float[Tensor, "row d_vocab"]:
-        return self._model.run(self._rows, keep="last")[:, -1]
-
-    def follow(self, chosen: Int[Tensor, " row"], going: Int[Tensor, " going"]) -> None:
-        self._rows = [[*self._rows[i], int(chosen[i])] for i in going.tolist()]
 
 
 def end_tokens(model: Model) -> frozenset[int]:

@@ -77,9 +77,11 @@ class Written:
     """How many characters a stream was told."""
     ended: bool = False
     """Whether a stop string was found."""
+    start: int = 0
+    """How many characters the last tokens before have."""
 
     def __post_init__(self) -> None:
-        self.before = self.prompt
+        self._after(self.prompt)
 
     @property
     def text(self) -> str:
@@ -93,14 +95,14 @@ class Written:
     def add(self, token: int) -> bool:
         """Append a token; return whether a stop string ends the text."""
         self.tokens.append(token)
-        start = len(self._decode(self.before))
-        self.open = self._decode([*self.before, *self.tokens])[start:]
+        self.open = self._decode([*self.before, *self.tokens])[self.start :]
         found = [place for place in map(self.text.find, self.stops) if place >= 0]
         if found:
             self.settled, self.open, self.ended = self.text[: min(found)], "", True
         elif len(self.tokens) >= SETTLED and not self.open.endswith(INCOMPLETE):
-            self.before = [*self.before, *self.tokens][-ANCHOR:]
-            self.settled, self.open, self.tokens = self.text, "", []
+            self.settled, self.open = self.text, ""
+            self._after([*self.before, *self.tokens][-ANCHOR:])
+            self.tokens = []
         return self.ended
 
     def certain(self, whole: bool) -> str:
@@ -113,6 +115,10 @@ class Written:
         piece = text[self.told : max(upto, self.told)]
         self.told += len(piece)
         return piece
+
+    def _after(self, tokens: list[int]) -> None:
+        """Decode what follows behind these tokens."""
+        self.before, self.start = tokens, len(self._decode(tokens))
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)

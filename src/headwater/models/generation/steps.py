@@ -1,0 +1,160 @@
+"""One step of generation: the logits of the token that each row writes next, and the rows that go on.
+
+1. Prompts are padded on the left, so that in every row the new tokens follow the prompt without a gap, also for layers
+   that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
+2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
+   and values with it.
+3. Where nobody looks inside, the model runs without TransformerLens's wrappers (`headwater.models.unwrapped`). What is
+   hung on it while it writes, as a function that is told of each token might do, acts from the next call on.
+4. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
+   right, each from column 0 on; in every step after it one column, each row's newest token (`models.reading` says at
+   which position). Keys and values are pushed to the right after the first step, and rows that have ended stay, so that
+   a row is the same prompt to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache
+
+from headwater.models.checks import finite_output
+from headwater.models.edits import Hook, PromptHook
+from headwater.models.model import is_bridge
+from headwater.models.reading import Reading, reads
+from headwater.models.tokens import Batch, pad_id
+from headwater.models.unwrapped import Unwrapped, unwrapped
+from headwater.runs.record import HOOKS
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+
+def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]) -> _Cached | _Rerun:
+    """Begin to continue prompts; the model's lock is held until the last step."""
+    if not keeps_keys(model):
+        return _Rerun(model, prompts)
+    if (bare := None if hooks else unwrapped(model)) is not None:
+        return _Bare(model, prompts, bare)
+    return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
+
+
+def keeps_keys(model: Model) -> bool:
+    """Whether keys and values are all that a model keeps of the tokens before; a recurrent state takes in padding."""
+    return is_bridge(model.raw) and not getattr(getattr(model.raw, "original_model", None), "_is_stateful", False)
+
+
+class _Cached:
+    """The rows still going, their keys and values, and the token each reads next."""
+
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook] = ()):
+        self._model, self._hooks, self._cache = model, hooks, DynamicCache()
+        width = prompts.tokens.shape[1]
+        self._shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
+        self._reads = Batch(prompts.tokens.gather(1, self._shift), prompts.mask.gather(1, self._shift))
+        self._mask = self._reads.mask.long()
+        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+
+    def logits(self) -> Float[Tensor, "row d_vocab"]:
+        """Run what was not yet run, and return the logits of the next token of each row."""
+        device = self._model.device
+        out = self._model.run(
+            self._reads,
+            self._hooks,
+            keep=[self._reads.tokens.shape[1] - 1],
+            attention_mask=self._mask.to(device),
+            position_ids=self._positions.to(device),
+            past_key_values=self._cache,
+        )
+        return out[:, -1]
+
+    def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
+        """Append to each row the token chosen for it; rows that are not among those going on are forgotten."""
+        if len(going) < len(chosen):
+            self._cache.batch_select_indices(torch.tensor(going, device=self._model.device))
+            self._mask, self._positions = self._mask[going], self._positions[going]
+        self._append([chosen[i] for i in going])
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Let each row read one more token next."""
+        new = torch.ones(len(tokens), 1, dtype=torch.bool)
+        self._reads = Batch(torch.tensor(tokens)[:, None], new)
+        self._mask = torch.cat([self._mask, new.to(self._mask)], 1)
+        self._positions = self._positions[:, -1:] + 1
+
+
+class _Bare(_Cached):
+    """The same by the model without TransformerLens's wrappers, where nobody looks inside."""
+
+    def __init__(self, model: Model, prompts: Batch, bare: Unwrapped):
+        super().__init__(model, prompts)
+        self._bare, self._padded = bare, prompts.padded
+
+    def logits(self) -> Float[Tensor, "row d_vocab"]:
+        device, tokens = self._model.device, self._reads.tokens
+        out = self._bare.last_logits(
+            tokens.to(device),
+            attention_mask=self._mask.to(device) if self._padded else None,
+            position_ids=self._positions.to(device),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        if not bool(out[:, 0].isfinite().all()):
+            finite_output(self._model, out[:, None], self._reads, torch.tensor([tokens.shape[1] - 1]), cached=True)
+        return out
+
+
+class _Watched(_Cached):
+    """The same for hooks to act on: the first step is a run of the prompts, and every row stays where it is."""
+
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
+        super().__init__(model, prompts, hooks)
+        self._prompts, self._first = prompts, Reading.of(prompts)
+        self._live, self._begun = list(range(len(prompts))), False
+
+    def logits(self) -> Float[Tensor, "row d_vocab"]:
+        if self._begun:
+            with reads(Reading(self._positions, self._first.prompts, self._first.rows)):
+                out = super().logits()
+        else:
+            with reads(self._first):
+                out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
+            self._push_right()
+            self._begun = True
+        return out[torch.tensor(self._live, device=out.device)]
+
+    def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
+        self._live = [self._live[i] for i in going]
+        tokens = [pad_id(self._model.tokenizer)] * len(self._prompts)
+        for row, i in zip(self._live, going, strict=True):
+            tokens[row] = chosen[i]
+        self._append(tokens)
+
+    def _push_right(self) -> None:
+        """Move keys and values so that each row ends in the last column, as in a batch padded on the left."""
+        if not self._prompts.padded:
+            return
+        for layer in self._cache.layers:
+            where = self._shift[:, None, :, None].to(layer.keys.device)
+            layer.keys, layer.values = (
+                held.gather(2, where.expand(-1, held.shape[1], -1, held.shape[3]))
+                for held in (layer.keys, layer.values)
+            )
+
+
+class _Rerun:
+    """The same without a cache, for models behind no bridge or with a state: every step runs the rows anew."""
+
+    def __init__(self, model: Model, prompts: Batch):
+        self._model = model
+        self._rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
+
+    def logits(self) -> Float[Tensor, "row d_vocab"]:
+        return self._model.run(self._rows, keep="last")[:, -1]
+
+    def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
+        self._rows = [[*self._rows[i], chosen[i]] for i in going]

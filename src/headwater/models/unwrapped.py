@@ -1,0 +1,123 @@
+"""The transformers model inside a bridge without TransformerLens's wrappers: for runs in which nobody looks inside.
+
+A bridge puts wrappers and hook points around every module of the model that it wraps, which on one token costs up to
+twice what the module itself does. `unwrapped` puts the modules together anew without them. What is put together shares
+the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
+copies that ask for attention in one pass where that is the same (`headwater.models.one_pass`).
+
+It is given only where it computes what the bridge computes:
+
+1. every module holds what it held when the model was loaded (`headwater.models.alterations`), nothing is hooked, and no
+   norms were folded into weights;
+2. the parameters that the bridge computes with are those of the transformers model, or hold the same numbers: of a
+   fused matrix (GPT-NeoX) the bridge has parts of its own;
+3. once for each model: a few tokens have the same logits both ways.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.models.agreement import few_tokens, same_but_for_rounding
+from headwater.models.families import family_named
+from headwater.models.model import is_bridge
+from headwater.models.one_pass import is_the_same_in_one_pass
+from headwater.models.weights.fingerprint import parameter_reader
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+SPLIT = re.compile(r"\.[qkv]\.(_original_component\.)?(weight|bias)$")
+"""The parameters of a bridge that are parts of a fused matrix."""
+
+
+class Unwrapped:
+    """A transformers model put together of a bridge's modules, without the bridge's wrappers."""
+
+    def __init__(self, raw: Any, attention: str):
+        self.model = _without_wrappers(raw.original_model, attention, {}, {})
+        takes = inspect.signature(self.model.forward).parameters
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+
+    def last_logits(self, tokens: Int[Tensor, "row position"], **options: Any) -> Float[Tensor, "row d_vocab"]:
+        """Run tokens, and return the logits at the last column.
+
+        Args:
+            tokens: on the device of the model.
+            **options: passed on, such as `past_key_values` and `attention_mask`.
+        """
+        logits: Tensor = self.model(tokens, **self._last, **options).logits
+        return logits[:, -1]
+
+
+def unwrapped(model: Model) -> Unwrapped | None:
+    """Return the model inside a bridge without wrappers; None where it might compute something else.
+
+    Hold the model's lock while it is used: it is what it is only as long as the model stays as it is.
+    """
+    raw = model.raw
+    if not is_bridge(raw) or model.spread or getattr(raw, "compatibility_mode", False) or not model.is_as_loaded():
+        return None
+    bare = Unwrapped(raw, "sdpa" if is_the_same_in_one_pass(model) else "eager")
+    if not _holds_the_same_weights(model, bare.model):
+        return None
+    if model.unwrapped_checked is None:
+        model.unwrapped_checked = _gives_the_same_logits(model, bare)
+    return bare if model.unwrapped_checked else None
+
+
+def _without_wrappers(
+    module: torch.nn.Module, attention: str, made: dict[int, torch.nn.Module], configs: dict[int, Any]
+) -> torch.nn.Module:
+    """Copy a module and those within it, not what they hold; a wrapper is replaced by what it wraps."""
+    while (inner := module._modules.get("_original_component")) is not None:
+        module = inner
+    if id(module) not in made:
+        twin = made[id(module)] = object.__new__(type(module))
+        held = dict(vars(module))
+        if "config" in held:
+            held["config"] = _with_attention(held["config"], attention, configs)
+        held["_modules"] = {
+            name: within and _without_wrappers(within, attention, made, configs)
+            for name, within in module._modules.items()
+        }
+        vars(twin).update(held)
+    return made[id(module)]
+
+
+def _with_attention(config: Any, attention: str, copies: dict[int, Any]) -> Any:
+    """Copy a config, which is then asked for its attention when the model runs."""
+    if id(config) not in copies:
+        copies[id(config)] = copy.copy(config)
+        copies[id(config)]._attn_implementation = attention
+    return copies[id(config)]
+
+
+def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
+    """Whether all that the bridge computes with is in the transformers model too."""
+    memory = {parameter.untyped_storage().data_ptr() for parameter in bare.parameters()}
+    apart = [name for name, p in model.raw.named_parameters() if p.untyped_storage().data_ptr() not in memory]
+    if not apart:
+        return True
+    family = family_named(model.shape.architecture)
+    if family is None or family.fused is None or not all(SPLIT.search(name) for name in apart):
+        return False
+    parts = parameter_reader(model.raw, model.raw.original_model, family, model.shape)
+    prefix, fused = f"{bare.base_model_prefix}.", f".{family.fused.name}."  # type: ignore[operator]
+    named: Mapping[str, Tensor] = {name.removeprefix(prefix): p for name, p in bare.named_parameters()}
+    return all(torch.equal(parts(name), parameter) for name, parameter in named.items() if fused in name)
+
+
+@torch.inference_mode()
+def _gives_the_same_logits(model: Model, bare: Unwrapped) -> bool:
+    tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
+    expected = model.run(tokens, keep="last")[:, -1]
+    return same_but_for_rounding(bare.last_logits(tokens, use_cache=False), expected)
