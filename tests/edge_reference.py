@@ -119,6 +119,41 @@ class Reference:
                 self._change(stack, receiver, change)
             return self._run(stack)
 
+    def through_mlps(self, senders: list[str]) -> dict[str, Tensor]:
+        """By how much every receiver's input changes: a forward with senders exchanged and attention's outputs frozen.
+
+        By name of what `with_changes` takes: "mlp 3", "logits", and "q 3", "k 3", "v 3" without their head.
+        """
+        with ExitStack() as stack:
+            if "embed" in senders:
+                self._feed(stack, self.layers[0].block, self.inputs["layer 0"] + self.change["embed"])
+            for number, layer in enumerate(self.layers):
+                heads = [self.change[s] for s in senders if s.startswith(f"head {number}.")]
+                attended = self.inputs[f"attended {number}"] + sum(heads)
+                self._give(stack, layer.post_norm or layer.output, attended)
+                if f"mlp {number}" in senders:
+                    written = self.sent[f"mlp {number}"] + self.change[f"mlp {number}"]
+                    self._give(stack, layer.mlp_post_norm or layer.mlp, written)
+            found, _ = self._record(self.ids)
+        changes = {"logits": found["last"] - self.inputs["last"]}
+        for number in range(len(self.layers)):
+            changes[f"mlp {number}"] = found[f"mlp {number}"] - self.inputs[f"mlp {number}"]
+            for kind in "qkv":
+                changes[f"{kind} {number}"] = found[f"layer {number}"] - self.inputs[f"layer {number}"]
+        return changes
+
+    @staticmethod
+    def _give(stack: ExitStack, module: nn.Module, given: Tensor) -> None:
+        hook = lambda module, args, out: (given, *out[1:]) if isinstance(out, tuple) else given  # noqa: E731
+        stack.callback(module.register_forward_hook(hook).remove)
+
+    @staticmethod
+    def _feed(stack: ExitStack, module: nn.Module, given: Tensor) -> None:
+        def feed(module: nn.Module, args: Any, options: Any) -> Any:
+            return ((given, *args[1:]), options) if args else (args, options | {"hidden_states": given})
+
+        stack.callback(module.register_forward_pre_hook(feed, with_kwargs=True).remove)
+
     def _change(self, stack: ExitStack, receiver: str, change: Tensor) -> None:
         kind, _, place = receiver.partition(" ")
         if kind == "logits":
@@ -167,13 +202,15 @@ class Reference:
         with ExitStack() as stack:
             for number, layer in enumerate(self.layers):
                 inputs = {f"layer {number}": layer.block, f"z {number}": layer.output}
-                outputs = {f"raw {number}": layer.output, f"mlp_out {number}": layer.mlp_post_norm or layer.mlp}
+                outputs = {f"attended {number}": layer.post_norm or layer.output}
+                outputs |= {f"raw {number}": layer.output, f"mlp_out {number}": layer.mlp_post_norm or layer.mlp}
                 if not self.parallel:
                     inputs[f"mlp {number}"] = layer.mlp_norm
                 for name, module in inputs.items():
                     stack.callback(module.register_forward_pre_hook(keep_input(name), with_kwargs=True).remove)
                 for name, module in outputs.items():
                     stack.callback(module.register_forward_hook(keep_output(name)).remove)
+            stack.callback(self.final_norm.register_forward_pre_hook(keep_input("last"), with_kwargs=True).remove)
             self.model(ids, use_cache=False)
         sent = {"embed": held["layer 0"]}
         for number, layer in enumerate(self.layers):

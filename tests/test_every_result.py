@@ -62,6 +62,10 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
         composition_scores(model, **quiet), singular_vectors(model, 1, 7),
         hw.lens(model, list(PROMPTS), top_k=2, **quiet),
         hw.edges(model, *PROMPTS, metric=hw.logit_difference(" Paris", " Rome"), receivers=["mlp", "logits"], **quiet),
+        hw.path_patch(
+            model, *PROMPTS, senders=["embed", "mlp"], receivers=["mlp 2", "logits"],
+            metric=hw.logit_difference(" Paris", " Rome"), **quiet,
+        ),
         hw.direct_logit_attribution(model, list(PROMPTS), tokens=(" Paris", " Rome"), **quiet),
         hw.fit_probe(torch.randn(2, 40, 4), [0, 1] * 20, controls=1, strengths=(0.1,), **quiet),
         hw.saliency(model, answered, pathways.probe, edges="all", **quiet),

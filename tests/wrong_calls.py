@@ -169,6 +169,11 @@ class Given:
         return hw.edges(self.model, *pairs, metric=METRIC, receivers="logits", **QUIET)
 
     @cached_property
+    def paths(self) -> hw.PathEffects:
+        pairs = [[CLEAN, CLEAN], [CORRUPTED, CORRUPTED]]
+        return hw.path_patch(self.model, *pairs, senders="embed", receivers="logits", metric=METRIC, **QUIET)
+
+    @cached_property
     def sweep(self) -> Any:
         return hw.patch(self.model, CLEAN, CORRUPTED, sites="resid_pre", metric=METRIC, **QUIET)
 
@@ -408,6 +413,20 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 **QUIET,
             },
         ),
+        "path_patch": lambda: (
+            hw.path_patch,
+            {
+                "model": g.model,
+                "clean": CLEAN,
+                "corrupted": CORRUPTED,
+                "senders": "mlp 0",
+                "receivers": "logits",
+                "metric": METRIC,
+                **QUIET,
+            },
+        ),
+        "PathEffects.top": lambda: (g.paths.top, {"n": 3}),
+        "PathEffects.plot": lambda: (g.paths.plot, {"metric": None}),
         "EdgeEffects.top": lambda: (g.edges.top, {"n": 3}),
         "EdgeEffects.agreement": lambda: (g.edges.agreement, {"exact": g.edges}),
         "EdgeEffects.circuit": lambda: (g.edges.circuit, {"n": 3, "by": "size"}),

@@ -12,6 +12,8 @@ from headwater.version import __version__ as __version__
 if TYPE_CHECKING:
     from headwater.circuits.circuit import Circuit as Circuit
     from headwater.circuits.edge_effects import edges as edges
+    from headwater.circuits.path_effects import PathEffects as PathEffects
+    from headwater.circuits.path_patching import path_patch as path_patch
     from headwater.circuits.result import EdgeEffects as EdgeEffects
     from headwater.detection.detection import Detection as Detection
     from headwater.detection.detection import detect as detect

@@ -51,6 +51,8 @@ AXES = {
     "depth": "levels of questions, or of a recursion",
     "sender": "where a path begins",
     "receiver": "where a path ends",
+    "set": "senders that are exchanged together, a row for each",
+    "place": "where senders are exchanged apart: positions or roles",
     "kind": "what a head reads: q, k, v",
     "step": "runs on the way from one embedding to another",
     "edge": "from what writes into the residual stream to what reads it",

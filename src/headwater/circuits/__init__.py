@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from headwater.circuits.circuit import Circuit as Circuit
     from headwater.circuits.edge_effects import edges as edges
     from headwater.circuits.graph import Graph as Graph
+    from headwater.circuits.path_effects import PathEffects as PathEffects
+    from headwater.circuits.path_patching import path_patch as path_patch
     from headwater.circuits.result import EdgeEffects as EdgeEffects
 
 __getattr__, __dir__, __all__ = opened(__name__)

@@ -32,12 +32,12 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Place:
-    """Where the senders' outputs are exchanged: everywhere, or at one position."""
+    """Where the senders' outputs are exchanged: everywhere, or at some positions."""
 
     start: int
     """From this position on the runs are recomputed."""
-    at: int | None = None
-    """The one position; None for all."""
+    at: tuple[int, ...] | None = None
+    """The positions; None for all."""
 
 
 class BothRuns:
@@ -83,19 +83,23 @@ class BothRuns:
         """Return an activation of the base run, `position ...`."""
         return self._recorded(site, layer, 0)
 
-    def places(self, over: str | None) -> list[Place]:
-        """Return where outputs are exchanged: everywhere, or at each position that can differ."""
-        if over is None:
-            return [Place(self.start)]
-        return [Place(min(at, self.kept[0]), at) for at in range(self.start, self.stop)]
+    def place(self, positions: tuple[int, ...] | None = None) -> Place | None:
+        """Return a place where outputs are exchanged at some positions (None: at all); None where nothing feels it."""
+        if not self.is_felt:
+            return None
+        if positions is None:
+            return Place(self.start)
+        at = tuple(position for position in positions if self.start <= position < self.stop)
+        return Place(min(*at, self.kept[0]), at) if at else None
 
     def changes_at(self, place: Place) -> Float[Tensor, "sender position d_model"]:
-        """Return Δ from the first recomputed position of a place on; 0 but at its position, where it has one."""
+        """Return Δ from the first recomputed position of a place on; 0 but at its positions, where it names some."""
         changes = self.changes[:, place.start - self.start :]
         if place.at is None:
             return changes
         alone = torch.zeros_like(changes)
-        alone[:, place.at - place.start] = self.changes[:, place.at - self.start]
+        at = torch.tensor(place.at, device=changes.device)
+        alone[:, at - place.start] = self.changes[:, at - self.start]
         return alone
 
     def _recorded(self, site: str, layer: int, row: int) -> Tensor:

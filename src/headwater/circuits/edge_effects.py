@@ -25,23 +25,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns
 from headwater.circuits.estimates import ESTIMATES, Slopes, gradient_scores, sublayer_scores
-from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.pairs import Pairs, options_of, places_in, plan_of
+from headwater.circuits.places import Places
 from headwater.circuits.result import EdgeEffects
 from headwater.circuits.screen import strength, strongest_and_drawn
-from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
-from headwater.models.weights.loaded_weights import LoadedWeights
+from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_seed
-from headwater.patching.call import check_call, metric_options, prompt_options
-from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import Prompts, read_pairs
-from headwater.patching.sides import DIRECTIONS
-from headwater.patching.variants import LOGITS
+from headwater.patching.call import check_call
+from headwater.patching.metrics import Metric
+from headwater.patching.plan import Plan
+from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, carry_out
 
 METHODS = ("exact", "screened", *ESTIMATES)
@@ -57,6 +54,7 @@ def edges(
     receivers: str | Iterable[str] | None = None,
     direction: str = "noise",
     over: str | None = None,
+    positions: Where | None = None,
     method: str = "exact",
     verify: int = 500,
     steps: int = 5,
@@ -80,6 +78,8 @@ def edges(
             a kind ("q") or a layer ("q 10"). Default: all.
         direction: `noise` edits the clean run, `denoise` the corrupted one.
         over: `position` takes a sender's output at each position by itself; default: at all positions together.
+        positions: where senders' outputs are exchanged: one of the names of `headwater.models.positions`, or a mapping
+            from roles to these, such as `{"subject": [" France", " Spain"], "end": "last"}`: then each role by itself.
         method: `exact` for all edges; `screened` estimates all (as `sublayer`), and recomputes exactly the `verify`
             strongest and 50 of the rest drawn by lot; `sublayer`, `eap` and `eap-ig` only estimate (see
             `headwater.circuits.estimates`).
@@ -96,33 +96,21 @@ def edges(
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
-    checked_name("direction", direction, DIRECTIONS)
     checked_name("method", method, METHODS)
-    if over is not None:
-        checked_name("over", over, ("position",))
     batch_size = check_call(model, batch_size)
     how = How(method, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed))
-    first, second = read_pairs(model, clean, corrupted)
-    if second is None:
-        raise InputError("Edges need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted.")
-    metrics = as_metrics(metric)
-    if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
-        raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; edges are measured at the logits.")
     graph = Graph.of(model.shape)
     chosen = graph.among(senders, receivers)
-    base, other = (first, second) if direction == "noise" else (second, first)
-    cells = tuple(Cell(example, {}, ()) for example in range(len(base)))
-    plan = Plan(model, base, other, direction == "noise", cells, metrics, batch_size=batch_size)
-    asked = Asked(plan, graph, chosen, over, how)
+    plan = plan_of(model, clean, corrupted, metric, direction, batch_size)
+    asked = Asked(plan, graph, chosen, places_in(plan, over, positions), how)
     refuse_what_does_not_fit(asked)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
         "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
-        "direction": direction,
         "over": over,
+        **asked.places.options,
         **how.options,
-        **prompt_options(first, second),
-        "metrics": metric_options(plan),
+        **options_of(plan),
     }
 
     def work(run: Run) -> EdgeEffects:
@@ -166,18 +154,13 @@ class Asked:
     plan: Plan
     graph: Graph
     chosen: Indices
-    over: str | None
+    places: Places
     how: How
-
-    @property
-    def positions(self) -> int:
-        """How many positions are taken apart; 1 where none are."""
-        return 1 if self.over is None else max(kept[-1] + 1 for kept in self.plan.positions)
 
     @property
     def size(self) -> tuple[int, int, int, int]:
         """The axes of the result: example, position, edge, metric."""
-        return len(self.plan.base), self.positions, len(self.chosen), len(self.plan.metrics)
+        return len(self.plan.base), len(self.places), len(self.chosen), len(self.plan.metrics)
 
 
 def refuse_what_does_not_fit(asked: Asked) -> None:
@@ -201,8 +184,7 @@ class _Measuring:
 
     def __init__(self, asked: Asked, run: Run):
         self.asked, self.plan, self.graph, self.run = asked, asked.plan, asked.graph, run
-        self._weights = LoadedWeights(asked.plan.model)
-        self._runs: BothRuns | None = None
+        self.pairs = Pairs(asked.plan)
 
     def result(self) -> EdgeEffects:
         """Measure all, and lay it out."""
@@ -210,7 +192,7 @@ class _Measuring:
         n_examples, n_edges = asked.size[0], asked.size[2]
         estimates, sampled = torch.full(asked.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
         recomputed = torch.full((n_edges,), how.method == "exact")
-        baselines = list(self.run.pieces("baselines", range(n_examples), self._baselines))
+        baselines = self.pairs.baselines(self.run)
         if how.method != "exact":
             with self.run.bar("estimates", "pair", n_examples) as bar:
                 pieces = self.run.pieces("estimates", range(n_examples), self._estimates, bar)
@@ -230,7 +212,8 @@ class _Measuring:
             sampled,
             tuple(metric.name for metric in self.plan.metrics),
             (shape.n_layers, shape.n_heads, shape.n_kv_heads, int(shape.parallel_blocks)),
-            tuple(range(asked.positions)) if asked.over else (),
+            asked.places.positions,
+            asked.places.roles,
         )
 
     def _effects(self, recomputed: Tensor) -> Float[Tensor, "example position edge metric"]:
@@ -247,64 +230,39 @@ class _Measuring:
                     effects[example][:, np.searchsorted(self.asked.chosen, own)] = piece["effects"].float()
         return effects
 
-    def _runs_of(self, example: int) -> BothRuns:
-        """Return the two runs of a pair, made now unless they are the last ones."""
-        if self._runs is None or self._runs.example != example:
-            self._runs = None
-            self._runs = BothRuns(self.plan, example, self._weights)
-        return self._runs
-
-    def _exact(self, runs: BothRuns, place: Any) -> Exact:
-        batch = self.plan.batch_size
-        return Exact(runs, place, batch * (runs.stop - place.start) if batch else None)
-
-    def _baselines(self, example: int) -> dict[str, Tensor]:
-        """Return the metrics of the clean and the corrupted run, and what rounding makes of them."""
-        with torch.no_grad(), self.plan.model.lock:
-            runs = self._runs_of(example)
-            exact = self._exact(runs, runs.places(None)[0])
-            for layer in range(self.graph.n_layers):
-                receivers = Receivers(exact.rows, layer)
-                with receivers.hooked():
-                    receivers.refuse_heads_that_meet()
-            found = runs.wave.readout.unedited(range(example, example + 1))
-            base, other = found.unedited[0], found.other[0]
-            rounding = torch.stack([exact.rounding(layer) for layer in range(self.graph.n_layers)]).amax(0)
-            least = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.abs())
-            clean, corrupted = (base, other) if self.plan.base_is_clean else (other, base)
-        return {"baselines": torch.stack([clean, corrupted, torch.maximum(rounding, least)], -1)}
-
     def _layer(self, item: tuple[int, Indices]) -> dict[str, Tensor]:
         """Return the effects of edges to the receivers of one layer, `position edge metric`."""
         example, edges = item
         with torch.no_grad(), self.plan.model.lock:
-            runs = self._runs_of(example)
+            runs = self.pairs.runs(example)
             found = self._nothing(example, len(edges))
-            for place in runs.places(self.asked.over) if runs.is_felt else []:
-                found[place.at or 0] = self._exact(runs, place).effects(int(self.graph.stage[edges[0]]), edges)
+            for number, place in self.asked.places.of(runs):
+                found[number] = self.pairs.exact(runs, place).effects(int(self.graph.stage[edges[0]]), edges)
         return {"effects": found}
 
     def _estimates(self, example: int) -> dict[str, Tensor]:
         """Return the estimates of all edges of a pair, `position edge metric`."""
         edges, how = self.asked.chosen, self.asked.how
         with torch.no_grad(), self.plan.model.lock:
-            runs = self._runs_of(example)
+            runs = self.pairs.runs(example)
             found = self._nothing(example, len(edges))
-            if not runs.is_felt:
+            numbered = list(self.asked.places.of(runs))
+            if not numbered:
                 return {"estimates": found}
-            places, slopes = runs.places(self.asked.over), Slopes(runs, how.shares)
+            slopes = Slopes(runs, how.shares)
             if how.method in ("eap", "eap-ig"):
-                found[[place.at or 0 for place in places]] = gradient_scores(slopes, places, edges)
+                numbers, places = map(list, zip(*numbered, strict=True))
+                found[numbers] = gradient_scores(slopes, places, edges)
                 return {"estimates": found}
-            for place in places:
-                exact = self._exact(runs, place)
+            for number, place in numbered:
+                exact = self.pairs.exact(runs, place)
                 for stage in np.unique(self.graph.stage[edges]):
                     own = np.flatnonzero(self.graph.stage[edges] == stage)
-                    found[place.at or 0, own] = sublayer_scores(slopes, exact, int(stage), edges[own])
+                    found[number, own] = sublayer_scores(slopes, exact, int(stage), edges[own])
         return {"estimates": found}
 
     def _nothing(self, example: int, n_edges: int) -> Float[Tensor, "position edge metric"]:
-        """Return 0 at the positions of a pair, NaN beyond."""
-        found = torch.zeros(self.asked.positions, n_edges, len(self.plan.metrics), dtype=torch.float64)
-        found[len(self.plan.base[example]) :] = torch.nan
+        """Return 0 at the places of a pair, NaN beyond."""
+        found = torch.zeros(len(self.asked.places), n_edges, len(self.plan.metrics), dtype=torch.float64)
+        found[self.asked.places.missing(example)] = torch.nan
         return found

@@ -227,8 +227,7 @@ def _written_by_mlp(
 ) -> Float[Tensor, "sender metric"]:
     """By sender: what the MLP writes of it, along the gradient."""
     rows = exact.rows
-    entering = rows.base("resid_pre", layer)
-    read = entering if rows.blocks.parallel else entering + rows.base("attn_out", layer)
+    read = rows.read_by_mlp(layer)
     found, recorded = torch.zeros(len(exact.changes), len(slope)), rows.base("mlp_out", layer)
     for some in senders.split(rows.at_once):
         written = rows.feed_forward(layer, read + exact.changes[some]) - recorded

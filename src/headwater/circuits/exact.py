@@ -84,14 +84,14 @@ class Rows:
         middle = residual + attended
         if self.blocks.parallel:
             return middle + self.base("mlp_out", layer)
-        return middle + self._read_mlp(layer, middle)
+        return middle + self.mlp_added(layer, middle)
 
     def finish(self, residual: Float[Tensor, "row position d_model"], layer: int) -> Float[Tensor, "row kept d_model"]:
         """Send rows that enter a layer through all that are left; return their last states at the positions read."""
         for number in range(layer, self.n_layers):
             attended = self.attention(number, residual)
             middle = residual + attended
-            residual = middle + self._read_mlp(number, residual if self.blocks.parallel else middle)
+            residual = middle + self.mlp_added(number, residual if self.blocks.parallel else middle)
         return residual[:, self.kept]
 
     def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
@@ -104,13 +104,18 @@ class Rows:
         logits = runs.wave.logits(last.flatten(0, 1), 0).view(len(last), last.shape[1], -1)
         finite = logits.isfinite().flatten(1).all(1)
         if not bool(finite.all()):
-            raise _NotFiniteError(int((~finite).nonzero()[0]))
+            raise NotFiniteRowError(int((~finite).nonzero()[0]))
         reading = (LOGITS, self.n_layers)
         metrics = range(len(runs.plan.metrics))
         owners = [0] * len(logits)
         return torch.stack([runs.wave.readout.apply(m, reading, logits, owners) for m in metrics], 1)
 
-    def _read_mlp(self, layer: int, residual: Tensor) -> Tensor:
+    def read_by_mlp(self, layer: int) -> Float[Tensor, "position d_model"]:
+        """Return what a layer's MLP reads in the base run, before its norm."""
+        entering = self.base("resid_pre", layer)
+        return entering if self.blocks.parallel else entering + self.base("attn_out", layer)
+
+    def mlp_added(self, layer: int, residual: Tensor) -> Tensor:
         """Apply a layer's MLP; in the last layer only where the outcome is read."""
         if layer < self.n_layers - 1 or len(self.kept) == residual.shape[1]:
             return self.feed_forward(layer, residual)
@@ -126,7 +131,7 @@ class Rows:
         return self._masks[layer]
 
 
-class _NotFiniteError(Exception):
+class NotFiniteRowError(Exception):
     """A row's logits hold NaN or infinity."""
 
     def __init__(self, row: int):
@@ -251,7 +256,7 @@ class Exact:
             part = torch.tensor(some)
             try:
                 found[part] = rows.measure(rows.finish(enter(part), stage + 1)) - self.unedited
-            except _NotFiniteError as error:
+            except NotFiniteRowError as error:
                 edge = self.graph.name(int(edges[int(part[error.row])]))
                 raise NumericsError(
                     f"The run of example {self.runs.example} with the edge {edge} changed gives NaN or infinity "
@@ -313,7 +318,5 @@ class Exact:
 
     def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
         """Return the streams after a layer whose MLP reads changed inputs."""
-        entering = self.rows.base("resid_pre", layer)
-        middle = entering + self.rows.base("attn_out", layer)
-        read = entering if self.rows.blocks.parallel else middle
-        return middle + self.rows.feed_forward(layer, read + self.changes[sender])
+        middle = self.rows.base("resid_pre", layer) + self.rows.base("attn_out", layer)
+        return middle + self.rows.feed_forward(layer, self.rows.read_by_mlp(layer) + self.changes[sender])

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -158,7 +158,7 @@ class Graph:
             InputError: the sender does not come before the receiver.
         """
         if not sender < self.reach[receiver]:
-            raise InputError(f"{self.senders.name(sender)} cannot feed {self.receivers.name(receiver)}: {self._why()}")
+            self.refuse_order(self.senders.name(sender), self.receivers.name(receiver))
         return int(self._ends[receiver] - self.reach[receiver] + sender)
 
     def edge_named(self, name: Any) -> int:
@@ -206,7 +206,7 @@ class Graph:
         if received is not None:
             chosen &= np.isin(self.receiver, self.find(self.receivers, received))
         if not chosen.any():
-            raise InputError(f"{shown(senders)} cannot feed {shown(receivers)}: {self._why()}")
+            self.refuse_order(shown(senders), shown(receivers))
         return np.flatnonzero(chosen)
 
     def find(self, nodes: Nodes, names: Iterable[Any]) -> Indices:
@@ -247,6 +247,18 @@ class Graph:
         some = {"sender": '"embed", "head 0.1", "mlp 0"', "receiver": '"q 1.0", "k 1.0", "v 1.0", "mlp 0", "logits"'}
         return f"{shown(name)} is no {what}.{near} They are named {some[what]}."
 
+    def refuse_order(self, sender: str, receiver: str) -> NoReturn:
+        """Refuse a sender that comes after its receiver.
+
+        Raises:
+            InputError: always.
+        """
+        order = "heads and MLP of a layer read what is before it" if self.parallel else "heads feed their own MLP"
+        raise InputError(
+            f"{sender} cannot feed {receiver}: a sender must come before its receiver ({order}, heads of one layer do "
+            "not feed each other)."
+        )
+
     @staticmethod
     def _listed(option: str, names: Any) -> Sequence[Any] | None:
         if names is None:
@@ -258,10 +270,6 @@ class Graph:
         if not (listed := list(names)):
             raise InputError(f"{option} is an empty list; leave it out for all.")
         return listed
-
-    def _why(self) -> str:
-        order = "heads and MLP of a layer read what is before it" if self.parallel else "heads feed their own MLP"
-        return f"a sender must come before its receiver ({order}, heads of one layer do not feed each other)."
 
 
 def present(numbers: Indices) -> Any:

@@ -63,9 +63,11 @@ class EdgeEffects(Result):
     """Layers, query heads, key-value heads, and 1 where blocks are parallel."""
     by_position: Sequence[int]
     """The positions at which outputs were exchanged apart; empty where together."""
+    roles: Sequence[str] = ()
+    """What the positions were named as, where they were exchanged by role."""
 
     def __post_init__(self) -> None:
-        for name in ("metrics", "sizes", "by_position"):
+        for name in ("metrics", "sizes", "by_position", "roles"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
@@ -80,6 +82,7 @@ class EdgeEffects(Result):
 
         Its columns: `example, sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head, position,
         metric, effect, estimate, normalized_effect, clean, corrupted, floor`.
+        Where positions were named by role, `role` stands in place of `position`.
         `receiver_head` counts key-value heads for k and v; numbers that do not apply are `<NA>`. `normalized_effect` is
         the effect as a part of the gap between the base run and the other, and `floor` what rounding alone makes of it.
 
@@ -170,8 +173,10 @@ class EdgeEffects(Result):
             InputError: there are not so many edges, or the effects are those of single positions.
         """
         m = self._metric(metric)
-        if self.by_position:
-            raise InputError("Edges of single positions make no circuit; run hw.edges without over='position'.")
+        if self.by_position or "positions" in self.run.options:
+            raise InputError(
+                "Edges of single positions make no circuit; run hw.edges without over='position' or positions=."
+            )
         n, by = checked_count("n", n, most=len(self.chosen)), checked_name("by", by, RANKED_BY)
         effects, estimates = (_means(self._flat(name))[:, m] for name in ("effects", "estimates"))
         means = np.where(np.isnan(effects), estimates, effects)
@@ -316,9 +321,10 @@ class EdgeEffects(Result):
 
     def _named(self, cells: Indices) -> dict[str, Any]:
         """The columns of a table that name cells."""
-        columns = self.graph.columns(self._edges(cells))
-        at = np.array(self.by_position or (-1,))[cells // len(self.chosen)]
-        return columns | {"position": present(at)}
+        columns, places = self.graph.columns(self._edges(cells)), cells // len(self.chosen)
+        if self.roles:
+            return columns | {"role": np.array(self.roles, dtype=object)[places]}
+        return columns | {"position": present(np.array(self.by_position or (-1,))[places])}
 
     def _rows(self) -> pd.DataFrame:
         numbers = ~(self.effects.isnan() & self.estimates.isnan())

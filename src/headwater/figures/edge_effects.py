@@ -34,7 +34,7 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
     with style():
         if ax is None:
             ax = plt.figure(figsize=(4.6, 4.6), layout="constrained").add_subplot()
-        norm = FuncNorm((_root, _square), vmin=-(top or 1.0), vmax=top or 1.0)
+        norm = FuncNorm((root, square), vmin=-(top or 1.0), vmax=top or 1.0)
         image = ax.imshow(shown, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         _ticks(ax, "x", graph.senders, np.flatnonzero(across))
         _ticks(ax, "y", graph.receivers, np.flatnonzero(down))
@@ -49,11 +49,13 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
     return ax
 
 
-def _root(x: np.ndarray) -> np.ndarray:
+def root(x: np.ndarray) -> np.ndarray:
+    """Return the square root of sizes, signs kept."""
     return np.sign(x) * np.sqrt(np.abs(x))
 
 
-def _square(x: np.ndarray) -> np.ndarray:
+def square(x: np.ndarray) -> np.ndarray:
+    """Return the squares, signs kept."""
     return np.sign(x) * np.square(x)
 
 

@@ -1,0 +1,116 @@
+"""What every analysis of edges has of its pairs of prompts: the two runs of each, and their metrics.
+
+Pairs align token by token. The base run is the one whose receivers are given other inputs: the clean one where noise is
+brought in, the corrupted one where something is brought back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from headwater.circuits.both_runs import BothRuns, Place
+from headwater.circuits.exact import Exact, Receivers
+from headwater.circuits.graph import Graph
+from headwater.circuits.places import Places, places_of
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.positions import Where
+from headwater.models.weights.loaded_weights import LoadedWeights
+from headwater.options import checked_name
+from headwater.patching.call import metric_options, prompt_options
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.plan import Cell, Plan
+from headwater.patching.prompts import Prompts, read_pairs
+from headwater.patching.sides import DIRECTIONS
+from headwater.patching.variants import LOGITS
+from headwater.runs.analysis import Run
+
+
+def plan_of(
+    model: HookedModel,
+    clean: Prompts | pd.DataFrame | Path,
+    corrupted: Prompts | None,
+    metric: Metric | Any,
+    direction: str,
+    batch_size: int | None,
+) -> Plan:
+    """Resolve pairs of prompts, metrics and a direction.
+
+    Raises:
+        InputError: there are no pairs, they do not align, or a metric reads something else than the logits.
+    """
+    checked_name("direction", direction, DIRECTIONS)
+    first, second = read_pairs(model, clean, corrupted)
+    if second is None:
+        raise InputError("Edges need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted.")
+    metrics = as_metrics(metric)
+    if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
+        raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; edges are measured at the logits.")
+    base, other = (first, second) if direction == "noise" else (second, first)
+    cells = tuple(Cell(example, {}, ()) for example in range(len(base)))
+    return Plan(model, base, other, direction == "noise", cells, metrics, batch_size=batch_size)
+
+
+def places_in(plan: Plan, over: str | None, positions: Where | None) -> Places:
+    """Resolve where senders are exchanged, of a plan's prompts."""
+    stops = tuple(kept[-1] + 1 for kept in plan.positions)
+    return places_of(over, positions, plan.base, plan.other, stops, 0 if plan.base_is_clean else 1)
+
+
+def options_of(plan: Plan) -> dict[str, Any]:
+    """What of the pairs decides a result."""
+    clean, corrupted = (plan.base, plan.other) if plan.base_is_clean else (plan.other, plan.base)
+    named = {"direction": "noise" if plan.base_is_clean else "denoise"}
+    return named | prompt_options(clean, corrupted) | {"metrics": metric_options(plan)}
+
+
+class Pairs:
+    """The two runs of one pair after the other."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.graph = plan, Graph.of(plan.model.shape)
+        self._weights = LoadedWeights(plan.model)
+        self._runs: BothRuns | None = None
+
+    def __len__(self) -> int:
+        return len(self.plan.base)
+
+    def runs(self, example: int) -> BothRuns:
+        """Return the two runs of a pair, made now unless they are the last ones."""
+        if self._runs is None or self._runs.example != example:
+            self._runs = None
+            self._runs = BothRuns(self.plan, example, self._weights)
+        return self._runs
+
+    def tile(self, runs: BothRuns, place: Place) -> int | None:
+        """Return how many tokens go through a sublayer at once, where the caller said how many rows."""
+        return self.plan.batch_size * (runs.stop - place.start) if self.plan.batch_size else None
+
+    def exact(self, runs: BothRuns, place: Place) -> Exact:
+        """Return what computes exact effects at a place."""
+        return Exact(runs, place, self.tile(runs, place))
+
+    def baselines(self, run: Run) -> Sequence[dict[str, Tensor]]:
+        """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them."""
+        return list(run.pieces("baselines", range(len(self)), self._baselines))
+
+    def _baselines(self, example: int) -> dict[str, Tensor]:
+        with torch.no_grad(), self.plan.model.lock:
+            runs = self.runs(example)
+            exact = self.exact(runs, Place(runs.start))
+            for layer in range(self.graph.n_layers):
+                receivers = Receivers(exact.rows, layer)
+                with receivers.hooked():
+                    receivers.refuse_heads_that_meet()
+            found = runs.wave.readout.unedited(range(example, example + 1))
+            base, other = found.unedited[0], found.other[0]
+            rounding = torch.stack([exact.rounding(layer) for layer in range(self.graph.n_layers)]).amax(0)
+            least = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.abs())
+            clean, corrupted = (base, other) if self.plan.base_is_clean else (other, base)
+        return {"baselines": torch.stack([clean, corrupted, torch.maximum(rounding, least)], -1)}
