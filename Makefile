@@ -23,8 +23,8 @@ test-slow: $(VENV)/ready       ## the checks that take minutes
 test-gpu: $(VENV)/ready        ## the checks that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-test-tl39: $(VENV)/ready build/tl39/ready   ## one test file against transformer-lens 3.9, the last with HookedTransformer
-	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py
+test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
+	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py tests/test_own_model_sweeps.py
 
 check: $(VENV)/ready           ## lint and types
 	$(BIN)/ruff check .

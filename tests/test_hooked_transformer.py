@@ -219,13 +219,12 @@ def test_an_edit_of_a_hooked_transformer_has_the_effect_it_has_on_the_bridge(hoo
 
 @instances
 @pytest.mark.oracle
-def test_a_hooked_transformer_is_swept_by_whole_runs_to_what_a_loop_over_the_bridge_gives(hooked_transformer, bridge):
+def test_a_hooked_transformer_is_swept_in_one_walk_to_what_a_loop_over_the_bridge_gives(hooked_transformer, bridge):
     model = hw.load(hooked_transformer)
     clean, corrupted = [[2, 3, 4, 5, 6, 7], [2, 9, 10, 11]], [[2, 30, 4, 50, 6, 7], [2, 90, 10, 11]]
     metric = hw.logit_difference(5, 9)
-    with pytest.warns(UserWarning, match="one whole run per cell, because it is not a TransformerBridge"):
-        sweep = hw.patch(model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, progress=False)
-    assert sweep.engine == "whole runs"
+    sweep = hw.patch(model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, progress=False)
+    assert sweep.engine == "wavefront"
     for cell in sweep.table.sample(12).itertuples():
         name = f"blocks.{cell.layer}.hook_resid_pre" if cell.site == "resid_pre" else f"blocks.{cell.layer}.attn.hook_z"
         place = (0, cell.position) if cell.site == "resid_pre" else (0, slice(None), cell.head)
@@ -248,11 +247,10 @@ def test_a_knockout_of_a_hooked_transformer_is_what_cut_scores_or_weights_give_o
     hooked_transformer, bridge, variant
 ):
     prompt, metric = [2, 3, 4, 5, 6, 7], hw.logit_difference(5, 9)
-    with pytest.warns(UserWarning, match="one whole run per cell"):
-        sweep = hw.knockout(
-            hw.load(hooked_transformer), [prompt], block=("last", (1, 3)), variant=variant, metric=metric,
-            window="cumulative", progress=False,
-        )  # fmt: skip
+    sweep = hw.knockout(
+        hw.load(hooked_transformer), [prompt], block=("last", (1, 3)), variant=variant, metric=metric,
+        window="cumulative", progress=False,
+    )  # fmt: skip
 
     def cut(x, hook):
         x = x.clone()

@@ -61,6 +61,8 @@ class BothRuns:
 
     def __init__(self, plan: Plan, example: int, weights: LoadedWeights):
         self.plan, self.example, self.model, self.weights = plan, example, plan.model, weights
+        if self.model.looks_ahead:
+            raise ModelError(f"The edges of {self.model.name} cannot be computed: its attention reads later tokens.")
         self.graph = Graph.of(plan.model.shape)
         sites = [(site, layer) for layer in range(self.graph.n_layers) for site in RECORDED]
         try:

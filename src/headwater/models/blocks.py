@@ -9,8 +9,10 @@ recompute only the rest, a sweep needs three things that a whole forward does no
    it holds. The keys and values of the positions before it come from the recording and are shared by all rows.
 3. `logits`: the final norm and the unembedding, at the rows asked for.
 
-The composition (pre-norm, post-norm, serial, parallel) is the bridge's own, read from its blocks; `record` checks the
-head against the model's own logits, and sweeps carry a row without any edit whose outcome must equal the plain run.
+The composition (pre-norm, post-norm, serial, parallel, attention alone) is the model's own, read from its blocks.
+Attention takes the recorded keys and values as a cache where it knows one, as the models of Hugging Face do; that of
+TransformerLens's own models is `headwater.models.own_attention`. Sweeps carry a row without any edit, whose outcome
+must equal the plain run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from transformers.activations import NewGELUActivation
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, looks
+from headwater.models.model import is_bridge
 from headwater.models.norms import logit_scale, residual_scale
+from headwater.models.own_attention import own_attention
 from headwater.models.sites import hook_name
 
 if TYPE_CHECKING:
@@ -49,11 +53,11 @@ class Recording:
 
     activations: Mapping[str, Tensor]
     """By hook name, as the hook gives them."""
-    keys: Mapping[int, Float[Tensor, "batch kv_head key d_head"]]
-    values: Mapping[int, Float[Tensor, "batch kv_head key _"]]
-    calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]
+    keys: dict[int, Float[Tensor, "batch kv_head key d_head"]]
+    values: dict[int, Float[Tensor, "batch kv_head key _"]]
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]]
     """By layer: the positional and keyword arguments of the model's call of its attention."""
-    visible: Mapping[int, Bool[Tensor, "query key"]]
+    visible: dict[int, Bool[Tensor, "query key"]]
     """By layer: which keys a query may see (causal, and within the window where the layer slides)."""
     last_logits: Float[Tensor, "batch d_vocab"]
     """At the last column of the batch."""
@@ -83,11 +87,12 @@ class SharedPrefix:
 
 
 class Blocks:
-    """The blocks of a bridge as functions of rows. Use inside `torch.inference_mode()` and the model's lock."""
+    """The blocks of a model as functions of rows. Use inside `torch.inference_mode()` and the model's lock."""
 
     def __init__(self, model: HookedModel):
         self.model = model
         self._blocks = list(model.raw.blocks)
+        self._own = own_attention(self._blocks)
         self.parallel = model.shape.parallel_blocks
         self._scale, self._residual_scale = logit_scale(model), residual_scale(model)
         self._soft_cap = float(getattr(model.raw.cfg, "output_logits_soft_cap", None) or -1.0)
@@ -103,10 +108,12 @@ class Blocks:
     ) -> Float[Tensor, "row position d_model"]:
         """What a layer's attention adds to the residual stream of rows that hold these positions."""
         block = self._blocks[layer]
+        normed = _through(block, "ln1", residual)
+        if self._own is not None:
+            return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix))
         args, options = call
         options = {name: _at_positions(value, positions) for name, value in options.items()}
         options |= {"attention_mask": mask, "past_key_values": prefix}
-        normed = _through(block, "ln1", residual)
         if "hidden_states" in options:
             options["hidden_states"] = normed
         else:
@@ -118,7 +125,8 @@ class Blocks:
     def project_heads(self, layer: int, z: Float[Tensor, "position head d_head"]) -> Float[Tensor, "position d_model"]:
         """What a layer's attention adds, given the output of each of its heads."""
         block = self._blocks[layer]
-        return self._added(block, "ln1_post", block.attn.o(z.flatten(1)[None]))[0]
+        written = block.attn.o(z.flatten(1)[None]) if self._own is None else self._own[layer].output(z[None])
+        return self._added(block, "ln1_post", written)[0]
 
     @contextlib.contextmanager
     def fused(self) -> Iterator[None]:
@@ -139,23 +147,26 @@ class Blocks:
 
     @functools.cached_property
     def _gelus(self) -> list[torch.nn.Module]:
-        return [m for block in self._blocks for m in block.mlp.modules() if type(m) is NewGELUActivation]
+        mlps = [block.mlp for block in self._blocks if _has(block, "mlp")]
+        return [module for mlp in mlps for module in mlp.modules() if type(module) is NewGELUActivation]
 
     @functools.cached_property
     def _layer_norms(self) -> list[Any]:
         """The norms within and behind the blocks that are plain LayerNorms beneath."""
-        norms = [getattr(block, name) for block in self._blocks for name in NORMS if name in block.submodules]
-        return [norm for norm in (*norms, self.model.raw.ln_final) if _is_layer_norm(norm)]
+        norms = [getattr(block, name) for block in self._blocks for name in NORMS if _has(block, name)]
+        return [norm for norm in (*norms, getattr(self.model.raw, "ln_final", None)) if _is_layer_norm(norm)]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
         block = self._blocks[layer]
-        own = "ln2" in block.submodules or not self.parallel
+        own = _has(block, "ln2") or not self.parallel
         return _through(block, "ln2" if mlp and own else "ln1", residual)
 
     def feed_forward(self, layer: int, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
-        """What a layer's MLP adds, given the residual stream it reads (before its norm)."""
+        """What a layer's MLP adds, given the residual stream it reads (before its norm); 0 where it has none."""
         block = self._blocks[layer]
+        if not _has(block, "mlp"):
+            return torch.zeros_like(residual)
         out = block.mlp(self.normed(layer, residual[None], mlp=True))
         out = out[0] if isinstance(out, tuple) else out
         return self._added(block, "ln2_post", out)[0]
@@ -163,14 +174,14 @@ class Blocks:
     def logits(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_vocab"]:
         """Final norm, unembedding, scale and soft cap of the residual stream after the last block."""
         raw = self.model.raw
-        return self._capped(self._scale * raw.unembed(raw.ln_final(residual[None]))[0])
+        return self._capped(self._scale * raw.unembed(_through(raw, "ln_final", residual[None]))[0])
 
     def logits_of(
         self, residual: Float[Tensor, "row d_model"], tokens: Int[Tensor, "row answer"]
     ) -> Float[Tensor, "row answer"]:
         """The logits of some tokens only, for each row its own: the columns of the unembedding that are wanted."""
         raw = self.model.raw
-        normed = raw.ln_final(residual[None])[0]
+        normed = _through(raw, "ln_final", residual[None])[0]
         columns = raw.unembed.W_U.T[tokens]
         return self._capped(self._scale * (torch.einsum("rd,rad->ra", normed, columns) + raw.unembed.b_U[tokens]))
 
@@ -204,20 +215,38 @@ class Blocks:
 
             return before
 
-        hooks = [(name, looks(functools.partial(keep, name=name))) for name in dict.fromkeys([*names, last])]
-        options = {"use_cache": False} | self._only_last_logits()
+        own = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
+        wanted = dict.fromkeys([*names, last, *(own if self._own is not None else [])])
+        hooks = [(name, looks(functools.partial(keep, name=name))) for name in wanted]
+        options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
+        options |= self._only_last_logits() | (self.model.padding(batch) if self.model.looks_ahead else {})
         with contextlib.ExitStack() as stack:
-            for layer, block in enumerate(self._blocks):
+            for layer, block in enumerate(self._blocks if self._own is None else []):
                 handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
                 stack.callback(handle.remove)
             stack.enter_context(self.model.hooks([*before, *hooks]))
             stack.enter_context(self.fused())
             logits = self.model.raw(tokens, **options)
         finite_output(self.model, activations[last], batch, None)
+        if self._own is not None:
+            return self._recorded_by_hooks(activations, logits[:, -1])
         visible = {layer: _visible(options.get("attention_mask"), tokens) for layer, (_, options) in calls.items()}
         return Recording(activations, tap.keys, tap.values, calls, visible, logits[:, -1])
 
+    def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor) -> Recording:
+        """Make the recording of a model whose attention takes no cache: keys and values are what passed its hooks."""
+        assert self._own is not None
+        recording = Recording(activations, {}, {}, {}, {}, last_logits)
+        for layer, own in enumerate(self._own):
+            k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
+            positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
+            recording.keys[layer], recording.values[layer] = own.remembered(own.past_hook(k), v, positions)
+            recording.calls[layer], recording.visible[layer] = ((), {}), own.visible(k.shape[1])
+        return recording
+
     def _only_last_logits(self) -> dict[str, int]:
+        if not is_bridge(self.model.raw):
+            return {}
         parameters = inspect.signature(self.model.raw.original_model.forward).parameters
         return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
@@ -232,22 +261,27 @@ def _watched(norm: NormalizationBridge) -> bool:
 
 
 def _through(block: Any, norm: str, x: Tensor) -> Tensor:
-    """Apply a norm of a block; where the block has none of this name, there is nothing to apply (OLMo 2: no `ln1`)."""
-    return getattr(block, norm)(x) if norm in block.submodules else x
+    """Apply a norm of a block or model; where it has none of this name (OLMo 2: no `ln1`), there is nothing to do."""
+    return getattr(block, norm)(x) if _has(block, norm) else x
+
+
+def _has(block: Any, part: str) -> bool:
+    """Whether a block has a part of this name itself; a bridge's block finds those of the module it wraps, too."""
+    return part in getattr(block, "submodules", block._modules)
 
 
 def cannot_step(model: HookedModel) -> str | None:
     """Say why a model's blocks cannot be stepped through, or None when they can (as far as its structure shows)."""
     raw = model.raw
     blocks = getattr(raw, "blocks", None)
-    if blocks is None or not all(hasattr(block, "submodules") for block in blocks):
-        return "it is not a TransformerBridge with a stack of blocks"
+    if blocks is None or not all(hasattr(block, "submodules") or not is_bridge(raw) for block in blocks):
+        return "it is not a stack of blocks"
     if model.spread:
         return "its layers are spread over several devices"
     for block in blocks:
-        missing = {"attn", "mlp"} - set(block.submodules)
-        if missing:
-            return f"its blocks have no {' or '.join(sorted(missing))}"
+        needed = ("attn", "mlp") if model.shape.d_mlp else ("attn",)
+        if missing := [part for part in needed if not _has(block, part)]:
+            return f"its blocks have no {' or '.join(missing)}"
     if any(point.fwd_hooks for point in raw.hook_dict.values()):
         return "it carries hooks of its own"
     return None

@@ -132,6 +132,18 @@ class HookedModel(TransformerLensNames):
         """Where the inputs of the model go."""
         return next(iter(self.raw.parameters())).device
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether its attention reads later positions, too."""
+        return getattr(self.raw.cfg, "attention_dir", "causal") != "causal"
+
+    @property
+    def n_logits(self) -> int:
+        """How many numbers it gives per token: as many as it knows tokens, but for models that answer in others."""
+        cfg = self.raw.cfg
+        given = getattr(cfg, "d_vocab_out", -1)
+        return given if given > 0 and given != cfg.d_vocab else self.shape.d_vocab
+
     @cached_property
     def spread(self) -> bool:
         """Whether its layers lie on several devices."""
@@ -396,8 +408,7 @@ class HookedModel(TransformerLensNames):
         options: dict[str, Any],
     ) -> Tensor:
         tokens = batch.tokens.to(self.device)
-        if batch.padded:
-            options = {"attention_mask": batch.mask.long().to(self.device)} | options
+        options = self.padding(batch) | options
         if not is_bridge(self.raw):
             out = self.raw(tokens, stop_at_layer=stop_at, **options)
             return out if columns is None else out[:, columns.to(out.device)]
@@ -412,6 +423,21 @@ class HookedModel(TransformerLensNames):
             keep = columns.tolist() if self.spread else columns.to(self.device)
             return self.raw(tokens, **{"logits_to_keep": keep} | options)
         return self.raw(tokens, **options)[:, columns]
+
+    def padding(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the option by which a run is told what is padding; nothing where there is none.
+
+        Raises:
+            InputError: the model would read it.
+        """
+        if not batch.padded:
+            return {}
+        if self.looks_ahead and not is_bridge(self.raw):
+            raise InputError(
+                f"{self.name} looks at later tokens, and a HookedTransformer that does reads the padding behind "
+                "shorter texts as if it were text: give texts of one length, or one at a time."
+            )
+        return {"attention_mask": batch.mask.long().to(self.device)}
 
     def _residual_after_last_block(self, tokens: Tensor, options: dict[str, Any]) -> Tensor:
         """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook."""

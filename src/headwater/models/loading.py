@@ -46,6 +46,9 @@ from headwater.models.weights.opening import open_weights
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
+NATIVE = "TransformerLensNative"
+"""What TransformerLens calls its own models behind a bridge; their blocks are serial, whatever their config says."""
+
 
 def load(
     what: Any = None,
@@ -260,10 +263,10 @@ def _shape(hf_config: Any, cfg: Any) -> ModelShape:
         n_kv_heads=cfg.n_key_value_heads or cfg.n_heads,
         d_model=cfg.d_model,
         d_head=cfg.d_head,
-        d_mlp=cfg.d_mlp or 0,
+        d_mlp=0 if getattr(cfg, "attn_only", False) else cfg.d_mlp or 0,
         d_vocab=cfg.d_vocab,
         n_ctx=cfg.n_ctx,
-        parallel_blocks=bool(cfg.parallel_attn_mlp),
+        parallel_blocks=bool(cfg.parallel_attn_mlp) and getattr(cfg, "architecture", None) != NATIVE,
     )
 
 

@@ -207,9 +207,13 @@ def register_site(site: Site) -> Site:
     return SITES.add(site.name, site)
 
 
+def _no_mlp(shape: ModelShape) -> str | None:
+    return None if shape.d_mlp else f"the blocks of this model ({shape.architecture}) are attention alone, without MLP."
+
+
 def _nothing_between(shape: ModelShape) -> str | None:
     if not shape.parallel_blocks:
-        return None
+        return _no_mlp(shape)
     return (
         f"{shape.architecture} runs attention and MLP in parallel: nothing lies between them. Use resid_pre, "
         "resid_post, attn_out or mlp_out."
@@ -234,8 +238,10 @@ for _site in (
         carrier=_MIDDLE,
         absent=_nothing_between,
     ),
-    Site("mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp"),
-    Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.MLP_OUTPUT),
+    Site(
+        "mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp", absent=_no_mlp
+    ),
+    Site("mlp_out", "blocks.{layer}.hook_mlp_out", _TOKEN, Stage.MLP_OUTPUT, absent=_no_mlp),
     Site("resid_post", "blocks.{layer}.hook_resid_post", _TOKEN, Stage.BLOCK_OUTPUT),
 ):
     register_site(_site)

@@ -58,8 +58,10 @@ class Edges:
     heads: Iterable[int] | int | None = None
     """Query heads; None is all of them."""
 
-    def matrix(self, prompt: Prompt, example: int = 0, n_examples: int = 1) -> Bool[Tensor, "query key"]:
-        """Return True at each severed edge of a prompt.
+    def matrix(
+        self, prompt: Prompt, example: int = 0, n_examples: int = 1, *, ahead: bool = False
+    ) -> Bool[Tensor, "query key"]:
+        """Return True at each severed edge of a prompt; to later keys only where attention looks `ahead`.
 
         Raises:
             InputError: no query comes after a key.
@@ -73,7 +75,7 @@ class Edges:
             queries = torch.zeros(length, dtype=torch.bool)
             queries[list(positions_of(self.query, prompt, example, n_examples))] = True
             edges = queries[:, None] & keys[None]
-        edges = edges.tril()
+        edges = edges if ahead else edges.tril()
         if not bool(edges.any()):
             raise InputError(
                 f"No edge to sever in prompt {example}: no query {self.query!r} comes at or after a key {self.key!r}."
@@ -142,7 +144,11 @@ def knockout(
     plan = Plan(model, base, None, True, tuple(cells), metrics, batch_size=batch_size)
     options = {
         "block": [" ".join(labels.values()) for labels, _ in named],
-        "matrices": [torch.nonzero(e.matrix(p, i, len(base))).tolist() for i, p in enumerate(base) for _, e in named],
+        "matrices": [
+            torch.nonzero(e.matrix(p, i, len(base), ahead=model.looks_ahead)).tolist()
+            for i, p in enumerate(base)
+            for _, e in named
+        ],
         "heads": [chosen(edges.heads, model.shape.n_heads, "head") for _, edges in named],
         "layers": chosen(layers, model.shape.n_layers, "layer"),
         "window": sizes,
@@ -232,7 +238,7 @@ def _cells(
 ) -> list[Cell]:
     """List one prompt's cells of one set of edges."""
     shape = model.shape
-    matrix = edges.matrix(base[example], example, len(base)).to(model.device)
+    matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead).to(model.device)
     heads = chosen(edges.heads, shape.n_heads, "head")
     listed = {
         "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),

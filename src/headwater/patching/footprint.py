@@ -93,7 +93,7 @@ def example_bytes(plan: Plan, example: int, cells: Sequence[Cell], gradients: bo
     sides = 1 if plan.other is None else 2
     per_token = 12 * shape.d_model + 4 * shape.d_mlp + 3 * shape.n_heads * length
     numbers = _replaced(plan, cells, length) + sides * length * per_token
-    logits = 3 * len(plan.positions[example]) * shape.d_vocab
+    logits = 3 * len(plan.positions[example]) * plan.model.n_logits
     if gradients:
         graph = shape.n_layers * graph_bytes(plan.model, length, length)
         return (numbers + logits) * plan.model.dtype.itemsize + graph

@@ -145,7 +145,7 @@ class Plan:
         """By metric: the token ids of its answers, one per example."""
         model, n = self.model, len(self.base) // self.draws
         of_prompts = [
-            [answer_ids(answer, model.tokenizer, n, model.shape.d_vocab) for answer in metric.answers]
+            [answer_ids(answer, model.tokenizer, n, model.n_logits) for answer in metric.answers]
             for metric in self.metrics
         ]
         return tuple(tuple(ids.repeat_interleave(self.draws) for ids in answers) for answers in of_prompts)
@@ -262,9 +262,9 @@ class Group:
             trunk = trunks.get((cell.example, cell.family), i) if cell.family is not None else i
             readings = {*self.plan.states, *(self.plan.reading(metric, cell.edits) for metric in self.plan.metrics)}
             example = cell.example - self.examples.start
-            variants.append(
-                Variant(example, cell.edits, self.kept[example], tuple(sorted(readings)), trunk if trunk != i else None)
-            )
+            trunk_of = trunk if trunk != i else None
+            kept, whole = self.kept[example], self.lengths[example] if self.plan.model.looks_ahead else None
+            variants.append(Variant(example, cell.edits, kept, tuple(sorted(readings)), trunk_of, whole=whole))
         return variants
 
 
@@ -321,4 +321,6 @@ def _cut(plan: Plan, cells: range) -> Iterator[range]:
 
 def tokens_of(plan: Plan, cell: Cell) -> int:
     """Count the tokens of a cell's row."""
+    if plan.model.looks_ahead:
+        return len(plan.base[cell.example])
     return max(0, plan.positions[cell.example][-1] + 1 - min(edit.first_position for edit in cell.edits))

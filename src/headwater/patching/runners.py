@@ -134,7 +134,8 @@ class Wave(Runner):
         longest = lengths.index(max(lengths))
         last = lengths[longest] - 1
         found: list[Tensor] = []
-        variant = Variant(longest, (), (last,), ((LOGITS, n_layers),), start=(0, (last + 1) // 2))
+        middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
+        variant = Variant(longest, (), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
         try:
             self._walk([variant], lambda reading, indices, read: found.append(read[0, 0]))
         except NumericsError:
@@ -169,8 +170,9 @@ class Wave(Runner):
         names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
         variants = [Variant(0, cell.edits, (0,), ()) for cell in self.group.cells if cell.edits]
         for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
-            stages = (Stage.BLOCK_INPUT, *taken_as_recorded(entered, self.blocks.parallel))
-            names += [main_site(stage).hook_name(layer) for stage in stages]
+            sites = [main_site(stage) for stage in taken_as_recorded(entered, self.blocks.parallel)]
+            there = [site for site in sites if site.absent(self.plan.model.shape) is None]
+            names += [site.hook_name(layer) for site in (main_site(Stage.BLOCK_INPUT), *there)]
         return names
 
     def _read(self, activations: Mapping[str, Tensor], side: Sequence[Prompt], kept: Kept) -> Reads:

@@ -98,6 +98,8 @@ class Variant:
     """Another variant of the group that has these edits and, in later layers, more of them."""
     start: tuple[int, int] | None = None
     """Overrides the layer and position from which the run is recomputed."""
+    whole: int | None = None
+    """Where attention looks ahead, the length of the prompt: an edit anywhere reaches all of it."""
 
     @property
     def first_layer(self) -> int:
@@ -123,12 +125,21 @@ class Variant:
     @property
     def first_position(self) -> int:
         """Where the recomputed stretch begins: at the first change, or at the first position read if earlier."""
+        if self.whole is not None:
+            return 0
         changed = self.start[1] if self.start else min(edit.first_position for edit in self.edits)
         return min(changed, self.kept[0])
 
     @property
+    def stop_position(self) -> int:
+        """Where the recomputed stretch ends: after the last position that is read, or that one of these reads."""
+        return self.kept[-1] + 1 if self.whole is None else self.whole
+
+    @property
     def is_felt(self) -> bool:
         """Whether a position that is read can see any edit."""
+        if self.whole is not None:
+            return True
         changed = self.start[1] if self.start else min(edit.first_position for edit in self.edits)
         return changed <= self.kept[-1]
 

@@ -123,7 +123,7 @@ class Walk:
         offset = 0
         for layer, stage, start, index in sorted(arrivals):
             variant = self.variants[index]
-            row = Row(index, variant.example, start, variant.kept[-1] + 1 - start, offset, layer, stage)
+            row = Row(index, variant.example, start, variant.stop_position - start, offset, layer, stage)
             joining.setdefault(layer, []).append(row)
             offset += row.length
         return joining
@@ -239,8 +239,8 @@ class Walk:
     def _feed_forward(
         self, layer: int, tile: Tile, middle: Tensor, taken: tuple[Stage, ...]
     ) -> Float[Tensor, "token d_model"]:
-        """What the MLP adds: computed, or as recorded for rows that join after it."""
-        if Stage.MLP_OUTPUT in taken:
+        """What the MLP adds: computed, or as recorded for rows that join after it; 0 without one."""
+        if self.blocks.model.shape.d_mlp and Stage.MLP_OUTPUT in taken:
             return tile.recorded(self._recorded(Stage.MLP_OUTPUT, layer))
         if layer < self.last_layer or layer in self._hooked_mlps:
             with self._inside(layer, tile):

@@ -1,0 +1,196 @@
+"""The attention of TransformerLens's own models, computed for rows that stand at any positions.
+
+Native models and HookedTransformers compute attention of whole prompts: they take no keys and values of positions
+before, or count positions from the first token they are given. So that a row can begin anywhere, the steps are taken
+one by one, through the model's own projections and hooks:
+
+    q, k, v = projections of the normed residual stream           hook_q, hook_k, hook_v
+    q, k    = rotated by their own positions                      where positions are rotary
+    scores  = cap(q · k / scale) - slope (query - key)            the slopes where positions are ALiBi
+    pattern = softmax(scores + mask)                              hook_pattern
+    z       = pattern · v                                         hook_z
+    out     = z · W_O + b_O
+
+What a model does besides is seen by comparison: a sweep sends a row without edits through, whose logits must be those
+of the model's own run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@runtime_checkable
+class Prefix(Protocol):
+    """The keys and values of the positions before a row."""
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return them followed by new ones."""
+
+
+class OwnAttention(ABC):
+    """The attention of one layer.
+
+    Args:
+        attention: the module of TransformerLens.
+    """
+
+    scale: float
+    soft_cap: float
+
+    def __init__(self, attention: Any):
+        self.attention = attention
+
+    def __call__(
+        self,
+        normed: Float[Tensor, "row position d_model"],
+        positions: Int[Tensor, "row position"],
+        mask: Float[Tensor, "row head_or_one position key"],
+        prefix: Prefix | None,
+    ) -> Float[Tensor, "row position d_model"]:
+        """Return what attention gives, before a norm behind it."""
+        q, k, v = self.project(normed)
+        q, keys, values = self.turned(q, positions).transpose(1, 2), *self.remembered(k, v, positions)
+        n_before = 0
+        if prefix is not None:
+            n_new = keys.shape[2]
+            keys, values = prefix.update(keys, values)
+            n_before = keys.shape[2] - n_new
+        repeats = q.shape[1] // keys.shape[1]
+        if repeats > 1:
+            keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+        scores = q @ keys.transpose(-2, -1) / self.scale
+        if self.soft_cap > 0:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        if (slopes := self.slopes()) is not None:
+            before = torch.arange(n_before, device=positions.device).expand(len(positions), -1)
+            keys_at = torch.cat([before, positions], 1)[:, None, None, :]
+            scores = scores + slopes[:, None, None] * (keys_at - positions[:, None, :, None]).clamp_max(0)
+        pattern = self.attention.hook_pattern((scores + mask).softmax(-1)).to(values.dtype)
+        return self.output((pattern @ values).transpose(1, 2))
+
+    def remembered(
+        self,
+        k: Float[Tensor, "row position kv_head d_head"],
+        v: Float[Tensor, "row position kv_head d_head"],
+        positions: Int[Tensor, "row position"],
+    ) -> tuple[Float[Tensor, "row kv_head position d_head"], Float[Tensor, "row kv_head position d_head"]]:
+        """Return keys and values as queries read them, and as a prefix keeps them."""
+        return self.turned(k, positions).transpose(1, 2), v.transpose(1, 2)
+
+    @abstractmethod
+    def project(self, normed: Float[Tensor, "row position d_model"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, `row position head d_head`, by way of their hooks."""
+
+    @abstractmethod
+    def turned(self, x: Float[Tensor, "row position head d_head"], positions: Int[Tensor, "row position"]) -> Tensor:
+        """Rotate queries or keys by their positions; where positions are not rotary, return them."""
+
+    def past_hook(self, k: Float[Tensor, "row position kv_head d_head"]) -> Tensor:
+        """Return keys, as they pass at their hook, as `project` gives them."""
+        return k
+
+    def slopes(self) -> Float[Tensor, " head"] | None:
+        """By how much the score of each head falls per token of distance; None without ALiBi."""
+        return None
+
+    @abstractmethod
+    def output(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
+        """Return what the outputs of the heads add, by way of the hook of `z`."""
+
+    @abstractmethod
+    def visible(self, length: int) -> Bool[Tensor, "query key"]:
+        """Which keys each query of a prompt sees."""
+
+
+class NativeAttention(OwnAttention):
+    """Attention of a TransformerLens-native model, behind its bridge."""
+
+    def __init__(self, attention: Any):
+        super().__init__(attention)
+        self.inner = attention.original_component
+        self.scale, self.soft_cap = float(self.inner.scale), float(self.inner.attn_scores_soft_cap)
+
+    def project(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `OwnAttention`."""
+        split = (*normed.shape[:2], -1, self.inner.d_head)
+        parts = (self.attention.q(normed), self.attention.k(normed), self.attention.v(normed))
+        return parts[0].view(split), parts[1].view(split), parts[2].view(split)
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """See `OwnAttention`."""
+        if self.inner.rotary is None:
+            return x
+        turned = x.transpose(1, 2)
+        return self.inner.rotary.apply_rope(turned, turned, position_ids=positions)[0].transpose(1, 2)
+
+    def output(self, z: Tensor) -> Tensor:
+        """See `OwnAttention`."""
+        return self.attention.o(z.flatten(2))
+
+    def visible(self, length: int) -> Tensor:
+        """See `OwnAttention`."""
+        seen = torch.ones(length, length, dtype=torch.bool, device=self.inner.causal_mask.device)
+        return ~self.inner.causal_mask[:length, :length] if self.inner.causal else seen
+
+
+class HookedAttention(OwnAttention):
+    """Attention of a HookedTransformer (transformer-lens 3.9)."""
+
+    def __init__(self, attention: Any):
+        super().__init__(attention)
+        self.scale, self.soft_cap = float(attention.attn_scale), float(attention.cfg.attn_scores_soft_cap)
+        self._rotary = attention.cfg.positional_embedding_type == "rotary"
+        self._alibi = attention.cfg.positional_embedding_type == "alibi"
+        self._output = attention.W_O.flatten(0, 1).T.contiguous()
+
+    def project(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `OwnAttention`."""
+        return self.attention.calculate_qkv_matrices(normed, normed, normed)
+
+    def past_hook(self, k: Tensor) -> Tensor:
+        """See `OwnAttention`."""
+        return self.attention._apply_qk_norm(k, self.attention.k_norm) if self.attention.cfg.use_qk_norm else k
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """See `OwnAttention`."""
+        if not self._rotary:
+            return x
+        n = self.attention.cfg.rotary_dim
+        cos, sin = (table[positions][:, :, None] for table in (self.attention.rotary_cos, self.attention.rotary_sin))
+        part = x[..., :n]
+        return torch.cat([part * cos + self.attention.rotate_every_two(part) * sin, x[..., n:]], -1)
+
+    def slopes(self) -> Tensor | None:
+        """See `OwnAttention`."""
+        if not self._alibi:
+            return None
+        bias = self.attention.create_alibi_bias(self.attention.cfg.n_heads, 2, self._output.device)
+        return -bias[:, 1, 0]
+
+    def output(self, z: Tensor) -> Tensor:
+        """See `OwnAttention`."""
+        z = self.attention.hook_z(z)
+        return torch.nn.functional.linear(z.flatten(2), self._output, self.attention.b_O)
+
+    def visible(self, length: int) -> Tensor:
+        """See `OwnAttention`."""
+        seen = torch.ones(length, length, dtype=torch.bool, device=self._output.device)
+        if self.attention.cfg.attention_dir != "causal":
+            return seen
+        return self.attention._make_causal_mask(length, length, 0, self._output.device)[0, 0]
+
+
+def own_attention(blocks: list[Any]) -> list[OwnAttention] | None:
+    """Return the attention of each block of a model of TransformerLens's own; None for any other model."""
+    inner = [getattr(block.attn, "original_component", None) for block in blocks]
+    if all(getattr(attention, "accepts_pattern_fn", False) for attention in inner):
+        return [NativeAttention(block.attn) for block in blocks]
+    if all(hasattr(block.attn, "calculate_qkv_matrices") for block in blocks):
+        return [HookedAttention(block.attn) for block in blocks]
+    return None
