@@ -31,7 +31,6 @@ AXES = {
     "text": "whole texts",
     "example": "prompts, pairs of prompts, or answered questions",
     "row": "what is computed side by side: an example, or an example with one edit",
-    "going": "the rows that have not ended",
     # of relations
     "relation": "relations",
     "pair": "pairs of a source and an accepted target, or of a head and what it is asked",
