@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, looks, makes
 from headwater.models.positions import Prompt, Where, positions_of
-from headwater.models.sites import SITES, sites_named
+from headwater.models.sites import SITES, Site
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, shown
 from headwater.patching.cells import chosen, lasting
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class EditHook(PromptHook):
     """What `hw.edit` returns: a hook for `model.run`, `model.hooks` and whatever takes hooks."""
 
-    site: str
+    site: Site
     layer: int
     recipe: Recipe
     positions: Where
@@ -43,7 +43,9 @@ class EditHook(PromptHook):
 
     def __repr__(self) -> str:
         heads = "" if self.heads is None else f", heads={self.heads}"
-        return f"hw.edit({self.site!r}, {self.layer}, {self.recipe.kind}, positions={shown(self.positions)}{heads})"
+        return (
+            f"hw.edit({self.site.name!r}, {self.layer}, {self.recipe.kind}, positions={shown(self.positions)}{heads})"
+        )
 
     @property
     def _everywhere(self) -> bool:
@@ -52,8 +54,15 @@ class EditHook(PromptHook):
     @property
     def identity(self) -> str:
         """What tells it from other edits, in the record of a run."""
-        said = [self.site, self.layer, self.recipe.kind, dict(self.recipe.arguments), self.positions, self.heads]
-        return f"{self.site} {self.layer} {digest(said)}"
+        said = [
+            self.site.described,
+            self.layer,
+            self.recipe.kind,
+            dict(self.recipe.arguments),
+            self.positions,
+            self.heads,
+        ]
+        return f"{self.site.name} {self.layer} {digest(said)}"
 
     def hook_for(self, model: HookedModel, batch: Batch | None, goes_on: bool = False) -> Hook:
         """Return the hook for these prompts; without any, for whatever goes through the model.
@@ -64,13 +73,13 @@ class EditHook(PromptHook):
             InputError: the model has no such site, layer or head, a prompt no such positions; or the edit needs to know
                 the prompts and they are not known.
         """
-        (site,) = sites_named(self.site, model)
+        site = self.site.fitted(model)
         layer = checked_layer("layer", self.layer, model.shape.n_layers)
         if goes_on and not self._everywhere:
             return site.hook_name(layer), looks(lambda activation, hook: None)
         if batch is not None:
             prompts = read_prompts(model, batch)
-            return site.hook_name(layer), makes(_Writes(self.identity, self._writer(model, layer, prompts)))
+            return site.hook_name(layer), makes(_Writes(self.identity, self._writer(model, site, layer, prompts)))
         if not self._everywhere or VALUES[self.recipe.kind].of_prompts:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
@@ -78,29 +87,30 @@ class EditHook(PromptHook):
 
         def write(activation: Tensor) -> Tensor:
             batch_axis, length = activation.shape[0], activation.shape[2 if site.has_keys else 1]
-            return self._writer(model, layer, (Prompt((0,) * length, ()),) * batch_axis)(activation)
+            return self._writer(model, site, layer, (Prompt((0,) * length, ()),) * batch_axis)(activation)
 
-        self._writer(model, layer, (Prompt((0,), ()),))
+        self._writer(model, site, layer, (Prompt((0,), ()),))
         return site.hook_name(layer), makes(_Writes(self.identity, write))
 
-    def _writer(self, model: HookedModel, layer: int, prompts: tuple[Prompt, ...]) -> Callable[[Tensor], Tensor]:
+    def _writer(
+        self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]
+    ) -> Callable[[Tensor], Tensor]:
         """Return what writes the edit into an activation of these prompts."""
-        site = SITES[self.site]
         heads = None if self.heads is None else chosen(self.heads, site.n_heads(model.shape), "head")
+        units = site.units if site.units is None or len(site.units) < site.width(model.shape, 1) else None
         edits = []
         for example, prompt in enumerate(prompts):
             at = positions_of(self.positions, prompt, example, len(prompts))
             every = len(at) == len(prompt)
-            edits.append((Replace(site, range(layer, layer + 1), None if every else at, heads), example))
-        values = self._values(model, layer, prompts)
+            write = Replace(site, range(layer, layer + 1), None if every else at, heads, units=units and tuple(units))
+            edits.append((write, example))
+        values = self._values(model, site, layer, prompts)
         return lambda activation: written_into(activation, None, edits, values, layer)
 
-    def _values(self, model: HookedModel, layer: int, prompts: tuple[Prompt, ...]) -> Values:
-        source = asked_source(model, self.recipe, None, base=prompts, other=None, sites=(SITES[self.site],), seed=0)
+    def _values(self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]) -> Values:
+        source = asked_source(model, self.recipe, None, base=prompts, other=None, sites=(site,), seed=0)
         lengths = [len(prompt) for prompt in prompts]
-        wanted = Wanted(
-            model, range(len(prompts)), max(lengths), ((self.site, layer),), {}, {self.site: SITES[self.site]}
-        )
+        wanted = Wanted(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
         with torch.inference_mode(not torch.is_grad_enabled()):
             return values_of(source, wanted, lengths)
 
@@ -117,8 +127,8 @@ class _Writes:
 
 
 def edit(
-    site: str,
-    layer: int,
+    site: str | Site,
+    layer: int | None,
     values: str | Recipe | Tensor | Callable[..., Any],
     *,
     positions: Where = "all",
@@ -127,24 +137,41 @@ def edit(
     """Make a hook that writes values into an activation: `model.run(prompts, hooks=[hw.edit(...)])`.
 
     Args:
-        site: where: resid_pre, resid_mid, resid_post, attn_out, mlp_out, z, q, k, v or pattern.
-        layer: of the site.
+        site: where: resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v or pattern; or features
+            of a dictionary, as `hw.features` and `hw.load_sae` give them, of which `.only([...])` chooses some.
+        layer: of the site; None for features, which have a layer of their own.
         values: what is written: a function `(activation, other, place)` (no other run here: `other` is None), a tensor
              (such as what another prompt's cache holds), `hw.add(...)`, `hw.scale(...)`,
             `hw.noise(..., samples=1)`, `hw.mean(prompts)`, `hw.resample(prompts)` or `"zero"`; see `hw.patch`.
-        positions: which tokens of each prompt; query positions for `pattern`.
+        positions: which tokens of each prompt, also by role (those of all roles together); query positions for
+            `pattern`. In generation these tokens of the prompts; "all" is what is read and written after them too.
         heads: which heads; key-value heads for `k` and `v`.
 
     Raises:
         InputError: there is no such site or kind of values. Layer, heads and positions are checked when it is used.
     """
-    if not isinstance(site, str):
-        raise InputError(f"site={shown(site)} is not the name of a site; hw.edit takes one.")
-    if SITES[site].has_heads is False and heads is not None:
-        raise InputError(f"heads={shown(heads)} was given, but {site} has no heads.")
+    if not isinstance(site, str | Site):
+        raise InputError(f"site={shown(site)} is neither the name of a site nor features of a dictionary.")
+    row = site if isinstance(site, Site) else SITES[site]
+    if row.has_heads is False and heads is not None:
+        raise InputError(f"heads={shown(heads)} was given, but {row.name} has no heads.")
     recipe = recipe_of(values)
     if recipe.kind == "other run":
         raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
     if recipe.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
-    return EditHook(site, checked_count("layer", layer, least=0), recipe, positions, lasting(heads))
+    return EditHook(row, _layer_of(row, layer), recipe, positions, lasting(heads))
+
+
+def _layer_of(site: Site, layer: Any) -> int:
+    """Return the layer of an edit; a dictionary brings its own.
+
+    Raises:
+        InputError: it is none, or another one than the dictionary's.
+    """
+    own = getattr(site, "layer", None)
+    if own is None:
+        return checked_count("layer", layer, least=0)
+    if layer is not None and checked_count("layer", layer, least=0) != own:
+        raise InputError(f"layer={layer} was given, but {site.name} is a dictionary of layer {own}: give layer=None.")
+    return int(own)

@@ -21,6 +21,7 @@ from headwater.patching.footprint import examples_at_once
 from headwater.patching.plan import Plan, waves
 from headwater.patching.readout import Measured
 from headwater.patching.runners import CannotStepError, Runner, Wave, Whole
+from headwater.patching.values import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
 from headwater.progress import progress_bar
 from headwater.runs.analysis import Run
 
@@ -30,15 +31,17 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = Wave) -> Measured:
 
     Raises:
         InputError: not even one example fits in memory, or a metric cannot be used.
+        InterventionError: values made of what stands there changed nothing anywhere.
     """
     found = Measured.empty(len(plan.cells), len(plan.metrics))
     measuring = _Measuring(plan, runner)
-    planned = list(waves(plan))
+    planned, outcome = list(waves(plan)), NOT_WRITTEN
 
     def compute(wave: tuple[range, range]) -> dict[str, Tensor]:
         parts = [part.tables() for _, part in measuring.parts(*wave)]
         tables = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return tables | {"whole": torch.tensor(measuring.runner is Whole)}
+        outcome = plan.source.outcome if plan.source is not None else CHANGED
+        return tables | {"whole": torch.tensor(measuring.runner is Whole), "outcome": torch.tensor(outcome)}
 
     with run.bar("cells", "cell", len(plan.cells)) as bar:
         pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
@@ -47,6 +50,9 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = Wave) -> Measured:
                 table[cells.start : cells.stop] = piece[name]
             if bool(piece["whole"]):
                 measuring.runner = Whole
+            outcome = max(outcome, int(piece.get("outcome", CHANGED)))
+    if plan.source is not None:
+        refuse_values_that_change_nothing(plan.source, outcome)
     found.engine = measuring.runner.name
     return found
 

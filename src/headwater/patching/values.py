@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError
+from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import Site
@@ -35,6 +35,8 @@ from headwater.patching.rows import Rows, Values
 from headwater.patching.variants import Place
 from headwater.registry import Registry
 
+NOT_WRITTEN, LEFT, CHANGED = range(3)
+"""What values made of what stands there have done so far: nothing was asked of them, every row was left, or not."""
 BATCH = 16
 """Prompts of a data set that are run at once."""
 
@@ -126,6 +128,7 @@ class Source(ABC):
             InputError: the prompts do not allow these values.
         """
         self.given = given
+        self.outcome = NOT_WRITTEN
 
     @abstractmethod
     def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
@@ -140,6 +143,13 @@ class Source(ABC):
             rows: which rows they are.
         """
         raise NotImplementedError
+
+    def written(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+        """Return what `changed` makes of rows, and remember whether it ever was anything else than these."""
+        made = self.changed(activation, other, rows)
+        if self.outcome != CHANGED and len(rows):
+            self.outcome = LEFT if torch.equal(made, activation) else CHANGED
+        return made
 
     def since(self, example: int) -> int:
         """Return the position before which the values of an example are those of its own run."""
@@ -385,8 +395,28 @@ def source_of(given: Given) -> Source:
 def values_of(source: Source, wanted: Wanted, lengths: Sequence[int]) -> Values:
     """Return what edits write at the examples of a group, by what they are written into where the kind says so."""
     known = [example // source.given.draws for example in wanted.examples]
-    change = source.changed if source.changes else None
+    change = source.written if source.changes else None
     return Values(source.values(wanted), change, known, lengths, source.samples or 1)
+
+
+def refuse_values_that_change_nothing(source: Source, outcome: int) -> None:
+    """Refuse values that left everything as it was, in the whole of a sweep.
+
+    Args:
+        source: the values.
+        outcome: the highest of `NOT_WRITTEN`, `LEFT` and `CHANGED` that any part of the sweep came to.
+
+    Raises:
+        InterventionError: every row that was written was left as it stood.
+    """
+    if outcome == LEFT:
+        label = f" ({source.label})" if source.label not in (None, source.given.kind) else ""
+        sites = ", ".join(site.name for site in source.given.sites)
+        raise InterventionError(
+            f"The {source.given.kind}{label} given as values left every row of {sites} as it was, at all layers and "
+            "positions asked for: nothing was edited. Return another activation there, or choose other layers and "
+            "positions."
+        )
 
 
 BUILT_IN = ("other run", "zero", "mean", "resample")

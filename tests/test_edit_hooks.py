@@ -1,0 +1,190 @@
+"""hw.edit writes features, roles and fixed positions as plain hooks on the transformers model do, in runs and texts."""
+
+import functools
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError, InterventionError
+from tests.plain_hooks import hooked_plainly
+from tests.tiny import tiny_model, tiny_tokenizer
+
+FAMILIES = ("gpt2", "llama", "neox", "gemma2")
+PROMPTS = [[2, 40, 41, 42, 43, 44, 45], [2, 50, 41, 47]]
+TEXTS = [" the cat of France is", " Paris is in the capital of France"]
+LAYER, CHOSEN, STEPS = 1, [3, 7, 11], 5
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
+
+
+@pytest.fixture
+def llama(models):
+    return models("llama")
+
+
+class Dictionary:
+    """More features than the activation is wide, and a decoder that misses something."""
+
+    def __init__(self, width, count=40):
+        self.into, self.out = torch.randn(width, count) / width**0.5, torch.randn(count, width) / count**0.5
+
+    def encode(self, rows):
+        return (rows @ self.into + 0.1).tanh()
+
+    def decode(self, features):
+        return features @ self.out
+
+    def scaled(self, rows, factor):
+        """Rows with the chosen features times a factor, by the formula, the error kept."""
+        before = self.encode(rows)
+        after = before.clone()
+        after[:, CHOSEN] *= factor
+        return rows + self.decode(after) - self.decode(before)
+
+
+def of_features(model, at):
+    dictionary = Dictionary(hw.models.SITES[at].width(model.shape, 1))
+    return dictionary, hw.features(dictionary.encode, dictionary.decode, at=at, layer=LAYER).only(CHOSEN)
+
+
+def plainly(hf, family, site, tokens, act):
+    """Logits of one prompt, with one of torch's own hooks."""
+    with ExitStack() as stack, torch.no_grad():
+        handle = hooked_plainly(hf, family, site, LAYER, act)
+        stack.callback(handle.remove)
+        return hf(torch.tensor([tokens])).logits[0]
+
+
+def continued_plainly(hf, family, site, prompt, act):
+    """The greedy tokens after a prompt, each from a whole run of all tokens so far under a plain hook."""
+    tokens = list(prompt)
+    for _ in range(STEPS):
+        tokens.append(int(plainly(hf, family, site, tokens, act)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("site", ["resid_post", "mlp_out"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_are_edited_in_runs_and_in_texts_as_the_formula_in_a_plain_hook_does(models, family, site):
+    model, hf = models(family), tiny_model(family, seed=3)
+    dictionary, features = of_features(model, site)
+    hooks = [hw.edit(features, None, hw.scale(-4.0))]
+
+    def everywhere(activation):
+        activation[:] = dictionary.scaled(activation[0], -4.0)[None]
+
+    logits = model.run(PROMPTS, hooks)
+    for row, prompt in enumerate(PROMPTS):
+        expected = plainly(hf, family, site, prompt, everywhere)
+        torch.testing.assert_close(logits[row, : len(prompt)], expected, **CLOSE)
+    assert float((logits - model.run(PROMPTS)).abs().max()) > 1e-3
+    _, written = model.generate(PROMPTS, hooks, max_new_tokens=STEPS, return_tokens=True, progress=False)
+    for prompt, tokens in zip(PROMPTS, written, strict=True):
+        assert tokens == continued_plainly(hf, family, site, prompt, everywhere)[: len(tokens)]
+
+
+def test_an_edit_of_features_is_the_cell_of_a_sweep_over_them(llama):
+    _, features = of_features(llama, "resid_post")
+    metric = hw.logit_difference(5, 9)
+    direction = torch.linspace(-1, 1, 40)
+    for values in (hw.scale(3.0), "zero", hw.add(direction), lambda a, o, p: a + 1, direction.abs()):
+        sweep = hw.patch(
+            llama, PROMPTS[:1], sites=features, values=values, metric=metric, over=(), positions=3, progress=False
+        )
+        logits = llama.run(PROMPTS[:1], hooks=[hw.edit(features, LAYER, values, positions=3)])[0, -1]
+        expected = float(logits[5] - logits[9]) - sweep.table["clean"].item()
+        assert sweep.table["effect"].item() == pytest.approx(expected, abs=1e-5)
+        assert abs(expected) > 1e-4
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fixed_positions_are_edited_in_the_prompt_and_felt_by_every_token_after_it(models, family):
+    """Rows of unlike length; whole runs of transformers in which the prompt's position is edited at every step."""
+    model, hf = models(family), tiny_model(family, seed=3)
+    direction = 8 * torch.randn(model.shape.d_model)
+    hooks = [hw.edit("resid_post", LAYER, hw.add(direction), positions=[{1, 3}, {2}])]
+    _, written = model.generate(PROMPTS, hooks, max_new_tokens=STEPS, return_tokens=True, progress=False)
+    for prompt, tokens, places in zip(PROMPTS, written, ([1, 3], [2]), strict=True):
+
+        def add(activation, places=places):
+            activation[:, places] += direction
+
+        assert tokens == continued_plainly(hf, family, "resid_post", prompt, add)[: len(tokens)]
+        expected = plainly(hf, family, "resid_post", prompt, add)
+        torch.testing.assert_close(model.run([prompt], _alone(direction, places))[0], expected, **CLOSE)
+
+
+def _alone(direction, places):
+    return [hw.edit("resid_post", LAYER, hw.add(direction), positions=set(places))]
+
+
+@pytest.mark.parametrize("family", ["llama", "neox"])
+def test_roles_are_resolved_in_each_prompt_and_edited_together(models, family):
+    model = models(family)
+    direction = torch.randn(model.shape.d_model)
+    batch = model.tokenize(TEXTS)
+    strings = [model.token_strings(row[real].tolist()) for row, real in zip(batch.tokens, batch.mask, strict=True)]
+    places = [{row.index(" France"), len(row) - 1} for row in strings]
+    roles = {"country": [" France", " France"], "end": "last"}
+    by_role = model.run(
+        TEXTS,
+        hooks=[hw.edit("resid_mid" if family == "llama" else "mlp_out", LAYER, hw.add(direction), positions=roles)],
+    )
+    by_hand = model.run(
+        TEXTS,
+        hooks=[hw.edit("resid_mid" if family == "llama" else "mlp_out", LAYER, hw.add(direction), positions=places)],
+    )
+    assert torch.equal(by_role, by_hand)
+    assert not torch.equal(by_role, model.run(TEXTS))
+
+
+def test_the_record_of_a_text_tells_dictionaries_and_features_apart(llama):
+    def recorded(features, factor=2.0):
+        return str(llama.generate(PROMPTS, [hw.edit(features, None, hw.scale(factor))], max_new_tokens=1).run.options)
+
+    _, features = of_features(llama, "resid_post")
+    _, others = of_features(llama, "resid_post")
+    assert recorded(features) == recorded(features)
+    assert len({recorded(features), recorded(others), recorded(features.only([1])), recorded(features, 3.0)}) == 4
+
+
+def test_edits_of_features_that_cannot_be_are_refused_in_one_line(llama):
+    _, features = of_features(llama, "resid_post")
+    narrow = Dictionary(7)
+    with pytest.raises(InputError, match="dictionary of layer 1: give layer=None"):
+        hw.edit(features, 2, "zero")
+    with pytest.raises(InputError, match="has no heads"):
+        hw.edit(features, None, "zero", heads=[0])
+    with pytest.raises(InputError, match="does not take resid_post of LlamaForCausalLM, 32 wide"):
+        llama.run(PROMPTS, hooks=[hw.edit(hw.features(narrow.encode, narrow.decode, layer=1), None, "zero")])
+    with pytest.raises(InputError, match="Did you mean 'resid_post'"):
+        hw.edit("resid_pots", 0, "zero")
+
+
+def left_alone(activation, other, place):
+    return activation.clone()
+
+
+def test_values_that_change_no_row_of_a_sweep_are_refused(llama, tmp_path):
+    options = {"sites": ["resid_pre", "z"], "metric": hw.logit_difference(5, 9), "progress": False}
+    for more in ({}, {"method": "attribution"}, {"out": tmp_path}, {"out": tmp_path}):
+        with pytest.raises(
+            InterventionError, match=r"function \(left_alone\) given as values left every row"
+        ) as refused:
+            hw.patch(llama, PROMPTS, values=left_alone, **options, **more)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(InterventionError, match="left every row of z"):
+        hw.ablate(llama, PROMPTS, heads=[(0, 1)], values=left_alone, metric=options["metric"], progress=False)
+
+    def in_one_place(activation, other, place):
+        return torch.where(((place.layer == 2) & (place.position == 3))[:, None], activation + 1, activation)
+
+    assert hw.patch(llama, PROMPTS, values=in_one_place, **options).table["effect"].abs().max() > 0
