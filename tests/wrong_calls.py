@@ -467,6 +467,19 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "add": lambda: (hw.add, {"direction": torch.ones(4)}),
         "scale": lambda: (hw.scale, {"factor": 2.0}),
         "noise": lambda: (hw.noise, {"std": 1.0}),
+        "patch.corrupted": lambda: (
+            lambda std, samples, positions: hw.patch(
+                g.model,
+                CLEAN,
+                hw.noise(std, samples, positions=positions),
+                sites="z",
+                metric=METRIC,
+                layers=[1],
+                positions=[1],
+                **QUIET,
+            ),
+            {"std": 3, "samples": 2, "positions": 1},
+        ),
         "mean": lambda: (
             lambda prompts: g.model.run(CLEAN, [hw.edit("z", 1, hw.mean(prompts))]),
             {"prompts": [CLEAN, CORRUPTED]},

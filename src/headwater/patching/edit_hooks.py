@@ -97,12 +97,12 @@ class EditHook(PromptHook):
     ) -> Callable[[Tensor], Tensor]:
         """Return what writes the edit into an activation of these prompts."""
         heads = None if self.heads is None else chosen(self.heads, site.n_heads(model.shape), "head")
-        units = site.units if site.units is None or len(site.units) < site.width(model.shape, 1) else None
+        units = None if site.units is None or len(site.units) == site.width(model.shape, 1) else tuple(site.units)
         edits = []
         for example, prompt in enumerate(prompts):
             at = positions_of(self.positions, prompt, example, len(prompts))
             every = len(at) == len(prompt)
-            write = Replace(site, range(layer, layer + 1), None if every else at, heads, units=units and tuple(units))
+            write = Replace(site, range(layer, layer + 1), None if every else at, heads, units=units)
             edits.append((write, example))
         values = self._values(model, site, layer, prompts)
         return lambda activation: written_into(activation, None, edits, values, layer)
