@@ -15,8 +15,9 @@ from headwater.errors import HeadwaterError, RunFolderError
 from headwater.heads.relations import Relation
 from headwater.models.tokens import single_token_id
 from headwater.models.weights.opening import open_weights
+from tests.compatibility import REFUSED, TINY, WHOLE_RUNS
 from tests.random_models import CONFIGS, random_model
-from tests.tiny import WORDS, tiny_tokenizer
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 TEXT = "the capital of France is Paris"
@@ -25,56 +26,17 @@ READ = 17
 """The token whose logit is measured."""
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
+SOME = ("cohere", "falcon-new-decoder", "gpt-oss", "granite", "phi3", "bloom", "mamba", "deepseek-v2")
+"""Those that the quick tests of the last rows of the table go through."""
+every_model = pytest.mark.parametrize(
+    "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY)]
+)
+some_models = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in (*CONFIGS, *TINY)]
+)
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "layer_norm", "norm_f")
 MULTIPLIED = {"granite": 12.0}
 """What transformers multiplies the embedding with outside of its embedding module."""
-
-
-READ_ONLY = "A knockout did not take effect: .* still has .* on a cut edge"
-NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer 1"
-NO_HEADS = "Deepseek.* has no factors of single heads in layer .: W_V is not available on MLA"
-NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
-REFUSED = {
-    ("load", "gpt2-unscaled"): "TransformerLens computes other logits than GPT2LMHeadModel itself",
-    ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
-    ("statistics", "opt-350m"): "OPTForCausalLM has no norm in front of its unembedding",
-    ("ov", "bitnet"): NOT_ONE_HEAD,  # a norm between the heads and W_O
-    ("ov", "deepseek-v2"): NO_HEADS,
-    ("ov", "deepseek-v3"): NO_HEADS,
-    ("heads", "deepseek-v2"): NO_HEADS,
-    ("heads", "deepseek-v3"): NO_HEADS,
-    ("ov", "gemma4"): NOT_ONE_HEAD,  # a norm behind W_V
-    ("ov", "mamba"): "MambaForCausalLM has no factors of single heads in layer 1: there is no attention",
-    ("ov", "mpt-clipped"): r"MptForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
-    ("ov", "olmo-clipped"): r"OlmoForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
-    ("ov", "qwen3-next"): NOT_ONE_HEAD,  # gates behind the heads
-    ("heads", "bitnet"): "The heads of BitNetForCausalLM do not hand on their weight times x W_V in layer 0",
-    ("heads", "gemma4"): "The heads of Gemma4ForCausalLM do not hand on their weight times x W_V in layer 0",
-    ("heads", "jamba"): "JambaForCausalLM has no factors of single heads in layer 0: there is no attention",
-    ("heads", "mamba"): "MambaForCausalLM has no factors of single heads in layer 0: there is no attention",
-    ("heads", "mpt-clipped"): "MptForCausalLM clips queries, keys and values",
-    ("heads", "olmo-clipped"): "OlmoForCausalLM clips queries, keys and values",
-    ("heads", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
-    ("heads", "qwen3-next"): "Qwen3NextForCausalLM has no factors of single heads in layer 0: there is no attention",
-    ("mlp0", "gemma4"): "The first block of Gemma4ForCausalLM is not the residual stream plus what attention and MLP",
-    ("mlp0", "jamba"): NO_MLP,
-    ("mlp0", "mamba"): NO_MLP,
-    ("mlp0", "qwen3-next"): NO_MLP,
-    ("raw", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
-    ("mlp0", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
-    ("z", "deepseek-v2"): "z of DeepseekV2ForCausalLM cannot be used: .* holds",
-    ("z", "deepseek-v3"): "z of DeepseekV3ForCausalLM cannot be used: .* holds",
-    ("z", "mamba"): "MambaForCausalLM has no activation named 'blocks.1.attn.hook_z'",
-    ("knockout", "gemma4"): READ_ONLY,
-    ("knockout", "gpt-neo"): READ_ONLY,
-    ("knockout", "gptj"): READ_ONLY,
-    ("knockout", "jamba"): "JambaForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
-    ("knockout", "mamba"): "MambaForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
-    ("knockout", "opt"): READ_ONLY,
-    ("knockout", "opt-350m"): READ_ONLY,
-    ("knockout", "qwen3-next"): "Qwen3NextForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
-    ("knockout", "xglm"): READ_ONLY,
-}
-"""What is refused of which model, and what the refusal says; everything else must be right."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +53,7 @@ def twins():
 
     def pair(name):
         if name not in made:
-            hf = random_model(name)
+            hf = tiny_model(name) if name in TINY else random_model(name)
             made[name] = hf, unless_refused("load", name, lambda: hw.load(hf, tokenizer=TOKENIZER))
         return made[name]
 
@@ -247,7 +209,7 @@ def embeddings_of(hf, name, tokens):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_logits_equal_hugging_faces_or_the_model_is_refused(twins, prompts, name):
     hf, model = twins(name)
     if model is not None:
@@ -257,7 +219,7 @@ def test_logits_equal_hugging_faces_or_the_model_is_refused(twins, prompts, name
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_token_statistics_equal_hugging_faces_or_are_refused(twins, name):
     hf, model = twins(name)
     if model is None:
@@ -270,7 +232,7 @@ def test_token_statistics_equal_hugging_faces_or_are_refused(twins, name):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_what_a_head_writes_equals_the_models_own_attention_or_is_refused(twins, name):
     hf, model = twins(name)
     if model is None:
@@ -285,7 +247,7 @@ def test_what_a_head_writes_equals_the_models_own_attention_or_is_refused(twins,
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_head_scores_equal_counts_over_the_models_own_attention_or_are_refused(twins, name):
     hf, model = twins(name)
     if model is None:
@@ -308,7 +270,7 @@ def test_head_scores_equal_counts_over_the_models_own_attention_or_are_refused(t
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_effective_embeddings_equal_the_models_own_first_block_or_are_refused(twins, name):
     hf, model = twins(name)
     if model is None:
@@ -329,7 +291,7 @@ def test_effective_embeddings_equal_the_models_own_first_block_or_are_refused(tw
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_patching_the_residual_stream_equals_plain_hooks_or_is_refused(twins, prompts, name):
     hf, model = twins(name)
     if model is None:
@@ -339,6 +301,7 @@ def test_patching_the_residual_stream_equals_plain_hooks_or_is_refused(twins, pr
     sweep = unless_refused("patch", name, lambda: hw.patch(model, [clean], [corrupted], sites="resid_pre", **metric))
     if sweep is None:
         return
+    assert (sweep.engine == "whole runs") is (name in WHOLE_RUNS)
     for layer, position in ((0, 2), (1, 3), (1, 6)):
         block = layers_of(hf)[layer]
         mixed = seen_at(hf, [corrupted], block).clone()
@@ -348,7 +311,7 @@ def test_patching_the_residual_stream_equals_plain_hooks_or_is_refused(twins, pr
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_patching_a_heads_output_equals_plain_hooks_or_is_refused(twins, prompts, name):
     hf, model = twins(name)
     if model is None:
@@ -366,6 +329,55 @@ def test_patching_a_heads_output_equals_plain_hooks_or_is_refused(twins, prompts
         mixed[..., head * width : (head + 1) * width] = there[..., head * width : (head + 1) * width]
         expected = logits_of(hf, [corrupted], (output, "before", written(mixed)))[0, -1, READ]
         assert_cell(sweep, expected - logits_of(hf, [corrupted])[0, -1, READ], layer=1, head=head)
+
+
+@pytest.mark.oracle
+@some_models
+def test_caches_hold_what_hugging_faces_modules_are_given_or_are_refused(twins, prompts, name):
+    hf, model = twins(name)
+    if model is None:
+        return
+    cache = unless_refused("cache", name, lambda: model.cache(prompts))
+    if cache is not None:
+        assert_equal(cache["resid_post", 0], seen_at(hf, prompts, layers_of(hf)[1]))
+        with torch.inference_mode():
+            attended = hf(torch.tensor(prompts), use_cache=False, output_attentions=True).attentions
+        assert_equal(cache["pattern", 1], attended[1])
+
+
+@pytest.mark.oracle
+@some_models
+def test_an_edge_to_the_logits_equals_a_final_norm_given_more_or_is_refused(twins, prompts, name):
+    hf, model = twins(name)
+    if model is None:
+        return
+    base, other = ([tokens] for tokens in prompts)
+    options = {"senders": "embed", "receivers": "logits", "metric": lambda logits: logits[:, -1, READ]}
+    found = unless_refused("edges", name, lambda: hw.edges(model, base, other, progress=False, **options))
+    if found is None:
+        return
+    norm = next(getattr(hf.get_decoder(), one) for one in FINAL_NORMS if hasattr(hf.get_decoder(), one))
+    entering = [seen_at(hf, tokens, layers_of(hf)[0]) for tokens in (base, other)]
+    changed = seen_at(hf, base, norm) + entering[1] - entering[0]
+    expected = (logits_of(hf, base, (norm, "before", written(changed))) - logits_of(hf, base))[0, -1, READ]
+    assert float(found.table["effect"].iloc[0]) == pytest.approx(float(expected), abs=TOLERANCE)
+
+
+@pytest.mark.oracle
+@some_models
+def test_what_is_generated_equals_what_hugging_face_generates_or_is_refused(twins, prompts, name):
+    hf, model = twins(name)
+    if model is None:
+        return
+    options = {"max_new_tokens": 4, "return_tokens": True}
+    found = unless_refused("generate", name, lambda: model.generate(prompts, **options))
+    if found is not None:
+        tokens = torch.tensor(prompts)
+        for _ in range(4):
+            tokens = torch.cat([tokens, logits_of(hf, tokens.tolist())[:, -1].argmax(-1)[:, None]], 1)
+        for row, wanted in zip(found[1], tokens[:, len(prompts[0]) :].tolist(), strict=True):
+            assert row == wanted[: len(row)]
+            assert len(row) == 4 or row[-1] == 0, "shorter only where the model ended its text"
 
 
 @contextlib.contextmanager
@@ -386,7 +398,7 @@ def severed(monkeypatch, hf, layer, query, key):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_knockouts_equal_masked_softmaxes_or_are_refused(twins, prompts, monkeypatch, name):
     hf, model = twins(name)
     if model is None:
@@ -404,7 +416,7 @@ def test_knockouts_equal_masked_softmaxes_or_are_refused(twins, prompts, monkeyp
         assert_cell(sweep, expected - plain, layer=layer)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@every_model
 def test_a_run_folder_knows_its_model_again_and_no_other(twins, prompts, tmp_path, name):
     hf, model = twins(name)
     if model is None:

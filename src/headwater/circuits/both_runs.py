@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwater.circuits.graph import Graph
 from headwater.errors import ModelError
-from headwater.models.norms import attention_post_norm
+from headwater.models.norms import attention_post_norm, residual_scale
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.patching.plan import Plan
@@ -123,8 +123,9 @@ class BothRuns:
         z = self._recorded("z", layer, row)[self.start : self.stop]
         added = self._recorded("attn_out", layer, row)[self.start : self.stop]
         factors = self.weights.layer(layer)
-        outputs = torch.einsum("phk,hkd->hpd", z.to(factors.W_O), factors.W_O)
-        bias = factors.b_O if factors.b_O is not None else torch.zeros_like(outputs[0, 0])
+        scale = residual_scale(self.model)
+        outputs = scale * torch.einsum("phk,hkd->hpd", z.to(factors.W_O), factors.W_O)
+        bias = scale * factors.b_O if factors.b_O is not None else torch.zeros_like(outputs[0, 0])
         norm = attention_post_norm(self.model, layer)
         if norm is not None:
             written = outputs.sum(0) + bias

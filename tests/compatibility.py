@@ -1,0 +1,127 @@
+"""What headwater does with each of the small random models: right, or refused in one line; and the table that says so.
+
+`tests/test_models_right_or_refused.py` compares every cell of the table with Hugging Face, or sees the refusal.
+`python tools/compatibility.py` writes the table into `docs/compatibility.md`.
+"""
+
+from headwater.models.families import FAMILIES
+from tests.random_models import CONFIGS
+from tests.tiny import CONFIGS as TINY_CONFIGS
+
+TINY = tuple(name for name in TINY_CONFIGS if name not in (*CONFIGS, "llama-tied"))
+"""The families that every test of architectures goes through."""
+COLUMNS = {
+    "load": ("load", "run"),
+    "cache": ("cache",),
+    "patch": ("patch", "z"),
+    "knockout": ("knockout",),
+    "edges": ("edges",),
+    "heads": ("ov", "heads", "mlp0"),
+    "likelihood": ("statistics",),
+    "generate": ("generate",),
+}
+"""The columns of the table, and the tests that each stands for."""
+READ_ONLY = "A knockout did not take effect: .* still has .* on a cut edge"
+NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer 1"
+NO_HEADS = "Deepseek.* has no factors of single heads in layer .: W_V is not available on MLA"
+NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
+NO_STEPS = "The edges of .* cannot be computed, because "
+NOT_ALONE = (
+    "The heads of layer 0 of .* change with the q of another head: they have no edges of their own"  # one norm of all q
+)
+REFUSED = {
+    ("load", "gpt2-unscaled"): "TransformerLens computes other logits than GPT2LMHeadModel itself",
+    ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
+    ("statistics", "opt-350m"): "OPTForCausalLM has no norm in front of its unembedding",
+    ("ov", "bitnet"): NOT_ONE_HEAD,  # a norm between the heads and W_O
+    ("ov", "deepseek-v2"): NO_HEADS,
+    ("ov", "deepseek-v3"): NO_HEADS,
+    ("heads", "deepseek-v2"): NO_HEADS,
+    ("heads", "deepseek-v3"): NO_HEADS,
+    ("ov", "gemma4"): NOT_ONE_HEAD,  # a norm behind W_V
+    ("ov", "mamba"): "MambaForCausalLM has no factors of single heads in layer 1: there is no attention",
+    ("ov", "mpt-clipped"): r"MptForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
+    ("ov", "olmo-clipped"): r"OlmoForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
+    ("ov", "qwen3-next"): NOT_ONE_HEAD,  # gates behind the heads
+    ("heads", "bitnet"): "The heads of BitNetForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("heads", "gemma4"): "The heads of Gemma4ForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("heads", "jamba"): "JambaForCausalLM has no factors of single heads in layer 0: there is no attention",
+    ("heads", "mamba"): "MambaForCausalLM has no factors of single heads in layer 0: there is no attention",
+    ("heads", "mpt-clipped"): "MptForCausalLM clips queries, keys and values",
+    ("heads", "olmo-clipped"): "OlmoForCausalLM clips queries, keys and values",
+    ("heads", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
+    ("heads", "qwen3-next"): "Qwen3NextForCausalLM has no factors of single heads in layer 0: there is no attention",
+    ("mlp0", "gemma4"): "The first block of Gemma4ForCausalLM is not the residual stream plus what attention and MLP",
+    ("mlp0", "jamba"): NO_MLP,
+    ("mlp0", "mamba"): NO_MLP,
+    ("mlp0", "qwen3-next"): NO_MLP,
+    ("raw", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
+    ("mlp0", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
+    ("z", "deepseek-v2"): "z of DeepseekV2ForCausalLM cannot be used: .* holds",
+    ("z", "deepseek-v3"): "z of DeepseekV3ForCausalLM cannot be used: .* holds",
+    ("z", "mamba"): "MambaForCausalLM has no activation named 'blocks.1.attn.hook_z'",
+    ("knockout", "gemma4"): READ_ONLY,
+    ("knockout", "gpt-neo"): READ_ONLY,
+    ("knockout", "gptj"): READ_ONLY,
+    ("knockout", "jamba"): "JambaForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
+    ("knockout", "mamba"): "MambaForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
+    ("knockout", "opt"): READ_ONLY,
+    ("knockout", "opt-350m"): READ_ONLY,
+    ("knockout", "qwen3-next"): "Qwen3NextForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
+    ("knockout", "xglm"): READ_ONLY,
+    ("edges", "bitnet"): "The heads of BitNetForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("edges", "bloom"): NO_STEPS,
+    ("edges", "deepseek-v2"): "z of DeepseekV2ForCausalLM cannot be used",
+    ("edges", "deepseek-v3"): "z of DeepseekV3ForCausalLM cannot be used",
+    ("edges", "falcon-rw"): NO_STEPS,
+    ("edges", "gemma4"): NO_STEPS,
+    ("edges", "gpt-neo"): NO_STEPS,
+    ("edges", "gptj"): NO_STEPS,
+    ("edges", "jamba"): NO_STEPS,
+    ("edges", "mamba"): NO_STEPS,
+    ("edges", "mpt"): NO_STEPS,
+    ("edges", "mpt-clipped"): NO_STEPS,
+    ("edges", "olmo-clipped"): "OlmoForCausalLM clips queries, keys and values",
+    ("edges", "olmo2"): NOT_ALONE,
+    ("edges", "olmo3"): NOT_ALONE,
+    ("edges", "olmoe"): NOT_ALONE,
+    ("edges", "opt"): NO_STEPS,
+    ("edges", "opt-350m"): NO_STEPS,
+    ("edges", "qwen3-next"): NO_STEPS,
+    ("edges", "xglm"): NO_STEPS,
+    ("cache", "jamba"): "JambaForCausalLM has no activation named 'blocks.0.attn.hook_pattern'",
+    ("cache", "mamba"): "MambaForCausalLM has no activation named 'blocks.0.attn.hook_pattern'",
+    ("cache", "qwen3-next"): "Qwen3NextForCausalLM has no activation named 'blocks.0.attn.hook_pattern'",
+}
+"""What is refused of which model, and what the refusal says; everything else must be right."""
+WHOLE_RUNS = frozenset(
+    "bloom deepseek-v2 falcon-rw gemma4 gpt-neo gptj jamba mamba mpt mpt-clipped opt opt-350m qwen3-next xglm".split()  # noqa: SIM905
+)
+"""Those that are patched with one whole run per cell."""
+BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"
+
+
+def table() -> str:
+    """The table, in Markdown."""
+    lines = ["| model | from its folder | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for name in (*TINY, *CONFIGS):
+        config = (TINY_CONFIGS[name](300) if name in TINY else CONFIGS[name]()).get_text_config(decoder=True)
+        cells = [_cell(name, column) for column in COLUMNS]
+        folder = "yes" if config.model_type in FAMILIES and _cell(name, "heads") == "right" else "refused"
+        lines.append(f"| {name} | {folder} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(name: str, column: str) -> str:
+    refused = [what for what in COLUMNS[column] if (what, name) in REFUSED]
+    if ("load", name) in REFUSED or len(refused) == len(COLUMNS[column]) or (refused and column == "heads"):
+        return "refused"
+    if refused:
+        return f"right, but {refused[0]}"
+    return "right, whole runs" if column == "patch" and name in WHOLE_RUNS else "right"
+
+
+def page(text: str) -> str:
+    """A page with the table between its marks."""
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
