@@ -25,16 +25,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.circuits.carried import THROUGH
+from headwater.circuits.cost import default_method, refuse_what_takes_too_long
 from headwater.circuits.estimates import ESTIMATES, Slopes, gradient_scores, sublayer_scores
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.pairs import Pairs, options_of, places_in, plan_of
 from headwater.circuits.places import Places
 from headwater.circuits.result import EdgeEffects
-from headwater.circuits.screen import strength, strongest_and_drawn
-from headwater.models.hooked import HookedModel
+from headwater.circuits.screen import DRAWN, strength, strongest_and_drawn
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
-from headwater.options import checked_count, checked_name, checked_seed
+from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.call import check_call
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
@@ -55,10 +58,12 @@ def edges(
     direction: str = "noise",
     over: str | None = None,
     positions: Where | None = None,
-    method: str = "exact",
+    through: str = "direct",
+    method: str | None = None,
     verify: int = 500,
     steps: int = 5,
     seed: int = 0,
+    hours: float | int | None = None,
     batch_size: int | None = None,
     progress: bool = True,
     out: str | Path | None = None,
@@ -80,30 +85,44 @@ def edges(
         over: `position` takes a sender's output at each position by itself; default: at all positions together.
         positions: where senders' outputs are exchanged: one of the names of `headwater.models.positions`, or a mapping
             from roles to these, such as `{"subject": [" France", " Spain"], "end": "last"}`: then each role by itself.
-        method: `exact` for all edges; `screened` estimates all (as `sublayer`), and recomputes exactly the `verify`
-            strongest and 50 of the rest drawn by lot; `sublayer`, `eap` and `eap-ig` only estimate (see
-            `headwater.circuits.estimates`).
+        through: `direct`: what a sender writes reaches the receiver unchanged; `mlps`: also by way of the MLPs between
+            them, which are recomputed, all heads frozen (as `hw.path_patch`).
+        method: `exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates
+            all (as `sublayer`), and recomputes exactly the `verify` strongest and 50 of the rest drawn by lot;
+            `sublayer`, `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`).
         verify: how many edges `screened` recomputes for their estimate.
         steps: the runs of `eap-ig` between the two embeddings.
         seed: of what `screened` draws.
+        hours: refuse to start what would take longer, at the rate at which the device multiplies matrices; by default
+            more than an hour is warned of.
         batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
             out.
         progress: show a progress bar.
         out: a folder: finished layers are written as they come, an interrupted run goes on where it stopped.
 
     Raises:
-        InputError: an option or prompt cannot be used; pairs that do not align are shown side by side.
+        InputError: an option or prompt cannot be used, or it would not fit in memory or `hours`; pairs that do not
+            align are shown side by side.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
-    checked_name("method", method, METHODS)
+    check_model(model)
+    method = checked_name("method", default_method(model) if method is None else method, METHODS)
+    checked_name("through", through, THROUGH)
+    if through != "direct" and method in ("eap", "eap-ig"):
+        raise InputError(f"method={method!r} has gradients of direct edges alone: use 'screened' with through='mlps'.")
+    hours = None if hours is None else checked_number("hours", hours, above=0.0)
     batch_size = check_call(model, batch_size)
-    how = How(method, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed))
+    how = How(
+        method, through, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed)
+    )
     graph = Graph.of(model.shape)
     chosen = graph.among(senders, receivers)
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size)
     asked = Asked(plan, graph, chosen, places_in(plan, over, positions), how)
     refuse_what_does_not_fit(asked)
+    exact = {"exact": len(chosen), "screened": min(how.verify + DRAWN, len(chosen))}.get(method, 0)
+    refuse_what_takes_too_long(plan, chosen, len(asked.places), exact, hours)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
         "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
@@ -124,6 +143,7 @@ class How:
     """How effects are found."""
 
     method: str
+    through: str
     verify: int
     steps: int
     seed: int
@@ -132,7 +152,8 @@ class How:
     def options(self) -> dict[str, Any]:
         """What of it decides the result."""
         own = {"screened": {"verify": self.verify}, "eap-ig": {"steps": self.steps}}
-        return {"method": self.method} | own.get(self.method, {})
+        way = {} if self.through == "direct" else {"through": self.through}
+        return {"method": self.method} | way | own.get(self.method, {})
 
     @property
     def recorded_seed(self) -> int | None:
@@ -237,7 +258,9 @@ class _Measuring:
             runs = self.pairs.runs(example)
             found = self._nothing(example, len(edges))
             for number, place in self.asked.places.of(runs):
-                found[number] = self.pairs.exact(runs, place).effects(int(self.graph.stage[edges[0]]), edges)
+                found[number] = self.pairs.exact(runs, place, self.asked.how.through).effects(
+                    int(self.graph.stage[edges[0]]), edges
+                )
         return {"effects": found}
 
     def _estimates(self, example: int) -> dict[str, Tensor]:
@@ -255,7 +278,7 @@ class _Measuring:
                 found[numbers] = gradient_scores(slopes, places, edges)
                 return {"estimates": found}
             for number, place in numbered:
-                exact = self.pairs.exact(runs, place)
+                exact = self.pairs.exact(runs, place, self.asked.how.through)
                 for stage in np.unique(self.graph.stage[edges]):
                     own = np.flatnonzero(self.graph.stage[edges] == stage)
                     found[number, own] = sublayer_scores(slopes, exact, int(stage), edges[own])

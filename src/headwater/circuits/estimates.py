@@ -211,7 +211,7 @@ def _written_by_heads(
     found = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope))
     for some in senders.split(exact.rows.at_once) if len(senders) else ():
         with receivers.hooked():
-            own = receivers.projected(receivers.entering + exact.changes[some])
+            own = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
         for number, kind in enumerate(KINDS):
             with receivers.hooked():
                 written = receivers.heads_given(kind, own[kind]) - receivers.z
@@ -230,6 +230,6 @@ def _written_by_mlp(
     read = rows.read_by_mlp(layer)
     found, recorded = torch.zeros(len(exact.changes), len(slope)), rows.base("mlp_out", layer)
     for some in senders.split(rows.at_once):
-        written = rows.feed_forward(layer, read + exact.changes[some]) - recorded
+        written = rows.feed_forward(layer, read + exact.reaching(layer)[1][some]) - recorded
         found[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float().cpu()
     return found

@@ -42,6 +42,8 @@ KINDS = RECEIVERS[:3]
 """The receivers within attention."""
 MOST_ROWS = 1 << 20
 """Rows at once, whatever was asked for."""
+Reaching: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
+"""By layer, what each sender changes in what its heads read and in what its MLP reads, `sender position d_model`."""
 Enter: TypeAlias = Callable[[Tensor], Tensor]
 """Makes of some edges, by number, the residual streams that leave the receivers' layer, `row position d_model`."""
 
@@ -231,6 +233,7 @@ class Exact:
         self.rows = Rows(runs, place.start, tile_tokens)
         self.changes = runs.changes_at(place)
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
+        self.reaching: Reaching = lambda layer: (self.changes, self.changes)
         self._unedited: Tensor | None = None
 
     @property
@@ -285,7 +288,7 @@ class Exact:
         )
         if stage == self.rows.n_layers:
             final = self.rows.base("resid_post", stage - 1)
-            yield felt, lambda rows: final + self.changes[sender[rows]]
+            yield felt, lambda rows: final + self.reaching(stage)[0][sender[rows]]
             return
         within = felt[kind[felt] < len(KINDS)]
         receivers = Receivers(self.rows, stage)
@@ -301,7 +304,7 @@ class Exact:
         """The same for the q, k and v that some senders feed."""
         sender, kind, head = columns
         with receivers.hooked():
-            own = receivers.projected(receivers.entering + self.changes[some])
+            own = receivers.projected(receivers.entering + self.reaching(receivers.layer)[0][some])
         for number, name in enumerate(KINDS):
             if not len(fed := mine[kind[mine] == number]):
                 continue
@@ -319,4 +322,4 @@ class Exact:
     def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
         """Return the streams after a layer whose MLP reads changed inputs."""
         middle = self.rows.base("resid_pre", layer) + self.rows.base("attn_out", layer)
-        return middle + self.rows.feed_forward(layer, self.rows.read_by_mlp(layer) + self.changes[sender])
+        return middle + self.rows.feed_forward(layer, self.rows.read_by_mlp(layer) + self.reaching(layer)[1][sender])

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Place
+from headwater.circuits.carried import Carried
 from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import Graph
 from headwater.circuits.places import Places, places_of
@@ -92,9 +94,13 @@ class Pairs:
         """Return how many tokens go through a sublayer at once, where the caller said how many rows."""
         return self.plan.batch_size * (runs.stop - place.start) if self.plan.batch_size else None
 
-    def exact(self, runs: BothRuns, place: Place) -> Exact:
+    def exact(self, runs: BothRuns, place: Place, through: str = "direct") -> Exact:
         """Return what computes exact effects at a place."""
-        return Exact(runs, place, self.tile(runs, place))
+        exact = Exact(runs, place, self.tile(runs, place))
+        if through != "direct":
+            each = [np.array([sender]) for sender in range(len(self.graph.senders))]
+            exact.reaching = Carried(exact.rows, exact.changes, each, through).at
+        return exact
 
     def baselines(self, run: Run) -> Sequence[dict[str, Tensor]]:
         """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them."""

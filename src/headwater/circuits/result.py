@@ -173,9 +173,10 @@ class EdgeEffects(Result):
             InputError: there are not so many edges, or the effects are those of single positions.
         """
         m = self._metric(metric)
-        if self.by_position or "positions" in self.run.options:
+        if self.by_position or {"positions", "through"} & set(self.run.options):
             raise InputError(
-                "Edges of single positions make no circuit; run hw.edges without over='position' or positions=."
+                "Edges of single positions, or through MLPs, make no circuit; run hw.edges without over='position', "
+                "positions= or through='mlps'."
             )
         n, by = checked_count("n", n, most=len(self.chosen)), checked_name("by", by, RANKED_BY)
         effects, estimates = (_means(self._flat(name))[:, m] for name in ("effects", "estimates"))

@@ -1,0 +1,95 @@
+"""How long the exact effects of edges take, before they are computed: N edges, so many TFLOP, so many hours.
+
+    one edge to a receiver of layer l    t · [f_l + f_(l+1) + ... + f_(L-1)]        t tokens from the first that differs
+    f of a layer                         2 · its parameters + 4 · T · H · d_head    operations a token
+
+An edge to the logits takes none of the layers. The rate is that of one product of the size of an MLP's, measured on the
+model's device; a run reaches somewhat less. Only where there is something to warn of is the rate measured.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import numpy as np
+import torch
+
+from headwater.circuits.graph import Graph, Indices
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.patching.plan import Plan
+from headwater.patching.prompts import first_difference
+
+LARGE = 1_000_000_000
+"""From so many parameters on, edges are screened by default."""
+PATIENCE = 1.0
+"""Hours from which on a run is warned of."""
+WORTH_TIMING = 5e12
+"""Fewer operations than these are not timed: no device takes an hour for them."""
+ROWS = 1024
+
+
+def default_method(model: HookedModel) -> str:
+    """Return `exact`, or `screened` for a model of a billion parameters or more."""
+    total = sum(parameter.numel() for parameter in model.raw.parameters())
+    return "screened" if total >= LARGE else "exact"
+
+
+def operations(plan: Plan, edges: Indices, n_places: int = 1) -> float:
+    """Return how many multiplications and additions the exact effects of edges take, over all pairs and places."""
+    shape, graph = plan.model.shape, Graph.of(plan.model.shape)
+    own = [sum(parameter.numel() for parameter in block.parameters()) for block in plan.model.raw.blocks]
+    total, stages = 0.0, np.bincount(graph.stage[edges], minlength=shape.n_layers + 1)[: shape.n_layers]
+    for base, other, kept in zip(plan.base, plan.other or plan.base, plan.positions, strict=True):
+        stop = kept[-1] + 1
+        tokens = max(0, stop - min(first_difference(base, other), kept[0]))
+        a_token = [2 * count + 4 * stop * shape.n_heads * shape.d_head for count in own]
+        left = np.cumsum(a_token[::-1])[::-1]
+        total += tokens * float((stages * left).sum())
+    return total * n_places
+
+
+def rate(model: HookedModel) -> float:
+    """Return the multiplications and additions a second of a product of matrices on the model's device."""
+    width, inner = model.shape.d_model, model.shape.d_mlp
+    a, b = (torch.zeros(*size, dtype=model.dtype, device=model.device) for size in ((ROWS, width), (width, inner)))
+    best = 0.0
+    for _ in range(3):
+        begun = time.perf_counter()
+        float((a @ b)[0, 0])
+        best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
+    return best
+
+
+def refuse_what_takes_too_long(plan: Plan, edges: Indices, n_places: int, exact: int, hours: float | None) -> None:
+    """Warn of what takes more than an hour, or refuse what takes more than the caller allows.
+
+    Args:
+        plan: the pairs.
+        edges: which are asked for.
+        n_places: at how many places each.
+        exact: how many of them are computed exactly.
+        hours: what the caller allows.
+
+    Raises:
+        InputError: it takes longer; the message has the number of edges, the operations, the rate and the hours.
+
+    Warns:
+        UserWarning: it takes more than an hour, and nothing was said.
+    """
+    work = operations(plan, edges, n_places) * exact / max(1, len(edges))
+    if work < WORTH_TIMING and hours is None:
+        return
+    measured = rate(plan.model)
+    needed = work / measured / 3600
+    if needed <= (PATIENCE if hours is None else hours):
+        return
+    advice = "Use method='screened', or" if exact == len(edges) else "Verify fewer (verify=), or"
+    said = (
+        f"{exact:,} edges of {len(plan.base):,} pairs, {work / 1e12:,.3g} TFLOP, at the measured rate of "
+        f"{measured / 1e9:,.3g} GFLOP/s {needed:,.2g} hours. {advice} choose senders= or receivers=."
+    )
+    if hours is not None:
+        raise InputError(f"{said} hours={hours:g} were allowed.")
+    warnings.warn(said, stacklevel=3)
