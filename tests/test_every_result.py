@@ -39,6 +39,17 @@ def classes() -> list[type[Result]]:
     return sorted(found, key=lambda kind: kind.__name__)
 
 
+def circuits_of(model: hw.HookedModel) -> list[Result]:
+    """The results of running circuits of the embedded model."""
+    asked = {"metric": hw.logit_difference(" Paris", " Rome"), "placebos": 2, "progress": False}
+    edges = hw.edges(model, *PROMPTS, metric=asked["metric"], method="eap", progress=False)
+    pair = [prompt.replace("capital", "city") for prompt in PROMPTS]
+    return [
+        hw.run_circuits(model, *PROMPTS, {"strong": edges.circuit(20)}, **asked),
+        hw.circuit_curve(model, edges, *pair, sizes=(0.1, 1), **asked),
+    ]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[type[Result], Result]:
     """A small result of every class, of the embedded model."""
@@ -66,6 +77,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
             model, *PROMPTS, senders=["embed", "mlp"], receivers=["mlp 2", "logits"],
             metric=hw.logit_difference(" Paris", " Rome"), **quiet,
         ),
+        *circuits_of(model),
         hw.direct_logit_attribution(model, list(PROMPTS), tokens=(" Paris", " Rome"), **quiet),
         hw.fit_probe(torch.randn(2, 40, 4), [0, 1] * 20, controls=1, strengths=(0.1,), **quiet),
         hw.saliency(model, answered, pathways.probe, edges="all", **quiet),

@@ -174,6 +174,18 @@ class Given:
         return hw.path_patch(self.model, *pairs, senders="embed", receivers="logits", metric=METRIC, **QUIET)
 
     @cached_property
+    def all_edges(self) -> hw.EdgeEffects:
+        return hw.edges(self.model, CORRUPTED, CLEAN, metric=METRIC, method="eap", **QUIET)
+
+    @cached_property
+    def circuit_runs(self) -> hw.CircuitRuns:
+        return hw.run_circuits(self.model, CLEAN, CORRUPTED, self.edges.circuit(3), metric=METRIC, **QUIET)
+
+    @cached_property
+    def curve(self) -> hw.CircuitCurve:
+        return hw.circuit_curve(self.model, self.all_edges, CLEAN, CORRUPTED, metric=METRIC, sizes=(0.1, 1), **QUIET)
+
+    @cached_property
     def sweep(self) -> Any:
         return hw.patch(self.model, CLEAN, CORRUPTED, sites="resid_pre", metric=METRIC, **QUIET)
 
@@ -436,6 +448,37 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "Circuit.save": lambda: (g.edges.circuit(3).save, {"path": g.folder / "circuit.parquet"}),
         "EdgeEffects.stability": lambda: (g.edges.stability, {"splits": 2, "n": 5}),
         "EdgeEffects.plot": lambda: (g.edges.plot, {"metric": None}),
+        "run_circuits": lambda: (
+            hw.run_circuits,
+            {
+                "model": g.model,
+                "clean": CLEAN,
+                "corrupted": CORRUPTED,
+                "circuits": [g.edges.circuit(3)],
+                "metric": METRIC,
+                "values": "other run",
+                "placebos": 2,
+                **QUIET,
+            },
+        ),
+        "CircuitRuns.summary": lambda: (g.circuit_runs.summary, {"level": 0.9, "seed": 0}),
+        "CircuitRuns.plot": lambda: (g.circuit_runs.plot, {"metric": None}),
+        "circuit_curve": lambda: (
+            hw.circuit_curve,
+            {
+                "model": g.model,
+                "edges": g.all_edges,
+                "clean": CLEAN,
+                "corrupted": CORRUPTED,
+                "metric": METRIC,
+                "sizes": (0.1, 1),
+                "by": "size",
+                "placebos": 2,
+                **QUIET,
+            },
+        ),
+        "CircuitCurve.areas": lambda: (g.curve.areas, {"level": 0.9, "seed": 0}),
+        "CircuitCurve.plot": lambda: (g.curve.plot, {"metric": None}),
         "Sweep.summary": lambda: (g.sweep.summary, {}),
         "Sweep.grid": lambda: (
             lambda rows, columns, value, normalize, site: g.sweep.grid(

@@ -11,6 +11,10 @@ from headwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from headwater.circuits.circuit import Circuit as Circuit
+    from headwater.circuits.circuit_runs import CircuitRuns as CircuitRuns
+    from headwater.circuits.circuit_runs import run_circuits as run_circuits
+    from headwater.circuits.curve import CircuitCurve as CircuitCurve
+    from headwater.circuits.curve import circuit_curve as circuit_curve
     from headwater.circuits.edge_effects import edges as edges
     from headwater.circuits.path_effects import PathEffects as PathEffects
     from headwater.circuits.path_patching import path_patch as path_patch

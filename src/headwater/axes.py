@@ -21,6 +21,8 @@ AXES = {
     "width": "the width of whatever a site holds",
     "answer": "the answer tokens of a metric, whose logits alone are computed",
     "d_vocab_or_answer": "the vocabulary, or the answer tokens alone",
+    "circuit": "circuits, sets of edges",
+    "placebo": "random circuits of one shape",
     # of texts
     "batch": "sequences in one run of the model",
     "position": "tokens of a sequence, padding counted",

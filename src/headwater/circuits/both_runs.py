@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.circuits.graph import Graph
+from headwater.circuits.head_shares import HeadShares
 from headwater.errors import ModelError
-from headwater.models.norms import attention_post_norm, residual_scale
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.patching.plan import Plan
@@ -94,6 +94,10 @@ class BothRuns:
         at = tuple(position for position in positions if self.start <= position < self.stop)
         return Place(min(*at, self.kept[0]), at) if at else None
 
+    def other(self, site: str, layer: int) -> Tensor:
+        """Return an activation of the other run, `position ...`."""
+        return self._recorded(site, layer, 1)
+
     def changes_at(self, place: Place) -> Float[Tensor, "sender position d_model"]:
         """Return Δ from the first recomputed position of a place on; 0 but at its positions, where it names some."""
         changes = self.changes[:, place.start - self.start :]
@@ -122,22 +126,15 @@ class BothRuns:
         """What each head adds to the residual stream, from the first position that differs on."""
         z = self._recorded("z", layer, row)[self.start : self.stop]
         added = self._recorded("attn_out", layer, row)[self.start : self.stop]
-        factors = self.weights.layer(layer)
-        scale = residual_scale(self.model)
-        outputs = scale * torch.einsum("phk,hkd->hpd", z.to(factors.W_O), factors.W_O)
-        bias = scale * factors.b_O if factors.b_O is not None else torch.zeros_like(outputs[0, 0])
-        norm = attention_post_norm(self.model, layer)
-        if norm is not None:
-            written = outputs.sum(0) + bias
-            outputs, bias = norm.share(written, outputs), norm.share(written, bias.expand_as(written))
-            bias = bias if norm.bias is None else bias + norm.bias
-        left = float((outputs.sum(0) + bias - added.to(outputs)).abs().max() / added.abs().max().clamp_min(1e-9))
+        shares = HeadShares(self.model, layer, self.weights)
+        outputs, bias = shares.of(z), shares.of_bias(z)
+        left = float((outputs.sum(1) + bias - added.to(outputs)).abs().max() / added.abs().max().clamp_min(1e-9))
         if not left <= max(TOLERANCE, 16 * torch.finfo(added.dtype).eps):
             raise ModelError(
                 f"The heads of layer {layer} of {self.model.name} do not add up to what its attention adds: {left:.1%} "
                 "is left over. Edges from and to its heads have no meaning."
             )
-        return outputs.to(added)
+        return outputs.movedim(1, 0).to(added)
 
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")

@@ -19,7 +19,7 @@ recomputed; every other receiver reads what the run gives it. For the receivers 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -173,10 +173,15 @@ class Receivers:
 
     def heads_given(self, kind: str, activation: Tensor) -> Float[Tensor, "row position head d_head"]:
         """Return what heads give when all of one kind (q, k or v) is as given and the others are the base run's."""
-        self._given = {kind: activation}
-        self.rows.attention(self.layer, self.entering.expand(len(activation), -1, -1))
+        return self.heads_of({kind: activation})
+
+    def heads_of(self, given: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
+        """Return what heads give of some q, k and v, those that are not given being the base run's."""
+        self._given = dict(given)
+        n_rows = len(next(iter(given.values())))
+        self.rows.attention(self.layer, self.entering.expand(n_rows, -1, -1))
         self._given = {}
-        return self._seen["z"].view(len(activation), *self.z.shape)
+        return self._seen["z"].view(n_rows, *self.z.shape)
 
     def one_head(
         self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]

@@ -1,0 +1,314 @@
+"""Circuits alone: what a model does when only the edges of a circuit carry what the clean prompt says.
+
+All circuits of a pair go in one batched walk (`headwater.circuits.circuit_walk`), random circuits of the same shape
+beside them (`Circuit.placebos`). What is made of the numbers is `headwater.circuits.faithfulness`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from headwater.circuits.circuit import Circuit, checked_circuits, graph_of, made
+from headwater.circuits.faithfulness import of_examples, summarized
+from headwater.circuits.graph import Graph
+from headwater.circuits.measuring import CircuitRunner, Outcome
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_number, checked_seed
+from headwater.patching.metrics import Metric
+from headwater.patching.prompts import Prompts
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import said_number
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result, table_html
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMNS = (
+    *("example", "circuit", "edges", "edges_on_a_path", "metric", "value", "clean", "corrupted", "faithfulness"),
+    "placebo",
+)
+MOST_PLACEBOS = 1000
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CircuitRuns(Result):
+    """What `hw.run_circuits` found."""
+
+    table: pd.DataFrame
+    """A row per example, circuit or placebo of one, and metric: `example, circuit, edges, edges_on_a_path, metric,
+    value, clean, corrupted, faithfulness, placebo`. `value` is the metric when the circuit runs alone, `clean` that of
+    the clean run, `corrupted` that of the empty circuit; `faithfulness` is NaN where these two differ by no more than
+    rounding; `placebo` counts the random circuits like this one, `<NA>` for the circuit itself."""
+    run: RunRecord
+    shapes: pd.DataFrame
+    """A row per circuit and placebo: `circuit, placebo, overlap` (the part of its edges that a placebo has)."""
+    members: pd.DataFrame
+    """A row per edge of each circuit: `circuit, edge` (its number in the graph)."""
+    sizes: Sequence[int]
+    """Layers, query heads, key-value heads, and 1 where blocks are parallel."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+
+    @property
+    def circuits(self) -> dict[str, Circuit]:
+        """The circuits, by name."""
+        layers, heads, kv_heads, parallel = self.sizes
+        graph = Graph(layers, heads, kv_heads, bool(parallel))
+        names = dict.fromkeys(self.table["circuit"])
+        return {name: made(graph, self.members.loc[self.members["circuit"] == name, "edge"]) for name in names}
+
+    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+        """Summarize each circuit over prompts.
+
+        Args:
+            level: of the interval.
+            seed: of the bootstrap.
+
+        Returns:
+            A row per circuit and metric: `circuit, metric, edges, edges_on_a_path, examples, value, faithfulness, low,
+            high, placebo, placebo_high, overlap, p_value`. Faithfulness is the ratio of the means over prompts, with
+            its bootstrap interval; `placebo` is the mean of the random circuits, `placebo_high` their 95 % quantile,
+            `overlap` the part of the circuit's edges that they have on average, p the rank of the circuit among them.
+        """
+        level = checked_number("level", level, above=0.0, below=1.0)
+        joined = self.table.merge(self.shapes, on=["circuit", "placebo"], how="left")
+        return summarized(joined, level, checked_seed(seed))
+
+    def report(self) -> list[str]:
+        """Return how faithful each circuit is, beside its placebos, and what cannot be told."""
+        said = []
+        for row in self.summary().head(8).to_dict("records"):
+            sentence = (
+                f"{row['circuit']}, {row['edges']:,} edges ({row['edges_on_a_path']:,} on a path): faithfulness "
+                f"{said_number(row['faithfulness'], row['low'], row['high'])} on {row['metric']}, over "
+                f"{row['examples']} prompt{'s' * (row['examples'] != 1)}"
+            )
+            if np.isfinite(row["placebo"]):
+                sentence += (
+                    f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach "
+                    f"{row['placebo']:.2f} on average and {row['placebo_high']:.2f} at their 95 % quantile "
+                    f"(p = {row['p_value']:.2g})"
+                )
+            said.append(f"{sentence}.".replace("_", " "))
+        if left := said_of_gaps(self.table):
+            said.append(left)
+        said += said_of_discovery(self.run)
+        said.append("A circuit has to be tested on other prompts than those it was chosen on: see Circuit.claim.")
+        return said
+
+    def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
+        """Draw the faithfulness of each circuit with its interval, the placebos beside it.
+
+        Args:
+            ax: where to draw.
+            metric: which; default: the first.
+
+        Raises:
+            InputError: there is no such metric.
+        """
+        return self._drawn(ax, metric=metric)
+
+    def __repr__(self) -> str:
+        n_circuits, n_examples = self.table["circuit"].nunique(), self.table["example"].nunique()
+        circuits, prompts = (
+            f"{n:,} {one}{'s' * (n != 1)}" for n, one in ((n_circuits, "circuit"), (n_examples, "prompt"))
+        )
+        return f"CircuitRuns({self.run.model}: {circuits}, {prompts})"
+
+    def _repr_html_(self) -> str:
+        return table_html(self, self.summary())
+
+
+def run_circuits(
+    model: HookedModel,
+    clean: Prompts | pd.DataFrame | Path,
+    corrupted: Prompts | None = None,
+    circuits: Circuit | Sequence[Circuit] | Mapping[str, Circuit] | Any = None,
+    *,
+    metric: Metric | Any,
+    values: Any = "other run",
+    dataset: Prompts | None = None,
+    placebos: int = 0,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> CircuitRuns:
+    """Run circuits alone: their edges carry what is recomputed of the clean prompt, all others something else.
+
+    Args:
+        model: the model; it is left as it was.
+        clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
+            or the path of a CSV or JSON Lines file).
+        corrupted: the other prompt of each pair, which aligns with it token by token.
+        circuits: one, a list, or a mapping of names to them; `edges.circuit(100)` and `hw.Circuit.of([...], model)`
+            make them.
+        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
+            `row kept d_vocab` at the last position that gives a number per row.
+        values: what the other edges carry: `other run` (the corrupted prompt's), `zero`, `mean` or `resample` (over
+            `dataset=`, or over the clean prompts). The last three take clean prompts alone.
+        dataset: the prompts of `mean` and `resample`.
+        placebos: how many random circuits of the same shape are run beside each.
+        seed: of the random circuits and of `resample`.
+        batch_size: circuits at once; by default as many as suit the device. Halved when memory runs out.
+        progress: show a progress bar.
+        out: a folder: finished pairs are written as they come, an interrupted run goes on where it stopped.
+
+    Raises:
+        InputError: an option, prompt or circuit cannot be used; pairs that do not align are shown side by side.
+        ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
+        NumericsError: a run gives NaN or infinity.
+
+    Warns:
+        UserWarning: pairs whose clean and corrupted run differ by no more than rounding have no faithfulness.
+    """
+    graph = graph_of(model)
+    named = checked_circuits(() if circuits is None else circuits, graph)
+    placebos, seed = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS), checked_seed(seed)
+    outcome = Outcome.of(
+        model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
+    )
+    options = {
+        "circuits": {name: circuit.edges.tolist() for name, circuit in named.items()},
+        "placebos": placebos,
+        "discovery": {name: [list(ids) for ids in circuit.seen] for name, circuit in named.items()},
+        **outcome.options,
+    }
+
+    def work(run: Run) -> CircuitRuns:
+        return ran(outcome, Lineup.of(named, placebos, seed), run)
+
+    result = carry_out(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
+    if left := said_of_gaps(result.table):
+        warnings.warn(left, stacklevel=2)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Lineup:
+    """Circuits by name, each followed by its placebos."""
+
+    graph: Graph
+    named: Mapping[str, Circuit]
+    all: Sequence[Circuit]
+    names: Sequence[str]
+    """The circuit that each is, or is a placebo of."""
+    placebo: Sequence[int | None]
+
+    @classmethod
+    def of(cls, named: Mapping[str, Circuit], placebos: int, seed: int) -> Lineup:
+        """Draw the placebos of circuits."""
+        listed: list[tuple[Circuit, str, int | None]] = []
+        for name, circuit in named.items():
+            listed.append((circuit, name, None))
+            drawn = circuit.placebos(placebos, seed) if placebos else []
+            listed += [(one, name, number) for number, one in enumerate(drawn)]
+        every, names, numbers = zip(*listed, strict=True)
+        return cls(every[0].graph, named, every, names, numbers)
+
+    @property
+    def numbers(self) -> Any:
+        """The number of each placebo as a column, `<NA>` for the circuits themselves."""
+        return pd.array(list(self.placebo), dtype="Int64")
+
+    @property
+    def overlap(self) -> list[float]:
+        """The part of its circuit's edges that each has."""
+        return [self.named[name].overlap(one) for one, name in zip(self.all, self.names, strict=True)]
+
+    @property
+    def shapes(self) -> pd.DataFrame:
+        """A row per circuit and placebo: `circuit, placebo, overlap`."""
+        return pd.DataFrame({"circuit": list(self.names), "placebo": self.numbers, "overlap": self.overlap})
+
+
+def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
+    """Run a lineup on all pairs, a pair in a piece."""
+    values, baselines = measured(outcome, [circuit.edges for circuit in lineup.all], run)
+    members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in lineup.named.items()]
+    graph = lineup.graph
+    sizes = graph.n_layers, graph.n_heads, graph.n_kv_heads, int(graph.parallel)
+    table = tabulated(outcome.metrics, lineup, values, baselines)
+    return CircuitRuns(table, run.record, lineup.shapes, pd.concat(members, ignore_index=True), sizes)
+
+
+def measured(outcome: Outcome, circuits: Sequence[Any], run: Run) -> tuple[Tensor, Tensor]:
+    """Return the metrics of circuits, `example circuit metric`, and the baselines, `example metric 3`."""
+    runner = CircuitRunner(outcome)
+
+    def piece(example: int) -> dict[str, Tensor]:
+        return runner.measure(example, circuits)
+
+    with run.bar("circuits", "pair", len(outcome)) as bar:
+        pieces = list(run.pieces("circuits", range(len(outcome)), piece, bar))
+    return torch.stack([one["values"] for one in pieces]), torch.stack([one["baselines"] for one in pieces])
+
+
+def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines: Tensor) -> pd.DataFrame:
+    """Lay values `example circuit metric` out as the rows of `hw.run_circuits`."""
+    n_examples, n_circuits, n_metrics = values.shape
+    clean, corrupted, floor = (
+        column.numpy().repeat(n_circuits, 0).reshape(-1) for column in baselines.double().unbind(-1)
+    )
+    flat = values.double().flatten().numpy()
+
+    def each(column: Sequence[Any]) -> Any:
+        return np.tile(np.repeat(np.asarray(column, dtype=object), n_metrics), n_examples)
+
+    columns = {
+        "example": np.repeat(np.arange(n_examples), n_circuits * n_metrics),
+        "circuit": each(lineup.names),
+        "edges": each([len(one) for one in lineup.all]).astype(np.int64),
+        "edges_on_a_path": each([len(one.on_a_path) for one in lineup.all]).astype(np.int64),
+        "metric": np.tile(np.asarray(metrics, dtype=object), n_examples * n_circuits),
+        "value": flat,
+        "clean": clean,
+        "corrupted": corrupted,
+        "faithfulness": of_examples(flat, clean, corrupted, floor),
+        "placebo": pd.array(each(list(lineup.placebo)).tolist(), dtype="Int64"),
+    }
+    return pd.DataFrame(columns)[list(COLUMNS)]
+
+
+def said_of_gaps(table: pd.DataFrame) -> str | None:
+    """Say of how many prompts the gap is no more than rounding, if of any."""
+    own = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
+    for metric, part in own.groupby("metric", sort=False):
+        missing = part[part["faithfulness"].isna()]
+        if len(missing):
+            some = ", ".join(map(str, missing["example"].tolist()[:8]))
+            return (
+                f"{len(missing)} of {len(part)} prompts ({some}) have no faithfulness on {metric}: "
+                "clean and corrupted run differ by no more than rounding there."
+            )
+    return None
+
+
+def said_of_discovery(run: RunRecord) -> list[str]:
+    """Say on how many of its own prompts circuits of a run were chosen."""
+    found = coinciding(run)
+    if not found:
+        return []
+    some = ", ".join(map(str, found[:8]))
+    return [
+        f"{len(found)} of the {len(run.options['prompts'][0])} prompts ({some}) are among those that a circuit was "
+        "chosen on: what is said of these is no test."
+    ]
+
+
+def coinciding(run: RunRecord) -> list[int]:
+    """Return which of a run's (clean) prompts, by number, one of its circuits was chosen on."""
+    seen = {tuple(ids) for prompts in run.options["discovery"].values() for ids in prompts}
+    return [number for number, ids in enumerate(run.options["prompts"][0]) if tuple(ids) in seen]

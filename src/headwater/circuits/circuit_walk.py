@@ -1,0 +1,270 @@
+"""Run many circuits at once: in each, only its own edges carry what is recomputed, all others what lies outside.
+
+    x_r = x_r(O) + Σ over edges s → r of the circuit:  s(now) - s(O)
+
+for every receiver r, in the order of the layers, where s(now) is what the sender writes of what it reads in this run,
+and O what is carried outside (`headwater.circuits.outside`). With all edges that is the clean run, with none O itself,
+and with all but one the run in which this edge alone is exchanged.
+
+1. D = s(now) - s(O) is kept for the senders in use, `circuit sender position d_model`; that of the embedding is known.
+2. Per layer and circuit one product of a matrix of zeros and ones, `receiver sender`, with D gives what its receivers
+   read. A receiver that no edge of the circuit enters reads O: its row is left out.
+3. The norm, each head's own columns of W_Q, W_K and W_V, and the model's own attention on all circuits at once; then
+   their W_O, head by head. A layer in which no circuit has a head in use is skipped; so are MLPs.
+4. The logits are computed at the positions that are read.
+
+Edges that lead nowhere are left out before: those from which no path of the circuit leads to the logits and, where O is
+a run, those that no path from the embedding reaches (there s(now) = s(O)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headwater.circuits.exact import KINDS, NotFiniteRowError, Receivers, Rows
+from headwater.circuits.graph import Indices
+from headwater.circuits.head_shares import HeadShares
+from headwater.circuits.outside import Outside
+from headwater.circuits.reach import leads_to_logits, on_a_path
+from headwater.errors import NumericsError
+from headwater.models.memory import in_halves
+from headwater.models.weights.loaded_weights import LoadedWeights
+
+HELD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 31}
+"""What a batch of circuits may hold: more runs out of the processor's caches and is no faster."""
+NEAR = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed:
+    """What some receivers of one kind of layer read: a row for each receiver of each circuit that an edge enters."""
+
+    circuit: Int[Tensor, " row"]
+    receiver: Indices
+    inputs: Float[Tensor, "row position d_model"]
+
+
+class CircuitWalk:
+    """Runs circuits on one example.
+
+    Args:
+        rows: the clean run, from the first position on at which it differs from what lies outside.
+        outside: what the edges outside of a circuit carry.
+        shares: what the heads of each layer write.
+        weights: the model's.
+    """
+
+    def __init__(self, rows: Rows, outside: Outside, shares: Sequence[HeadShares], weights: LoadedWeights):
+        self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
+        self.runs, self.graph = rows.runs, rows.runs.graph
+        self._projections: dict[int, _Projection] = {}
+
+    def measure(self, circuits: Sequence[Indices], batch_size: int | None = None) -> Float[Tensor, "circuit metric"]:
+        """Return the metrics of the runs of some circuits, given as edges, ascending.
+
+        Raises:
+            NumericsError: a run gives NaN or infinity; the message names the circuit's number.
+        """
+        found = torch.zeros(len(circuits), len(self.runs.plan.metrics), dtype=torch.float64)
+        live = [self._live(edges) for edges in circuits]
+        order = np.argsort([len(edges) for edges in live], kind="stable")  # sparse ones skip together
+
+        def run(some: list[int]) -> None:
+            found[torch.tensor(some)] = self._measured(live, some)
+
+        with self.rows.blocks.fused():
+            first, at_once = 0, 0
+            while first < len(order):
+                at_once = batch_size or self._at_once([live[i] for i in order[first:]])
+                in_halves([int(i) for i in order[first : first + at_once]], run)
+                first += at_once
+        return found
+
+    def _measured(self, live: Sequence[Indices], some: list[int]) -> Float[Tensor, "circuit metric"]:
+        try:
+            return self.rows.measure(_Batch(self, [live[i] for i in some]).last())
+        except NotFiniteRowError as error:
+            raise NumericsError(
+                f"The run of example {self.runs.example} with circuit {some[error.row]} alone gives NaN or infinity "
+                f"({self.runs.model.dtype}). Load the model with dtype='float32'."
+            ) from None
+
+    def _live(self, edges: Indices) -> Indices:
+        together = any(shares.norm is not None for shares in self.shares)
+        which = on_a_path if self.outside.is_run else leads_to_logits
+        kept = which(self.graph, edges, together)
+        return np.asarray(edges[kept])
+
+    def _at_once(self, live: Sequence[Indices]) -> int:
+        """How many of the next circuits fit: what each of their senders writes, and what a layer's heads read."""
+        budget = HELD_BYTES.get(self.runs.model.device.type, HELD_BYTES["cpu"])
+        width = self.outside.embedded.numel() * self.runs.model.dtype.itemsize
+        heads = self.graph.n_heads + 2 * self.graph.n_kv_heads
+        used, fit = np.zeros(len(self.graph.senders), dtype=bool), 0
+        for edges in live:
+            used[self.graph.sender[edges]] = True
+            if fit and (fit + 1) * (int(used.sum()) + heads) * width > budget:
+                break
+            fit += 1
+        return fit
+
+    def projection(self, layer: int) -> _Projection:
+        """Return the q, k and v of a layer outside of every circuit, and what makes those of other inputs."""
+        if layer not in self._projections:
+            self._projections[layer] = _Projection(self, layer)
+        return self._projections[layer]
+
+
+class _Projection:
+    """Makes q, k and v of single heads of one layer from what each of them reads."""
+
+    def __init__(self, walk: CircuitWalk, layer: int):
+        self.walk, self.layer = walk, layer
+        self.receivers = Receivers(walk.rows, layer)
+        outside = walk.outside.entering[layer]
+        with self.receivers.hooked():
+            made = self.receivers.projected(outside[None])
+        self.outside = {kind: made[kind].clone() for kind in KINDS}
+        normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
+        every = {kind: torch.arange(made[kind].shape[2]) for kind in KINDS}
+        self.by_weights = self._has_weights and all(
+            _near(self._columns(kind, normed.expand(len(heads), -1, -1), heads), made[kind][0].movedim(1, 0))
+            for kind, heads in every.items()
+        )
+
+    def of(
+        self, kind: str, inputs: Float[Tensor, "row position d_model"], heads: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row position d_head"]:
+        """Return of each row the q (k, v) of its own head."""
+        if self.by_weights:
+            return self._columns(kind, self.walk.rows.blocks.normed(self.layer, inputs, mlp=False), heads)
+        with self.receivers.hooked():
+            made = self.receivers.projected(inputs)[kind]
+        return made[torch.arange(len(heads)), :, heads]
+
+    @cached_property
+    def _factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        factors = self.walk.weights.layer(self.layer)
+        return {"q": (factors.W_Q, factors.b_Q), "k": (factors.W_K, factors.b_K), "v": (factors.W_V, factors.b_V)}
+
+    @property
+    def _has_weights(self) -> bool:
+        sizes = {kind: self.outside[kind].shape[2] for kind in KINDS}
+        return all(weight is not None and len(weight) == sizes[kind] for kind, (weight, _) in self._factors.items())
+
+    def _columns(self, kind: str, normed: Tensor, heads: Int[Tensor, " row"]) -> Tensor:
+        weight, bias = self._factors[kind]
+        assert weight is not None
+        found = normed.new_empty(*normed.shape[:2], weight.shape[2])
+        for head in heads.unique().tolist():
+            mine = (heads == head).nonzero()[:, 0]
+            made = normed[mine].to(weight) @ weight[head]
+            found[mine] = (made if bias is None else made + bias[head]).to(found)
+        return found
+
+
+class _Batch:
+    """One walk up the layers with some circuits, by their live edges."""
+
+    def __init__(self, walk: CircuitWalk, circuits: Sequence[Indices]):
+        self.walk, self.outside, graph = walk, walk.outside, walk.graph
+        self.graph, self.n_circuits = graph, len(circuits)
+        self.circuit = np.repeat(np.arange(len(circuits)), [len(edges) for edges in circuits])
+        edges = np.concatenate(circuits) if circuits else np.zeros(0, dtype=np.int64)
+        self.receiver, self.sender = graph.receiver[edges], graph.sender[edges]
+        self.kind, self.stage = graph.receivers.kind[self.receiver], graph.stage[edges]
+        self.used = np.unique(self.sender)
+        self.slot = np.full(len(graph.senders), -1)
+        self.slot[self.used] = np.arange(len(self.used))
+        self.sends = np.zeros((len(circuits), len(graph.senders)), dtype=bool)
+        self.sends[self.circuit, self.sender] = True
+        embedded = walk.outside.embedded
+        self.now = embedded.new_zeros(len(circuits), len(self.used), *embedded.shape)
+        if self.slot[0] >= 0:
+            clean = walk.rows.base("resid_pre", 0)
+            self.now[:, 0] = clean - embedded
+
+    def last(self) -> Float[Tensor, "circuit kept d_model"]:
+        """Return the last states at the positions that are read."""
+        layers = range(self.graph.n_layers)
+        for layer in layers:
+            self._heads(layer)
+            self._mlp(layer)
+        kept = self.walk.rows.kept
+        states = self.outside.entering[-1][kept].expand(self.n_circuits, -1, -1).clone()
+        mixed = self._mixed(self.stage == len(layers), self.outside.entering[-1], kept)
+        states[mixed.circuit] = mixed.inputs
+        return states
+
+    def _heads(self, layer: int) -> None:
+        """Let a layer's heads read and write, in the circuits where one of them is heard."""
+        first = 1 + layer * (self.graph.n_heads + 1)
+        heard = self.sends[:, first : first + self.graph.n_heads]
+        rows = np.flatnonzero(heard.any(1))
+        if not len(rows):
+            return
+        projection = self.walk.projection(layer)
+        mixed = self._mixed((self.stage == layer) & (self.kind < len(KINDS)), self.outside.entering[layer])
+        place = torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))
+        given = {kind: made.expand(len(rows), -1, -1, -1).clone() for kind, made in projection.outside.items()}
+        for number, kind in enumerate(KINDS):
+            mine = np.flatnonzero(self.graph.receivers.kind[mixed.receiver] == number)
+            heads = torch.from_numpy(self.graph.receivers.head[mixed.receiver[mine]])
+            if len(mine):
+                given[kind][place[mine], :, heads] = projection.of(kind, mixed.inputs[mine], heads).to(given[kind])
+        with projection.receivers.hooked():
+            z = projection.receivers.heads_of(given)
+        changes = self.walk.shares[layer].of(z) - self.outside.heads[layer]
+        self._write(rows, heard[rows], first, changes.movedim(2, 1))
+
+    def _mlp(self, layer: int) -> None:
+        """Let a layer's MLP read and write, in the circuits where it is heard."""
+        sender = 1 + layer * (self.graph.n_heads + 1) + self.graph.n_heads
+        heard = self.sends[:, [sender]]
+        rows = np.flatnonzero(heard.any(1))
+        if not len(rows):
+            return
+        outside, blocks = self.outside.middle[layer], self.walk.rows
+        kept = self.walk.rows.kept if layer == self.graph.n_layers - 1 else list(range(len(outside)))
+        inputs = outside[kept].expand(len(rows), -1, -1).clone()
+        mixed = self._mixed((self.stage == layer) & (self.kind == len(KINDS)), outside, kept)
+        inputs[torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))] = mixed.inputs
+        changes = inputs.new_zeros(len(rows), *outside.shape)
+        changes[:, kept] = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
+        self._write(rows, heard[rows], sender, changes[:, None])
+
+    def _mixed(self, which: Bool[np.ndarray, " edge"], outside: Tensor, kept: list[int] | None = None) -> Mixed:
+        """Return what the receivers of some edges read, a circuit at a time; at some positions, or at all."""
+        circuit, receiver, slot = self.circuit[which], self.receiver[which], self.slot[self.sender[which]]
+        outside = outside if kept is None else outside[kept]
+        parts, circuits, receivers = [outside.new_zeros(0, *outside.shape)], [], []
+        for one in np.unique(circuit):
+            mine = circuit == one
+            found, row = np.unique(receiver[mine], return_inverse=True)
+            reach = int(slot[mine].max()) + 1
+            carried = outside.new_zeros(len(found), reach)
+            carried[torch.from_numpy(row), torch.from_numpy(slot[mine])] = 1
+            now = self.now[one, :reach] if kept is None else self.now[one, :reach][:, kept]
+            parts.append((carried @ now.flatten(1)).view(len(found), *outside.shape) + outside)
+            circuits += [int(one)] * len(found)
+            receivers.append(found)
+        joined = np.concatenate([np.zeros(0, dtype=np.int64), *receivers])
+        return Mixed(torch.tensor(circuits, dtype=torch.int64), joined, torch.cat(parts))
+
+    def _write(self, rows: Indices, heard: Bool[np.ndarray, "row sender"], first: int, changes: Tensor) -> None:
+        """Keep what senders from a first one on write now, less what they write outside, where they are heard."""
+        row, sender = map(torch.from_numpy, np.nonzero(heard))
+        slots = torch.from_numpy(self.slot)[first + sender]
+        self.now[torch.from_numpy(rows)[row], slots] = changes[row, sender].to(self.now)
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    tolerance = max(NEAR, 16 * torch.finfo(b.dtype).eps)
+    return float((a - b).abs().max()) <= tolerance * max(1e-6, float(b.abs().max()))

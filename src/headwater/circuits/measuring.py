@@ -1,0 +1,176 @@
+"""Measures circuits on pairs of prompts: what every analysis that runs circuits has in common.
+
+The edited prompt is the clean one; what lies outside of a circuit comes from the other prompt of its pair, or from
+`values=` (`headwater.circuits.outside`). Of each example three numbers of a metric go with those of the circuits:
+
+    clean       of the clean run, which is that of the full circuit
+    corrupted   of the empty circuit: of the other prompt's run, or of the values alone
+    floor       what rounding can make of the metric: a gap below it is none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.circuits.both_runs import BothRuns
+from headwater.circuits.circuit_walk import CircuitWalk
+from headwater.circuits.exact import Receivers, Rows
+from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.head_shares import HeadShares
+from headwater.circuits.outside import of_other_run, of_values
+from headwater.errors import InputError, ModelError
+from headwater.models.hooked import HookedModel
+from headwater.models.sites import SITES
+from headwater.models.weights.loaded_weights import LoadedWeights
+from headwater.options import checked_seed
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.plan import Cell, Plan
+from headwater.patching.prompts import Prompts, read_pairs
+from headwater.patching.sweep import check_call, metric_options, prompt_options
+from headwater.patching.values import Resample, Source, asked_source, recorded
+from headwater.patching.variants import LOGITS
+
+ROUNDING = 32
+"""Rounding makes at most so many times the type's precision of the largest logit: what is below is no gap."""
+TOLERANCE = 1e-3
+"""How far the full circuit may be from the clean run, as a part of the largest logit that is read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What was asked for, resolved: pairs, metrics, and what lies outside of circuits."""
+
+    plan: Plan
+    source: Source | None
+    """What gives the values outside of circuits; None where it is the other prompt's run."""
+    options: dict[str, Any]
+    """What of it decides a result."""
+
+    @classmethod
+    def of(
+        cls,
+        model: HookedModel,
+        clean: Prompts | pd.DataFrame | Path,
+        corrupted: Prompts | None,
+        *,
+        metric: Metric | Any,
+        values: Any = "other run",
+        dataset: Prompts | None = None,
+        seed: int = 0,
+        batch_size: int | None = None,
+    ) -> Outcome:
+        """Resolve prompts and options.
+
+        Raises:
+            InputError: there are no pairs, they do not align, or a metric or the values cannot be used.
+        """
+        batch_size, seed = check_call(model, batch_size), checked_seed(seed)
+        first, second = read_pairs(model, clean, corrupted)
+        metrics = as_metrics(metric)
+        if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
+            raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; circuits are read at the logits.")
+        options = {**prompt_options(first, second), "values": "other run"}
+        source: Source | None = None
+        if isinstance(values, str) and values == "other run":
+            if second is None:
+                raise InputError(
+                    "Circuits need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted; or "
+                    "values='zero', 'mean' or 'resample'."
+                )
+            if dataset is not None:
+                raise InputError("dataset= was given, but values='other run' takes nothing from it; use 'mean'.")
+        else:
+            sites = tuple(SITES[name] for name in ("resid_pre", "z", "mlp_out"))
+            source = asked_source(model, values, dataset, base=first, other=None, sites=sites, seed=seed)
+            if source.changes or source.samples:
+                raise InputError(
+                    "Outside of a circuit values cannot hang on what they replace: use 'zero', 'mean', ..."
+                )
+            options |= prompt_options(first, source.given.dataset) | {"values": recorded(source), "seed": seed}
+        if isinstance(source, Resample):
+            second, source = tuple(source.pool[donor] for donor in source.donors), None
+        second = first if source is not None or second is None else second
+        cells = tuple(Cell(example, {}, ()) for example in range(len(first)))
+        plan = Plan(model, first, second, True, cells, metrics, batch_size=batch_size)
+        return cls(plan, source, options | {"metrics": metric_options(plan)})
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics."""
+        return tuple(metric.name for metric in self.plan.metrics)
+
+    def __len__(self) -> int:
+        return len(self.plan.base)
+
+
+class CircuitRunner:
+    """Runs circuits on the examples of an outcome, one after the other."""
+
+    def __init__(self, outcome: Outcome):
+        self.outcome, self.plan = outcome, outcome.plan
+        self.graph = Graph.of(self.plan.model.shape)
+        self._weights = LoadedWeights(self.plan.model)
+        self._shares: list[HeadShares] = []
+        self._of: tuple[int, CircuitWalk, Tensor] | None = None
+
+    def measure(self, example: int, circuits: Sequence[Indices]) -> dict[str, Tensor]:
+        """Return the metrics of circuits on an example, `circuit metric`, and its `baselines`, `metric 3`.
+
+        Raises:
+            ModelError: the model's blocks cannot be called one by one, or the full circuit is not the clean run.
+            NumericsError: a run gives NaN or infinity.
+        """
+        with torch.no_grad(), self.plan.model.lock:
+            walk, baselines = self._walk(example)
+            values = walk.measure(circuits, self.plan.batch_size)
+        return {"values": values, "baselines": baselines}
+
+    def _walk(self, example: int) -> tuple[CircuitWalk, Float[Tensor, "metric 3"]]:
+        """Return what runs circuits on an example, made now unless it is the last one, and its baselines."""
+        if self._of is None or self._of[0] != example:
+            self._of = None
+            runs = BothRuns(self.plan, example, self._weights)
+            if not self._shares:
+                layers = range(self.graph.n_layers)
+                self._shares = [HeadShares(self.plan.model, layer, self._weights) for layer in layers]
+            source, shares = self.outcome.source, self._shares
+            outside = of_other_run(runs, shares) if source is None else of_values(runs, shares, source)
+            walk = CircuitWalk(Rows(runs, outside.start), outside, shares, self._weights)
+            self._of = example, walk, self._baselines(walk, check=example == 0)
+        return self._of[1], self._of[2]
+
+    def _baselines(self, walk: CircuitWalk, check: bool) -> Float[Tensor, "metric 3"]:
+        runs, example = walk.runs, walk.runs.example
+        found = runs.wave.readout.unedited(range(example, example + 1))
+        clean, corrupted = found.unedited[0], found.other[0]
+        if self.outcome.source is not None:
+            corrupted = walk.measure([np.zeros(0, dtype=np.int64)])[0]
+        last = walk.rows.base("resid_post", self.graph.n_layers - 1)[None, walk.rows.kept]
+        largest = float(runs.wave.logits(last[0], 0).abs().max())
+        floor = ROUNDING * torch.finfo(self.plan.model.dtype).eps * max(1.0, largest)
+        if check:
+            self._refuse_another_model(walk, clean, max(largest, 1.0))
+        return torch.stack([clean, corrupted, torch.full_like(clean, floor)], -1)
+
+    def _refuse_another_model(self, walk: CircuitWalk, clean: Tensor, largest: float) -> None:
+        """Check once that heads do not meet, and that all edges together are the clean run."""
+        for layer in range(self.graph.n_layers):
+            receivers = Receivers(walk.rows, layer)
+            with receivers.hooked():
+                receivers.refuse_heads_that_meet()
+        full = walk.measure([np.arange(self.graph.n_edges)])[0]
+        allowed = max(TOLERANCE, 64 * torch.finfo(self.plan.model.dtype).eps) * largest
+        if not float((full - clean).abs().max()) <= allowed:
+            raise ModelError(
+                f"The circuit of all edges of {self.plan.model.name} is not its clean run: {float(full[0]):.4g} "
+                f"against {float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
+            )
