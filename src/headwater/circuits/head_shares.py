@@ -3,8 +3,8 @@
     share_h = z_h W_O^h                                             where attention's output is added as it is
     share_h = gain · centred(z_h W_O^h) / scale(Σ z W_O + b_O)      where a norm stands behind attention (Gemma)
 
-times the model's own factor of what blocks add, where it has one (Granite). The scale is that of the run whose z these are, so that the shares of the heads, with what the biases give, sum to what
-attention adds.
+times the model's own factor of what blocks add, where it has one (Granite). The scale is that of the run whose z these
+are, so that the shares of the heads, with what the biases give, sum to what attention adds.
 """
 
 from __future__ import annotations
