@@ -1,5 +1,9 @@
 """PyTorch's own hooks on the parts of transformers models, at the places that headwater calls sites."""
 
+import contextlib
+
+import torch
+
 
 def stack_of(hf):
     inner = getattr(hf, "model", None) or getattr(hf, "transformer", None) or hf.gpt_neox
@@ -55,3 +59,27 @@ def hooked_plainly(hf, family, site, layer, act):
         "pattern": lambda: None,
     }[site]()
     return module and module.register_forward_hook(of_output)
+
+
+@contextlib.contextmanager
+def pattern_plainly(layer, act):
+    """Let `act` see and write the attention weights of one layer, `batch head query key`, of the runs inside.
+
+    In transformers' eager attention they are what the softmax returns, which is called once for each layer in order.
+    """
+    softmax, calls = torch.nn.functional.softmax, []
+
+    def watched(scores, *args, **options):
+        weights = softmax(scores, *args, **options)
+        calls.append(weights.shape)
+        if len(calls) - 1 == layer:
+            act(weights)
+        return weights
+
+    torch.nn.functional.softmax = watched
+    try:
+        yield
+    finally:
+        torch.nn.functional.softmax = softmax
+    assert len(calls) > layer
+    assert all(len(shape) == 4 for shape in calls)

@@ -12,7 +12,7 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.sites import SITES
 from headwater.patching import runners
 from headwater.patching.changes import draw
-from tests.plain_hooks import hooked_plainly
+from tests.plain_hooks import hooked_plainly, pattern_plainly
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = [2, 40, 41, 42, 43, 44, 45], [2, 40, 51, 42, 43, 44, 45]
@@ -107,6 +107,67 @@ def test_every_kind_of_values_is_what_a_plain_hook_on_the_transformers_model_doe
                     edited = plain_edit(hf, family, site, base, other, formulas[site][kind][1])
                 assert found[site] == pytest.approx(edited - float(before[5] - before[9]), abs=1e-5), (kind, site)
                 assert found[site] != 0, (kind, site)
+
+
+OTHERS = [[2, 60, 41, 52, 43, 57, 45], [2, 48, 49, 42, 55, 44, 53]]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", FAMILIES)
+def test_means_and_other_prompts_values_are_those_of_the_transformers_models_own_runs(models, family):
+    model, hf = models(family), tiny_model(family, seed=3)
+    sites = [name for name, site in SITES.items() if not site.absent(model.shape) and name != "pattern"]
+    given = {"mean": hw.mean([CLEAN, *OTHERS]), "resample": hw.resample(OTHERS[:1])}
+    heads = {"heads": [HEAD]}
+    for direction, (kind, values) in product(("denoise", "noise"), given.items()):
+        base = CORRUPTED if direction == "denoise" else CLEAN
+        found = swept(model, sites, values, direction, over=None, **heads).table.set_index("site")["effect"]
+        with torch.no_grad():
+            before = hf(torch.tensor([base])).logits[0, -1]
+            for site in sites:
+                held, at = [], (0, *where(site))
+                for prompt in [CLEAN, *OTHERS] if kind == "mean" else OTHERS[:1]:
+                    plain_difference(hf, family, site, prompt, lambda a, h=held, at=at: h.append(a[at].clone()))
+                written = torch.stack(held).mean(0)
+
+                def write(activation, at=at, written=written):
+                    activation[at] = written
+
+                edited = plain_difference(hf, family, site, base, write)
+                assert found[site] == pytest.approx(edited - float(before[5] - before[9]), abs=1e-5), (kind, site)
+                assert found[site] != 0
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patterns_are_written_as_transformers_own_attention_weights_are(models, family):
+    model, hf = models(family), tiny_model(family, seed=3)
+    size, at = (1, *SITES["pattern"].size(model.shape, len(CLEAN))), (0, HEAD, POSITION)
+    whole = torch.rand(size).tril()
+    formulas = {
+        "other run": ("other run", lambda row, other: other),
+        "zero": ("zero", lambda row, other: 0 * row),
+        "function": (lambda a, o, p: 0.25 * a + 0.5 * o, lambda row, other: 0.25 * row + 0.5 * other),
+        "scale": (hw.scale(-1.5), lambda row, other: -1.5 * row),
+        "tensor": (whole, lambda row, other: whole[at]),
+        "add": (hw.add(whole), lambda row, other: row + whole[at]),
+    }
+    for direction, (kind, (values, formula)) in product(("denoise", "noise"), formulas.items()):
+        base, other = (CORRUPTED, CLEAN) if direction == "denoise" else (CLEAN, CORRUPTED)
+        held = []
+
+        def write(weights, held=held, formula=formula):
+            weights[at] = formula(weights[at].clone(), held[0][at])
+
+        with torch.no_grad():
+            with pattern_plainly(LAYER, lambda weights, held=held: held.append(weights.clone())):
+                hf(torch.tensor([other]))
+            before = hf(torch.tensor([base])).logits[0, -1]
+            with pattern_plainly(LAYER, write):
+                logits = hf(torch.tensor([base])).logits[0, -1]
+        expected = float((logits - before)[5] - (logits - before)[9])
+        assert effect(swept(model, "pattern", values, direction)) == pytest.approx(expected, abs=1e-5), kind
+        assert expected != 0, kind
 
 
 @pytest.mark.parametrize("site", list(SITES))
