@@ -9,7 +9,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cache, collecting, heads, heads_70b, knockout, likelihood, patching, saliency, scaling, table
+from benchmarks import (
+    cache,
+    collecting,
+    experiments,
+    heads,
+    heads_70b,
+    knockout,
+    likelihood,
+    patching,
+    saliency,
+    scaling,
+    table,
+)
 from benchmarks.machine import measure_machine
 from benchmarks.report import Row, describe, document
 
@@ -18,6 +30,7 @@ SUITES = {
     "heads-70b": heads_70b.run,
     "knockout": knockout.run,
     "patching": patching.run,
+    "experiments": experiments.run,
     "saliency": saliency.run,
     "likelihood": likelihood.run,
     "scaling": scaling.run,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmarks import knockout, patching
+from benchmarks import experiments, knockout, patching
 from benchmarks.machine import Machine
 
 MACHINE = Machine("test", 1, 1e11, 1e10)
@@ -22,6 +22,17 @@ def test_every_sweep_of_the_suites_agrees_with_its_peer(monkeypatch):
     assert len(rows) == 4 + 3
     assert all(row.agrees for row in rows)
     assert all("engine: whole runs" not in row.note for row in rows)
+
+
+@pytest.mark.slow
+def test_what_a_person_brings_goes_through_the_wavefront_beside_the_built_in_values(monkeypatch):
+    monkeypatch.setattr(patching, "ROUNDS", 1)
+    monkeypatch.setattr(experiments, "WRITTEN", 2)
+    model = patching.random_gpt2("cpu", **SIZES)
+    with torch.inference_mode():
+        rows = list(experiments.run(MACHINE, "cpu", model))
+    assert len(rows) == 7
+    assert all(row.agrees for row in rows[:-1])
 
 
 def test_the_floor_of_a_sweep_is_less_than_the_peer_and_grows_with_the_prompt():
