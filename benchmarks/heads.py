@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
+from headwater.heads.scores import LayerScores, SuitePairs, score_layer
 from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.ov import OVMaps, longest_column
 
@@ -68,6 +69,8 @@ class HeadsShape:
         return sum(self.pairs)
 
 
+RULE_LAYERS = 4
+"""The two rules are timed on every fourth layer."""
 GPT2_XL = HeadsShape(
     name="GPT-2 XL shape",
     n_layers=48,
@@ -133,6 +136,10 @@ def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[
     membership, ranks = _least_work(shape, shape.n_pairs), _least_work(shape, shape.d_vocab, every_logit=True)
     sample = f"peer timed on {shape.peer_heads} heads x {len(shape.pairs)} relations, scaled to {all_heads:,} heads"
     size = f"{shape.name}, {len(shape.pairs)} relations, {shape.n_pairs:,} pairs"
+    rules = {
+        rule: sum(_layer_seconds(inputs, index, job, device) for index in range(0, shape.n_layers, RULE_LAYERS))
+        for rule, job in (("published", our_scores), ("controlled", our_controlled_scores))
+    }
     yield Row(
         name=f"heads: top-k membership, {size}",
         peer="published computation, naive",
@@ -157,6 +164,18 @@ def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[
         target=">= 10 x, workspace <= 512 MB",
         note=f"random weights; {sample}; headwater timed on one layer, scaled to {shape.n_layers}",
     )
+    yield Row(
+        name=f"heads: default rule, scores and null model, {size}",
+        peer="the same scores without the null model, by headwater",
+        floor_s=machine.floor_of(membership),
+        work=membership,
+        peer_s=RULE_LAYERS * rules["published"],
+        headwater_s=RULE_LAYERS * rules["controlled"],
+        agrees=_same_scores(inputs, layer),
+        peak_bytes=in_fresh_process(_workspace, shape, device, our_controlled_scores),
+        target=">= 0.5 x",
+        note=f"random weights; timed on every {RULE_LAYERS}th layer, scaled to {shape.n_layers}",
+    )
 
 
 def our_membership(inputs: Inputs, maps: OVMaps) -> Found:
@@ -167,6 +186,32 @@ def our_membership(inputs: Inputs, maps: OVMaps) -> Found:
 def our_ranks(inputs: Inputs, maps: OVMaps) -> Found:
     """Headwater: ranks of every pair in every head of a layer."""
     return ov_sweep.count_ranks(maps, inputs.source, inputs.target)
+
+
+def our_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:
+    """Headwater: every head of a layer on every relation, as the published rule wants it."""
+    return score_layer(maps, _suite(inputs), null=None)
+
+
+def our_controlled_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:
+    """Headwater: the same with the null model of the default rule."""
+    return score_layer(maps, _suite(inputs), null="where hit")
+
+
+def _suite(inputs: Inputs) -> SuitePairs:
+    shape, device = inputs.shape, inputs.source.device
+    relation = torch.arange(len(shape.pairs)).repeat_interleave(torch.tensor(shape.pairs)).to(device)
+    k, pairs = torch.tensor(shape.k, device=device), torch.arange(shape.n_pairs, device=device)
+    return SuitePairs(inputs.source, inputs.source, relation, pairs, inputs.target, k)
+
+
+def _same_scores(inputs: Inputs, maps: OVMaps) -> bool:
+    """Whether the scores are the same with the null model, which has a number wherever there is a hit."""
+    plain, controlled = our_scores(inputs, maps), our_controlled_scores(inputs, maps)
+    moments = controlled.moments
+    if moments is None:
+        return False
+    return torch.equal(plain.score, controlled.score) and torch.equal(~moments.isnan().any(-1), plain.score > 0)
 
 
 def peer_membership(inputs: Inputs, maps: OVMaps, head: int) -> Found:
@@ -204,7 +249,7 @@ def _agrees(
     )
 
 
-def _layer_seconds(inputs: Inputs, index: int, job: Callable[[Inputs, OVMaps], Found], device: str) -> float:
+def _layer_seconds(inputs: Inputs, index: int, job: Callable[[Inputs, OVMaps], object], device: str) -> float:
     maps = inputs.layer(index)
     return seconds(lambda: job(inputs, maps), device)
 
@@ -222,7 +267,7 @@ def _least_work(shape: HeadsShape, tokens: int, every_logit: bool = False) -> Wo
     return Work(shape.n_layers * operations, shape.n_layers * 4 * numbers, done=heads, unit="heads")
 
 
-def _workspace(shape: HeadsShape, device: str, job: Callable[[Inputs, OVMaps], Found]) -> int | None:
+def _workspace(shape: HeadsShape, device: str, job: Callable[[Inputs, OVMaps], object]) -> int | None:
     """Peak memory above embeddings, W_U and one layer."""
     inputs = random_inputs(shape, device)
     maps = inputs.layer(0)

@@ -120,7 +120,9 @@ def score(
     """Headwater: open the checkpoint and score every head of some layers."""
     weights = _open(shape, folder, device)
     with LayersAhead(weights) as read_layer:
-        scorer = LayerScorer(weights, read_layer, suite, null, {"embedding": "raw", "norm_gain": False})
+        scorer = LayerScorer(
+            weights, read_layer, suite, "everywhere" if null else None, {"embedding": "raw", "norm_gain": False}
+        )
         return [scorer(layer) for layer in layers]
 
 

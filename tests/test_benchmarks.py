@@ -36,7 +36,7 @@ def test_the_last_line_is_one_json_document_with_a_row_per_comparison(tiny_heads
     assert last == json.loads((tmp_path / "new" / "cpu.json").read_text())
     assert {"suite", "device", "versions", "rows"} <= set(last)
     assert last["suite"] == "heads"
-    assert len(last["rows"]) == 2
+    assert len(last["rows"]) == 3
     for row in last["rows"]:
         assert set(row) >= FIELDS
         assert row["agrees"] is True
@@ -56,7 +56,7 @@ def test_a_suite_that_fails_is_named_and_the_rows_of_the_others_are_kept(tiny_he
     assert "no such thing" in said.err
     found = json.loads(file.read_text())
     assert found == json.loads(said.out.splitlines()[-1])
-    assert [row["name"].split(":")[0] for row in found["rows"]] == ["cache", "heads", "heads"]
+    assert [row["name"].split(":")[0] for row in found["rows"]] == ["cache", "heads", "heads", "heads"]
     assert found["failed"] == {"cache": "RuntimeError: no such thing"}
 
 
@@ -68,7 +68,7 @@ def test_what_was_measured_before_an_interrupt_is_in_the_file(tiny_heads, monkey
     monkeypatch.setitem(command.SUITES, "cache", interrupted)
     with pytest.raises(KeyboardInterrupt):
         command.main(["heads", "cache", "--json", str(tmp_path / "cpu.json")])
-    assert len(json.loads((tmp_path / "cpu.json").read_text())["rows"]) == 2
+    assert len(json.loads((tmp_path / "cpu.json").read_text())["rows"]) == 3
 
 
 def test_likelihood_statistics_agree_with_their_peers_at_a_tiny_shape(monkeypatch):
@@ -176,9 +176,9 @@ def test_an_unknown_suite_is_refused_with_the_known_ones(capsys):
 
 def test_a_peer_that_finds_something_else_is_reported_as_disagreeing(tiny_heads, monkeypatch):
     monkeypatch.setattr(heads.peer, "topk_membership", lambda s, V, O, U, t, k: (t >= 0, t >= 0))  # noqa: E741
-    membership, ranks = heads.run(MACHINE, "cpu", TINY)
+    membership, ranks, rules = heads.run(MACHINE, "cpu", TINY)
     assert membership.agrees is False
-    assert ranks.agrees is True
+    assert ranks.agrees is rules.agrees is True
 
 
 def test_the_published_pairs_are_those_of_the_gpt2_xl_column():

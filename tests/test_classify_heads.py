@@ -216,10 +216,33 @@ def test_the_null_columns_are_what_shuffled_targets_give(checkpoint):
                 greater = np.array([[(sign * row > sign * own).sum() for own in row] for row in rows])
                 hits = np.stack([(greater[:, list(targets)] < 20).any(axis=1) for targets in facts.targets], axis=1)
                 row = table.loc[(layer, head, "facts")]
+                if not hits.trace():  # P(at least 0 hits)
+                    assert row[f"{prefix}p_value"] == 1
+                    assert np.isnan(row[f"{prefix}expected"])
+                    continue
                 assert row[f"{prefix}expected"] == pytest.approx(hits.mean())
                 shuffled = hits[np.arange(40), orders].sum(axis=1)
                 share = (shuffled >= hits.trace()).mean()
                 assert row[f"{prefix}p_value"] == pytest.approx(share, rel=0.25, abs=0.02)
+
+
+def test_the_null_model_is_left_out_where_nothing_hits_and_is_the_same_elsewhere(checkpoint, suite, monkeypatch):
+    model = checkpoint("llama")
+    table = classify_heads(model, relations=suite, k=3, progress=False).table
+    original = scores._relations_hit
+    monkeypatch.setattr(scores, "_relations_hit", lambda *hits: torch.ones_like(original(*hits)))
+    everywhere = classify_heads(model, relations=suite, k=3, progress=False).table
+    for sign, prefix in (("score", ""), ("suppression", "suppression_")):
+        hit = table[sign] > 0
+        assert 0 < hit.sum() < len(table)
+        for name in ("expected", "excess", "p_value"):
+            pd.testing.assert_series_equal(table[f"{prefix}{name}"][hit], everywhere[f"{prefix}{name}"][hit])
+        assert (table[f"{prefix}p_value"][~hit] == 1).all()
+        assert table.loc[~hit, [f"{prefix}expected", f"{prefix}excess"]].isna().all(axis=None)
+        assert (everywhere[f"{prefix}excess"][~hit] <= 0).all()
+        assert everywhere[f"{prefix}p_value"][~hit].min() > 0.5
+    flags = ["implemented", "suppressed", "copying"]
+    pd.testing.assert_frame_equal(table[flags], everywhere[flags])
 
 
 def test_intervals_and_q_values_belong_to_scores_and_p_values(checkpoint, suite):

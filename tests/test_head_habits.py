@@ -51,7 +51,7 @@ def classified(heads: Sequence[Writes], answers: Sequence[int]) -> pd.DataFrame:
     sources = torch.arange(ANSWERS, d_vocab)
     tokens = TokenRelation(asked, sources, tuple((answer,) for answer in answers), pd.DataFrame())
     ov = OVMaps(every_token[sources], every_token[None], torch.cat([maps, -maps]), every_token, 1.0)
-    table = score_table([vars(score_layer(ov, suite_pairs([tokens], [1]), null=True))], [tokens])
+    table = score_table([vars(score_layer(ov, suite_pairs([tokens], [1]), null="where hit"))], [tokens])
     flags = {rule: apply_rule(table, rule, 0.15) for rule in ("published", "controlled")}
     return table.assign(**{rule: found["implemented"] | found["suppressed"] for rule, found in flags.items()})
 

@@ -104,6 +104,22 @@ def test_ranks_counted_by_tiles_are_ranks_in_the_whole_map(layer):
         assert torch.equal(ranks, expected), sign
 
 
+@given(layers(), st.integers(1, 12), st.integers(0, 10**6))
+@settings(max_examples=40)
+def test_hits_of_the_heads_and_relations_asked_about_are_those_of_all(layer, k, seed):
+    maps, source, target, _ = layer
+    if not len(source):
+        return
+    half = len(source) // 2 + 1
+    grids = [ov_sweep.Grid(source, target, k), ov_sweep.Grid(source[:half], target[:half], 1)]
+    wanted = torch.rand(2, maps.n_heads, 2, generator=torch.Generator().manual_seed(seed)) < 0.4
+    asked, everything = (list(ov_sweep.topk_hits(maps, grids, which)) for which in (wanted, None))
+    for index in range(2):
+        for sign in range(2):
+            chosen = wanted[sign, :, index, None, None]
+            assert torch.equal(asked[index][sign], everything[index][sign] & chosen)
+
+
 @given(layers(), layers(), st.integers(1, 12))
 @settings(max_examples=100)
 def test_hits_of_every_source_with_every_target_are_those_of_the_whole_map(layer, other, k):

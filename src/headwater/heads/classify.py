@@ -34,7 +34,7 @@ from headwater.heads.relations import (
     load_relations,
     tokenize_relations,
 )
-from headwater.heads.scores import LayerScorer, relation_table, score_table, suite_pairs
+from headwater.heads.scores import LayerScorer, Null, relation_table, score_table, suite_pairs
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of, weights_of
 from headwater.models.shape import ModelShape
@@ -112,7 +112,7 @@ def classify_heads(
     }
 
     def work(run: Run) -> HeadMap:
-        layers = scored_layers(weights, usable, options, run, null=rule == "controlled")
+        layers = scored_layers(weights, usable, options, run, null="where hit" if rule == "controlled" else None)
         table = score_table(layers, [relation for relation, _ in usable])
         table = table.assign(**apply_rule(table, rule, threshold))
         categories = head_categories(table)
@@ -145,7 +145,7 @@ def scored_layers(
     options: Mapping[str, object],
     run: Run,
     *,
-    null: bool,
+    null: Null | None,
     items: bool = False,
     desc: str = "Scoring heads",
 ) -> list[dict[str, Tensor]]:
@@ -156,7 +156,7 @@ def scored_layers(
         usable: what is scored.
         options: `embedding` and `norm_gain`.
         run: keeps the pieces and shows the bar.
-        null: whether shuffled targets are scored too.
+        null: of which heads and relations shuffled targets are scored too.
         items: whether the hits of single items are kept.
         desc: what the bar says.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pandas as pd
 
 from headwater.errors import ModelError
@@ -34,8 +35,9 @@ class HeadMap(Result):
     `excess`, the chance-corrected score (score - expected) / (1 - expected); `p_value, q_value` of the score under
     shuffled targets; `pairs`, the number of items; `low, high`, the 95 % interval of the score; `beyond_copying`, the
     score that counts only items whose target beats the source itself; the same of the suppression side; and what the
-    rule says: `implemented, suppressed, copying`. With `rule="published"` the null model's columns, and so the excess,
-    are NaN.
+    rule says: `implemented, suppressed, copying`. Where a head hits no item of a relation, p is 1 by definition and
+    `expected` is not computed: it is NaN, as is the excess, which would be 0 or less. With `rule="published"` all
+    columns of the null model, and so the excess, are NaN.
     """
     categories: pd.DataFrame
     """A row per layer and head: `categories`, a tuple of names, and `label`, the figure's name for it; with
@@ -156,8 +158,8 @@ def best_heads(table: pd.DataFrame) -> pd.DataFrame:
         `relation, category, pairs, heads`, and of the best head `layer, head, score, expected, excess`.
     """
     found = table.loc[table["implemented"] | table["suppressed"], "relation"].value_counts()
-    strength = table["excess"].fillna(table["score"]).groupby(table["relation"], sort=False)
-    best = table.loc[strength.idxmax()].reset_index(drop=True)
+    strength = table["excess"].fillna(-np.inf) if table["excess"].notna().any() else table["score"]
+    best = table.loc[strength.groupby(table["relation"], sort=False).idxmax()].reset_index(drop=True)
     named = best[["relation", "category", "pairs"]].assign(heads=best["relation"].map(found).fillna(0).astype(int))
     return named.join(best[["layer", "head", "score", "expected", "excess"]])
 

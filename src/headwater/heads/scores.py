@@ -5,7 +5,8 @@
    smallest: suppression)? An item with several accepted targets hits when one of them does.
 3. The score is the share of a relation's items that hit. `beyond_copying` counts only hits whose target beats the
    source token itself, which a head that merely copies cannot do (a target that is the source counts as beating it).
-4. For the null model, every source meets every item's targets: `permutation_moments` of those hits.
+4. For the null model, every source meets every item's targets: `permutation_moments` of those hits. Where a head hits
+   nothing of a relation this is left out: P(at least 0 hits) is 1, and `expected` and `excess` are NaN.
 5. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds what
    follows from them, per layer, head and relation:
 
@@ -19,6 +20,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -86,7 +88,7 @@ class LayerScores:
     beyond_copying: Float[Tensor, "head relation"]
     suppression_beyond_copying: Float[Tensor, "head relation"]
     moments: Float[Tensor, "head relation moment"] | None = None
-    """`permutation_moments` of the number of hits; None where the null model was not asked for."""
+    """`permutation_moments` of the number of hits, NaN where nothing hits; None where no null model was asked for."""
     suppression_moments: Float[Tensor, "head relation moment"] | None = None
     hits: Bool[Tensor, "sign head item"] | None = None
     """Whether each item hits, and whether it is suppressed; None where single items were not asked for."""
@@ -113,13 +115,19 @@ def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePa
     )
 
 
-def score_layer(maps: OVMaps, suite: SuitePairs, *, null: bool, items: bool = False) -> LayerScores:
+Null: TypeAlias = Literal["where hit", "everywhere"]
+"""Of which heads and relations the null model is made: of those with a hit, or of all. Where nothing hits, p is 1 by
+definition, and the excess at most 0."""
+
+
+def score_layer(maps: OVMaps, suite: SuitePairs, *, null: Null | None, items: bool = False) -> LayerScores:
     """Score one layer's heads.
 
     Args:
         maps: the layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
         suite: the relations, on the device of `maps`.
-        null: whether the moments under shuffled targets are wanted too; they cost several times the scores.
+        null: for which heads and relations the moments under shuffled targets are wanted too: none, those with a hit
+            (for about the price of the scores), or all (for several times it).
         items: whether the hits of single items are wanted too.
     """
     with torch.inference_mode(), full_float32():
@@ -133,14 +141,15 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null: bool, items: bool = Fa
             for hits in (top, bottom, beyond_top, beyond_bottom)
         ]
         shares = torch.stack([_shares(suite, hits) for hits in found])
-        moments = _null_moments(maps, suite) if null else (None, None)
+        wanted = _relations_hit(suite, torch.stack(found[:2])) if null == "where hit" else None
+        moments = _null_moments(maps, suite, wanted) if null else None
         return LayerScores(
             score=shares[0],
             suppression=shares[1],
             beyond_copying=shares[2],
             suppression_beyond_copying=shares[3],
-            moments=moments[0],
-            suppression_moments=moments[1],
+            moments=None if moments is None else moments[0],
+            suppression_moments=None if moments is None else moments[1],
             hits=torch.stack(found[:2]).cpu() if items else None,
         )
 
@@ -155,8 +164,9 @@ def any_accepted(hits: Bool[Tensor, "*row pair"], item: Int[Tensor, "pair"], n_i
     """Say of each item whether any of its pairs hits; `item` is the item of each pair."""
     if len(item) == n_items:
         return hits
-    counts = torch.zeros(*hits.shape[:-1], n_items, dtype=torch.uint8, device=hits.device)
-    return counts.index_add_(-1, item, hits.byte()) > 0
+    by_pair = hits.movedim(-1, 0)
+    counts = torch.zeros(n_items, *by_pair.shape[1:], dtype=torch.uint8, device=hits.device)
+    return (counts.index_add_(0, item, by_pair.byte()) > 0).movedim(0, -1)
 
 
 def _beats_source(
@@ -172,18 +182,29 @@ def _beats_source(
     return beyond
 
 
+def _relations_hit(suite: SuitePairs, hits: Bool[Tensor, "sign head item"]) -> Bool[Tensor, "sign head relation"]:
+    """Say of which relations a head hits any item."""
+    counts = torch.zeros(*hits.shape[:2], len(suite.k), device=hits.device)
+    return counts.index_add_(2, suite.item_relation, hits.float()) > 0
+
+
 def _null_moments(
-    maps: OVMaps, suite: SuitePairs
-) -> tuple[Float[Tensor, "head relation moment"], Float[Tensor, "head relation moment"]]:
-    """The moments of the number of hits, and of suppressed hits, were each relation's targets shuffled."""
-    moments: tuple[list[Tensor], list[Tensor]] = [], []
-    hits = ov_sweep.topk_hits(maps, [suite.grid(relation) for relation in range(len(suite.k))])
+    maps: OVMaps, suite: SuitePairs, wanted: Bool[Tensor, "sign head relation"] | None
+) -> Float[Tensor, "sign head relation moment"]:
+    """The moments of the number of hits, and of suppressed hits, were each relation's targets shuffled.
+
+    NaN where they are not wanted; None wants all of them.
+    """
+    moments = torch.full((2, maps.n_heads, len(suite.k), 3), torch.nan, dtype=torch.float64)
+    hits = ov_sweep.topk_hits(maps, [suite.grid(relation) for relation in range(len(suite.k))], wanted)
     for relation, signs in enumerate(hits):
         items = suite.item_relation == relation
         pair_item = suite.pair_item[items[suite.pair_item]]
-        for found, sign in zip(moments, signs, strict=True):
-            found.append(permutation_moments(any_accepted(sign, pair_item - pair_item[0], int(items.sum()))).cpu())
-    return torch.stack(moments[0], dim=1), torch.stack(moments[1], dim=1)
+        for sign, found in enumerate(signs):
+            heads = slice(None) if wanted is None else wanted[sign, :, relation]
+            accepted = any_accepted(found[heads], pair_item - pair_item[0], int(items.sum()))
+            moments[sign, heads, relation] = permutation_moments(accepted).cpu()
+    return moments
 
 
 @dataclass(frozen=True)
@@ -193,7 +214,7 @@ class LayerScorer:
     weights: WeightSource
     read_layer: LayersAhead
     suite: SuitePairs
-    null: bool
+    null: Null | None
     options: Mapping[str, object]
     items: bool = False
 

@@ -246,9 +246,14 @@ def next_width(maps: OVMaps, seen: int, rows: int) -> int:
     return max(1, min(max(FIRST_TILE, seen), most))
 
 
+def heads_at_once(maps: OVMaps, columns: int) -> int:
+    """How many heads' W_O, and W_O W_U over so many columns, fit the workspace."""
+    return max(1, 2 * factor_numbers(maps) // (maps.W_O.shape[1] * max(columns, maps.W_O.shape[2])))
+
+
 def head_blocks(maps: OVMaps, columns: int) -> Iterator[range]:
-    """Blocks of heads whose W_O, and W_O W_U over so many columns, fit the workspace."""
-    size = max(1, 2 * factor_numbers(maps) // (maps.W_O.shape[1] * max(columns, maps.W_O.shape[2])))
+    """Blocks of as many heads as the workspace holds, all heads in turn."""
+    size = heads_at_once(maps, columns)
     for start in range(0, maps.n_heads, size):
         yield range(start, min(start + size, maps.n_heads))
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from headwater.kernels.ov_blocked import (
     factor_numbers,
     head_blocks,
     head_values,
+    heads_at_once,
     leave_out,
     rounding,
     settle,
@@ -45,152 +45,282 @@ class Grid:
     k: int
 
 
-class _GridLogits:
-    """The logits of each relation's own targets, made again whenever they are asked for."""
-
-    def __init__(self, maps: OVMaps, z: Float[Tensor, "kv_head source d_head"], grids: Sequence[Grid]):
-        self.maps, self.z, self.grids = maps, z, grids
-        tokens, column = torch.cat([grid.target for grid in grids]).unique(return_inverse=True)
-        targets = maps.W_U[:, tokens]
-        blocks = [exact_product(maps.W_O[heads].flatten(0, 1), targets) for heads in head_blocks(maps, len(tokens))]
-        self.W_target = rearrange(torch.cat(blocks), "(head d_head) token -> head token d_head", head=maps.n_heads)
-        self.W_target = self.W_target.contiguous()
-        self.column = column.split([len(grid.target) for grid in grids])
-        self.head_groups = [
-            list(_head_groups(maps, range(maps.n_heads), len(grid.source) * len(grid.target))) for grid in grids
-        ]
-
-    def of_relation(self, index: int) -> Iterator[tuple[slice, Float[Tensor, "block item pair"]]]:
-        """One relation's, some heads at a time."""
-        source, column = self.grids[index].source, self.column[index]
-        for heads in self.head_groups[index]:
-            block = slice(heads.start, heads.stop)
-            rows = self.z[_value_heads(self.maps, heads)[:, None], source]
-            yield block, rows @ self.W_target[block, column].mT
-
-    def extremes(self) -> Float[Tensor, "2 head row"]:
-        """The largest target of every row of every relation, and the largest negated one."""
-        parts = [
-            torch.cat([torch.stack([own.amax(2), -own.amin(2)]) for _, own in self.of_relation(index)], dim=1)
-            for index in range(len(self.grids))
-        ]
-        return torch.cat(parts, dim=2)
-
-
 def topk_hits(
-    maps: OVMaps, grids: Sequence[Grid]
+    maps: OVMaps, grids: Sequence[Grid], wanted: Bool[Tensor, "sign head grid"] | None = None
 ) -> Iterator[tuple[Bool[Tensor, "head item pair"], Bool[Tensor, "head item pair"]]]:
     """Say for every source and every target of each relation whether the target is in the top k, and in the bottom k.
 
-    1. The logits of the relation's own targets, and the largest and smallest of them in each row m_s.
-    2. The k-th largest and smallest logit of each row, tile after tile of the vocabulary. A row whose targets all lie
-       between the two found so far leaves: none can be in the top k or the bottom k any more.
-    3. A target beyond the k-th logit is a hit; one too near to it is settled on its own.
+    1. The logits of the relation's own targets, and the largest and smallest of them in each row m_s. A row is a
+       source with a k; relations that share it share the work.
+    2. The k-th and the next largest (smallest) logit of each row, tile after tile of the vocabulary. A row whose
+       targets all lie between the k-th ones found so far leaves: none can be in the top k or the bottom k any more.
+    3. A target beyond the middle of the two is a hit, unless it is too near to it: then it is settled on its own.
+
+    Args:
+        maps: the heads of one layer.
+        grids: the relations.
+        wanted: which heads are asked about which relations, for the top k and for the bottom k; where not, nothing is
+            computed, and nothing is a hit. None asks for everything.
     """
-    z = head_values(maps, maps.x.double())
-    margin = _margin(maps, z)
-    logits = _GridLogits(maps, z.float(), grids)
-    source = torch.cat([grid.source for grid in grids])
-    k = torch.cat([torch.full_like(grid.source, grid.k) for grid in grids])
-    kth = _kth_logits(maps, logits.z[:, source], k, logits.extremes() + margin[:, source])
-    for index, (grid, bound) in enumerate(zip(grids, kth.split([len(grid.source) for grid in grids], 2), strict=True)):
-        shape = (maps.n_heads, len(grid.source), len(grid.target))
-        hits = torch.empty(2, *shape, dtype=torch.bool, device=source.device)
-        unsure = torch.empty(shape, dtype=torch.bool, device=source.device)
-        for heads, own in logits.of_relation(index):
-            near = margin[heads, grid.source, None]
-            excess = torch.stack([own, -own]) - bound[:, heads, :, None]
-            hits[:, heads] = excess >= near
-            unsure[heads] = (excess.abs() < near).any(0)
-        cell_head, item, pair = unsure.nonzero(as_tuple=True)
-        cells = Triples(cell_head, grid.source[item], grid.target[pair])
-        hits[:, cell_head, item, pair] = torch.stack(settle(maps, cells, torch.full_like(item, grid.k)))
+    device = maps.W_U.device
+    if wanted is None:
+        wanted = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool, device=device)
+    rows = _Rows(grids)
+    asked = torch.zeros(2, maps.n_heads, len(rows.source), dtype=torch.bool, device=device)
+    for index, row in enumerate(rows.of_grid):
+        asked[:, :, row] |= wanted[:, :, index, None]
+    z = _values_of(maps, rows.source, asked.any(0))
+    margin = _margin(maps, z, rows.source)
+    logits = _GridLogits(maps, z.float(), grids, rows, wanted)
+    bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
+    for index, (grid, row) in enumerate(zip(grids, rows.of_grid, strict=True)):
+        if not bool(wanted[:, :, index].any()):
+            nothing = torch.zeros((), dtype=torch.bool, device=device)
+            yield (nothing.expand(maps.n_heads, len(row), len(grid.target)),) * 2
+            continue
+        shape = 2, maps.n_heads, len(logits.tokens[index]), len(row)
+        hits = torch.zeros(shape, dtype=torch.bool, device=device)
+        unsure = torch.zeros_like(hits[0])
+        for heads, own in logits.of_grid(index):
+            near = margin[heads[:, None], row][:, None]
+            excess = torch.stack([own, -own]) - bound[:, heads[:, None], row][:, :, None]
+            chosen = wanted[:, heads, index, None, None]
+            hits[:, heads] = (excess >= near) & chosen
+            unsure[heads] = ((excess.abs() < near) & chosen).any(0)
+        head, token, item = unsure.nonzero(as_tuple=True)
+        cells = Triples(head, grid.source[item], logits.tokens[index][token])
+        settled = torch.stack(settle(maps, cells, torch.full_like(item, grid.k)))
+        hits[:, head, token, item] = settled & wanted[:, head, index]
+        hits = hits.index_select(2, logits.column[index]).mT
         yield hits[0], hits[1]
 
 
-def _margin(maps: OVMaps, z: Float[Tensor, "kv_head source d_head"]) -> Float[Tensor, "head source"]:
+class _Rows:
+    """The rows of all relations: each source with each k that is asked of it, once."""
+
+    def __init__(self, grids: Sequence[Grid]):
+        source = torch.cat([grid.source for grid in grids])
+        k = torch.cat([torch.full_like(grid.source, grid.k) for grid in grids])
+        self.k_at_most = max(grid.k for grid in grids)
+        both, row = (source * (self.k_at_most + 1) + k).unique(return_inverse=True)
+        self.source, self.k = both // (self.k_at_most + 1), both % (self.k_at_most + 1)
+        self.of_grid = row.split([len(grid.source) for grid in grids])
+
+
+def _values_of(
+    maps: OVMaps, source: Int[Tensor, "row"], asked: Bool[Tensor, "head row"]
+) -> Float[Tensor, "kv_head row d_head"]:
+    """Return z = x W_V in float64 of the rows that some head of the value head's group is asked about, else 0."""
+    by_value = asked.unflatten(0, (len(maps.W_V), -1)).any(1)
+    if bool(by_value.all()):
+        return head_values(maps, maps.x[source].double())
+    z = torch.zeros(*by_value.shape, maps.W_V.shape[2], dtype=torch.float64, device=source.device)
+    for value in by_value.any(1).nonzero()[:, 0].tolist():
+        chosen = by_value[value].nonzero()[:, 0]
+        z[value, chosen] = maps.x[source[chosen]].double() @ maps.W_V[value].double()
+    return z
+
+
+class _GridLogits:
+    """The logits of each relation's own targets, each token once, made again whenever they are asked for."""
+
+    def __init__(
+        self,
+        maps: OVMaps,
+        z: Float[Tensor, "kv_head row d_head"],
+        grids: Sequence[Grid],
+        rows: _Rows,
+        wanted: Bool[Tensor, "sign head grid"],
+    ):
+        self.maps, self.z, self.rows, self.wanted = maps, z, rows, wanted
+        found = [grid.target.unique(return_inverse=True) for grid in grids]
+        self.tokens, self.column = [tokens for tokens, _ in found], [column for _, column in found]
+
+    def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, "block"], Float[Tensor, "block token item"]]]:
+        """One relation's, for some of the heads that are asked about it at a time."""
+        tokens, row = self.tokens[index], self.rows.of_grid[index]
+        heads = self.wanted[:, :, index].any(0).nonzero()[:, 0]
+        targets = self.maps.W_U[:, tokens] if len(heads) else self.maps.W_U[:, :0]
+        numbers = max(len(tokens) * max(len(row), self.z.shape[2]), 1)
+        for some in _split(heads, tile_numbers(self.maps) // numbers):
+            W_target = exact_product(self.maps.W_O[some].flatten(0, 1), targets).unflatten(0, (len(some), -1))
+            yield some, W_target.mT @ self.z[_value_heads(self.maps, some)[:, None], row].mT
+
+    def extremes(self) -> Float[Tensor, "sign head row"]:
+        """The largest wanted target of every row, over its relations, and the largest negated one; else -inf."""
+        shape = (2, self.maps.n_heads, len(self.rows.source))
+        extremes = torch.full(shape, -torch.inf, device=self.z.device)
+        for index, row in enumerate(self.rows.of_grid):
+            for heads, own in self.of_grid(index):
+                both = torch.stack([own.amax(1), -own.amin(1)])
+                both = torch.where(self.wanted[:, heads, index, None], both, -torch.inf)
+                extremes[:, heads] = extremes[:, heads].scatter_reduce(2, row.expand_as(both), both, "amax")
+        return extremes
+
+
+def _margin(
+    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], source: Int[Tensor, "row"]
+) -> Float[Tensor, "head row"]:
     """How far float32 may be off once z is exact: no sum has more terms than sum_j |z_j| |W_O[j]| max_v |W_U[:, v]|."""
     lengths = torch.linalg.vector_norm(maps.W_O, dim=2, dtype=torch.float64)
     sizes = torch.stack([z[maps.value_head(head)].abs() @ lengths[head] for head in range(maps.n_heads)])
-    return (rounding(maps) * maps.longest * sizes + maps.tie).float()
+    return (rounding(maps) * maps.longest * sizes + maps.tie[:, source]).float()
 
 
 def _kth_logits(
+    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], rows: _Rows, wanted: Float[Tensor, "sign head row"]
+) -> Float[Tensor, "sign head row"]:
+    """Find the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
+
+    Once the k-th is above what is `wanted` of it the row leaves, and the bound found so far is returned. A tile costs
+    W_O W_U for heads with many rows left, and (z W_O) W_U for those with fewer than W_O has.
+    """
+    kept = _Kept(torch.full((*wanted.shape, rows.k_at_most + 1), -torch.inf, device=z.device), rows.k, wanted)
+    most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
+    start = 0
+    while start < maps.d_vocab and bool(kept.alive.any()):
+        tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
+        left = kept.alive.any(0).sum(1)
+        is_many = left >= z.shape[2]
+        _merge_by_heads(maps, z, kept, is_many.nonzero()[:, 0], tile)
+        _merge_by_rows(maps, z, kept, ((left > 0) & ~is_many).nonzero()[:, 0], tile)
+        start += tile.shape[1]
+    return kept.bounds()
+
+
+def _merge_by_heads(
     maps: OVMaps,
     z: Float[Tensor, "kv_head row d_head"],
-    k: Int[Tensor, "row"],
-    wanted: Float[Tensor, "2 head row"],
-) -> Float[Tensor, "2 head row"]:
-    """Find the k-th largest logit of each row, and the k-th largest negated one.
+    kept: "_Kept",
+    heads: Int[Tensor, "chosen"],
+    tile: Float[Tensor, "d_model token"],
+) -> None:
+    """Merge a tile's logits z (W_O W_U) into the rows left of some heads."""
+    width = tile.shape[1]
+    for block in _split(heads, heads_at_once(maps, width)):
+        W_tile = exact_product(maps.W_O[block].flatten(0, 1), tile).unflatten(0, (len(block), -1))
+        rows_at_most = int(kept.alive[:, block].any(0).sum(1).max())
+        for places in torch.arange(len(block)).split(max(1, _logits_at_once(maps) // (rows_at_most * width))):
+            group = block[places]
+            for row in kept.rows(group).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
+                kept.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W_tile[places])
 
-    Once that is above what is `wanted` of it the row leaves, and the bound found so far is returned.
-    """
-    kept = _Kept(torch.full((*wanted.shape, int(k.max())), -torch.inf, device=wanted.device), k, wanted)
-    start = 0
-    while start < maps.d_vocab and (rows_at_most := int(kept.alive.any(0).sum(1).max())):
-        most = min(2 * factor_numbers(maps) // maps.x.shape[1], tile_numbers(maps) // rows_at_most)
-        tile = maps.W_U[:, start : start + max(1, min(max(FIRST_TILE, start), most))]
-        for block in head_blocks(maps, tile.shape[1]):
-            W_tile = exact_product(maps.W_O[block].flatten(0, 1), tile).unflatten(0, (len(block), -1))
-            for heads in _head_groups(maps, block, rows_at_most * tile.shape[1]):
-                head = torch.tensor(heads, device=z.device)[:, None]
-                row = kept.rows(heads)
-                logits = (
-                    z[_value_heads(maps, heads)[:, None], row]
-                    @ W_tile[heads.start - block.start : heads.stop - block.start]
-                )
-                kept.merge(0, head, row, logits)
-                kept.merge(1, head, row, logits.neg_())
-        start += tile.shape[1]
-    return kept.values.gather(3, (k - 1).expand(wanted.shape)[..., None])[..., 0]
+
+def _merge_by_rows(
+    maps: OVMaps,
+    z: Float[Tensor, "kv_head row d_head"],
+    kept: "_Kept",
+    heads: Int[Tensor, "chosen"],
+    tile: Float[Tensor, "d_model token"],
+) -> None:
+    """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
+    for block in _split(heads, heads_at_once(maps, maps.x.shape[1])):
+        alive = kept.alive[:, block].any(0)
+        place, row = alive.nonzero(as_tuple=True)
+        padded = kept.rows(block)
+        y = z[_value_heads(maps, block)[:, None], padded] @ maps.W_O[block].float()
+        y = y[alive.gather(1, padded)]
+        head = block[place]
+        for part in torch.arange(len(y)).split(max(1, tile_numbers(maps) // tile.shape[1])):
+            kept.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
+
+
+def _logits_at_once(maps: OVMaps) -> int:
+    """Few enough on a CPU for its cache."""
+    return tile_numbers(maps) if maps.W_U.is_cuda else max(1, tile_numbers(maps) // 8)
 
 
 @dataclass
 class _Kept:
     """The largest logits of each row so far, the largest negated ones, and which rows still want more."""
 
-    values: Float[Tensor, "2 head row k"]
+    values: Float[Tensor, "sign head row place"]
     k: Int[Tensor, "row"]
-    wanted: Float[Tensor, "2 head row"]
+    wanted: Float[Tensor, "sign head row"]
 
     def __post_init__(self) -> None:
-        self.alive = torch.ones_like(self.wanted, dtype=torch.bool)
+        self.alive = self.wanted > -torch.inf
 
-    def rows(self, heads: range) -> Int[Tensor, "block alive"]:
+    def rows(self, heads: Int[Tensor, "block"]) -> Int[Tensor, "block alive"]:
         """The rows of each head that are alive; where heads differ in their number, some that are not."""
-        alive = self.alive[:, heads.start : heads.stop].any(0)
+        alive = self.alive[:, heads].any(0)
         if len(heads) == 1:
             return alive.nonzero()[None, :, 1]
         return alive.byte().argsort(dim=1, descending=True, stable=True)[:, : int(alive.sum(1).max())]
 
     def merge(
+        self, head: Int[Tensor, "block 1"], row: Int[Tensor, "block alive"], logits: Float[Tensor, "block alive token"]
+    ) -> None:
+        """Merge new logits, and the same negated, into the largest of their rows; many rows have nothing to merge."""
+        for sign in range(2):
+            alive = self.alive[sign, head, row]
+            if bool(alive.any()):
+                self._merge(sign, head, row, alive, logits.neg_() if sign else logits)
+
+    def _merge(
         self,
         sign: int,
         head: Int[Tensor, "block 1"],
         row: Int[Tensor, "block alive"],
+        alive: Bool[Tensor, "block alive"],
         logits: Float[Tensor, "block alive token"],
     ) -> None:
-        """Merge new logits into the largest of their rows; most rows have nothing to merge."""
-        if not row.numel():
-            return
-        alive = self.alive[sign, head, row]
-        new = ((logits.amax(2) > self.values[sign, head, row, -1]) & alive).nonzero(as_tuple=True)
-        into = sign, head[new[0], 0], row[new]
-        merged = torch.cat([self.values[into], logits[new]], dim=1)
-        self.values[into] = merged.topk(self.values.shape[-1]).values
+        parts = _Parts(logits)
+        last = self.values[sign, head, row, self.k[row]]
+        block, place = ((parts.largest() > last) & alive).nonzero(as_tuple=True)
+        into = sign, head[block, 0], row[block, place]
+        n_kept = self.values.shape[-1]
+        candidates = torch.cat([self.values[into], parts.candidates(block, place, n_kept)], dim=1)
+        self.values[into] = candidates.topk(n_kept).values
         at_k = self.values[sign, head, row, self.k[row] - 1]
         self.alive[sign, head, row] = alive & (at_k <= self.wanted[sign, head, row])
 
+    def bounds(self) -> Float[Tensor, "sign head row"]:
+        """What a logit must be beyond to be among the k largest: the k-th, where the row left before its end."""
+        place = self.k.expand(self.wanted.shape)[..., None]
+        kth, following = (self.values.gather(3, place - before)[..., 0] for before in (1, 0))
+        return torch.where(self.alive, (kth + following) / 2, kth)
 
-def _value_heads(maps: OVMaps, heads: range) -> Int[Tensor, "block"]:
-    return torch.tensor([maps.value_head(head) for head in heads], device=maps.W_U.device)
+
+class _Parts:
+    """The logits of rows in parts that take every so many-th token: the largest n lie in the n parts with the largest.
+
+    So nearly all of a row is read once, for the largest of each part, and only n parts of it are sorted.
+    """
+
+    SIZE = 32
+    FEWEST = 64
+
+    def __init__(self, logits: Float[Tensor, "block alive token"]):
+        size = min(max(logits.shape[-1] // self.FEWEST, 1), self.SIZE)
+        n_parts = logits.shape[-1] // size
+        self.parts = logits[..., : n_parts * size].unflatten(-1, (size, n_parts))
+        self.rest = logits[..., n_parts * size :]
+        self.maxima = self.parts.amax(-2) if n_parts else self.rest
+
+    def largest(self) -> Float[Tensor, "block alive"]:
+        """The largest logit of each row."""
+        largest = self.maxima.amax(-1)
+        return torch.maximum(largest, self.rest.amax(-1)) if self.rest.shape[-1] else largest
+
+    def candidates(
+        self, block: Int[Tensor, "chosen"], place: Int[Tensor, "chosen"], n: int
+    ) -> Float[Tensor, "chosen candidate"]:
+        """Return logits of some rows, the largest n of each among them."""
+        rest = self.rest[block, place]
+        if self.parts.shape[-1] <= n:
+            return torch.cat([self.parts[block, place].flatten(1), rest], dim=1)
+        part = self.maxima[block, place].topk(n, sorted=False).indices
+        return torch.cat([self.parts[block[:, None], place[:, None], :, part].flatten(1), rest], dim=1)
 
 
-def _head_groups(maps: OVMaps, heads: range, numbers: int) -> Iterator[range]:
-    """Cut heads into groups whose logits, so many numbers per head, are few enough to make at a time."""
-    size = max(1, tile_numbers(maps) // max(1, numbers))
-    for start in range(heads.start, heads.stop, size):
-        yield range(start, min(start + size, heads.stop))
+def _split(heads: Int[Tensor, "chosen"], size: int) -> Sequence[Int[Tensor, "block"]]:
+    """Cut heads into parts of a size; no heads are no parts."""
+    return heads.split(max(1, size)) if len(heads) else ()
+
+
+def _value_heads(maps: OVMaps, heads: Int[Tensor, "block"]) -> Int[Tensor, "block"]:
+    return heads * len(maps.W_V) // maps.n_heads
 
 
 @full_float32()

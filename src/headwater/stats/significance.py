@@ -49,14 +49,14 @@ def permutation_moments(hits: Bool[Tensor, "head item item"]) -> Float[Tensor, "
     C = sum_ij H_ij r_i k_j, its sums of powers follow from n, g, sum r^2, sum k^2, sum r^3, sum k^3 and C.
     """
     n = hits.shape[-1]
-    g = hits.sum((-2, -1)).double() / n**2
-    r = hits.sum(-1).double() / n - g[:, None]
-    k = hits.sum(-2).double() / n - g[:, None]
-    at_once = max(1, NUMBERS_AT_ONCE // n**2)
-    parts = (part.split(at_once) for part in (hits, r[:, None], k[..., None]))
-    C = torch.cat(
-        [(r_heads @ found.double() @ k_heads)[:, 0, 0] for found, r_heads, k_heads in zip(*parts, strict=True)]
-    )
+    sums = []
+    for found in hits.split(max(1, NUMBERS_AT_ONCE // n**2)):
+        H = found.double()
+        rows, columns = H.sum(-1) / n, H.sum(-2) / n
+        mean = rows.mean(-1, keepdim=True)
+        rows, columns = rows - mean, columns - mean
+        sums.append((mean[:, 0], rows, columns, (rows[:, None] @ H @ columns[..., None])[:, 0, 0]))
+    g, r, k, C = (torch.cat(part) for part in zip(*sums, strict=True))
     squares = n * (r.square() + k.square()).sum(-1)
     cubes = n * (r**3 + k**3).sum(-1) + 3 * g * squares + n**2 * g**3
     d2 = n**2 * g * (1 - g) - squares
