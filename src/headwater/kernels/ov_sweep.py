@@ -46,7 +46,7 @@ class Grid:
 
 
 def topk_hits(
-    maps: OVMaps, grids: Sequence[Grid], wanted: Bool[Tensor, "sign head grid"] | None = None
+    maps: OVMaps, grids: Sequence[Grid], wanted: Bool[Tensor, "sign head relation"] | None = None
 ) -> Iterator[tuple[Bool[Tensor, "head item pair"], Bool[Tensor, "head item pair"]]]:
     """Say for every source and every target of each relation whether the target is in the top k, and in the bottom k.
 
@@ -130,7 +130,7 @@ class _GridLogits:
         z: Float[Tensor, "kv_head row d_head"],
         grids: Sequence[Grid],
         rows: _Rows,
-        wanted: Bool[Tensor, "sign head grid"],
+        wanted: Bool[Tensor, "sign head relation"],
     ):
         self.maps, self.z, self.rows, self.wanted = maps, z, rows, wanted
         found = [grid.target.unique(return_inverse=True) for grid in grids]
@@ -192,7 +192,7 @@ def _merge_by_heads(
     maps: OVMaps,
     z: Float[Tensor, "kv_head row d_head"],
     kept: "_Kept",
-    heads: Int[Tensor, "chosen"],
+    heads: Int[Tensor, "block"],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
     """Merge a tile's logits z (W_O W_U) into the rows left of some heads."""
@@ -210,7 +210,7 @@ def _merge_by_rows(
     maps: OVMaps,
     z: Float[Tensor, "kv_head row d_head"],
     kept: "_Kept",
-    heads: Int[Tensor, "chosen"],
+    heads: Int[Tensor, "block"],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
     """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
@@ -234,7 +234,7 @@ def _logits_at_once(maps: OVMaps) -> int:
 class _Kept:
     """The largest logits of each row so far, the largest negated ones, and which rows still want more."""
 
-    values: Float[Tensor, "sign head row place"]
+    values: Float[Tensor, "sign head row k"]
     k: Int[Tensor, "row"]
     wanted: Float[Tensor, "sign head row"]
 
@@ -304,8 +304,8 @@ class _Parts:
         return torch.maximum(largest, self.rest.amax(-1)) if self.rest.shape[-1] else largest
 
     def candidates(
-        self, block: Int[Tensor, "chosen"], place: Int[Tensor, "chosen"], n: int
-    ) -> Float[Tensor, "chosen candidate"]:
+        self, block: Int[Tensor, "block"], place: Int[Tensor, "block"], n: int
+    ) -> Float[Tensor, "row token"]:
         """Return logits of some rows, the largest n of each among them."""
         rest = self.rest[block, place]
         if self.parts.shape[-1] <= n:
@@ -314,7 +314,7 @@ class _Parts:
         return torch.cat([self.parts[block[:, None], place[:, None], :, part].flatten(1), rest], dim=1)
 
 
-def _split(heads: Int[Tensor, "chosen"], size: int) -> Sequence[Int[Tensor, "block"]]:
+def _split(heads: Int[Tensor, "head"], size: int) -> Sequence[Int[Tensor, "block"]]:
     """Cut heads into parts of a size; no heads are no parts."""
     return heads.split(max(1, size)) if len(heads) else ()
 
