@@ -13,6 +13,7 @@ from benchmarks import (
     cache,
     collecting,
     experiments,
+    generation,
     heads,
     heads_70b,
     knockout,
@@ -20,6 +21,7 @@ from benchmarks import (
     patching,
     saliency,
     scaling,
+    short_texts,
     table,
 )
 from benchmarks.machine import measure_machine
@@ -36,6 +38,8 @@ SUITES = {
     "scaling": scaling.run,
     "cache": cache.run,
     "collecting": collecting.run,
+    "generation": generation.run,
+    "short-texts": short_texts.run,
 }
 
 

@@ -10,11 +10,12 @@ from headwater.errors import InputError, ModelError, RunFolderError
 from headwater.kernels.likelihood import UnembeddingHead, token_statistics_reference
 from headwater.likelihood import statistics
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, TextStatistics, token_statistics
+from headwater.models import unembedding
 from headwater.models.one_pass import one_pass_attention
 from headwater.models.tokens import encode
 from headwater.models.unembedding import unembedding_head
 from tests import chance
-from tests.tiny import WORDS
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 COLUMNS = list(statistics.STATISTICS)
 NUMBERS = ["log_probability", "entropy", "variance", "top1_log_probability"]
@@ -299,3 +300,35 @@ def test_an_architecture_that_does_more_to_its_logits_is_refused(load, monkeypat
     )
     with pytest.raises(ModelError, match=r"differ by 11\.1%"):
         score(model, " cat dog")
+
+
+def checks_of(monkeypatch):
+    """Count how often an unembedding is checked against the model's own logits."""
+    checks, check = [], unembedding._check
+    monkeypatch.setattr(unembedding, "_check", lambda *given: (checks.append(1), check(*given)))
+    return checks
+
+
+def test_an_unembedding_is_checked_once_until_weights_change_or_something_acts_in_the_model(monkeypatch):
+    model, checks = hw.load(tiny_model("llama", seed=5), tokenizer=tiny_tokenizer()), checks_of(monkeypatch)
+
+    def scored():
+        checks.clear()
+        table = hw.token_statistics(model, " Paris of France", progress=False).table
+        expected = model.run(" Paris of France")[0].float().log_softmax(-1)
+        targets = torch.tensor(table["token_id"].to_numpy())[:, None]
+        assert np.allclose(table["log_probability"], expected[:-1].gather(1, targets)[:, 0], atol=1e-5)
+        return len(checks)
+
+    assert [scored(), scored()] == [1, 0]
+    with torch.no_grad():
+        model.raw.unembed.W_U.data.mul_(1.5)
+    assert [scored(), scored()] == [1, 0]
+    with model.hooks([("blocks.1.hook_resid_post", lambda x, hook: x * 0.5)]):
+        assert [scored(), scored()] == [1, 1]
+    assert [scored(), scored()] == [1, 0]
+    handle = model.raw.ln_final.register_forward_hook(lambda module, args, out: out * 3)
+    with pytest.raises(ModelError, match="are not its final norm"):
+        scored()
+    handle.remove()
+    assert scored() == 0

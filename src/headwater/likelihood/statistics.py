@@ -179,7 +179,7 @@ def token_statistics(
         described, windows = _windows(model, texts, spans, long, _stride(stride, model.shape.n_ctx))
         parts = [windows[start : start + WINDOWS_PER_PIECE] for start in range(0, len(windows), WINDOWS_PER_PIECE)]
         with run.bar("Scoring", "text", len(windows)) as bar:
-            measure = _measurer(model, chosen, read) if windows else None
+            measure = _measurer(model, chosen, read, run.record) if windows else None
 
             def compute(part: Sequence[_Window]) -> dict[str, Tensor]:
                 return _measure_windows(model, part, measure, batch_size, bar)
@@ -276,10 +276,10 @@ def _cut(model: HookedModel, index: int, ids: list[int], wanted: list[int], long
 
 
 def _measurer(
-    model: HookedModel, layers: Sequence[int], read: Callable[[Tensor, int], Tensor]
+    model: HookedModel, layers: Sequence[int], read: Callable[[Tensor, int], Tensor], record: RunRecord
 ) -> Callable[[Batch, Tensor, Tensor], dict[str, Tensor]]:
     """Return what runs one batch and gives the statistics of the tokens at (rows, columns), layer by layer."""
-    normalise, head = unembedding_head(model)
+    normalise, head = unembedding_head(model, record)
 
     def measure(batch: Batch, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         kept: dict[int, Tensor] = {}

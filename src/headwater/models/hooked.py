@@ -70,6 +70,7 @@ class HookedModel(TransformerLensNames):
         bos: the id that begins every text, or None for models that want none.
         lock: held while the model runs; hold it to make several runs one.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
+        head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
         unwrapped_checked: whether it gives the same without TransformerLens's wrappers; None before that was seen.
         misfits: the sites whose activations are not what `shape` says, and how; they are refused.
         read_only: the sites that can be read but not edited, and why.
@@ -95,6 +96,7 @@ class HookedModel(TransformerLensNames):
         self.lock = threading.RLock()
         self.steps_checked = False
         self.unwrapped_checked: bool | None = None
+        self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[str, str] = {}
         self.read_only: Mapping[str, str] = {}
         self._attachments = Attachments(raw)

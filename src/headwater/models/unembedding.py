@@ -24,6 +24,7 @@ from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.norms import final_norm, logit_scale
 from headwater.models.tokens import Batch
 from headwater.models.weights.weight_source import finite
+from headwater.runs.record import HOOKS, PAST_HOOKS, RunRecord
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -35,8 +36,13 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @torch.inference_mode()
-def unembedding_head(model: HookedModel) -> tuple[Normalise, UnembeddingHead]:
+def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tuple[Normalise, UnembeddingHead]:
     """Return the final norm and the head behind it, after checking them against the model's own logits.
+
+    Args:
+        model: the model.
+        record: of the run that asks. What was checked of the same weights, while nothing else acted in the model, is
+            not checked again.
 
     Raises:
         ModelError: together they do not give the model's logits (the architecture does something more to them).
@@ -45,13 +51,22 @@ def unembedding_head(model: HookedModel) -> tuple[Normalise, UnembeddingHead]:
     bias, scale = getattr(raw.unembed, "b_U", None), logit_scale(model)
     cap = float(getattr(raw.cfg, "output_logits_soft_cap", None) or -1.0)
     head = UnembeddingHead(
-        W_U=finite(raw.unembed.W_U.detach(), "unembed.W_U"),
+        W_U=raw.unembed.W_U.detach(),
         bias=scale * bias.detach() if bias is not None and bool(bias.any()) else None,
         softcap=cap if cap > 0 else None,
     )
     normalise = _final_norm(model, scale)
-    _check(model, normalise, head)
+    seen = None if record is None or record.options.keys() & {HOOKS, PAST_HOOKS} else _seen(head, record)
+    if seen is None or model.head_checked != seen:
+        finite(head.W_U, "unembed.W_U")
+        _check(model, normalise, head)
+        model.head_checked = seen
     return normalise, head
+
+
+def _seen(head: UnembeddingHead, record: RunRecord) -> tuple[object, ...]:
+    """What tells whether a head is the one that was checked: the model's weights, and where it lies in which type."""
+    return record.fingerprint, head.W_U.data_ptr(), head.W_U.dtype, head.W_U.device
 
 
 def _final_norm(model: HookedModel, scale: float) -> Normalise:

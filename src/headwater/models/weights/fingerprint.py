@@ -51,6 +51,8 @@ SPAN = 2**22
 THREADS = min(8, os.cpu_count() or 1)
 LINE = 1024
 """Words of eight bytes in a line of the checksum."""
+APART = 32
+"""How many lines, far from one another, are summed at a time."""
 SMALL = 2**16
 """Bytes up to which a tensor's checksum is a hash of all of it."""
 YOUNG = 2.0
@@ -311,6 +313,12 @@ def _checksum(tensor: Tensor) -> bytes:
     found = hashlib.sha256(words[8 * whole :].cpu().numpy().tobytes())
     if whole:
         lines = words[: 8 * whole].view(torch.int64).view(-1, LINE)
-        for axis in (0, 1):
-            found.update(lines.sum(axis).cpu().numpy().tobytes())
+        for sums in (_summed_down(lines), lines.sum(1)):
+            found.update(sums.cpu().numpy().tobytes())
     return found.digest()
+
+
+def _summed_down(lines: Tensor) -> Tensor:
+    """Sum lines over one another: far ones first, which goes at the speed of memory, where `lines.sum(0)` does not."""
+    whole = len(lines) // APART * APART
+    return lines[:whole].view(APART, -1, LINE).sum(0).sum(0) + lines[whole:].sum(0)
