@@ -27,7 +27,8 @@ from torch import Tensor
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
 from headwater.models.caches.activations import Activation
-from headwater.models.caches.sequences import Sequences, asked_columns, starts_of, steps
+from headwater.models.caches.layout import Layout
+from headwater.models.caches.sequences import Sequences, asked_columns
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
 from headwater.runs.identity import digest
@@ -84,7 +85,7 @@ class Cache(Result):
     @property
     def nbytes(self) -> int:
         """How many bytes the numbers take."""
-        rows = {one.name: int(self._sizes(one).sum()) * len(one.places) for one in self.kept.values()}
+        rows = {one.name: int(self._layout.sizes(one).sum()) * len(one.places) for one in self.kept.values()}
         widths = {one.name: 1 if one.has_keys else math.prod(one.size) for one in self.kept.values()}
         return sum(rows[one.name] * widths[one.name] * one.torch_dtype().itemsize for one in self.kept.values())
 
@@ -144,7 +145,7 @@ class Cache(Result):
         """
         one, place = self._found(key)
         what = f"{one.name!r}, {one.layers[place]}" if one.layers else repr(one.name)
-        if len(set(self._counts.tolist())) > 1 or (one.has_keys and len(set(self._lengths.tolist())) > 1):
+        if not self._layout.same_counts or (one.has_keys and not self._layout.same_lengths):
             counted = self._lengths if one.has_keys else self._counts
             instead = (
                 f"cache.example({what}, example) is one text's"
@@ -155,7 +156,7 @@ class Cache(Result):
                 f"cache[{what}] would be {' '.join(self.axes(one.name))}, but the texts have "
                 f"{int(counted.min())} to {int(counted.max())} tokens each: {instead}."
             )
-        whole = self._numbers(one, place)
+        whole = self._layout.numbers(one, place)
         if not one.has_keys:
             return whole.reshape(len(self._counts), -1, *one.size)
         return whole.reshape(len(self._counts), *one.size, int(self._counts[0]), int(self._lengths[0]))
@@ -172,16 +173,16 @@ class Cache(Result):
             InputError: nothing of that name and layer is kept, or it has keys, of which texts have different numbers.
         """
         one, place = self._found((site, layer))
-        whole, of_role = self._numbers(one, place), self._of_role(role)
+        whole, of_role = self._layout.numbers(one, place), self._of_role(role)
         if not one.has_keys:
             return whole if of_role is None else whole[of_role]
-        if len(set(self._lengths.tolist())) > 1:
+        if not self._layout.same_lengths:
             raise InputError(
                 f"{one.name} says something of each key, and the texts have {int(self._lengths.min())} to "
                 f"{int(self._lengths.max())}: cache.example({one.name!r}, layer, example) is one text's."
             )
-        parts = whole.split(self._sizes(one).tolist())
-        rows = torch.cat([self._block(one, part, n).movedim(-2, 0) for n, part in enumerate(parts)])
+        parts = whole.split(self._layout.sizes(one).tolist())
+        rows = torch.cat([self._layout.block(one, part, n).movedim(-2, 0) for n, part in enumerate(parts)])
         return rows if of_role is None else rows[of_role]
 
     def example(self, site: str, layer: int | None, example: int) -> Tensor:
@@ -192,12 +193,7 @@ class Cache(Result):
         """
         one, place = self._found((site, layer))
         example = checked_count("example", example, least=0, most=len(self._counts) - 1)
-        part, within = (int(found[example]) for found in self._where)
-        sizes = self._sizes(one)
-        mates = self._examples[part]
-        start = int(sizes[mates[:within]].sum())
-        taken = self.activations[part][one.name][place][start : start + int(sizes[example])]
-        return self._block(one, taken, example).clone()
+        return self._layout.of_example(one, place, example).clone()
 
     def to_numpy(
         self, site: str, layer: int | None = None, *, role: str | None = None
@@ -237,12 +233,12 @@ class Cache(Result):
     @cached_property
     def residual(self) -> ResidualCache | None:
         """What is kept at `site`, padded: `layer batch position d_model`, zero where `mask` is False."""
-        return None if self.site is None else self._padded(self.kept[self.site])
+        return None if self.site is None else self._layout.padded(self.kept[self.site], self.mask)
 
     @cached_property
     def attention(self) -> AttentionCache | None:
         """Attention patterns, padded: `layer batch head query key`, zero where the query or key is padding."""
-        return self._padded(self.kept["pattern"]) if "pattern" in self.kept else None
+        return self._layout.padded(self.kept["pattern"], self.mask) if "pattern" in self.kept else None
 
     @cached_property
     def positions(self) -> Int[Tensor, "batch position"]:
@@ -358,12 +354,17 @@ class Cache(Result):
 
     def _said_shape(self, one: Activation) -> str:
         """The sizes of the axes; where texts differ, how many tokens there are in all."""
-        alike = len(set(self._counts.tolist())) == 1
+        alike = self._layout.same_counts
         counted = f"{self._counts[0]}" if alike else f"{self._counts.sum()} tokens"
         keys = set(self._lengths.tolist())
         of_keys = f"{keys.pop()}" if len(keys) == 1 else "its keys"
         sizes = [*one.size, counted, of_keys] if one.has_keys else [counted, *one.size]
         return f"({', '.join(map(str, [len(one.places), len(self._counts), *sizes]))})"
+
+    @cached_property
+    def _layout(self) -> Layout:
+        """Where the numbers lie."""
+        return Layout(self.activations, self._counts, self._lengths)
 
     @cached_property
     def _lengths(self) -> Int[Tensor, " example"]:
@@ -374,64 +375,6 @@ class Cache(Result):
         """How many rows each text has."""
         counts = np.bincount(self.table["example"].to_numpy(dtype=np.int64), minlength=len(self.texts))
         return torch.tensor(counts.astype(np.int64))
-
-    @cached_property
-    def _examples(self) -> list[Int[Tensor, " example"]]:
-        return [part["examples"].clone() for part in self.activations]
-
-    @cached_property
-    def _where(self) -> tuple[Int[Tensor, " example"], Int[Tensor, " example"]]:
-        """In which part each text is, and as which of its texts."""
-        part, within = torch.zeros_like(self._counts), torch.zeros_like(self._counts)
-        for number, examples in enumerate(self._examples):
-            part[examples], within[examples] = number, torch.arange(len(examples))
-        return part, within
-
-    def _sizes(self, one: Activation) -> Int[Tensor, " example"]:
-        """How many rows a text has, or of what has keys, how many numbers."""
-        if not one.has_keys:
-            return self._counts
-        return self._counts * self._lengths * math.prod(one.size)
-
-    def _block(self, one: Activation, taken: Tensor, example: int) -> Tensor:
-        """Give what is kept of one text its axes."""
-        if not one.has_keys:
-            return taken
-        return taken.reshape(*one.size, int(self._counts[example]), int(self._lengths[example]))
-
-    def _numbers(self, one: Activation, place: int) -> Tensor:
-        """Return what is kept at one place, text by text in the order given."""
-        sizes = self._sizes(one)
-        if len(self.activations) == 1 and torch.equal(self._examples[0], torch.arange(len(sizes))):
-            return self.activations[0][one.name][place]
-        starts = starts_of(sizes)
-        whole: Tensor | None = None
-        for examples, part in zip(self._examples, self.activations, strict=True):
-            held = part[one.name][place]
-            whole = held.new_empty((int(sizes.sum()), *held.shape[1:])) if whole is None else whole
-            whole[starts[examples].repeat_interleave(sizes[examples]) + steps(sizes[examples])] = held
-        assert whole is not None, "a cache has a part"
-        return whole
-
-    def _padded(self, one: Activation) -> Tensor:
-        """Return what is kept at all layers, every text as long as the longest."""
-        counts, keys = self._counts, int(self._lengths.max())
-        alike = bool((self.positions >= 0).all()) and (not one.has_keys or len(set(self._lengths.tolist())) == 1)
-        if alike and len(self.activations) == 1 and self.activations.in_memory:
-            end = (*one.size, int(counts[0]), keys) if one.has_keys else (int(counts[0]), *one.size)
-            return self.activations[0][one.name].reshape(len(one.places), len(counts), *end)
-        rows = torch.stack([self._numbers(one, place) for place in range(len(one.places))])
-        mask = self.mask
-        if not one.has_keys:
-            padded = rows.new_zeros(len(one.places), *mask.shape, *one.size)
-            padded[:, mask.to(rows.device)] = rows
-            return padded
-        padded = rows.new_zeros(len(one.places), len(counts), *one.size, mask.shape[1], keys)
-        for example, part in enumerate(rows.split(self._sizes(one).tolist(), dim=1)):
-            n = int(self._lengths[example])
-            block = part.reshape(len(one.places), *one.size, int(counts[example]), n)
-            padded[:, example, ..., mask[example].nonzero()[:, 0], :n] = block
-        return padded
 
     def _found(self, key: Any, any_layer: bool = False) -> tuple[Activation, int]:
         """Return what a key means, and which of its places.
