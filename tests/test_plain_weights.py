@@ -56,7 +56,7 @@ def bridge_of(model):
 
 @pytest.mark.parametrize("wrap", [lambda model: model, bridge_of])
 def test_a_layer_with_an_adapter_is_refused_and_the_way_to_merge_it_named(wrap):
-    with pytest.raises(InputError, match=r"first at .*1\.self_attn.*v.*merge_and_unload\(\) gives a model") as caught:
+    with pytest.raises(InputError, match=r"first at .*1\.self_attn.*v.*merge_adapters=True\) loads a copy") as caught:
         hw.load(wrap(with_value_projection(LoraLinear)))
     assert "\n" not in str(caught.value)
 
@@ -67,20 +67,68 @@ def test_adapters_of_peft_are_refused_and_what_it_merges_is_right():
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     added = tiny_model("llama")
     added.add_adapter(config)
-    with pytest.raises(InputError, match=r"first at model\.layers\.0\.self_attn\.q_proj: .*merge_and_unload\(\)"):
+    with pytest.raises(InputError, match=r"first at model\.layers\.0\.self_attn\.q_proj: .*merge_adapters=True"):
         hw.load(added, tokenizer=tiny_tokenizer())
+    tokens = torch.tensor([[5, 60, 270, 281]])
+    with torch.inference_mode():
+        before = added(tokens).logits
+    merged_here = hw.load(added, tokenizer=tiny_tokenizer(), merge_adapters=True)
+    torch.testing.assert_close(merged_here.run(tokens), before, rtol=0, atol=1e-4)
+    values = added.model.layers[1].self_attn.v_proj
+    effective = values.base_layer.weight + values.get_delta_weight("default")
+    torch.testing.assert_close(merged_here.W_V[1, 0].T, effective[:8].detach())
+    with torch.inference_mode():
+        assert torch.equal(added(tokens).logits, before)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = peft.get_peft_model(tiny_model("llama"), config)
     with pytest.raises(InputError, match=r"A PeftModelForCausalLM of peft|A PeftModel of peft") as caught:
         hw.load(wrapped, tokenizer=tiny_tokenizer())
     assert str(caught.value).endswith("give what its merge_and_unload() returns.")
+    ours = hw.load(wrapped, tokenizer=tiny_tokenizer(), merge_adapters=True).run(tokens)
     merged = wrapped.merge_and_unload()
-    tokens = torch.tensor([[5, 60, 270, 281]])
     with torch.inference_mode():
         expected = merged(tokens).logits
         assert not torch.allclose(expected, tiny_model("llama")(tokens).logits)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(hw.load(merged, tokenizer=tiny_tokenizer()).run(tokens), expected, rtol=0, atol=1e-4)
+
+
+class MergingLinear(LoraLinear):
+    """One that can add its adapter to a copy of its weight, as peft's layers do."""
+
+    disable_adapters = False
+
+    def merge(self, safe_merge):
+        assert safe_merge
+        self.base_layer.weight.data = self.base_layer.weight.data + self.lora_B.weight @ self.lora_A.weight
+
+    def get_base_layer(self):
+        return self.base_layer
+
+
+def test_adapters_are_merged_into_a_copy_whose_factors_are_the_effective_weights():
+    model, tokens = with_value_projection(MergingLinear), torch.tensor([[5, 60, 270, 281]])
+    layer = model.model.layers[1].self_attn.v_proj
+    stored = layer.base_layer.weight.detach().clone()
+    with torch.inference_mode():
+        expected = model(tokens).logits
+    merged = hw.load(model, tokenizer=tiny_tokenizer(), merge_adapters=True)
+    torch.testing.assert_close(merged.run(tokens), expected, rtol=0, atol=1e-5)
+    effective = (stored + layer.lora_B.weight @ layer.lora_A.weight).detach()
+    torch.testing.assert_close(merged.W_V[1, 0].T, effective[:8])
+    assert torch.equal(layer.base_layer.weight, stored)
+    assert model.model.layers[1].self_attn.v_proj is layer
+    assert merged.fingerprint != hw.load(tiny_model("llama")).fingerprint
+
+
+def test_what_acts_beside_the_weights_and_is_no_change_of_them_is_refused():
+    class PeftModel(torch.nn.Module):
+        def get_base_model(self):
+            return tiny_model("llama")
+
+    with pytest.raises(InputError, match="A PeftModel of peft was given"):
+        hw.load(PeftModel(), merge_adapters=True)
 
 
 def test_a_peft_model_is_told_by_the_name_of_its_class():

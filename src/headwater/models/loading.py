@@ -28,7 +28,7 @@ from headwater.models.embedded import embedded_folder
 from headwater.models.families import FAMILIES, text_config
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
-from headwater.models.plain import language_model, refuse_adapters, refuse_quantized
+from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import load_tokenizer
 from headwater.models.weights.checkpoint import (
@@ -43,6 +43,7 @@ from headwater.models.weights.checkpoint import (
 from headwater.models.weights.conversion import quiet_transformers
 from headwater.models.weights.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
 from headwater.models.weights.opening import open_weights
+from headwater.models.weights.quantized import refuse_to_run
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
@@ -59,6 +60,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     pickled: bool = False,
+    merge_adapters: bool = False,
 ) -> HookedModel:
     """Load a model with hooks.
 
@@ -76,6 +78,8 @@ def load(
         trust_remote_code: allow a checkpoint to bring its own code.
         pickled: allow the state dict of a HookedTransformer to be a `.pth` or `.pt` file. Tensors are read from it,
             nothing else.
+        merge_adapters: of a model in memory that carries adapters (`add_adapter`, a PeftModel), load a copy whose
+            weights hold them; the model itself stays as it is.
 
     Raises:
         ModelError: the model cannot be found or read, its parts do not fit together, or its weights are quantized.
@@ -83,6 +87,7 @@ def load(
     """
     trust_remote_code = checked_flag("trust_remote_code", trust_remote_code)
     pickled = checked_flag("pickled", pickled)
+    merge_adapters = checked_flag("merge_adapters", merge_adapters)
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     if tokenizer is not None:
@@ -101,6 +106,7 @@ def load(
         return _from_checkpoint(str(what), tokenizer, device, kind, revision, trust_remote_code)
     _refuse_spread(device, f"a {type(what).__name__} in memory")
     if isinstance(what, torch.nn.Module):
+        what = with_adapters_merged(what) if merge_adapters else what
         refuse_adapters(what)
         refuse_quantized(what)
     if isinstance(what, PreTrainedModel):
@@ -132,6 +138,7 @@ def _from_checkpoint(
     path, spread = Path(source).expanduser(), device == "auto"
     folder = _folder(source, revision)
     config = read_config(folder, trust_remote_code)
+    refuse_to_run(folder, config)
     if text_config(config).model_type in FAMILIES:
         open_checkpoint(folder, trust_remote_code)
     else:
@@ -151,13 +158,13 @@ def _from_transformers(
     device: str | torch.device | None,
     dtype: torch.dtype | None,
 ) -> HookedModel:
-    twin = _twin(hf).eval()
-    twin.set_attn_implementation("eager")
-    twin = language_model(twin)
+    ours = twin(hf).eval()
+    ours.set_attn_implementation("eager")
+    ours = language_model(ours)
     if device is not None or dtype is not None:
-        twin.to(device=device, dtype=dtype)
+        ours.to(device=device, dtype=dtype)
     name = hf.name_or_path or type(hf).__name__
-    return _boot(twin, tokenizer, name, getattr(hf.config, "_commit_hash", None))
+    return _boot(ours, tokenizer, name, getattr(hf.config, "_commit_hash", None))
 
 
 def _from_lens(
@@ -236,12 +243,6 @@ def _checked(model: HookedModel, seen: Seen | None = None) -> HookedModel:
     agree(model, seen)
     model.settle()
     return model
-
-
-def _twin(hf: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model's modules and config; the parameters are new objects that share the original's memory."""
-    shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in hf.parameters()}
-    return copy.deepcopy(hf, shared)
 
 
 def _for_bridge(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:

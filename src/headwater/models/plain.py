@@ -1,10 +1,12 @@
 """What a transformers model must be before it is wrapped: a language model of plain float weights.
 
-adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused
+adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused,
+             or added to the weights of a copy
 quantized    weights that are no float numbers, or are unpacked on the way; refused
 multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava)
 """
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headwater.errors import InputError, ModelError
 from headwater.models.families import text_config
 
-MERGE = "peft.PeftModel.from_pretrained(model, adapter).merge_and_unload() gives a model whose weights hold the adapter"
+MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
 
 WEIGHT_BUFFERS = (".weight", ".qweight")
 """What buffers that hold packed weights are called."""
@@ -27,15 +29,51 @@ def refuse_adapters(model: Any) -> None:
     """
     if _is_a(model, "PeftModel"):
         raise InputError(
-            f"A {type(model).__name__} of peft was given, whose adapters act beside the weights: give what its "
-            "merge_and_unload() returns."
+            f"A {type(model).__name__} of peft was given, whose adapters act beside the weights: {MERGE}; or give what "
+            "its merge_and_unload() returns."
         )
     for name, module in model.named_modules():
         if _is_a(module, "BaseTunerLayer"):
             where = name.replace("._original_component", "")  # as a TransformerBridge names what it wraps
             raise InputError(
-                f"Adapters act beside the weights of this {type(model).__name__}, first at {where}: {MERGE}; load that."
+                f"Adapters act beside the weights of this {type(model).__name__}, first at {where}: {MERGE}."
             )
+
+
+def with_adapters_merged(model: Any) -> Any:
+    """Return a copy of a model whose weights hold its adapters; a model without adapters itself.
+
+    What is not merged shares its numbers with the model, which stays as it is. Adapters that are switched off are left
+    out.
+
+    Raises:
+        InputError: they are no change of weights (prompts that are learned), or the copy does not compute the same.
+    """
+    whole = model.get_base_model() if _is_a(model, "PeftModel") else model
+    adapted = any(_is_a(module, "BaseTunerLayer") for module in whole.modules())
+    if not adapted or not isinstance(whole, PreTrainedModel):
+        refuse_adapters(model)
+        return model
+    copy = twin(whole).eval()
+    for name, module in list(copy.named_modules()):
+        if _is_a(module, "BaseTunerLayer"):
+            if not module.disable_adapters:
+                module.merge(safe_merge=True)
+            copy.set_submodule(name, module.get_base_layer())
+    was_training = whole.training
+    whole.eval()
+    try:
+        _same_logits(whole, copy, "The model with its adapters merged")
+    finally:
+        whole.train(was_training)
+    copy._hf_peft_config_loaded = False
+    return copy
+
+
+def twin(hf: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model's modules and config; the parameters are new objects that share the original's memory."""
+    shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in hf.parameters()}
+    return deepcopy(hf, shared)
 
 
 def refuse_quantized(model: Any) -> None:
@@ -82,21 +120,18 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
     text.set_output_embeddings(model.get_output_embeddings())
     text.name_or_path = model.name_or_path
     text.eval()
-    _same_logits(model, text)
+    _same_logits(model, text, f"The text model of this {name}, {type(text).__name__},")
     return text
 
 
 @torch.inference_mode()
-def _same_logits(whole: PreTrainedModel, text: PreTrainedModel) -> None:
+def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> None:
     device = whole.get_input_embeddings().weight.device
     tokens = torch.arange(4, device=device)[None]
     found, expected = (model(tokens, use_cache=False).logits.float() for model in (text, whole))
     error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not error <= 1e-4:
-        raise ModelError(
-            f"The text model of this {type(whole).__name__}, {type(text).__name__}, gives other logits than the whole: "
-            f"{error:.1%} apart."
-        )
+        raise ModelError(f"{what} gives other logits than the whole: {error:.1%} apart.")
 
 
 def _is_a(module: Any, kind: str) -> bool:

@@ -22,6 +22,14 @@ from headwater.errors import ModelError
 from headwater.models.families import family_of, text_config
 from headwater.models.shape import refuse_impossible_sizes, shape_of
 from headwater.models.weights.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
+from headwater.models.weights.quantized import (
+    FLOAT8,
+    SCALE,
+    block_size,
+    dequantized,
+    refuse_packed,
+    without_quantization,
+)
 from headwater.options import checked_path
 
 INDEX = "model.safetensors.index.json"
@@ -107,18 +115,27 @@ class Checkpoint:
         folder: where it is.
         config: its transformers config; of a multimodal model, the language model's part.
         names: each tensor's own name in the files.
-        files: the file that holds each tensor.
+        files: the file that holds each tensor, and the scales of one in float8.
+        block: how many rows and columns of a tensor in float8 share a scale.
     """
 
     folder: Path
     config: Any
     names: dict[str, str]
     files: dict[str, Path]
+    block: tuple[int, int] = (128, 128)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, memory-mapped, on the CPU in the dtype it is stored in."""
+        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; one in float8 as float32."""
         with open_safetensors(self.files[name]) as file:
-            return file.get_tensor(self.names[name])
+            tensor = file.get_tensor(self.names[name])
+        if tensor.dtype not in FLOAT8:
+            return tensor
+        own = f"{self.names[name]}{SCALE}"
+        if own not in self.files:
+            raise ModelError(f"{self.folder} has no tensor {own!r}, the scales of one in float8; it is incomplete.")
+        with open_safetensors(self.files[own]) as file:
+            return dequantized(tensor, file.get_tensor(own), self.block, self.names[name])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,11 +153,11 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     whole_config = read_config(folder, trust_remote_code)
     with _believed(folder):
         n_layers = shape_of(whole_config).n_layers
-    if getattr(whole_config, "quantization_config", None):
-        raise ModelError(f"{folder} holds quantized weights; headwater reads float weights: save a dequantized copy.")
+    refuse_packed(folder, whole_config)
+    block = block_size(whole_config)
     stored = stored_tensors(folder, n_layers)
     with _believed(folder):
-        config = text_config(whole_config)
+        config = without_quantization(text_config(whole_config))
         expected = expected_tensors(config)
     names = canonical_names(folder, config, stored)
     for name, shape in expected.items():
@@ -159,7 +176,9 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             "config.json and weights do not belong together."
         )
     names = {name: own for name, own in names.items() if name in expected or name == UNEMBEDDING}
-    return Checkpoint(folder, config, names, {name: stored[own][0] for name, own in names.items()})
+    files = {name: stored[own][0] for name, own in names.items()}
+    scales = {own: file for own, (file, _) in stored.items() if own.endswith(SCALE)}
+    return Checkpoint(folder, config, names, files | scales, block)
 
 
 def stored_tensors(folder: Path, n_layers: int) -> dict[str, tuple[Path, tuple[int, ...]]]:

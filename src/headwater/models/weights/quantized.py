@@ -1,0 +1,98 @@
+"""Quantized checkpoints: which are read, one tensor at a time, and which are refused by name.
+
+    fp8     W[i, j] = Q[i, j] · scale[i // b, j // b]        Q in float8, b × b blocks of one scale each
+
+A weight `NAME.weight` in float8 stands beside its `NAME.weight_scale_inv`; torch alone takes it apart. What
+bitsandbytes, GPTQ, AWQ and others store is packed, and only their own kernels unpack it.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.errors import ModelError
+
+SCALE = "_scale_inv"
+"""What is put behind the name of a weight for that of its scales."""
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def quantization_of(config: Any) -> str | None:
+    """The method by which a checkpoint is quantized, as its config names it; None where it is not."""
+    said = getattr(config, "quantization_config", None)
+    if not said:
+        return None
+    found = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
+    return str(getattr(found, "value", found) or "an unnamed method")
+
+
+def refuse_packed(folder: Path, config: Any) -> None:
+    """Refuse quantized weights that are not read here.
+
+    Raises:
+        ModelError: naming the method.
+    """
+    method = quantization_of(config)
+    if method not in (None, "fp8"):
+        raise ModelError(
+            f"{folder} holds weights quantized by {method}, which only its own library unpacks; headwater reads float "
+            "weights: save a dequantized copy."
+        )
+
+
+def refuse_to_run(folder: Path, config: Any) -> None:
+    """Refuse to load a model of quantized weights.
+
+    Raises:
+        ModelError: naming the method, and what reads them.
+    """
+    refuse_packed(folder, config)
+    if method := quantization_of(config):
+        raise ModelError(
+            f"{folder} holds weights quantized by {method}; headwater runs float weights: save a dequantized copy, or "
+            "read its heads from the folder, hw.classify_heads(folder)."
+        )
+
+
+def without_quantization(config: Any) -> Any:
+    """Return a config of the model whose weights are plain numbers."""
+    if not quantization_of(config):
+        return config
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return config
+
+
+def block_size(config: Any) -> tuple[int, int]:
+    """How many rows and columns share a scale, as the config says it."""
+    said = getattr(config, "quantization_config", None) or {}
+    found = said.get("weight_block_size") if isinstance(said, dict) else getattr(said, "weight_block_size", None)
+    rows, columns = found or (128, 128)
+    return int(rows), int(columns)
+
+
+def dequantized(
+    stored: Float[Tensor, "rows out"], scale: Float[Tensor, ...], block: tuple[int, int], name: str
+) -> Float[Tensor, "rows out"]:
+    """Return what a weight in float8 stands for, in float32.
+
+    Raises:
+        ModelError: there are not as many scales as it has blocks.
+    """
+    if scale.numel() == 1:
+        return stored.float() * scale.float().reshape(())
+    wanted = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
+    if tuple(scale.shape) != wanted:
+        raise ModelError(
+            f"Tensor {name!r} of shape {tuple(stored.shape)} has {tuple(scale.shape)} scales; its blocks of "
+            f"{block[0]} x {block[1]} take {wanted}. The checkpoint is damaged."
+        )
+    for axis, (length, size) in enumerate(zip(stored.shape, block, strict=True)):
+        scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, length)
+    return stored.float() * scale.float()
