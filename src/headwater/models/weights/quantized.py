@@ -78,7 +78,7 @@ def block_size(config: Any) -> tuple[int, int]:
 
 
 def dequantized(
-    stored: Float[Tensor, "rows out"], scale: Float[Tensor, ...], block: tuple[int, int], name: str
+    stored: Float[Tensor, "rows out"], scale: Tensor, block: tuple[int, int], name: str
 ) -> Float[Tensor, "rows out"]:
     """Return what a weight in float8 stands for, in float32.
 
