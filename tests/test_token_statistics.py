@@ -221,7 +221,7 @@ def test_the_logits_of_all_of_the_vocabulary_are_never_held(load, monkeypatch, r
         return logits
 
     made = unembedding_head(model)  # its check looks at all logits of four tokens
-    monkeypatch.setattr(statistics, "unembedding_head", lambda model: made)
+    monkeypatch.setattr(statistics, "unembedding_head", lambda model, record: made)
     monkeypatch.setattr(statistics.likelihood_blocked, "WORKSPACE_BYTES", 2**14)
     monkeypatch.setattr(UnembeddingHead, "logits", watched)
     positions = []
