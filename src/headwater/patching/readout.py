@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,6 +19,8 @@ from headwater.patching.variants import LOGITS, Cut, Deliver, Reading, Variant
 
 Reads: TypeAlias = dict[Reading, list[Tensor]]
 """By reading, each example's values at its kept positions."""
+AT_ONCE = 1 << 20
+"""About how many numbers of unedited runs a metric is given together."""
 
 
 @dataclass
@@ -98,13 +101,14 @@ class Readout:
         """Return what cells measure on the unedited runs, as if their edits changed nothing."""
         chosen, n_metrics = self.plan.cells[cells.start : cells.stop], len(self.plan.metrics)
         found = Measured.empty(len(chosen), n_metrics)
-        for i, cell in enumerate(chosen):
-            found.unedited[i] = self._of(self._of_base, cell)
-            if self._of_other is not None:
-                found.other[i] = self._of(self._of_other, cell)
-            found.edges[i] = self._visible_edges(cell) if n_metrics else torch.nan
-        found.values = found.unedited.clone()
         rows = [cell.example - self.examples.start for cell in chosen]
+        found.unedited = self._of(self._of_base, chosen, rows)
+        if self._of_other is not None:
+            found.other = self._of(self._of_other, chosen, rows)
+        for i, cell in enumerate(chosen if n_metrics else ()):
+            if any(isinstance(edit, Cut) for edit in cell.edits):
+                found.edges[i] = self._visible_edges(cell)
+        found.values = found.unedited.clone()
         found.before = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
         found.after = {reading: states.clone() for reading, states in found.before.items()}
         return found
@@ -160,15 +164,24 @@ class Readout:
             columns = torch.full((len(self.examples), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
             for m, metric in enumerate(self.plan.metrics):
                 if metric.site == reading[0] and metric.layer in (None, reading[1]):
-                    for i, values in enumerate(run[reading]):
-                        columns[i, m] = self.apply(m, reading, values[None], [i])[0]
+                    for among in _batches(run[reading]):
+                        values = torch.stack([run[reading][i] for i in among])
+                        columns[among, m] = self.apply(m, reading, values, among)
             table[reading] = columns
         return table
 
-    def _of(self, baseline: Mapping[Reading, Tensor], cell: Cell) -> Float[Tensor, " metric"]:
-        example = cell.example - self.examples.start
-        readings = [self.plan.reading(metric, cell.edits) for metric in self.plan.metrics]
-        return torch.tensor([float(baseline[r][example, m]) for m, r in enumerate(readings)], dtype=torch.float64)
+    def _of(
+        self, baseline: Mapping[Reading, Tensor], cells: Sequence[Cell], rows: list[int]
+    ) -> Float[Tensor, "cell metric"]:
+        """What each cell's metrics gave on an unedited run of its example."""
+        found = torch.full((len(cells), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
+        for m, metric in enumerate(self.plan.metrics):
+            by_reading: dict[Reading, list[int]] = {}
+            for i, cell in enumerate(cells):
+                by_reading.setdefault(self.plan.reading(metric, cell.edits), []).append(i)
+            for reading, among in by_reading.items():
+                found[among, m] = baseline[reading][[rows[i] for i in among], m]
+        return found
 
     def _check_metric(self, metric: Metric, values: Tensor, answers: list[Tensor], clean: Tensor | None) -> None:
         """Check once per sweep that a metric treats each row by itself."""
@@ -224,3 +237,13 @@ class Readout:
                 visible = self._visible[layer][:length, :length].to(cut.edges.device)
                 total += heads * int((cut.edges & visible).sum())
         return float(total)
+
+
+def _batches(read: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Number examples that read as many positions, so many at once that what they read is not held twice at length."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for i, values in enumerate(read):
+        by_shape.setdefault(tuple(values.shape), []).append(i)
+    for shape, among in by_shape.items():
+        most = max(1, AT_ONCE // max(1, math.prod(shape)))
+        yield from (among[start : start + most] for start in range(0, len(among), most))

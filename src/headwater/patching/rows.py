@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -89,11 +90,12 @@ class Stretch:
     """Where its first token lies among the tokens of the activation."""
 
     @property
-    def positions(self) -> np.ndarray:
+    def positions(self) -> Sequence[int]:
         """The positions that are edited and held here."""
-        if self.edit.positions is None:
-            return np.arange(self.start, self.start + self.length)
-        return np.array([p for p in self.edit.positions if self.start <= p < self.start + self.length], dtype=np.int64)
+        held = range(self.start, self.start + self.length)
+        return (
+            held if self.edit.positions is None else [position for position in self.edit.positions if position in held]
+        )
 
 
 def write_tokens(
@@ -199,7 +201,7 @@ def write_pattern(
         InterventionError: a change returns what cannot stand there.
     """
     edit, known = stretch.edit, columns >= 0
-    queries = torch.as_tensor(stretch.positions, device=held.device)
+    queries = torch.tensor(list(stretch.positions), dtype=torch.long, device=held.device)
     rows = queries - stretch.start
     heads = torch.tensor(range(held.shape[0]) if edit.heads is None else edit.heads, device=held.device)
     if not len(queries):
@@ -228,16 +230,19 @@ def write_pattern(
 
 def _indices(stretches: Sequence[Stretch], device: torch.device) -> list[Tensor]:
     """Return token, example, position, sample and, where heads are chosen, head of each row."""
-    parts = []
-    for stretch in stretches:
-        positions = stretch.positions
-        tokens = positions + (stretch.offset - stretch.start)
-        index = [tokens, np.full_like(tokens, stretch.example), positions, np.full_like(tokens, stretch.edit.sample)]
-        if stretch.edit.heads is not None:
-            heads = np.array(stretch.edit.heads)
-            index = [one.repeat(len(heads)) for one in index] + [np.tile(heads, len(positions))]
-        parts.append(np.stack(index))
-    return list(torch.from_numpy(np.concatenate(parts, 1)).to(device))
+    found = [stretch.positions for stretch in stretches]
+    counts = np.array([len(positions) for positions in found])
+    positions = np.fromiter(chain.from_iterable(found), np.int64, int(counts.sum()))
+    of_stretch = [(stretch.offset - stretch.start, stretch.example, stretch.edit.sample) for stretch in stretches]
+    shift, example, sample = np.array(of_stretch, dtype=np.int64).repeat(counts, 0).T
+    index = [positions + shift, example, positions, sample]
+    if stretches[0].edit.heads is not None:
+        heads = [stretch.edit.heads or () for stretch in stretches]
+        among = np.array([len(chosen) for chosen in heads]).repeat(counts)
+        tiled = [chosen * int(count) for chosen, count in zip(heads, counts, strict=True)]
+        index = [one.repeat(among) for one in index]
+        index.append(np.fromiter(chain.from_iterable(tiled), np.int64, int(among.sum())))
+    return list(torch.from_numpy(np.stack(index)).to(device))
 
 
 def _units(stretches: Sequence[Stretch], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.checks import not_finite
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
+from headwater.models.hooked import HookedModel
 from headwater.models.memory import is_out_of_memory
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, Site, Stage, hook_name, main_site, taken_as_recorded
@@ -44,7 +45,17 @@ from headwater.patching.walk import NotFiniteError, Walk, not_walked
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, a layer, the layer of the values that are written there, and which draw of them."""
 TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
-"""Tokens given to a sublayer at once; halved when memory runs out."""
+"""Tokens of a model of the width `WIDTH` given to a sublayer at once; halved when memory runs out."""
+WIDTH = 768
+TILE_WEIGHTS = 1 << 20
+"""At most so many attention weights in a tile that is larger for being of a narrow model."""
+
+
+def tile_tokens(model: HookedModel, length: int) -> int:
+    """Return how many tokens are given to a sublayer at once: of a narrow model more, as a cache holds more of them."""
+    usual = TILE_TOKENS.get(model.device.type, TILE_TOKENS["cpu"])
+    narrow = usual * WIDTH // model.shape.d_model
+    return max(usual, min(narrow, TILE_WEIGHTS // (length * model.shape.n_heads)))
 
 
 class Runner(ABC):
@@ -116,7 +127,7 @@ class Wave(Runner):
         return self.readout.collect(cells, self._walk)
 
     def _walk(self, variants: list[Variant], deliver: Deliver) -> None:
-        tile = self._tile or TILE_TOKENS.get(self.plan.model.device.type, TILE_TOKENS["cpu"])
+        tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
         answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
         walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
         try:
@@ -181,10 +192,19 @@ class Wave(Runner):
         read = read_run(group, kept, activations)
         if (LOGITS, n_layers) in group.readings:
             residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
-            read[LOGITS, n_layers] = [self.logits(residual[i, list(places)], i) for i, places in enumerate(kept)]
-            for i, logits in enumerate(read[LOGITS, n_layers]):
-                self._refuse_not_finite(logits, side, i, kept)
+            read[LOGITS, n_layers] = self._logits_at(residual, kept)
+            if not bool(torch.stack([logits[:, :1].isfinite().all() for logits in read[LOGITS, n_layers]]).all()):
+                for i, logits in enumerate(read[LOGITS, n_layers]):
+                    self._refuse_not_finite(logits, side, i, kept)
         return read
+
+    def _logits_at(self, residual: Float[Tensor, "example position d_model"], kept: Kept) -> list[Tensor]:
+        """Return the logits of each example at its positions, `kept d_vocab_or_answer`, of many examples at once."""
+        if self._answers is None:
+            return [self.logits(residual[i, list(places)], i) for i, places in enumerate(kept)]
+        rows = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places], device=residual.device)
+        logits = self.blocks.logits_of(residual[rows[:, 0], rows[:, 1]], self._answers[rows[:, 0]])
+        return list(logits.split([len(places) for places in kept]))
 
     def logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
         """Return the logits of states after the last block, of an example's answers where these suffice."""

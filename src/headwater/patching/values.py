@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -190,7 +191,12 @@ class OtherRun(Source):
         assert self.given.other is not None
         if self.given.begins is not None:
             return self.given.begins[example]
-        return first_difference(self.given.base[example], self.given.other[example])
+        return self._first_differences[example]
+
+    @cached_property
+    def _first_differences(self) -> list[int]:
+        assert self.given.other is not None
+        return [first_difference(*pair) for pair in zip(self.given.base, self.given.other, strict=True)]
 
 
 @VALUES.add("zero")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from jaxtyping import Bool
@@ -50,7 +51,7 @@ class Replace:
         """How far into the block the edit acts; None where the site does not say."""
         return self.site.stage
 
-    @property
+    @cached_property
     def first_position(self) -> int:
         """The first position whose state can change; beyond any prompt if none can."""
         first = self.since if self.keys is None else max(self.since, min(self.keys))
@@ -69,7 +70,7 @@ class Cut:
 
     stage = Stage.ATTENTION
 
-    @property
+    @cached_property
     def first_position(self) -> int:
         """The first position whose state can change: the first query that loses a key."""
         return int(self.edges.any(-1).int().argmax())
@@ -101,12 +102,12 @@ class Variant:
     whole: int | None = None
     """Where attention looks ahead, the length of the prompt: an edit anywhere reaches all of it."""
 
-    @property
+    @cached_property
     def first_layer(self) -> int:
         """The layer of the first edit."""
         return self.start[0] if self.start else min(edit.layers.start for edit in self.edits)
 
-    @property
+    @cached_property
     def stage(self) -> Stage:
         """How far into its first layer the first edit acts."""
         if self.start:
@@ -122,7 +123,7 @@ class Variant:
         """The layer after the last edit."""
         return max((edit.layers.stop for edit in self.edits), default=0)
 
-    @property
+    @cached_property
     def first_position(self) -> int:
         """Where the recomputed stretch begins: at the first change, or at the first position read if earlier."""
         if self.whole is not None:
@@ -135,7 +136,7 @@ class Variant:
         """Where the recomputed stretch ends: after the last position that is read, or that one of these reads."""
         return self.kept[-1] + 1 if self.whole is None else self.whole
 
-    @property
+    @cached_property
     def is_felt(self) -> bool:
         """Whether a position that is read can see any edit."""
         if self.whole is not None:

@@ -130,13 +130,14 @@ class Walk:
 
     def _join(self, layer: int) -> None:
         """Take in the rows that start here: from the recorded residual stream, or from the trunk they leave."""
-        for row in self.joining.get(layer, []):
+        joining = self.joining.get(layer, [])
+        if alone := [row for row in joining if self.variants[row.variant].trunk is None]:
+            tile = Tile(alone, self.residual.device)
+            self.residual[tile.places] = tile.recorded(self._recorded(Stage.BLOCK_INPUT, layer))
+        for row in joining:
             trunk = self.variants[row.variant].trunk
-            if trunk is None:
-                entering = self._recorded(Stage.BLOCK_INPUT, layer)[row.example, row.start : row.start + row.length]
-            else:
-                entering = self._stream(self.rows[trunk])
-            self._stream(row).copy_(entering)
+            if trunk is not None:
+                self._stream(row).copy_(self._stream(self.rows[trunk]))
             self.rows[row.variant] = row
 
     def _stream(self, row: Row) -> Float[Tensor, "position d_model"]:
