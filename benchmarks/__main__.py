@@ -23,6 +23,7 @@ from benchmarks import (
     scaling,
     short_texts,
     table,
+    toys,
 )
 from benchmarks.machine import measure_machine
 from benchmarks.report import Row, describe, document
@@ -33,6 +34,7 @@ SUITES = {
     "knockout": knockout.run,
     "patching": patching.run,
     "experiments": experiments.run,
+    "toys": toys.run,
     "saliency": saliency.run,
     "likelihood": likelihood.run,
     "scaling": scaling.run,

@@ -8,9 +8,12 @@ model object in the same process: one full forward per cell. The two prompts dif
 cell is without effect and none can be left out. The two take turns; medians are reported. The floor is the least
 arithmetic known: both prompts once, and for every variant its own and later positions in its own and later layers, of
 which the last needs keys and values alone where nothing is read.
+
+The last rows have the strongest simple way for a peer: the Hugging Face model itself, a plain torch hook at each layer
+in turn, and all positions of a layer as one batch; once at GPT-2's size, once at that of a small model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -25,6 +28,8 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 
 ANSWERS = (262, 257)
+PLAIN_LENGTH = 16
+SMALL: dict[str, int] = {"n_layer": 4, "n_head": 4, "n_embd": 64, "vocab_size": 2000}
 PATIENCE = 15
 ROUNDS = 3
 
@@ -58,6 +63,8 @@ def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iter
     for case in CASES:
         for length, target in case.targets.items():
             yield _row(machine, device, model, case, length, target)
+    yield _beside_plain_hooks(machine, device, model, ">= 3 x")
+    yield _beside_plain_hooks(machine, device, random_gpt2(device, **SMALL), ">= 1.6 x")
 
 
 def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, length: int, target: str) -> Row:
@@ -92,6 +99,65 @@ def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, len
         note=f"random weights; engine: {found.engine}; medians of {ROUNDS} runs in turns, one run of a peer that takes "
         f"over {PATIENCE} s",
     )
+
+
+def _beside_plain_hooks(machine: Machine, device: str, model: HookedModel, target: str) -> Row:
+    clean, corrupted = _prompts(model, PLAIN_LENGTH)
+    torch.manual_seed(0)  # the same weights
+    plain = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa").eval().to(device)
+
+    def ours() -> hw.Sweep:
+        return measured(model, "resid_pre", PLAIN_LENGTH)
+
+    def theirs() -> torch.Tensor:
+        return by_plain_hooks(plain, clean, corrupted)
+
+    found, expected = ours(), theirs()
+    headwater_s, peer_s = in_turns(ours, theirs, device)
+    values = found.table.pivot(index="layer", columns="position", values="effect").to_numpy()
+    work = Work(_least_operations(model, "resid_pre", PLAIN_LENGTH), 4 * 85e6, done=len(found.table), unit="cells")
+    shape = model.shape
+    return Row(
+        name=f"patching: resid_pre by layer x position, {shape.n_layers} layers of width {shape.d_model}, "
+        f"T = {PLAIN_LENGTH}, {len(found.table)} cells",
+        peer="plain Hugging Face hooks, all positions of a layer in one batch",
+        floor_s=machine.floor_of(work),
+        work=work,
+        peer_s=peer_s,
+        headwater_s=headwater_s,
+        agrees=bool((torch.tensor(values) - (expected - found.table["corrupted"][0]).cpu()).abs().max() < 1e-4),
+        peak_bytes=peak_bytes(ours, device),
+        target=f"{target}, equal to 1e-4",
+        note=f"random weights; engine: {found.engine}; medians of {ROUNDS} runs in turns",
+    )
+
+
+def by_plain_hooks(plain: transformers.PreTrainedModel, clean: list[int], corrupted: list[int]) -> torch.Tensor:
+    """Return the logit difference after each patch of the residual stream, `layer position`, by torch hooks alone."""
+    blocks, n = plain.transformer.h, len(clean)
+    values: dict[int, torch.Tensor] = {}
+    here = torch.arange(n, device=plain.device)
+
+    def keep(layer: int) -> Callable[..., None]:
+        return lambda module, args: values.update({layer: args[0]})
+
+    def write(layer: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def written(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            residual = args[0].clone()
+            residual[here, here] = values[layer][0]
+            return residual, *args[1:]
+
+        return written
+
+    def forward(tokens: list[list[int]], hooks: Sequence[tuple[int, Callable[..., object]]]) -> torch.Tensor:
+        handles = [blocks[layer].register_forward_pre_hook(hook) for layer, hook in hooks]
+        logits = plain(torch.tensor(tokens, device=plain.device), use_cache=False, logits_to_keep=1).logits[:, -1]
+        for handle in handles:
+            handle.remove()
+        return logits[:, ANSWERS[0]] - logits[:, ANSWERS[1]]
+
+    forward([clean], [(layer, keep(layer)) for layer in range(len(blocks))])
+    return torch.stack([forward([corrupted] * n, [(layer, write(layer))]) for layer in range(len(blocks))])
 
 
 def measured(model: HookedModel, site: str, length: int) -> hw.Sweep:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmarks import experiments, knockout, patching
+from benchmarks import experiments, knockout, patching, toys
 from benchmarks.machine import Machine
 
 MACHINE = Machine("test", 1, 1e11, 1e10)
@@ -19,7 +19,7 @@ def test_every_sweep_of_the_suites_agrees_with_its_peer(monkeypatch):
     model = patching.random_gpt2("cpu", **SIZES)
     with torch.inference_mode():
         rows = [*patching.run(MACHINE, "cpu", model), *knockout.run(MACHINE, "cpu", model)]
-    assert len(rows) == 4 + 3
+    assert len(rows) == 4 + 2 + 3
     assert all(row.agrees for row in rows)
     assert all("engine: whole runs" not in row.note for row in rows)
 
@@ -42,3 +42,18 @@ def test_the_floor_of_a_sweep_is_less_than_the_peer_and_grows_with_the_prompt():
         floors = [patching._least_operations(model, site, length) for length in (16, 32)]
         assert 2 * 2 * 16 * block * shape.n_layers < floors[0] < 2 * cells * 16 * block * shape.n_layers
         assert floors[1] > 1.9 * floors[0]
+
+
+def test_sweeps_of_toys_agree_with_a_loop_of_hooks_in_one_walk(monkeypatch):
+    monkeypatch.setattr(toys, "in_turns", lambda ours, theirs, device: (1.0, 1.0))
+    with torch.inference_mode():
+        rows = list(toys.run(MACHINE, "cpu", prompts=3))
+    assert [row.agrees for row in rows] == [True, True]
+    assert all("engine: wavefront" in row.note for row in rows)
+
+
+def test_plain_hooks_with_a_batch_of_positions_give_the_sweep(monkeypatch):
+    monkeypatch.setattr(patching, "in_turns", lambda ours, theirs, device: (1.0, 1.0))
+    monkeypatch.setattr(patching, "ANSWERS", (1001, 1002))
+    with torch.inference_mode():
+        assert patching._beside_plain_hooks(MACHINE, "cpu", patching.random_gpt2("cpu", **SIZES), "").agrees
