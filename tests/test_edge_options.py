@@ -1,25 +1,29 @@
 """What may be asked of `hw.edges` beside its pairs: paths through MLPs, and how long it may take."""
 
+import copy
 import warnings
 
 import numpy as np
 import pytest
+import torch
 
 import headwater as hw
 from headwater.circuits import cost
 from headwater.circuits.graph import Graph
-from headwater.circuits.pairs import plan_of
+from headwater.circuits.pairs import plan_of, source_in
 from headwater.errors import InputError
+from tests.edge_reference import Reference
 from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, pair_of
 from tests.test_path_patching import model_of, reference
+from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi", "llama"])
 def test_edges_through_mlps_equal_three_hooked_runs(family):
     model, naive = model_of(family), reference(family, "noise")
-    asked = {"metric": DIFFERENCE, "through": "mlps", "receivers": ["v", "mlp", "logits"], **QUIET}
-    found = hw.edges(model, CLEAN, CORRUPTED, **asked)
-    whole, direct = {}, hw.edges(model, CLEAN, CORRUPTED, **(asked | {"through": "direct"}))
+    options = {"metric": DIFFERENCE, "through": "mlps", "receivers": ["v", "mlp", "logits"], **QUIET}
+    found = hw.edges(model, CLEAN, CORRUPTED, **options)
+    whole, direct = {}, hw.edges(model, CLEAN, CORRUPTED, **(options | {"through": "direct"}))
     for cell, edge in list(enumerate(found.chosen.tolist()))[::3]:
         sender, receiver = found.graph.name(edge).split(" -> ")
         if sender not in whole:
@@ -43,8 +47,9 @@ def test_a_screen_through_mlps_recomputes_what_exact_finds_and_eap_is_refused():
         hw.edges(model_of("qwen3"), CLEAN, CORRUPTED, method="eap", **options)
 
 
-def plan(family: str = "gpt2"):
-    return plan_of(model_of(family), CLEAN, CORRUPTED, DIFFERENCE, "noise", None)
+def asked():
+    plan = plan_of(model_of("gpt2"), CLEAN, CORRUPTED, DIFFERENCE, "noise", None)
+    return plan, source_in(plan, "other run", None, 0)
 
 
 def test_the_operations_are_those_of_the_layers_that_each_edge_goes_through():
@@ -53,7 +58,7 @@ def test_the_operations_are_those_of_the_layers_that_each_edge_goes_through():
     tokens = len(pair[0]) - next(i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b)
     shape, blocks = model_of("gpt2").shape, model_of("gpt2").raw.blocks
     layers = [2 * sum(p.numel() for p in b.parameters()) + 4 * len(pair[0]) * shape.d_model for b in blocks]
-    assert cost.operations(plan(), np.array(edges), 2) == 2 * tokens * (layers[1] + 2 * layers[2])
+    assert cost.operations(*asked(), np.array(edges), 2) == 2 * tokens * (layers[1] + 2 * layers[2])
 
 
 def test_what_takes_too_long_is_warned_of_or_refused_with_the_figures(monkeypatch):
@@ -61,12 +66,12 @@ def test_what_takes_too_long_is_warned_of_or_refused_with_the_figures(monkeypatc
     monkeypatch.setattr(cost, "rate", lambda model: 1e9)
     monkeypatch.setattr(cost, "operations", lambda *_: 7.2e12)
     with pytest.warns(UserWarning, match=r"edges of 1 pairs, 7\.2 TFLOP, at the measured rate of 1 GFLOP/s 2 hours"):
-        cost.refuse_what_takes_too_long(plan(), edges, 1, len(edges), None)
+        cost.refuse_what_takes_too_long(*asked(), edges, 1, len(edges), None)
     with pytest.raises(InputError, match=r"Use method='screened', or choose .* hours=0.5 were allowed"):
         hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, hours=0.5, **QUIET)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cost.refuse_what_takes_too_long(plan(), edges, 1, len(edges), 3.0)
+        cost.refuse_what_takes_too_long(*asked(), edges, 1, len(edges), 3.0)
     with pytest.raises(InputError, match="hours"):
         hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, hours=-1, **QUIET)
 
@@ -82,3 +87,57 @@ def test_large_models_are_screened_unless_another_method_is_asked_for(monkeypatc
     assert found.method == "screened"
     exact = hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, receivers="mlp", method="exact", **QUIET)
     assert exact.method == "exact"
+
+
+DATASET = [" the capital of Rome is in A", " a cat is of France one"]  # as long as CLEAN
+
+
+def outputs(family: str, *texts: str) -> list[dict[str, torch.Tensor]]:
+    """What each sender adds in the plain runs of some prompts."""
+    ids = [model_of(family).tokenize(text).tokens[0].tolist() for text in texts]
+    return [Reference(tiny_model(family), one, one).sent for one in ids]
+
+
+@pytest.mark.parametrize("values", ["zero", "mean", "mean over tokens", "resample"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "llama"])
+def test_values_of_other_kinds_equal_hooked_runs_with_these_outputs(family, values):
+    model, naive = model_of(family), reference(family, "noise")
+    base, texts = naive.sent, {"resample": DATASET[:1], "mean over tokens": [DATASET[0], " Paris is A"]}
+    sent = outputs(family, *texts.get(values, DATASET))
+    if values == "mean over tokens":
+        others = {name: torch.cat([one[name][:, 1:] for one in sent], 1).mean(1, keepdim=True) for name in base}
+    else:
+        others = {name: torch.stack([one[name] for one in sent]).mean(0) for name in base}
+    naive = copy.copy(naive)
+    naive.change = {name: (0.0 if values == "zero" else others[name]) - own for name, own in base.items()}
+    options = {"values": values.split()[0], "metric": DIFFERENCE, **QUIET}
+    options |= {} if values == "zero" else {"dataset": texts.get(values, DATASET)}
+    edges = hw.edges(model, CLEAN, receivers=["q 1", "mlp 2", "logits"], **options)
+    for cell, edge in list(enumerate(edges.chosen.tolist()))[::4]:
+        expected = difference(naive.logits(*edges.graph.name(edge).split(" -> "))) - difference(naive.base_logits)
+        assert float(edges.effects[0, 0, cell, 0]) == pytest.approx(float(expected), rel=1e-4, abs=2e-5)
+    assert edges.table["corrupted"].isna().all()
+    paths = hw.path_patch(model, CLEAN, senders=[["embed", "head 0.1"]], receivers="v 2", through="mlps", **options)
+    whole = naive.through_mlps(["embed", "head 0.1"])
+    for row in paths.table.itertuples():
+        expected = difference(naive.with_changes([(row.receiver, whole["v 2"])])) - difference(naive.base_logits)
+        assert row.effect == pytest.approx(float(expected), rel=1e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"values": "zero", "method": "eap-ig"}, "are of no run"),
+        ({"values": hw.scale(2.0)}, "not defined for what a sender adds"),
+        ({"values": "mean"}, "with the same tokens"),
+        ({"values": "resample", "dataset": [" Paris"]}, "No other prompt has as many tokens"),
+        ({"values": "zero", "dataset": DATASET}, "dataset= was given"),
+        ({"values": "nothing"}, "values='nothing'"),
+        ({}, "Edges need pairs"),
+    ],
+)
+def test_values_that_are_not_defined_are_refused_before_any_run(options, said, monkeypatch):
+    model = model_of("llama")
+    monkeypatch.setattr(type(model.raw), "forward", lambda *_, **__: pytest.fail("the model ran"))
+    with pytest.raises(InputError, match=said):
+        hw.edges(model, CLEAN, metric=DIFFERENCE, **options, **QUIET)

@@ -19,7 +19,7 @@ from headwater.circuits.graph import Graph, Indices
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.patching.plan import Plan
-from headwater.patching.prompts import first_difference
+from headwater.patching.values import Source
 
 LARGE = 1_000_000_000
 """From so many parameters on, edges are screened by default."""
@@ -36,14 +36,14 @@ def default_method(model: HookedModel) -> str:
     return "screened" if total >= LARGE else "exact"
 
 
-def operations(plan: Plan, edges: Indices, n_places: int = 1) -> float:
+def operations(plan: Plan, source: Source, edges: Indices, n_places: int = 1) -> float:
     """Return how many multiplications and additions the exact effects of edges take, over all pairs and places."""
     shape, graph = plan.model.shape, Graph.of(plan.model.shape)
     own = [sum(parameter.numel() for parameter in block.parameters()) for block in plan.model.raw.blocks]
     total, stages = 0.0, np.bincount(graph.stage[edges], minlength=shape.n_layers + 1)[: shape.n_layers]
-    for base, other, kept in zip(plan.base, plan.other or plan.base, plan.positions, strict=True):
+    for example, kept in enumerate(plan.positions):
         stop = kept[-1] + 1
-        tokens = max(0, stop - min(first_difference(base, other), kept[0]))
+        tokens = max(0, stop - min(source.since(example), kept[0]))
         a_token = [2 * count + 4 * stop * shape.n_heads * shape.d_head for count in own]
         left = np.cumsum(a_token[::-1])[::-1]
         total += tokens * float((stages * left).sum())
@@ -62,11 +62,14 @@ def rate(model: HookedModel) -> float:
     return best
 
 
-def refuse_what_takes_too_long(plan: Plan, edges: Indices, n_places: int, exact: int, hours: float | None) -> None:
+def refuse_what_takes_too_long(
+    plan: Plan, source: Source, edges: Indices, n_places: int, exact: int, hours: float | None
+) -> None:
     """Warn of what takes more than an hour, or refuse what takes more than the caller allows.
 
     Args:
         plan: the pairs.
+        source: what senders are exchanged for.
         edges: which are asked for.
         n_places: at how many places each.
         exact: how many of them are computed exactly.
@@ -78,7 +81,7 @@ def refuse_what_takes_too_long(plan: Plan, edges: Indices, n_places: int, exact:
     Warns:
         UserWarning: it takes more than an hour, and nothing was said.
     """
-    work = operations(plan, edges, n_places) * exact / max(1, len(edges))
+    work = operations(plan, source, edges, n_places) * exact / max(1, len(edges))
     if work < WORTH_TIMING and hours is None:
         return
     measured = rate(plan.model)

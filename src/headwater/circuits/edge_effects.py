@@ -29,7 +29,7 @@ from headwater.circuits.carried import THROUGH
 from headwater.circuits.cost import default_method, refuse_what_takes_too_long
 from headwater.circuits.estimates import ESTIMATES, Slopes, gradient_scores, sublayer_scores
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.pairs import Pairs, options_of, places_in, plan_of
+from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
 from headwater.circuits.places import Places
 from headwater.circuits.result import EdgeEffects
 from headwater.circuits.screen import DRAWN, strength, strongest_and_drawn
@@ -42,6 +42,7 @@ from headwater.patching.call import check_call
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
+from headwater.patching.values import Recipe, Source
 from headwater.runs.analysis import Run, carry_out
 
 METHODS = ("exact", "screened", *ESTIMATES)
@@ -56,6 +57,8 @@ def edges(
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
     direction: str = "noise",
+    values: str | Recipe | Any = OTHER_RUN,
+    dataset: Prompts | None = None,
     over: str | None = None,
     positions: Where | None = None,
     through: str = "direct",
@@ -82,6 +85,10 @@ def edges(
         receivers: which: names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of
             a kind ("q") or a layer ("q 10"). Default: all.
         direction: `noise` edits the clean run, `denoise` the corrupted one.
+        values: what senders' outputs are exchanged for: those of the `other run`, `zero`, the `mean` of what they add
+            over `dataset`, or `resample`: what they add for another prompt of `dataset`. All but the first do without
+            `corrupted`.
+        dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
         over: `position` takes a sender's output at each position by itself; default: at all positions together.
         positions: where senders' outputs are exchanged: one of the names of `headwater.models.positions`, or a mapping
             from roles to these, such as `{"subject": [" France", " Spain"], "end": "last"}`: then each role by itself.
@@ -92,7 +99,7 @@ def edges(
             `sublayer`, `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`).
         verify: how many edges `screened` recomputes for their estimate.
         steps: the runs of `eap-ig` between the two embeddings.
-        seed: of what `screened` draws.
+        seed: of what `screened` draws, and of `resample`.
         hours: refuse to start what would take longer, at the rate at which the device multiplies matrices; by default
             more than an hour is warned of.
         batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
@@ -118,18 +125,20 @@ def edges(
     )
     graph = Graph.of(model.shape)
     chosen = graph.among(senders, receivers)
-    plan = plan_of(model, clean, corrupted, metric, direction, batch_size)
-    asked = Asked(plan, graph, chosen, places_in(plan, over, positions), how)
+    plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
+    source = source_in(plan, values, dataset, how.seed)
+    refuse_without_path(source, method)
+    asked = Asked(plan, source, graph, chosen, places_in(plan, over, positions), how)
     refuse_what_does_not_fit(asked)
     exact = {"exact": len(chosen), "screened": min(how.verify + DRAWN, len(chosen))}.get(method, 0)
-    refuse_what_takes_too_long(plan, chosen, len(asked.places), exact, hours)
+    refuse_what_takes_too_long(plan, source, chosen, len(asked.places), exact, hours)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
         "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
         "over": over,
         **asked.places.options,
         **how.options,
-        **options_of(plan),
+        **options_of(plan, source),
     }
 
     def work(run: Run) -> EdgeEffects:
@@ -173,6 +182,7 @@ class Asked:
     """Which edges of which pairs, resolved to tokens and numbers."""
 
     plan: Plan
+    source: Source
     graph: Graph
     chosen: Indices
     places: Places
@@ -182,6 +192,19 @@ class Asked:
     def size(self) -> tuple[int, int, int, int]:
         """The axes of the result: example, position, edge, metric."""
         return len(self.plan.base), len(self.places), len(self.chosen), len(self.plan.metrics)
+
+
+def refuse_without_path(source: Source, method: str) -> None:
+    """Refuse gradients on the way between two embeddings where what senders are exchanged for has none.
+
+    Raises:
+        InputError: zeros and means are no run.
+    """
+    if method == "eap-ig" and source.given.kind in ("zero", "mean"):
+        raise InputError(
+            f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
+            f"{source.given.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
+        )
 
 
 def refuse_what_does_not_fit(asked: Asked) -> None:
@@ -205,7 +228,7 @@ class _Measuring:
 
     def __init__(self, asked: Asked, run: Run):
         self.asked, self.plan, self.graph, self.run = asked, asked.plan, asked.graph, run
-        self.pairs = Pairs(asked.plan)
+        self.pairs = Pairs(asked.plan, asked.source)
 
     def result(self) -> EdgeEffects:
         """Measure all, and lay it out."""

@@ -20,6 +20,7 @@ from headwater.circuits.carried import Carried
 from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import Graph
 from headwater.circuits.places import Places, places_of
+from headwater.circuits.senders import Exchanged, refuse_other_kinds
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
@@ -30,8 +31,11 @@ from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
 from headwater.patching.prompts import Prompts, read_pairs
 from headwater.patching.sides import DIRECTIONS
+from headwater.patching.values import Source, asked_source
 from headwater.patching.variants import LOGITS
 from headwater.runs.analysis import Run
+
+OTHER_RUN = "other run"
 
 
 def plan_of(
@@ -41,22 +45,34 @@ def plan_of(
     metric: Metric | Any,
     direction: str,
     batch_size: int | None,
+    values: Any = OTHER_RUN,
 ) -> Plan:
-    """Resolve pairs of prompts, metrics and a direction.
+    """Resolve pairs of prompts, metrics and a direction; with values of their own, prompts need no other.
 
     Raises:
         InputError: there are no pairs, they do not align, or a metric reads something else than the logits.
     """
     checked_name("direction", direction, DIRECTIONS)
     first, second = read_pairs(model, clean, corrupted)
-    if second is None:
+    if second is None and isinstance(values, str) and values == OTHER_RUN:
         raise InputError("Edges need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted.")
     metrics = as_metrics(metric)
     if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
         raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; edges are measured at the logits.")
-    base, other = (first, second) if direction == "noise" else (second, first)
+    base, other = (first, second) if direction == "noise" or second is None else (second, first)
     cells = tuple(Cell(example, {}, ()) for example in range(len(base)))
-    return Plan(model, base, other, direction == "noise", cells, metrics, batch_size=batch_size)
+    return Plan(model, base, other, base is first, cells, metrics, batch_size=batch_size)
+
+
+def source_in(plan: Plan, values: Any, dataset: Prompts | None, seed: int) -> Source:
+    """Resolve what senders' outputs are exchanged for.
+
+    Raises:
+        InputError: there is no such kind, it is not defined for senders, or the prompts do not allow it.
+    """
+    source = asked_source(plan.model, values, dataset, base=plan.base, other=plan.other, sites=(), seed=seed)
+    refuse_other_kinds(source)
+    return source
 
 
 def places_in(plan: Plan, over: str | None, positions: Where | None) -> Places:
@@ -65,17 +81,21 @@ def places_in(plan: Plan, over: str | None, positions: Where | None) -> Places:
     return places_of(over, positions, plan.base, plan.other, stops, 0 if plan.base_is_clean else 1)
 
 
-def options_of(plan: Plan) -> dict[str, Any]:
+def options_of(plan: Plan, source: Source) -> dict[str, Any]:
     """What of the pairs decides a result."""
     clean, corrupted = (plan.base, plan.other) if plan.base_is_clean else (plan.other, plan.base)
+    kind = source.given.kind
     named = {"direction": "noise" if plan.base_is_clean else "denoise"}
-    return named | prompt_options(clean, corrupted) | {"metrics": metric_options(plan)}
+    named |= {} if kind == OTHER_RUN else {"values": kind, "mean_over": source.mean_over, "seed": source.given.seed}
+    pool = [] if source.given.dataset is None else [source.given.dataset]
+    return named | prompt_options(clean, corrupted, *pool) | {"metrics": metric_options(plan)}
 
 
 class Pairs:
     """The two runs of one pair after the other."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, source: Source):
+        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, source)
         self.plan, self.graph = plan, Graph.of(plan.model.shape)
         self._weights = LoadedWeights(plan.model)
         self._runs: BothRuns | None = None
@@ -87,7 +107,7 @@ class Pairs:
         """Return the two runs of a pair, made now unless they are the last ones."""
         if self._runs is None or self._runs.example != example:
             self._runs = None
-            self._runs = BothRuns(self.plan, example, self._weights)
+            self._runs = BothRuns(self.plan, example, self._weights, self._exchanged)
         return self._runs
 
     def tile(self, runs: BothRuns, place: Place) -> int | None:
@@ -117,6 +137,6 @@ class Pairs:
             found = runs.wave.readout.unedited(range(example, example + 1))
             base, other = found.unedited[0], found.other[0]
             rounding = torch.stack([exact.rounding(layer) for layer in range(self.graph.n_layers)]).amax(0)
-            least = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.abs())
+            least = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
             clean, corrupted = (base, other) if self.plan.base_is_clean else (other, base)
         return {"baselines": torch.stack([clean, corrupted, torch.maximum(rounding, least)], -1)}

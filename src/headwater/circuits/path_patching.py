@@ -26,17 +26,18 @@ from torch import Tensor
 from headwater.circuits.carried import THROUGH
 from headwater.circuits.endpoints import ends_named
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.pairs import Pairs, options_of, places_in, plan_of
+from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
 from headwater.circuits.path_effects import PathEffects, tabulated
 from headwater.circuits.paths import Paths, first_layer, has_path
 from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
-from headwater.options import checked_name
+from headwater.options import checked_name, checked_seed
 from headwater.patching.call import check_call
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
+from headwater.patching.values import Recipe, Source
 from headwater.runs.analysis import Run, carry_out
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
@@ -53,8 +54,11 @@ def path_patch(
     metric: Metric | Any,
     through: str = "direct",
     direction: str = "noise",
+    values: str | Recipe | Any = OTHER_RUN,
+    dataset: Prompts | None = None,
     over: str | None = None,
     positions: Where | None = None,
+    seed: int = 0,
     batch_size: int | None = None,
     progress: bool = True,
     out: str | Path | None = None,
@@ -74,9 +78,14 @@ def path_patch(
         through: `direct`: what senders write reaches receivers unchanged; `mlps`: also by way of the MLPs between them,
             which are recomputed. All other heads give what they gave in either case.
         direction: `noise` edits the clean run, `denoise` the corrupted one.
+        values: what senders' outputs are exchanged for: those of the `other run`, `zero`, the `mean` of what they add
+            over `dataset`, or `resample`: what they add for another prompt of `dataset`. All but the first do without
+            `corrupted`.
+        dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
         over: `position` exchanges senders at each position by itself; default: at all positions together.
         positions: where senders are exchanged: one of the names of `headwater.models.positions`, or a mapping from
             roles to these, such as `{"subject": [" France", " Spain"], "end": "last"}`: then each role by itself.
+        seed: of `resample`.
         batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
             out.
         progress: show a progress bar.
@@ -91,21 +100,22 @@ def path_patch(
         NumericsError: a run gives NaN or infinity.
     """
     checked_name("through", through, THROUGH)
-    batch_size = check_call(model, batch_size)
+    batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     graph = Graph.of(model.shape)
     sent = ends_named(graph, graph.senders, "senders", senders)
     received = ends_named(graph, graph.receivers, "receivers", receivers)
     if not any(has_path(graph, s, r) for s in sent.values() for r in received.values()):
         graph.refuse_order(next(iter(sent)), next(iter(received)))
-    plan = plan_of(model, clean, corrupted, metric, direction, batch_size)
-    asked = Asked(plan, graph, sent, received, through, places_in(plan, over, positions))
+    plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
+    source = source_in(plan, values, dataset, seed)
+    asked = Asked(plan, source, graph, sent, received, through, places_in(plan, over, positions))
     options = {
         "senders": {name: [graph.senders.name(i) for i in one] for name, one in sent.items()},
         "receivers": {name: [graph.receivers.name(i) for i in one] for name, one in received.items()},
         "through": through,
         "over": over,
         **asked.places.options,
-        **options_of(plan),
+        **options_of(plan, source),
     }
 
     def work(run: Run) -> PathEffects:
@@ -119,6 +129,7 @@ class Asked:
     """Which paths of which pairs, resolved to tokens and numbers."""
 
     plan: Plan
+    source: Source
     graph: Graph
     senders: Mapping[str, Indices]
     receivers: Mapping[str, Indices]
@@ -130,7 +141,7 @@ class _Measuring:
     """Measures paths, those of a pair whose first receiver lies in one layer in a piece."""
 
     def __init__(self, asked: Asked, run: Run):
-        self.asked, self.run, self.pairs = asked, run, Pairs(asked.plan)
+        self.asked, self.run, self.pairs = asked, run, Pairs(asked.plan, asked.source)
         layers = [first_layer(asked.graph, one) for one in asked.receivers.values()]
         self.stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
 
