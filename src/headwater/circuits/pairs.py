@@ -85,7 +85,7 @@ def options_of(plan: Plan, source: Source) -> dict[str, Any]:
     """What of the pairs decides a result."""
     clean, corrupted = (plan.base, plan.other) if plan.base_is_clean else (plan.other, plan.base)
     kind = source.given.kind
-    named = {"direction": "noise" if plan.base_is_clean else "denoise"}
+    named: dict[str, Any] = {"direction": "noise" if plan.base_is_clean else "denoise"}
     named |= {} if kind == OTHER_RUN else {"values": kind, "mean_over": source.mean_over, "seed": source.given.seed}
     pool = [] if source.given.dataset is None else [source.given.dataset]
     return named | prompt_options(clean, corrupted, *pool) | {"metrics": metric_options(plan)}
