@@ -284,3 +284,72 @@ def test_direct_attributions_are_of_each_role(model):
     )
     assert len(found.plot().axes) >= 3
     assert any("role" in line or "subject" in line or "end" in line for line in found.report())
+
+
+DONORS = [" Germany is the big one", " the big cat is in Germany of"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+def test_resampled_values_are_those_of_the_same_role_of_a_prompt_of_any_length(family):
+    raw, loaded = tiny_model(family), hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    layers, options = raw.get_submodule(LAYERS[family]), {"metric": METRIC, "sites": "resid_pre", "layers": 1}
+    roles = {"subject": [" France", " Paris"], "end": "last"}
+    values = hw.resample(DONORS[:1], positions={"subject": " Germany", "end": "last"})
+    sweep = hw.patch(loaded, CLEAN, values=values, positions=roles, progress=False, **options)
+    assert len(sweep.table) == 4
+    for row in sweep.table.to_dict("records"):
+        edited, donor = (loaded.tokenize(text).tokens for text in (CLEAN[row["example"]], DONORS[0]))
+        word = (" Germany", roles["subject"][row["example"]]) if row["role"] == "subject" else ("last", "last")
+        expected = by_hand(raw, layers[1], donor, edited, word)
+        assert row["effect"] == pytest.approx(expected, abs=1e-5)
+        assert expected != 0
+    hooked = loaded.run(
+        CLEAN, hooks=[hw.edit("resid_pre", 1, values, positions={"subject": roles["subject"], "end": "last"})]
+    )
+    both = hw.patch(loaded, CLEAN, values=values, positions=roles, over="layer", progress=False, **options).table
+    for row, length in enumerate(loaded.tokenize(CLEAN).lengths.tolist()):
+        logits = hooked[row, length - 1]
+        assert float(logits[5] - logits[9]) - both["clean"][row] == pytest.approx(both["effect"][row], abs=1e-5)
+
+
+def test_prompts_are_resampled_from_one_another_by_role_and_by_any_rule_that_holds_for_all(model):
+    options = {"metric": METRIC, "sites": "resid_pre", "progress": False}
+    roles = {"subject": [" France", " Paris"], "end": "last"}
+    among = hw.patch(model, CLEAN, values="resample", positions=roles, **options)
+    given = hw.resample(CLEAN, positions=roles)
+    pd.testing.assert_frame_equal(among.table, hw.patch(model, CLEAN, values=given, positions=roles, **options).table)
+    ends = hw.patch(model, CLEAN, values=hw.resample(DONORS), positions={"end": "last"}, **options)
+    assert (ends.table["effect"] != 0).all()
+    ablated = hw.ablate(model, CLEAN, mlps=[0], values=given, positions=roles, metric=METRIC, progress=False)
+    assert (ablated.table["role"].tolist(), len(ablated.table)) == (["subject", "end"] * 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "positions", "message"),
+    [
+        (hw.resample(DONORS), {"subject": [" France", " Paris"]}, None),
+        (
+            hw.resample([*DONORS, DONORS[0] + " in"]),
+            {"subject": [" France", " Paris"]},
+            r"hw.resample\(prompts, positions=",
+        ),
+        (
+            hw.resample(DONORS, positions={"end": "last"}),
+            {"subject": [" France", " Paris"]},
+            "names the roles end; those",
+        ),
+        (hw.resample(DONORS, positions={"end": "last"}), "last", "but the edited positions have none"),
+        (hw.resample(DONORS, positions={"all": (0, 3)}), {"all": (0, 2)}, "as many tokens in each role"),
+    ],
+)
+def test_roles_of_prompts_to_resample_from_that_cannot_be_are_refused_in_one_line(model, values, positions, message):
+    with pytest.raises(InputError, match=message or "Roles of the prompts to resample from") as refused:
+        hw.patch(model, CLEAN, values=values, positions=positions, sites="z", metric=METRIC, progress=False)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_tells_the_seeds_of_resampling_apart(model, tmp_path):
+    options = {"metric": METRIC, "sites": "resid_pre", "positions": {"end": "last"}, "progress": False, "out": tmp_path}
+    hw.patch(model, CLEAN, values=hw.resample(DONORS, seed=1), **options)
+    with pytest.raises(hw.HeadwaterError, match="another run"):
+        hw.patch(model, CLEAN, values=hw.resample(DONORS, seed=2), **options)

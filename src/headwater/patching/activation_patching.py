@@ -125,12 +125,12 @@ def patch(
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
     metrics = as_metrics(metric)
-    source = sides.source(model, values, dataset, named, seed)
+    spots = sides.spots(ask)
+    source = sides.source(model, values, dataset, named, seed, sides.roles(ask, spots))
     if from_layer is not None and not source.takes_other_run:
         kind = source.given.kind
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
-    base, draws, spots = sides.prompts, sides.draws, sides.spots(ask)
-    matched = sides.matched(spots, named)
+    base, draws, matched = sides.prompts, sides.draws, sides.matched(spots, named)
     planned = [(i, site, ask.steps(model, site, base, spots[i], i)) for i in range(len(base)) for site in named]
     if method == "exact":
         refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)

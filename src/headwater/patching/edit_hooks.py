@@ -6,7 +6,7 @@ It goes the way of the sweeps' own edits: the same kinds of values, the same row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, looks, makes
-from headwater.models.positions import Prompt, Where, positions_of
+from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import SITES, Site
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, shown
@@ -23,7 +23,7 @@ from headwater.patching.cells import chosen, lasting
 from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
 from headwater.patching.rows import Values
-from headwater.patching.values import VALUES, Recipe, Wanted, asked_source, recipe_of, values_of
+from headwater.patching.values import VALUES, Recipe, Roles, Wanted, asked_source, recipe_of, values_of
 from headwater.patching.variants import Replace
 from headwater.runs.identity import digest
 
@@ -107,8 +107,16 @@ class EditHook(PromptHook):
         values = self._values(model, site, layer, prompts)
         return lambda activation: written_into(activation, None, edits, values, layer)
 
+    def _roles(self, prompts: tuple[Prompt, ...]) -> Roles | None:
+        where = self.positions
+        if not isinstance(where, Mapping):
+            return None
+        return Roles(where, [roles_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts)])
+
     def _values(self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]) -> Values:
-        source = asked_source(model, self.recipe, None, base=prompts, other=None, sites=(site,), seed=0)
+        source = asked_source(
+            model, self.recipe, None, base=prompts, other=None, sites=(site,), seed=0, roles=self._roles(prompts)
+        )
         lengths = [len(prompt) for prompt in prompts]
         wanted = Wanted(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
         with torch.inference_mode(not torch.is_grad_enabled()):

@@ -22,7 +22,7 @@ from headwater.patching.corruption import Corruption, corruption_of
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Cell, Plan
 from headwater.patching.prompts import Prompts, Spot, read_pairs, read_prompts
-from headwater.patching.values import Recipe, Source, asked_source
+from headwater.patching.values import Recipe, Roles, Source, asked_source
 
 DIRECTIONS = ("denoise", "noise")
 
@@ -73,6 +73,12 @@ class Sides:
         """By prompt: what the positions asked for are in both runs, by role."""
         return ask.spots(self.prompts, self.others, 0 if self.base_is_clean else 1)
 
+    def roles(self, ask: Asked, spots: Sequence[Mapping[str, Spot]]) -> Roles | None:
+        """Return positions as values know them, where they were named by role."""
+        if not isinstance(ask.positions, Mapping):
+            return None
+        return Roles(ask.positions, [{role: spot.base for role, spot in one.items()} for one in spots])
+
     def matched(self, spots: Sequence[Mapping[str, Spot]], sites: Iterable[Site]) -> tuple[dict[int, int] | None, ...]:
         """Return by prompt which position of the other one each position is that may be edited (see `Plan.matched`).
 
@@ -91,9 +97,15 @@ class Sides:
         return matched
 
     def source(
-        self, model: HookedModel, values: Any, dataset: Prompts | None, sites: tuple[Site, ...], seed: int
+        self,
+        model: HookedModel,
+        values: Any,
+        dataset: Prompts | None,
+        sites: tuple[Site, ...],
+        seed: int,
+        roles: Roles | None = None,
     ) -> Source:
-        """Make what was asked for as `values=` of a sweep of these runs.
+        """Make what was asked for as `values=` of a sweep of these runs, at positions by role if so.
 
         Raises:
             InputError: see `asked_source`; or both the runs and the values are drawn several times.
@@ -109,6 +121,7 @@ class Sides:
             seed=seed,
             draws=self.draws,
             begins=None if noise is None else noise.starts(),
+            roles=roles,
         )
         if noise is not None and source.samples is not None:
             raise InputError("corrupted= and values= are both hw.noise: a cell would have two draws. Give one of them.")

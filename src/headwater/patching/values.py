@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Prompt
+from headwater.models.positions import Prompt, Where, roles_of
 from headwater.models.sites import Site
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_name, checked_seed
@@ -52,6 +52,16 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class Roles:
+    """Positions that were named by role."""
+
+    where: Mapping[str, Any]
+    """As they were named."""
+    at: Sequence[Mapping[str, Sequence[int]]]
+    """By prompt of the caller's: what they are in it."""
+
+
+@dataclass(frozen=True)
 class Given:
     """What a sweep gives to a kind of values."""
 
@@ -69,6 +79,8 @@ class Given:
     """What the kind was given by the caller, such as a factor."""
     draws: int = 1
     """How many of the prompts that are edited stand for one of the caller's, each with other noise."""
+    roles: Roles | None = None
+    """What the edited positions are in their prompts, where they were named by role."""
     begins: tuple[int, ...] | None = None
     """By prompt that is edited, where its two runs begin to differ; None: where the texts of the pair do."""
 
@@ -294,7 +306,11 @@ class Mean(_OfDataset):
 
 @VALUES.add("resample")
 class Resample(_OfDataset):
-    """For each prompt, the activations of another prompt of the data set with as many tokens, drawn by lot."""
+    """For each prompt, the activations of another prompt of the data set, drawn by lot.
+
+    One with as many tokens, token for token; or, where positions are named by role, one with as many tokens in each
+    role, role for role.
+    """
 
     copies = 1
     labelled = False
@@ -302,19 +318,55 @@ class Resample(_OfDataset):
     def __init__(self, given: Given):
         super().__init__(given)
         generator = torch.Generator().manual_seed(given.seed)
+        by_role = given.roles is not None and not any(site.has_keys for site in given.sites)
+        self._roles = self._of_pool(given.roles) if given.roles is not None and by_role else None
         self.donors: list[int] = []
         for i, prompt in enumerate(given.base):
-            fitting = [j for j, donor in enumerate(self.pool) if len(donor) == len(prompt) and donor.ids != prompt.ids]
+            fitting = [j for j, donor in enumerate(self.pool) if donor.ids != prompt.ids and self._fits(i, j)]
             if not fitting:
+                same = "tokens in each role" if self._roles is not None else f"tokens as prompt {i} ({len(prompt)})"
                 raise InputError(
-                    f"No other prompt has as many tokens as prompt {i} ({len(prompt)}): its activations cannot be "
-                    "resampled. Give a dataset= with prompts of this length."
+                    f"No other prompt has as many {same}: the activations of prompt {i} cannot be resampled. Give a "
+                    "dataset= with prompts that have."
                 )
             self.donors.append(fitting[int(torch.randint(len(fitting), (1,), generator=generator))])
 
+    def _of_pool(self, roles: Roles) -> Sequence[Mapping[str, Sequence[int]]]:
+        """Return by prompt of the data set what its roles are; of the edited prompts they are known."""
+        where = self.given.arguments.get("positions") or roles.where
+        if self.given.dataset is None and where is roles.where:
+            return roles.at
+        try:
+            found = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
+        except InputError as error:
+            raise InputError(
+                f"Roles of the prompts to resample from: {error} hw.resample(prompts, positions={{...}}) names them."
+            ) from None
+        if set(found[0]) != set(roles.where):
+            raise InputError(
+                f"hw.resample(..., positions=) names the roles {', '.join(found[0])}; those that are edited are "
+                f"{', '.join(roles.where)}."
+            )
+        return found
+
+    def _fits(self, i: int, j: int) -> bool:
+        if self._roles is None or self.given.roles is None:
+            return len(self.pool[j]) == len(self.given.base[i])
+        own = self.given.roles.at[i // self.given.draws]
+        return all(len(own[role]) == len(at) for role, at in self._roles[j].items())
+
     def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
-        """Run the prompts that were drawn."""
-        return self.runs(wanted, [self.donors[i] for i in wanted.examples])
+        """Run the prompts that were drawn; by role, lay their tokens where those of the edited prompts stand."""
+        drawn = self.runs(wanted, [self.donors[i] for i in wanted.examples])
+        if self._roles is None or self.given.roles is None:
+            return drawn
+        index = torch.zeros(len(wanted.examples), wanted.width, dtype=torch.long)
+        for row, example in enumerate(wanted.examples):
+            own, donors = self.given.roles.at[example // self.given.draws], self._roles[self.donors[example]]
+            for role, at in own.items():
+                index[row, list(at)] = torch.tensor(list(donors[role]))
+        rows = torch.arange(len(index))[:, None]
+        return {place: activation[rows, index] for place, activation in drawn.items()}
 
 
 def mean(prompts: Prompts) -> Recipe:
@@ -328,19 +380,23 @@ def mean(prompts: Prompts) -> Recipe:
     return Recipe("mean", {"prompts": prompts})
 
 
-def resample(prompts: Prompts, seed: int = 0) -> Recipe:
-    """Values: for each prompt, the activations of another one of these with as many tokens, drawn by lot.
+def resample(prompts: Prompts, seed: int = 0, *, positions: Where | None = None) -> Recipe:
+    """Values: for each prompt, the activations of another one of these, drawn by lot.
 
     The same as `values="resample"` with `dataset=` and `seed=`.
 
     Args:
-        prompts: to draw from; for each prompt that is edited, one of its length and of other tokens at least.
+        prompts: to draw from. For each prompt that is edited, one of other tokens at least, and of its length; or,
+            where the sweep's positions are named by role, one of any length with as many tokens in each role.
         seed: of the draw.
+        positions: what the roles are in these prompts, by the same names; default: as they are named for the prompts
+            that are edited, such as `"last"` or a function.
 
     Raises:
         InputError: the seed is none.
     """
-    return Recipe("resample", {"prompts": prompts, "seed": checked_seed(seed)})
+    given = {"prompts": prompts, "seed": checked_seed(seed)}
+    return Recipe("resample", given if positions is None else given | {"positions": positions})
 
 
 def recipe_of(values: Any) -> Recipe:
@@ -370,6 +426,7 @@ def asked_source(
     seed: int,
     draws: int = 1,
     begins: tuple[int, ...] | None = None,
+    roles: Roles | None = None,
 ) -> Source:
     """Make what was asked for as `values=` of a sweep, with `dataset=` and `seed=` beside it; see `Given`.
 
@@ -377,12 +434,14 @@ def asked_source(
         InputError: it is nothing that values can be made of, or the prompts do not allow it.
     """
     recipe = recipe_of(values)
+    if "positions" in recipe.arguments and roles is None and recipe.kind == "resample":
+        raise InputError("hw.resample(..., positions=) says what roles are, but the edited positions have none.")
     if "prompts" in recipe.arguments and dataset is not None:
         raise InputError(f"values=hw.{recipe.kind}(prompts) and dataset= both give prompts; give one of them.")
     given = recipe.arguments.get("prompts", dataset)
     pool = read_prompts(model, given) if given is not None else None
     seed = int(recipe.arguments.get("seed", seed))
-    return source_of(Given(recipe.kind, base, other, pool, sites, seed, recipe.arguments, draws, begins))
+    return source_of(Given(recipe.kind, base, other, pool, sites, seed, recipe.arguments, draws, roles, begins))
 
 
 def source_of(given: Given) -> Source:
@@ -435,7 +494,7 @@ def recorded(source: Source) -> Any:
     """
     kind, arguments = source.given.kind, {k: v for k, v in source.given.arguments.items() if k != "prompts"}
     if kind in BUILT_IN:
-        return kind
+        return {kind: arguments} if arguments else kind
     return {kind: arguments if VALUES[kind].__module__.startswith("headwater.") else type(source)}
 
 
