@@ -1,4 +1,4 @@
-"""Run benchmark suites: `python -m benchmarks [SUITE ...] [--device cpu] [--json FILE]`.
+"""Run benchmark suites: `python -m benchmarks [SUITE ...] [--device cpu] [--json FILE] [--quick]`.
 
 `python -m benchmarks table` writes the table of the results there are into README.md.
 """
@@ -12,6 +12,7 @@ import torch
 from benchmarks import (
     cache,
     collecting,
+    edges,
     experiments,
     generation,
     heads,
@@ -42,7 +43,11 @@ SUITES = {
     "collecting": collecting.run,
     "generation": generation.run,
     "short-texts": short_texts.run,
+    "edges": edges.run,
 }
+
+QUICK = {"edges": edges.quick}
+"""Suites that have small models too, to see whether they run and agree."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,6 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the JSON document to this file, as it grows"
     )
+    parser.add_argument("--quick", action="store_true", help="small models, where a suite has them: do they agree?")
     options = parser.parse_args(arguments)
     if options.suites == ["table"]:
         table.update(SUITES)
@@ -86,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         for suite in suites:
             try:
-                for row in SUITES[suite](machine, options.device):
+                for row in (QUICK if options.quick else SUITES).get(suite, SUITES[suite])(machine, options.device):
                     rows.append(row)
                     print(describe(row, machine), flush=True)
                     written()

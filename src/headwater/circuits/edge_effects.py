@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headwater.circuits.carried import THROUGH
 from headwater.circuits.cost import default_method, refuse_what_takes_too_long
-from headwater.circuits.estimates import ESTIMATES, Slopes, gradient_scores, sublayer_scores
+from headwater.circuits.estimates import Slopes, gradient_scores, sublayer_scores
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
 from headwater.circuits.places import Places
@@ -42,10 +42,11 @@ from headwater.patching.call import check_call
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
+from headwater.patching.runners import TILE_TOKENS
 from headwater.patching.values import Recipe, Source
 from headwater.runs.analysis import Run, carry_out
 
-METHODS = ("exact", "screened", *ESTIMATES)
+METHODS = ("exact", "screened", "sublayer", "eap", "eap-ig")
 
 
 def edges(
@@ -213,14 +214,30 @@ def refuse_what_does_not_fit(asked: Asked) -> None:
     Raises:
         InputError: with the figures.
     """
-    plan, shape = asked.plan, asked.plan.model.shape
+    plan = asked.plan
     advice = "Give fewer pairs, fewer senders= or receivers=, or shorter prompts."
     cpu, numbers = torch.device("cpu"), 3 * 4 * int(np.prod(asked.size))
     refuse_too_large(f"What {len(asked.chosen):,} edges of {len(plan.base):,} pairs come to", numbers, cpu, advice)
-    longest = max(map(len, plan.base))
-    per_token = shape.d_model * (2 * len(asked.graph.senders) + 10 * shape.n_layers)
-    needed = longest * per_token * plan.model.dtype.itemsize
+    needed = bytes_of_a_pair(plan.model, max(map(len, plan.base)))
     refuse_too_large("What every sender writes in a pair of prompts", needed, plan.model.device, advice)
+
+
+def bytes_of_a_pair(model: HookedModel, length: int, changed: int | None = None) -> int:
+    """Return about how many bytes the edges of a pair of prompts take: what is recorded, and one tile on its way.
+
+    A tile takes about two and a half times what its MLP and its attention hold at once: what a step has freed is not
+    given back before the next.
+
+    Args:
+        model: whose edges.
+        length: tokens of a prompt.
+        changed: tokens from the first difference on; default: all.
+    """
+    shape, graph = model.shape, Graph.of(model.shape)
+    changed = length if changed is None else changed
+    recorded = 2 * length * shape.n_layers * 7 * shape.d_model + changed * len(graph.senders) * shape.d_model
+    tile = max(changed, TILE_TOKENS.get(model.device.type, TILE_TOKENS["cpu"]))
+    return (recorded + tile * (5 * shape.d_mlp + 20 * shape.d_model)) * model.dtype.itemsize
 
 
 class _Measuring:

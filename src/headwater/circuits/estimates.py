@@ -36,7 +36,6 @@ from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 from headwater.patching.variants import LOGITS
 
-ESTIMATES = ("sublayer", "eap", "eap-ig")
 READ = (*KINDS, "mlp_in")
 """Where the gradients at receivers are taken."""
 WRITTEN = ("z", "attn_out", "mlp_out")

@@ -88,12 +88,15 @@ class Rows:
             return middle + self.base("mlp_out", layer)
         return middle + self.mlp_added(layer, middle)
 
+    def through(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
+        """Return rows that enter a layer as they leave it."""
+        middle = residual + self.attention(layer, residual)
+        return middle + self.mlp_added(layer, residual if self.blocks.parallel else middle)
+
     def finish(self, residual: Float[Tensor, "row position d_model"], layer: int) -> Float[Tensor, "row kept d_model"]:
         """Send rows that enter a layer through all that are left; return their last states at the positions read."""
         for number in range(layer, self.n_layers):
-            attended = self.attention(number, residual)
-            middle = residual + attended
-            residual = middle + self.mlp_added(number, residual if self.blocks.parallel else middle)
+            residual = self.through(number, residual)
         return residual[:, self.kept]
 
     def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
@@ -278,12 +281,16 @@ class Exact:
                     rows.at_once = max(1, rows.at_once // len(halves))
         return found
 
-    def rounding(self, layer: int) -> Float[Tensor, " metric"]:
-        """Return how far a row without any change, sent through a layer and those above, is from the base run."""
-        receivers = Receivers(self.rows, layer)
-        attended = receivers.attended(receivers.z[None])
-        row = self.rows.attention_added(layer, receivers.entering[None], attended)
-        return (self.rows.measure(self.rows.finish(row, layer + 1)) - self.unedited).abs()[0]
+    def rounding(self) -> Float[Tensor, " metric"]:
+        """Return how far rows without any change, one entering at each layer, are at most from the base run."""
+        going: Tensor | None = None
+        for layer in range(self.rows.n_layers):
+            receivers = Receivers(self.rows, layer)
+            attended = receivers.attended(receivers.z[None])
+            joining = self.rows.attention_added(layer, receivers.entering[None], attended)
+            going = joining if going is None else torch.cat([self.rows.through(layer, going), joining])
+        assert going is not None
+        return (self.rows.measure(going[:, self.rows.kept]) - self.unedited).abs().amax(0)
 
     def _entering(self, stage: int, edges: Indices, felt: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
         """Yield some edges, and what makes whole residual streams after the layer of any of them."""

@@ -130,13 +130,17 @@ class Pairs:
         with torch.no_grad(), self.plan.model.lock:
             runs = self.runs(example)
             exact = self.exact(runs, Place(runs.start))
-            for layer in range(self.graph.n_layers):
-                receivers = Receivers(exact.rows, layer)
-                with receivers.hooked():
-                    receivers.refuse_heads_that_meet()
+            if example == 0:
+                self._refuse_heads_that_meet(exact)
             found = runs.wave.readout.unedited(range(example, example + 1))
             base, other = found.unedited[0], found.other[0]
-            rounding = torch.stack([exact.rounding(layer) for layer in range(self.graph.n_layers)]).amax(0)
             least = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
             clean, corrupted = (base, other) if self.plan.base_is_clean else (other, base)
-        return {"baselines": torch.stack([clean, corrupted, torch.maximum(rounding, least)], -1)}
+        return {"baselines": torch.stack([clean, corrupted, torch.maximum(exact.rounding(), least)], -1)}
+
+    def _refuse_heads_that_meet(self, exact: Exact) -> None:
+        """Check the structure of every layer, on the first pair."""
+        for layer in range(self.graph.n_layers):
+            receivers = Receivers(exact.rows, layer)
+            with receivers.hooked():
+                receivers.refuse_heads_that_meet()

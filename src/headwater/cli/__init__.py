@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from headwater.cli import demo as cli_demo
+from headwater.cli import edges as cli_edges
 from headwater.cli import heads as cli_heads
 from headwater.cli import memorization as cli_memorization
 from headwater.cli import patching as cli_patching
@@ -98,6 +99,8 @@ app.command()(cli_pathways.saliency)
 app.command()(cli_pathways.detect)
 app.command()(cli_patching.patch)
 app.command()(cli_patching.knockout)
+app.command()(cli_edges.edges)
+app.command()(cli_edges.circuit)
 app.command()(cli_memorization.memorization)
 app.command()(cli_memorization.score)
 app.command()(cli_demo.demo)

@@ -26,6 +26,12 @@ Tokens = Annotated[
 Token = Annotated[
     str | None, typer.Option(help="For log-probability, probability and rank: the token.", show_default=False)
 ]
+Clean = Annotated[list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs.")]
+Corrupted = Annotated[list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order.")]
+Pairs = Annotated[
+    Path | None,
+    typer.Option(help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted.", show_default=False),
+]
 At = Annotated[str, typer.Option(help="Where the metric reads: last, a position, or a text of the prompt.")]
 
 
@@ -67,12 +73,9 @@ KNOCKOUT = Of(
 @command(PATCH, LOAD, summary=PATCH)
 def patch(
     model: Model = None,
-    clean: Annotated[list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs.")] = None,
-    corrupted: Annotated[list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order.")] = None,
-    pairs: Annotated[
-        Path | None,
-        typer.Option(help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted.", show_default=False),
-    ] = None,
+    clean: Clean = None,
+    corrupted: Corrupted = None,
+    pairs: Pairs = None,
     metric: Metric = "logit-difference",
     tokens: Tokens = None,
     token: Token = None,
@@ -92,15 +95,13 @@ def patch(
 
     `headwater patch gpt2 --pairs pairs.csv --metric kl-divergence --sites z --out runs/patch`
     """
-    if (clean is None) == (pairs is None):
-        raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
+    prompts = prompts_given(clean, pairs)
     with continues(out):
         from headwater.models.sites import sites_called
         from headwater.patching.activation_patching import patch as run
 
-        measure, given = _metric(metric, tokens, token, at), options.of("patch")
+        measure, given = measured_by(metric, tokens, token, at), options.of("patch")
         sites_called(given["sites"])
-        prompts = pairs if pairs is not None else clean or []
         loaded = load_model(model, options)
         sweep = run(loaded, prompts, corrupted, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
@@ -141,13 +142,29 @@ def knockout(
         from headwater.patching.edge_knockout import Edges
         from headwater.patching.edge_knockout import knockout as run
 
-        measure, block = _metric(metric, tokens, token, at), Edges(_position(query), _position(key), heads)
+        measure, block = measured_by(metric, tokens, token, at), Edges(_position(query), _position(key), heads)
         loaded, given = load_model(model, options), options.of("knockout")
         sweep = run(loaded, prompt, block=block, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
 
 
-def _metric(name: str, tokens: tuple[str, str] | None, token: str | None, at: str) -> Any:
+def prompts_given(clean: list[str] | None, pairs: Path | None) -> list[str] | Path:
+    """Return the prompts, or the file that holds them.
+
+    Raises:
+        InputError: neither was given, or both.
+    """
+    if (clean is None) == (pairs is None):
+        raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
+    return pairs if pairs is not None else clean or []
+
+
+def measured_by(name: str, tokens: tuple[str, str] | None, token: str | None, at: str) -> Any:
+    """Return the metric that the options name.
+
+    Raises:
+        InputError: there is none of this name, or it takes other tokens.
+    """
     from headwater.patching.metrics import METRICS, answers_of
 
     known = {key.replace("_", "-"): key for key in METRICS}

@@ -60,17 +60,18 @@ def square(x: np.ndarray) -> np.ndarray:
 
 
 def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
-    """Name every node where there are few; otherwise mark where each layer begins."""
+    """Name every node where there are few; otherwise the middle of each layer."""
     names = [nodes.name(int(index)) for index in present]
     layers = nodes.layer[present]
     begins = [i for i in range(len(present)) if i == 0 or layers[i] != layers[i - 1]]
     line = ax.axvline if axis == "x" else ax.axhline
     for i in begins[1:]:
         line(i - 0.5, color=LINE, linewidth=0.4)
+    kept = [float(i) for i in range(len(names))]
     if len(names) > MOST_TICKS:
-        names = [name if layer < 0 else f"layer {layer}" for name, layer in zip(names, layers, strict=True)]
-        kept = begins[:: -(-len(begins) // MOST_TICKS)]
-    else:
-        kept = list(range(len(names)))
+        ends = [*begins[1:], len(present)]
+        shown = range(0, len(begins), -(-len(begins) // MOST_TICKS))
+        kept = [(begins[i] + ends[i] - 1) / 2 for i in shown]
+        names = [names[begins[i]] if layers[begins[i]] < 0 else f"layer {layers[begins[i]]}" for i in shown]
     set_ticks = ax.set_xticks if axis == "x" else ax.set_yticks
-    set_ticks(kept, [names[i] for i in kept], rotation=90 if axis == "x" else 0)
+    set_ticks(kept, names, rotation=90 if axis == "x" else 0)

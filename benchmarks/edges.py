@@ -1,0 +1,350 @@
+"""Suite `edges`: the effect of every edge of a model, exact and estimated, beside one hooked run per edge and others.
+
+Question: how long until one knows what an answer owes to each of the 32,491 edges of GPT-2?
+
+The model has GPT-2's 124M shape and random weights; the two prompts of 16 tokens are equal up to the sixth. Whoever
+has no program for edges changes one receiver's input in one forward per edge: the same model object, a hook at its q,
+k or v, its MLP or the last norm (`hooked_run`). Of these runs some are made, and their time is scaled to all edges.
+Beside it stand TransformerLens's `get_act_patch_direct_path` for edges between heads, and its `attribution_patch` for
+estimates. Every row compares the numbers before the time counts. The floor of the exact ones is the least arithmetic:
+for every edge the positions from the first difference on, what its receiver makes of them and every layer above, in
+the last layer keys and values alone but where something is read.
+
+`quick` measures a model of few small layers: whether it runs and agrees, not how fast it is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from transformer_lens import patching as lens
+from transformer_lens.tools.analysis.attribution_patching import EdgeAttributionConfig, attribution_patch
+
+import headwater as hw
+from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
+from benchmarks.patching import ANSWERS, random_gpt2
+from benchmarks.report import Row
+from headwater.circuits.edge_effects import bytes_of_a_pair
+from headwater.circuits.graph import Graph
+from headwater.models.hooked import HookedModel
+
+LENGTH = 16
+SAMPLED = 24
+"""Hooked runs that are made and scaled."""
+QUICK = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 1200}
+METRIC = hw.logit_difference(*ANSWERS)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and a pair of prompts that differ from some position on."""
+
+    model: HookedModel
+    clean: list[int]
+    corrupted: list[int]
+    start: int
+    device: str
+
+    @classmethod
+    def of(cls, model: HookedModel, start: int, device: str) -> "Task":
+        """Return a random pair of prompts."""
+        clean, other = torch.randint(300, 1200, (2, LENGTH), generator=torch.Generator().manual_seed(start)).tolist()
+        return cls(model, clean, clean[:start] + other[start:], start, device)
+
+    def edges(self, **options: Any) -> hw.EdgeEffects:
+        """Measure edges by headwater."""
+        return hw.edges(self.model, [self.clean], [self.corrupted], metric=METRIC, progress=False, **options)
+
+    @property
+    def graph(self) -> Graph:
+        """The model's."""
+        return Graph.of(self.model.shape)
+
+
+def run(machine: Machine, device: str, model: HookedModel | None = None, rounds: int = 1) -> Iterator[Row]:
+    """Yield a row per comparison."""
+    model = model or model_with_gradients(device)
+    late, early = Task.of(model, 6, device), Task.of(model, 0, device)
+    a_run = _hooked_seconds(late)
+    yield exact_row(machine, late, a_run, ">= 25 x, >= 70 % of the matrix rate, equal to 1e-4", rounds)
+    yield exact_row(machine, early, _hooked_seconds(early), ">= 15 x, equal to 1e-4", rounds)
+    yield direct_path_row(late)
+    yield screened_row(late, a_run)
+    yield from attribution_rows(late)
+    yield memory_row(late)
+
+
+def quick(machine: Machine, device: str) -> Iterator[Row]:
+    """Yield the same rows of a model of three small layers."""
+    yield from run(machine, device, model_with_gradients(device, **QUICK))
+
+
+def model_with_gradients(device: str, **sizes: int) -> HookedModel:
+    """Return a random model of GPT-2's shape whose weights may take part in gradients."""
+    with torch.inference_mode(False):
+        return random_gpt2(device, **sizes)
+
+
+def exact_row(machine: Machine, task: Task, a_run: float, target: str, rounds: int) -> Row:
+    """All edges, exact, beside a hooked run for each."""
+    graph, found = task.graph, [task.edges(receivers="logits")]  # what is allocated once is allocated
+    headwater_s = median(seconds(lambda: found.append(task.edges()), task.device) for _ in range(rounds))
+    work = Work(least_operations(task), 0.0, done=graph.n_edges, unit="edges")
+    return Row(
+        name=f"edges: all {graph.n_edges:,}, exact, T = {LENGTH}, first difference at {task.start}",
+        peer=f"one hooked run per edge, {SAMPLED} of them scaled",
+        floor_s=machine.floor_of(work),
+        work=work,
+        peer_s=a_run * graph.n_edges,
+        headwater_s=headwater_s,
+        agrees=_agrees_with_hooked_runs(task, found[-1]),
+        peak_bytes=None,
+        target=target,
+        note="random weights of GPT-2's shape where no other is said; one run of all edges",
+    )
+
+
+def direct_path_row(task: Task) -> Row:
+    """The edges from one head to the q of all later heads, beside TransformerLens's function for these."""
+    graph, raw, n_layers = task.graph, task.model.raw, task.model.shape.n_layers
+    source = n_layers // 3
+    tokens = [torch.tensor([ids], device=task.device) for ids in (task.clean, task.corrupted)]
+    caches = [raw.run_with_cache(one)[1] for one in tokens]
+    reached: list[torch.Tensor] = []
+
+    def theirs() -> None:
+        measured = lens.get_act_patch_direct_path(raw, tokens[1], *caches, _measured, source, 0, verbose=False)
+        reached.append(measured)
+
+    later = [f"q {layer}" for layer in range(source + 1, n_layers)]
+    peer_s = seconds(theirs, task.device) / ((n_layers - source - 1) * task.model.shape.n_heads)
+    found = task.edges(senders=f"head {source}.0", receivers=later, direction="denoise")
+    expected = reached[0][source + 1 :].flatten().double().cpu() - float(found.baselines[0, 0, 1])
+    kinds = [kind for layer in range(1, n_layers) for kind in (f"q {layer}", f"k {layer}", f"v {layer}")]
+    all_heads = task.graph.among("head", kinds)
+    headwater_s = seconds(lambda: task.edges(senders="head", receivers=kinds, direction="denoise"), task.device)
+    return Row(
+        name=f"edges: head to head, {len(all_heads):,} of {graph.n_edges:,}, exact",
+        peer=f"transformer_lens.patching.get_act_patch_direct_path, those of head {source}.0 scaled",
+        floor_s=None,
+        peer_s=peer_s * len(all_heads),
+        headwater_s=headwater_s,
+        agrees=bool((found.effects[0, 0, :, 0].double() - expected).abs().max() < 1e-4),
+        peak_bytes=None,
+        target=">= 30 x",
+        note="denoise, as the peer has it",
+    )
+
+
+def screened_row(task: Task, a_run: float, verify: int = 500) -> Row:
+    """All edges screened and the strongest recomputed, beside a hooked run for each edge."""
+    verify = min(verify, task.graph.n_edges // 2)
+    found: list[hw.EdgeEffects] = []
+    headwater_s = seconds(lambda: found.append(task.edges(method="screened", verify=verify)), task.device)
+    return Row(
+        name=f"edges: screened, the {verify} strongest and 50 others exact",
+        peer="one hooked run per edge, all of them scaled",
+        floor_s=None,
+        peer_s=a_run * task.graph.n_edges,
+        headwater_s=headwater_s,
+        agrees=_agrees_with_hooked_runs(task, found[0]),
+        peak_bytes=None,
+        target=">= 400 x",
+        note="what it finds of the exact strongest on a trained model is a test of the embedded model's",
+    )
+
+
+def attribution_rows(task: Task) -> Iterator[Row]:
+    """EAP beside TransformerLens's, and EAP-IG beside EAP."""
+    times = {}
+    parameters = {name: p.requires_grad for name, p in task.model.raw.named_parameters()}
+    config = EdgeAttributionConfig(granularity="edge")
+    for parameter in task.model.raw.parameters():
+        parameter.requires_grad_(True)  # the peer needs it
+    reached: list[Any] = []
+
+    def theirs() -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            clean, corrupted = (torch.tensor([ids], device=task.device) for ids in (task.clean, task.corrupted))
+            reached.append(attribution_patch(task.model.raw, clean, corrupted, _measured, config))
+
+    peer_s = seconds(theirs, task.device)
+    for name, parameter in task.model.raw.named_parameters():
+        parameter.requires_grad_(parameters[name])
+    found = task.edges(method="eap", direction="denoise")
+    for method in ("eap", "eap-ig"):
+        task.edges(method=method)
+        times[method] = median(seconds(lambda m=method: task.edges(method=m), task.device) for _ in range(3))
+    yield Row(
+        name="edges: EAP",
+        peer="transformer_lens attribution_patch, granularity='edge'",
+        floor_s=None,
+        peer_s=peer_s,
+        headwater_s=times["eap"],
+        agrees=_agrees_with_attribution(found, reached[0]),
+        peak_bytes=None,
+        target=">= 20 x",
+        note="the peer's scores are by position: their sums are compared",
+    )
+    yield Row(
+        name="edges: EAP-IG of 5 steps",
+        peer="EAP, by headwater",
+        floor_s=None,
+        peer_s=times["eap"],
+        headwater_s=times["eap-ig"],
+        agrees=None,
+        peak_bytes=None,
+        target=">= 0.25 x: at most 4 times EAP's time",
+    )
+
+
+def memory_row(task: Task) -> Row:
+    """What the edges of the last layers take, beside the estimate made before the start."""
+    shape = task.model.shape
+    sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.d_model, "vocab_size": shape.d_vocab}
+    estimate = bytes_of_a_pair(task.model, LENGTH, LENGTH - task.start)
+    peak = in_fresh_process(_peak, task.device, sizes)
+    headwater_s = seconds(lambda: task.edges(receivers="logits"), task.device)
+    return Row(
+        name="edges: memory of one pair",
+        peer=f"the estimate made before the start, {estimate / 2**20:.0f} MB",
+        floor_s=None,
+        peer_s=None,
+        headwater_s=headwater_s,
+        agrees=None if peak is None else 0.7 * estimate <= peak <= 1.5 * estimate,
+        peak_bytes=peak,
+        target="0.7 to 1.5 of the estimate",
+        note="the receivers of the last but two layers; the time is of the edges to the logits",
+    )
+
+
+def least_operations(task: Task) -> float:
+    """Two operations per weight that a token meets, from the first difference on, at every edge.
+
+    Of the 12 d_model² weights of a block: an edge to attention meets its head's part of W_O and the MLP, one to the MLP
+    the MLP; in each layer above all, but in the last keys and values alone where nothing is read.
+    """
+    shape, graph, tokens = task.model.shape, task.graph, LENGTH - task.start
+    stage, kind = graph.stage, graph.receivers.kind[graph.receiver]
+    last = shape.n_layers - 1
+    weights = 0.0
+    for layer in range(shape.n_layers):
+        heads, mlps = (int(((stage == layer) & of).sum()) for of in (kind < 3, kind == 3))
+        read = tokens if layer < last else 1
+        own = heads * (8 + 1 / shape.n_heads) * read + mlps * 8 * read
+        above = (heads + mlps) * ((last - 1 - layer) * 12 * tokens + 2 * tokens + 10 if layer < last else 0)
+        weights += own + above
+    return 2 * shape.d_model**2 * weights
+
+
+def hooked_run(task: Task, sender: str, receiver: str, change: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the clean run in which one receiver reads a sender's output of the other run."""
+    kind, _, place = receiver.partition(" ")
+    layer, _, head = place.partition(".")
+    raw = task.model.raw
+    if kind == "logits":
+        norm = raw.ln_final
+    else:
+        norm = raw.blocks[int(layer)].ln2 if kind == "mlp" else raw.blocks[int(layer)].ln1
+    own: list[torch.Tensor] = []
+
+    def keep(activation: torch.Tensor, hook: object) -> None:
+        own.append(activation)
+
+    def exchange(activation: torch.Tensor, hook: object) -> torch.Tensor:
+        read = norm.original_component(own[0] + change)
+        if kind in ("mlp", "logits"):
+            return read
+        attn, changed = raw.blocks[int(layer)].attn, activation.clone()
+        weight, bias = (getattr(attn, f"{part}_{kind.upper()}")[int(head)] for part in "Wb")
+        changed[:, :, int(head)] = read @ weight + bias
+        return changed
+
+    names = {"mlp": "blocks.{}.ln2", "logits": "ln_final"}
+    at = names.get(kind, "blocks.{}.ln1").format(layer)
+    target = f"{at}.hook_out" if kind in names else f"blocks.{layer}.attn.hook_{kind}"
+    hooks = [(f"{at}.hook_in", keep), (target, exchange)]
+    return raw.run_with_hooks(torch.tensor([task.clean], device=task.device), fwd_hooks=hooks)
+
+
+def _sample(task: Task, among: Sequence[int]) -> list[int]:
+    """Some edges of those given, by lot."""
+    drawn = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))[:SAMPLED]
+    return sorted(int(among[i]) for i in drawn.tolist())
+
+
+def _effects_by_hooked_runs(task: Task, edges: Sequence[int]) -> list[float]:
+    changes = _changes(task)
+    base = _measured(task.model.raw(torch.tensor([task.clean], device=task.device)))
+    names = [task.graph.name(edge).split(" -> ") for edge in edges]
+    return [float(_measured(hooked_run(task, s, r, changes[s])) - base) for s, r in names]
+
+
+def _hooked_seconds(task: Task) -> float:
+    """The median time of one hooked run."""
+    changes, graph = _changes(task), task.graph
+    times = []
+    for edge in _sample(task, range(graph.n_edges)):
+        sender, receiver = graph.name(edge).split(" -> ")
+        times.append(seconds(lambda s=sender, r=receiver: hooked_run(task, s, r, changes[s]), task.device))
+    return median(times)
+
+
+def _changes(task: Task) -> dict[str, torch.Tensor]:
+    """By sender, what it adds in the corrupted run less what it adds in the clean one."""
+    raw, shape = task.model.raw, task.model.shape
+    runs = [raw.run_with_cache(torch.tensor([ids], device=task.device))[1] for ids in (task.clean, task.corrupted)]
+
+    def change(made: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return made(runs[1]) - made(runs[0])
+
+    changes = {"embed": change(lambda run: run["blocks.0.hook_resid_pre"])}
+    for layer in range(shape.n_layers):
+        changes[f"mlp {layer}"] = change(lambda run, n=layer: run[f"blocks.{n}.hook_mlp_out"])
+        for head in range(shape.n_heads):
+            weight = raw.blocks[layer].attn.W_O[head]
+            changes[f"head {layer}.{head}"] = change(
+                lambda run, n=layer, h=head, w=weight: run[f"blocks.{n}.attn.hook_z"][:, :, h] @ w
+            )
+    return changes
+
+
+def _agrees_with_hooked_runs(task: Task, found: hw.EdgeEffects) -> bool:
+    """Whether sampled effects equal those of hooked runs."""
+    effects = found.effects[0, 0, :, 0].double()
+    edges = _sample(task, (~effects.isnan()).nonzero()[:, 0].tolist())  # all edges stand in their order
+    expected = torch.tensor(_effects_by_hooked_runs(task, edges), dtype=torch.float64)
+    return bool((effects[edges] - expected).abs().max() < 1e-4)
+
+
+def _agrees_with_attribution(found: hw.EdgeEffects, theirs: Any) -> bool:
+    """Whether every edge has the peer's score, which is by position: their sum."""
+    ours = found.estimates[0, 0, :, 0].double()
+    expected = torch.zeros_like(ours)
+    for (source, target), score in theirs.edge_scores.items():
+        expected[found.graph.edge_named(f"{_named(source)} -> {_named(target)}")] += float(score)
+    return bool((ours - expected).abs().max() < 1e-3 * expected.abs().max())
+
+
+def _named(node: Any) -> str:
+    """What the graph calls a node of the peer's."""
+    if node.kind in ("embed", "logits"):
+        return str(node.kind)
+    kind = {"attn_head_out": "head", "mlp_out": "mlp", "mlp_in": "mlp"}.get(node.kind, node.kind[0])
+    return f"{kind} {node.layer}" if node.head is None else f"{kind} {node.layer}.{node.head}"
+
+
+def _measured(logits: torch.Tensor) -> torch.Tensor:
+    last = logits[0, -1] if logits.ndim == 3 else logits[-1]
+    return last[ANSWERS[0]] - last[ANSWERS[1]]
+
+
+def _peak(device: str, sizes: dict[str, int]) -> int | None:
+    model = random_gpt2(device, **sizes)
+    task = Task.of(model, 6, device)
+    model.run([[1, 2]])  # what the libraries allocate once is not workspace
+    layer = max(0, model.shape.n_layers - 3)
+    receivers = [f"{kind} {layer}" for kind in ("q", "k", "v", "mlp")]
+    return peak_bytes(lambda: task.edges(receivers=receivers), device)

@@ -1,0 +1,172 @@
+"""The commands `headwater edges` and `headwater circuit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from headwater.cli.command import (
+    LOAD,
+    AsJson,
+    Model,
+    Out,
+    Quiet,
+    columns,
+    continues,
+    is_main,
+    load_model,
+    report,
+    write,
+)
+from headwater.cli.offered import Of, Options, command
+from headwater.cli.patching import At, Clean, Corrupted, Metric, Pairs, Token, Tokens, measured_by, prompts_given
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from headwater.circuits.result import EdgeEffects
+
+THROUGH = "headwater.circuits.carried:THROUGH"
+EDGES = Of(
+    "headwater.circuits.edge_effects:edges",
+    offers="senders receivers direction over through method verify steps seed hours",
+    choices={"direction": "headwater.patching.sides:DIRECTIONS", "through": THROUGH, "method": "METHODS"},
+    filled="clean corrupted metric",
+    left_out={"batch_size": "as many as suit the device", "positions": "a mapping, for a notebook"},
+)
+OF_A_CIRCUIT = Of(
+    EDGES.function,
+    offers="method verify steps seed hours",
+    choices={"method": "METHODS"},
+    filled="clean corrupted metric",
+    left_out=dict(EDGES.left_out)
+    | {
+        "senders": "a circuit is chosen of all edges",
+        "receivers": "as senders",
+        "direction": "an edge's effect is what is lost without it",
+        "through": "circuits are of direct edges",
+        "over": "edges of single positions make no circuit",
+    },
+)
+SHOWN = 10
+
+
+@command(EDGES, LOAD, summary=EDGES)
+def edges(
+    model: Model = None,
+    clean: Clean = None,
+    corrupted: Corrupted = None,
+    pairs: Pairs = None,
+    metric: Metric = "logit-difference",
+    tokens: Tokens = None,
+    token: Token = None,
+    at: At = "last",
+    *,
+    options: Options,
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """One receiver's input is changed by one sender's output of the other run, and everything after it is rerun.
+
+    **Examples**
+
+    `headwater edges --clean "The capital of France is" --corrupted "The capital of Italy is"
+    --tokens " Paris" " Rome"`
+
+    `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
+    """
+    prompts = prompts_given(clean, pairs)
+    with continues(out):
+        measure = measured_by(metric, tokens, token, at)
+        found = _measured(model, prompts, corrupted, measure, options, out, quiet)
+        files = write(found, out, "edges") if out else []
+        if out:
+            found.summary().to_csv(out / "summary.csv", index=False, lineterminator="\n")
+            files.append(str(out / "summary.csv"))
+        report(_summary(found, found.top(SHOWN)) | {"said": found.report(), "files": files}, as_json, _show)
+
+
+@command(OF_A_CIRCUIT, LOAD)
+def circuit(
+    model: Model = None,
+    clean: Clean = None,
+    corrupted: Corrupted = None,
+    pairs: Pairs = None,
+    metric: Metric = "logit-difference",
+    tokens: Tokens = None,
+    token: Token = None,
+    at: At = "last",
+    size: Annotated[int, typer.Option(help="How many edges the circuit has.")] = 20,
+    by: Annotated[
+        Literal["size", "signed"],
+        typer.Option(help="The largest effects, or those that speak most for the clean prompt's answer."),
+    ] = "size",
+    *,
+    options: Options,
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose the circuit of the strongest edges on pairs of prompts, draw it by layers, and keep it as one file.
+
+    **Example**
+
+    `headwater circuit --clean "The capital of France is" --corrupted "The capital of Italy is"
+    --tokens " Paris" " Rome" --size 20 --out runs/circuit`
+    """
+    prompts = prompts_given(clean, pairs)
+    with continues(out):
+        measure = measured_by(metric, tokens, token, at)
+        found = _measured(model, prompts, corrupted, measure, options, out, quiet)
+        chosen = found.circuit(size, by=by)
+        files = []
+        if out and is_main():
+            from headwater.demo.written import write_figure
+
+            files = [str(chosen.save(out / "circuit.parquet")), *write_figure(chosen.plot(), out / "circuit")]
+        strongest = chosen.table.sort_values("effect", key=abs, ascending=False).head(SHOWN)
+        said = [
+            f"Circuit of {len(chosen):,} of {found.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
+            "the embedding to the logits.",
+            "It was chosen on these prompts: what it is worth shows on others.",
+        ]
+        report(_summary(found, strongest) | {"said": said, "files": files}, as_json, _show)
+
+
+def _measured(
+    model: str | None,
+    prompts: list[str] | Path,
+    corrupted: list[str] | None,
+    measure: Any,
+    options: Options,
+    out: Path | None,
+    quiet: bool,
+) -> EdgeEffects:
+    from headwater.circuits.edge_effects import edges as run
+
+    loaded, given = load_model(model, options), options.of("edges")
+    return run(loaded, prompts, corrupted, metric=measure, progress=not quiet, out=out, **given)
+
+
+def _summary(found: EdgeEffects, strongest: pd.DataFrame) -> dict[str, Any]:
+    rows = []
+    for row in strongest.to_dict("records"):
+        known = [float(row[name]) for name in ("effect", "estimate") if name in row and row[name] == row[name]]
+        rows.append({"edge": row["edge"], "effect": known[0] if known else None})
+    counts = {"pairs": len(found.baselines), "edges": len(found.chosen), "method": found.method}
+    return {"model": found.run.model, **counts, "metric": found.metrics[0], "strongest": rows}
+
+
+def _show(found: dict[str, Any], console: Console) -> None:
+    pairs = f"{found['pairs']} pair{'s' * (found['pairs'] != 1)}"
+    console.print(f"{found['model']}: {found['edges']:,} edges, {found['method']}, {pairs}\n", markup=False)
+    table = columns("edge", "effect")
+    for row in found["strongest"]:
+        table.add_row(row["edge"], f"{row['effect']:.4g}")
+    console.print(table)
+    for sentence in found["said"]:
+        console.print(f"\n{sentence}", markup=False)

@@ -1,0 +1,225 @@
+"""A circuit as a graph by layers: from the embedding on the left to the logits on the right.
+
+MLPs stand on one line with the embedding and the logits, the heads of a layer above it, those that many low nodes feed
+at the bottom. A line is an edge: red where its effect is above 0, blue below, grey where none is known; its width goes
+with the square root of the effect's size. What of a head it feeds is told by the line: q drawn through, k dashed, v
+dotted. Where several query heads read one key or value, it leads to those of them that take part. Up to `FEW` edges
+have their effects written beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+
+from headwater.circuits.circuit import Circuit
+from headwater.circuits.graph import Graph
+from headwater.colors import FAINT, INK
+from headwater.figures.style import DASHED, legend_above, style
+from headwater.runs.result import DRAWINGS
+
+ABOVE, BELOW = "#b2182b", "#2166ac"
+"""The ends of the scale in which a map of edges is drawn."""
+LINES: Mapping[str, Any] = {"q": "-", "k": DASHED, "v": (0, (1, 1.2)), "mlp": "-", "logits": "-"}
+FEW = 24
+"""Edges whose effects are written beside them."""
+WIDTHS = (0.4, 3.2)
+COLUMN, ROW = 0.62, 0.34
+"""Inches between columns, and between the heads of a layer."""
+BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "linewidth": 0.6}
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+MINUS = "\N{MINUS SIGN}"
+Place: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One line: an edge, or its part to one of several heads that read the same key or value."""
+
+    edge: int
+    """Which of the circuit's."""
+    source: int
+    """Nodes are senders by number; the logits come after the last."""
+    target: int
+    kind: str
+
+
+@DRAWINGS.add(Circuit)
+def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
+    """Draw a circuit: what `Circuit.plot` says."""
+    lines = lines_of(circuit)
+    places = layout(circuit.graph, lines)
+    far = max((x for x, _ in places.values()), default=1.0)
+    high = max((y for _, y in places.values()), default=0.0)
+    curves = {line: _curve(places, line) for line in lines}
+    low = min([-0.4, *(_point(curve, 0.5)[1] - 0.2 for curve in curves.values())])
+    with style():
+        if ax is None:
+            size = (1.0 + COLUMN * far, 1.1 + ROW * (high - low))
+            ax = plt.figure(figsize=(max(3.4, size[0]), max(2.2, size[1])), layout="constrained").add_subplot()
+        sizes = np.abs(np.nan_to_num(circuit.effects))
+        top = float(sizes.max(initial=0.0)) or 1.0
+        order = sorted(lines, key=lambda line: sizes[line.edge])
+        for rank, line in enumerate(order):
+            _draw(ax, curves[line], line, float(circuit.effects[line.edge]), top, rank / max(1, len(order)))
+        for node, (x, y) in places.items():
+            color = INK if y == 0 else FAINT
+            box = BOX | {"edgecolor": color}
+            ax.text(x, y, _short(circuit.graph, node), ha="center", va="center", size=6.5, zorder=5, bbox=box)
+        if len(circuit) <= FEW:
+            _write_effects(ax, circuit, list(reversed(order)), curves, places)
+        _frame(ax, circuit.graph, places, (low, high))
+        _legend(ax, circuit, lines, top)
+    return ax
+
+
+def lines_of(circuit: Circuit) -> list[Drawn]:
+    """Return the lines of a circuit's edges, in their order."""
+    graph, lines = circuit.graph, []
+    sends = set(graph.sender[circuit.edges].tolist())
+    logits = len(graph.senders)
+    for number, edge in enumerate(circuit.edges.tolist()):
+        receiver = int(graph.receiver[edge])
+        kind = graph.receivers.kinds[graph.receivers.kind[receiver]]
+        driven = [] if kind == "logits" else [int(node) for node in graph.driven(receiver)]
+        targets = [logits] if kind == "logits" else [node for node in driven if node in sends] or driven[:1]
+        lines += [Drawn(number, int(graph.sender[edge]), target, kind) for target in targets]
+    return lines
+
+
+def layout(graph: Graph, lines: list[Drawn]) -> dict[int, Place]:
+    """Return where each node stands: a column for the heads of a layer and one for its MLP, where they take part."""
+    nodes = sorted({node for line in lines for node in (line.source, line.target)})
+    logits = len(graph.senders)
+    columns: dict[tuple[int, int], list[int]] = {}
+    for node in nodes:
+        layer = graph.n_layers if node == logits else int(graph.senders.layer[node])
+        columns.setdefault((layer, int(node != logits and graph.senders.kind[node] == 2)), []).append(node)
+    places: dict[int, Place] = {}
+    for x, (_, column) in enumerate(sorted(columns.items())):
+        is_head = column[0] != logits and graph.senders.kind[column[0]] == 1
+        heights = {node: _mean_height(node, lines, places) for node in column}
+        for y, node in enumerate(sorted(column, key=lambda node: heights[node])):
+            places[node] = float(x), (y + 1.0 + 0.5 * (x % 2)) if is_head else 0.0
+    return places
+
+
+def _mean_height(node: int, lines: list[Drawn], places: Mapping[int, Place]) -> float:
+    heights = [places[line.source][1] for line in lines if line.target == node and line.source in places]
+    return float(np.mean(heights)) if heights else 0.0
+
+
+def _on_the_line(places: Mapping[int, Place], line: Drawn) -> bool:
+    """Whether an edge leads from one to another of the nodes that stand on one line, which it must go around."""
+    return places[line.source][1] == places[line.target][1] == 0
+
+
+def _curve(places: Mapping[int, Place], line: Drawn) -> Path:
+    (x0, y0), (x1, y1) = places[line.source], places[line.target]
+    if _on_the_line(places, line):
+        depth = -0.28 - 0.2 * (x1 - x0)
+        middle = [(x0 + 0.25 * (x1 - x0), depth), (x1 - 0.25 * (x1 - x0), depth)]
+    else:
+        bend = {"q": 0.22, "k": -0.22}.get(line.kind, 0.0)
+        middle = [(x0 + 0.45 * (x1 - x0), y0 + bend), (x1 - 0.45 * (x1 - x0), y1 + 2 * bend)]
+    return Path([(x0, y0), *middle, (x1, y1)], [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
+
+
+def _draw(ax: Axes, curve: Path, line: Drawn, effect: float, top: float, rank: float) -> None:
+    share = 0.0 if np.isnan(effect) else float(np.sqrt(abs(effect) / top))
+    color = FAINT if np.isnan(effect) else ABOVE if effect > 0 else BELOW
+    width = WIDTHS[0] + share * (WIDTHS[1] - WIDTHS[0])
+    look: dict[str, Any] = {
+        "linestyle": LINES[line.kind],
+        "alpha": 0.35 + 0.55 * share,
+        "zorder": 1 + rank,
+        "capstyle": "butt",
+    }
+    ax.add_patch(PathPatch(curve, facecolor="none", edgecolor=color, linewidth=width, **look))
+
+
+def _write_effects(
+    ax: Axes, circuit: Circuit, lines: list[Drawn], curves: Mapping[Drawn, Path], places: Mapping[int, Place]
+) -> None:
+    """Write the effects on their lines, the largest first, each where nothing stands yet; else it is left out."""
+    written: set[int] = set()
+    taken = [(x, y, 0.35, 0.27) for x, y in places.values()]
+    for line in lines:
+        effect = float(circuit.effects[line.edge])
+        if np.isnan(effect) or line.edge in written:
+            continue
+        text = f"{line.kind} {effect:+.2g}" if line.kind in "qkv" else f"{effect:+.2g}"
+        spots = [_point(curves[line], t) for t in (0.5, 0.42, 0.58, 0.34, 0.66, 0.26, 0.74, 0.18, 0.82)]
+        free = [spot for spot in spots if not any(_meets(spot, other) for other in taken)]
+        if not free:
+            continue
+        x, y = free[0]
+        written.add(line.edge)
+        taken.append((x, y, 0.4, 0.28))
+        color = ABOVE if effect > 0 else BELOW
+        look: dict[str, Any] = {"size": 5.5, "color": color, "zorder": 6, "bbox": BEHIND}
+        ax.text(x, y, text.replace("-", MINUS), ha="center", va="center", **look)
+
+
+def _meets(spot: Place, other: tuple[float, float, float, float]) -> bool:
+    x, y, width, height = other
+    return abs(spot[0] - x) < width + 0.4 and abs(spot[1] - y) < height + 0.05
+
+
+def _point(curve: Path, t: float) -> Place:
+    """A point of a cubic Bézier curve."""
+    a, b, c, d = np.asarray(curve.vertices)
+    x, y = (1 - t) ** 3 * a + 3 * t * (1 - t) ** 2 * b + 3 * t**2 * (1 - t) * c + t**3 * d
+    return float(x), float(y)
+
+
+def _short(graph: Graph, node: int) -> str:
+    if node == len(graph.senders):
+        return "logits"
+    name = graph.senders.name(node)
+    return name.removeprefix("head ")
+
+
+def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[float, float]) -> None:
+    """Leave only the layers' numbers of the frame."""
+    by_layer: dict[int, list[float]] = {}
+    for node, (x, _) in places.items():
+        if 0 < node < len(graph.senders):
+            by_layer.setdefault(int(graph.senders.layer[node]), []).append(x)
+    far = max((x for x, _ in places.values()), default=1.0)
+    ax.set_xlim(-0.6, far + 0.6)
+    ax.set_ylim(rows[0], rows[1] + 0.7)
+    ax.set_yticks([])
+    ax.spines[["left", "bottom"]].set_visible(False)
+    ax.set_xticks([float(np.mean(xs)) for xs in by_layer.values()], [str(layer) for layer in by_layer])
+    ax.tick_params(axis="x", length=0)
+    ax.set_xlabel("Layer")
+
+
+def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
+    """Say above the axes what lines mean."""
+    effects = circuit.effects
+    entries: list[tuple[str, dict[str, Any]]] = []
+    if (effects > 0).any():
+        entries.append(("effect above 0", {"color": ABOVE, "linewidth": 2}))
+    if (effects < 0).any():
+        entries.append(("below 0", {"color": BELOW, "linewidth": 2}))
+    if np.isnan(effects).any():
+        entries.append(("not known", {"color": FAINT, "linewidth": 2}))
+    if not np.isnan(effects).all():
+        entries.append((f"thickest: {top:.2g}", {"color": INK, "linewidth": WIDTHS[1]}))
+    kinds = {line.kind for line in lines}
+    entries += [(f"into {kind}", {"color": INK, "linestyle": LINES[kind]}) for kind in "qkv" if kind in kinds]
+    for text, look in entries:
+        ax.plot([], [], label=text, **look)
+    legend_above(
+        ax, min(7, len(entries)) or 1, f"Circuit of {len(circuit):,} edges, {len(circuit.on_a_path):,} on a path"
+    )

@@ -1,0 +1,53 @@
+"""The commands edges and circuit, on the embedded model."""
+
+import json
+
+import pytest
+
+import headwater as hw
+from tests.test_sweep_cli import run
+
+PAIR = ("--clean", "The capital of France is", "--corrupted", "The capital of Italy is")
+ANSWERS = ("--tokens", " Paris", " Rome")
+
+
+def test_edges_are_those_of_the_function_with_figure_and_table(capsys, monkeypatch, tmp_path):
+    some = ("--senders", "embed", "--receivers", "mlp", "--receivers", "logits")
+    where = ("--out", tmp_path / "run")
+    code, out, err = run(capsys, monkeypatch, "edges", *PAIR, *ANSWERS, *some, *where, "--json", "--quiet")
+    assert (code, err) == (0, "")
+    found, metric = json.loads(out), hw.logit_difference(" Paris", " Rome")
+    options = {"senders": "embed", "receivers": ["mlp", "logits"], "progress": False}
+    expected = hw.edges(hw.load(), PAIR[1], PAIR[3], metric=metric, **options).top(10)
+    assert found["edges"] == 5
+    assert [row["edge"] for row in found["strongest"]] == expected["edge"].tolist()
+    assert [row["effect"] for row in found["strongest"]] == pytest.approx(expected["effect"].tolist(), abs=1e-5)
+    assert {file.name for file in (tmp_path / "run").iterdir()} >= {"edges.png", "edges.pdf", "summary.csv"}
+
+
+def test_a_circuit_is_chosen_drawn_and_kept_and_says_what_it_is_not(capsys, monkeypatch, tmp_path):
+    method = ("--method", "eap", "--size", "12", "--by", "signed")
+    code, out, err = run(capsys, monkeypatch, "circuit", *PAIR, *ANSWERS, *method, "--out", tmp_path / "run", "--quiet")
+    assert (code, err) == (0, "")
+    assert "Circuit of 12 of 1,055 edges" in " ".join(out.split())
+    assert "chosen on these prompts" in " ".join(out.split())
+    kept = hw.Circuit.load(tmp_path / "run" / "circuit.parquet")
+    assert len(kept) == 12
+    assert (tmp_path / "run" / "circuit.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["edges", *PAIR, *ANSWERS, "--senders", "heads"], "is no sender"),
+        (["edges", *PAIR, *ANSWERS, "--method", "acdc"], "acdc"),
+        (["edges", *PAIR[:2], *ANSWERS], "Edges need pairs of prompts"),
+        (["circuit", *PAIR, *ANSWERS, "--size", "0", "--method", "eap"], "n"),
+        (["circuit", *ANSWERS], "Give the prompts with --clean and --corrupted"),
+    ],
+)
+def test_what_cannot_be_used_ends_with_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message):
+    code, _, err = run(capsys, monkeypatch, *arguments, "--quiet")
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
