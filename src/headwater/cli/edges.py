@@ -35,7 +35,12 @@ EDGES = Of(
     offers="senders receivers direction over through method verify steps seed hours",
     choices={"direction": "headwater.patching.sides:DIRECTIONS", "through": THROUGH, "method": "METHODS"},
     filled="clean corrupted metric",
-    left_out={"batch_size": "as many as suit the device", "positions": "a mapping, for a notebook"},
+    left_out={
+        "batch_size": "as many as suit the device",
+        "positions": "a mapping, for a notebook",
+        "values": "a pair says what is exchanged for what",
+        "dataset": "of a mean over other prompts",
+    },
 )
 OF_A_CIRCUIT = Of(
     EDGES.function,
