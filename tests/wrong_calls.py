@@ -462,6 +462,7 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             },
         ),
         "CircuitRuns.summary": lambda: (g.circuit_runs.summary, {"level": 0.9, "seed": 0}),
+        "CircuitRuns.claim": lambda: (g.circuit_runs.claim, {"circuit": None, "margin": 0.1, "level": 0.9}),
         "CircuitRuns.plot": lambda: (g.circuit_runs.plot, {"metric": None}),
         "circuit_curve": lambda: (
             hw.circuit_curve,

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from headwater.circuits.curve import circuit_curve as circuit_curve
     from headwater.circuits.edge_effects import edges as edges
     from headwater.circuits.graph import Graph as Graph
+    from headwater.circuits.graph_files import read_graph_file as read_graph_file
+    from headwater.circuits.graph_files import write_graph_file as write_graph_file
     from headwater.circuits.path_effects import PathEffects as PathEffects
     from headwater.circuits.path_patching import path_patch as path_patch
     from headwater.circuits.result import EdgeEffects as EdgeEffects

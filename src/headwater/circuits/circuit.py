@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +26,10 @@ from headwater.circuits.reach import on_a_path
 from headwater.errors import InputError, RunFolderError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.options import checked_kind, checked_path, checked_repeats, checked_seed, has_no_order, is_one, shown
+from headwater.registry import Registry
 from headwater.runs.result import DRAWINGS
 from headwater.runs.storage import make_folder, write_atomically
+from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 METADATA = b"headwater circuit"
 REDRAWS = 20
 """How often a placebo that came out as the circuit itself is drawn again."""
+CLAIMS: Registry[str, Callable[..., Claim]] = Registry("claim", filled_by="headwater.circuits.circuit_runs")
+"""What judges a circuit."""
 Prompts = tuple[tuple[int, ...], ...]
 
 
@@ -148,6 +152,51 @@ class Circuit:
             reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise RunFolderError(f"{file} holds no circuit that Circuit.save wrote ({reason}).") from None
         return made(graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen)
+
+    def claim(
+        self,
+        model: HookedModel,
+        clean: Any,
+        corrupted: Any = None,
+        *,
+        metric: Any,
+        other: Any = "mean",
+        placebos: int = 100,
+        margin: float | Any = None,
+        level: float = 0.95,
+        seed: int = 0,
+        batch_size: int | None = None,
+        progress: bool = True,
+    ) -> Claim:
+        """Judge whether the circuit alone does something, on prompts that did not choose it.
+
+        Args:
+            model: the model.
+            clean: the held-out prompts, or a table of pairs; see `hw.run_circuits`. Those that chose the circuit do not
+                count as held out, which the claim says.
+            corrupted: the other prompt of each pair.
+            metric: one metric; see `hw.run_circuits`.
+            other: the other ablation: what the edges outside carry in a second run, `mean`, `zero` or `resample` over
+                the clean prompts; None for none.
+            placebos: how many random circuits of the same shape.
+            margin: how large an effect has to be to matter, in units of the metric; default: the 95 % quantile of the
+                random circuits' sizes.
+            level: of the interval.
+            seed: of the random circuits, the bootstrap and the halves.
+            batch_size: circuits at once.
+            progress: show progress bars.
+
+        Returns:
+            A `Claim`: `table` is one row `effect, low, high, placebo, placebo_high, p_value, other_ablation,
+            split_half, held_out, margin, holds`; `sentence` says it. The effect is the metric of the circuit alone
+            less that of the empty one. What holds is said in the first lines of `headwater.stats.claims`.
+
+        Raises:
+            InputError: an option or prompt cannot be used.
+        """
+        run = {"metric": metric, "placebos": placebos, "seed": seed, "batch_size": batch_size, "progress": progress}
+        judged = {"margin": margin, "level": level, "seed": seed}
+        return CLAIMS["alone"](self, model, clean, corrupted, other=other, run=run, claim=judged)
 
     def plot(self, ax: Axes | None = None) -> Axes | Figure:
         """Draw the circuit: its nodes by layer, its edges with the sign and size of their effects.

@@ -17,18 +17,20 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.circuits.circuit import Circuit, checked_circuits, graph_of, made
+from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, graph_of, made
+from headwater.circuits.circuit_claims import claim_on_runs
 from headwater.circuits.faithfulness import of_examples, summarized
 from headwater.circuits.graph import Graph
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_number, checked_seed
+from headwater.options import checked_count, checked_kind, checked_number, checked_seed
 from headwater.patching.metrics import Metric
-from headwater.patching.prompts import Prompts
+from headwater.patching.prompts import Prompts, read_pairs
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
+from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,6 +109,51 @@ class CircuitRuns(Result):
         said += said_of_discovery(self.run)
         said.append("A circuit has to be tested on other prompts than those it was chosen on: see Circuit.claim.")
         return said
+
+    def claim(
+        self,
+        circuit: str | None = None,
+        *,
+        metric: str | None = None,
+        other: CircuitRuns | None = None,
+        margin: float | Any = None,
+        level: float = 0.95,
+        seed: int = 0,
+    ) -> Claim:
+        """Judge whether a circuit alone does something, beside random ones, other values, halves, and held-out prompts.
+
+        The effect on a prompt is the metric of the circuit alone less that of the empty one.
+
+        Args:
+            circuit: its name, where there are several.
+            metric: of which metric, where there are several.
+            other: the same circuits run with another kind of values.
+            margin: how large an effect has to be to matter; default: the 95 % quantile of the random circuits' sizes.
+            level: of the interval.
+            seed: of the bootstrap and the halves.
+
+        Returns:
+            A `Claim`, as `Sweep.claim` gives it: `held_out` is of the prompts on which the circuit was not chosen, NaN
+            where nothing is known of its choice.
+
+        Raises:
+            InputError: there is no such circuit or metric, or no placebos and no margin.
+        """
+        table = checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)").table if other is not None else None
+        name = next(iter(self.circuits)) if circuit is None else circuit
+        chosen_on = self.run.options["discovery"].get(name) if isinstance(name, str) else None
+        overlap = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"].mean()
+        return claim_on_runs(
+            self.table,
+            circuit=circuit,
+            metric=metric,
+            other=table,
+            seen=coinciding(self.run) if chosen_on else None,
+            overlap=float(overlap),
+            margin=margin,
+            level=level,
+            seed=seed,
+        )
 
     def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
         """Draw the faithfulness of each circuit with its interval, the placebos beside it.
@@ -194,6 +241,20 @@ def run_circuits(
     if left := said_of_gaps(result.table):
         warnings.warn(left, stacklevel=2)
     return result
+
+
+@CLAIMS.add("alone")
+def claim_of_circuit(
+    circuit: Circuit, model: HookedModel, clean: Any, corrupted: Any, *, other: Any, run: Any, claim: Any
+) -> Claim:
+    """Run a circuit with its placebos, and with other values, and judge it; see `Circuit.claim`."""
+    runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run)
+    beside = None
+    if other is not None:
+        first, _ = read_pairs(model, clean, corrupted)
+        again = run | {"values": other, "placebos": 0}
+        beside = run_circuits(model, [list(prompt.ids) for prompt in first], None, {"given": circuit}, **again)
+    return runs.claim(other=beside, **claim)
 
 
 @dataclass(frozen=True, eq=False)

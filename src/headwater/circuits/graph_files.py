@@ -1,0 +1,182 @@
+"""Circuits in the files of EAP-IG (Hanna et al. 2024): `.json` and `.pt`, an edge by name with score and membership.
+
+    input -> embed    a0.h1 -> head 0.1    m3 -> mlp 3    a0.h1<q> -> q 0.1    logits
+
+These graphs have a k and a v for each query head. Where several query heads share a key-value head, the weights have
+one edge: it is read if all heads of the group agree on it, its score being their sum, and written to each of them, the
+score in equal parts.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwater.circuits.circuit import Circuit, graph_of, made
+from headwater.circuits.graph import Graph
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_kind, checked_path
+from headwater.runs.storage import make_folder, write_atomically, write_json
+
+_NODE = re.compile(r"a(\d+)\.h(\d+)(?:<([qkv])>)?|m(\d+)")
+
+
+def read_graph_file(path: str | Path, model: HookedModel | Graph) -> Circuit:
+    """Read the circuit of an EAP-IG graph: the edges that are in it, with their scores as effects.
+
+    Args:
+        path: a `.json` or `.pt` file that EAP-IG's `Graph.to_json` or `to_pt` wrote.
+        model: whose circuit it is.
+
+    Raises:
+        InputError: the file is none of these, is of a model of another size, or heads that share a key-value head
+            disagree on an edge to it.
+    """
+    file, graph = checked_path("path", path), graph_of(model)
+    try:
+        cfg, listed = (_of_pt if file.suffix == ".pt" else _of_json)(file)
+        sizes = int(cfg["n_layers"]), int(cfg["n_heads"]), bool(cfg["parallel_attn_mlp"])
+        found = list(listed)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise InputError(f"{file} is no graph that EAP-IG wrote ({reason}).") from None
+    if sizes != (graph.n_layers, graph.n_heads, graph.parallel):
+        raise InputError(
+            f"{file} is the graph of {sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}; this model "
+            f"has {graph.n_layers} of {graph.n_heads}{', parallel blocks' * graph.parallel}."
+        )
+    edges = [(_edge(graph, *name.partition("->")[::2]), score, inside) for name, score, inside in found]
+    scores: dict[int, float] = {}
+    inside_of: dict[int, set[bool]] = {}
+    for edge, score, inside in edges:
+        scores[edge] = scores.get(edge, 0.0) + score
+        inside_of.setdefault(edge, set()).add(inside)
+    if torn := [edge for edge, inside in inside_of.items() if len(inside) > 1]:
+        raise InputError(
+            f"{file} has {graph.name(torn[0])} for some of the {graph.n_heads // graph.n_kv_heads} query heads that "
+            f"share this key-value head and not for others ({len(torn)} such edges); here it is one edge."
+        )
+    return made(graph, [edge for edge, inside in inside_of.items() if inside == {True}], scores)
+
+
+def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
+    """Write a circuit as a graph that EAP-IG's `Graph.from_json` or `from_pt` reads.
+
+    Args:
+        circuit: the circuit; effects become scores, 0 where none is known.
+        path: a `.json` or `.pt` file.
+        d_model: the width of the model, which these files record.
+
+    Raises:
+        InputError: the path ends otherwise.
+        RunFolderError: the file cannot be written.
+    """
+    circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
+    file, graph = checked_path("path", path), circuit.graph
+    if file.suffix not in (".json", ".pt"):
+        raise InputError(f"{file} must end in .json or .pt.")
+    cfg = {
+        "n_layers": graph.n_layers,
+        "n_heads": graph.n_heads,
+        "parallel_attn_mlp": graph.parallel,
+        "d_model": int(d_model),
+    }
+    inside = np.isin(np.arange(graph.n_edges), circuit.edges)
+    scores = np.zeros(graph.n_edges)
+    scores[circuit.edges] = np.nan_to_num(circuit.effects)
+    sources, targets = _names(graph)
+    sends = dict.fromkeys(sources, False) | {"logits": True}
+    edges: dict[str, dict[str, Any]] = {}
+    for target, (receiver, parts) in targets.items():
+        for sender in range(int(graph.reach[receiver])):
+            edge = graph.edge(sender, receiver)
+            edges[f"{sources[sender]}->{target}"] = {"score": scores[edge] / parts, "in_graph": bool(inside[edge])}
+            sends[sources[sender]] |= bool(inside[edge])
+    make_folder(file.parent)
+    if file.suffix == ".json":
+        write_json(
+            file, {"cfg": cfg, "nodes": {name: {"in_graph": one} for name, one in sends.items()}, "edges": edges}
+        )
+    else:
+        held = _tensors(edges, sources, list(targets)) | {"cfg": cfg, "src_nodes": sources, "dst_nodes": list(targets)}
+        held["nodes_in_graph"] = torch.tensor([sends[name] for name in sources])
+        write_atomically(file, lambda temporary: torch.save(held, temporary))
+    return file
+
+
+def _of_json(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, float, bool]]]:
+    held = json.loads(file.read_text(encoding="utf-8"))
+    edges = held["edges"].items()
+    return held["cfg"], ((name, float(one.get("score") or 0.0), bool(one["in_graph"])) for name, one in edges)
+
+
+def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, float, bool]]]:
+    held = torch.load(file, weights_only=True, map_location="cpu")
+    inside, scores = held["edges_in_graph"].bool(), held["edges_scores"].float()
+    sources, targets = held["src_nodes"], held["dst_nodes"]
+    places = inside.nonzero().tolist()
+    members = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), True) for i, j in places)
+    others = (~inside & _real(sources, targets)).nonzero().tolist()
+    rest = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), False) for i, j in others)
+    return held["cfg"], iter([*members, *rest])
+
+
+def _real(sources: list[str], targets: list[str]) -> torch.Tensor:
+    """Which pairs of a source and a k or v there can be: only these have to agree with others."""
+    layers = torch.tensor([_layer(name) for name in sources])
+    read = torch.tensor([int(name[1:].split(".")[0]) if name.endswith(("<k>", "<v>")) else -1 for name in targets])
+    return layers[:, None] < read[None]
+
+
+def _layer(source: str) -> int:
+    """The layer of a source; -1 for the embedding."""
+    node = _NODE.fullmatch(source)
+    return -1 if node is None else int(node[1] or node[4])
+
+
+def _edge(graph: Graph, source: str, target: str) -> int:
+    """The number of an edge by EAP-IG's names of its ends."""
+    group = graph.n_heads // graph.n_kv_heads
+    sender = "embed" if source == "input" else ""
+    if (node := _NODE.fullmatch(source)) and not node[3]:
+        sender = f"head {node[1]}.{node[2]}" if node[4] is None else f"mlp {node[4]}"
+    receiver = "logits" if target == "logits" else ""
+    if node := _NODE.fullmatch(target):
+        head = int(node[2] or 0)
+        head = head if node[3] == "q" else head // group
+        receiver = f"{node[3]} {node[1]}.{head}" if node[4] is None else f"mlp {node[4]}"
+    return graph.edge_named(f"{sender} -> {receiver}")
+
+
+def _names(graph: Graph) -> tuple[list[str], dict[str, tuple[int, int]]]:
+    """EAP-IG's names of senders, and by its names of receivers the receiver and how many such stand for it."""
+    group = graph.n_heads // graph.n_kv_heads
+    heads = range(graph.n_heads)
+    sources, targets = ["input"], {}
+    names = {name: number for number, name in enumerate(graph.receivers.names())}
+    for layer in range(graph.n_layers):
+        sources += [*(f"a{layer}.h{head}" for head in heads), f"m{layer}"]
+        for kind in "qkv":
+            for head in heads:
+                own = head if kind == "q" else head // group
+                targets[f"a{layer}.h{head}<{kind}>"] = names[f"{kind} {layer}.{own}"], 1 if kind == "q" else group
+        targets[f"m{layer}"] = names[f"mlp {layer}"], 1
+    return sources, targets | {"logits": (names["logits"], 1)}
+
+
+def _tensors(edges: dict[str, dict[str, Any]], sources: list[str], targets: list[str]) -> dict[str, Any]:
+    scores, inside = torch.zeros(len(sources), len(targets)), torch.zeros(len(sources), len(targets), dtype=torch.bool)
+    row, column = ({name: i for i, name in enumerate(names)} for names in (sources, targets))
+    for name, one in edges.items():
+        source, target = name.split("->")
+        scores[row[source], column[target]] = one["score"]
+        inside[row[source], column[target]] = one["in_graph"]
+    return {"edges_scores": scores, "edges_in_graph": inside}
