@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 
+import pandas as pd
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -162,6 +163,34 @@ def test_names_relations_and_folders_may_be_given_together(tmp_path):
     assert load_relations([own, "country_to_capital"]) == (own, capital)
     assert "Did you mean 'country_to_capital'" in refusal("country_to_capitol")
     assert "2 relations are named 'mine'" in refusal([own, own])
+
+
+def test_a_relation_of_ones_own_is_a_data_frame_a_csv_file_or_a_list_of_pairs(tmp_path):
+    rows = pd.DataFrame({"source": ["France", "Italy", "Italy"], "target": ["Paris", "Rome", "Roma"]})
+    expected = (("France", ("Paris",)), ("Italy", ("Rome", "Roma")))
+    (own,) = load_relations(rows)
+    assert (own.name, own.category, own.pairs) == ("own", None, expected)
+    rows.assign(category="knowledge").to_csv(tmp_path / "capitals.csv", index=False)
+    (read,) = load_relations(tmp_path / "capitals.csv")
+    assert (read.name, read.category, read.pairs) == ("capitals", "knowledge", expected)
+    pairs = [("France", "Paris"), ("Italy", ["Rome", "Roma"])]
+    named = load_relations({"mine": pairs, "adj_antonym": rows})
+    assert [(one.name, one.category, one.pairs) for one in named] == [
+        ("mine", None, expected),
+        ("adj_antonym", "linguistic", expected),
+    ]
+
+
+def test_tables_that_are_no_relation_are_refused_with_their_row(tmp_path):
+    rows = pd.DataFrame({"source": ["France", "Italy"], "target": ["Paris", None]})
+    assert refusal(rows).startswith("the data frame, row 2: its target is None;")
+    assert "columns source and target" in refusal(rows.rename(columns={"target": "to"}))
+    assert "holds no pairs" in refusal(rows.head(0))
+    (tmp_path / "mine.csv").write_text("source,target,category\na,b,knowledge\nc,d,linguistic\n")
+    assert "several categories" in refusal(tmp_path / "mine.csv")
+    (tmp_path / "mine.csv").write_text("source,target\nFrance,\n")
+    assert f"{tmp_path / 'mine.csv'}, row 2: its target is None" in refusal(tmp_path / "mine.csv")
+    assert "is no pair (source, target)" in refusal({"mine": [("France",)]})
 
 
 def test_a_target_may_be_one_word_or_several():

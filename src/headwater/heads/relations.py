@@ -8,6 +8,10 @@ folder of relations holds, for each, `NAME.json` or `NAME/NAME.json` (the publis
 - or an object `{"name", "category", "description", "provenance", "licence", "pairs": [[source, [target, ...]], ...]}`,
   each source once. The suite that comes with headwater (Elhelo & Geva, ACL 2025, gathered anew) is written so.
 
+A table is a relation too: a data frame or a CSV or TSV file with columns source and target, a row per pair; so is a
+mapping {name: pairs or data frame}. A source with several rows has several accepted targets. Such a relation has the
+published category of its name, or the one that a column category gives all of its rows.
+
 Words are written without the leading space that they get before they are tokenized. A pair survives for a tokenizer
 when its source is exactly one token and at least one of its targets is. Two more kinds of pair fall out, because they
 would count evidence that is none:
@@ -32,9 +36,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from headwater.data.rows import SEPARATORS, read_rows
 from headwater.data.strict_json import JsonDocument, refuse_half_characters
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
+from headwater.heads.relation_tables import NumberedRows, category_and_pairs, rows_of
 from headwater.models.tokens import panics_are_errors
 from headwater.options import checked_path, has_no_order, is_one, one_or_several, shown
 
@@ -107,7 +113,10 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
     return tuple(checked)
 
 
-Relations: TypeAlias = str | Path | Relation | Sequence[str | Path | Relation] | None
+Pairs: TypeAlias = pd.DataFrame | Sequence[Any]
+Relations: TypeAlias = (
+    str | Path | Relation | pd.DataFrame | Mapping[str, Pairs] | Sequence[str | Path | Relation | pd.DataFrame] | None
+)
 """What stands for relations; see `load_relations`."""
 
 
@@ -152,14 +161,20 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     """Return relations: those of a folder in the order of their names, or what else stands for relations.
 
     Args:
-        relations: a folder with a file per relation, as the module describes; one such file; the name of a relation of
-            the suite that comes with headwater; a relation; or several of these. None is the whole suite.
+        relations: a folder with a file per relation, as the module describes; one such file, or a CSV or TSV file with
+            columns source and target; the name of a relation of the suite that comes with headwater; a relation; a data
+            frame with these columns, named "own"; a mapping {name: list of pairs, or data frame}; or several of these.
+            None is the whole suite.
 
     Raises:
         InputError: nothing there, a name twice, or a file that breaks the format; the message names file, line, field.
     """
     if isinstance(relations, Relation):
         return (relations,)
+    if isinstance(relations, pd.DataFrame):
+        return (_of_table("own", rows_of(relations), "the data frame"),)
+    if isinstance(relations, Mapping):
+        return tuple(_named(str(name), pairs) for name, pairs in relations.items())
     if relations is None or isinstance(relations, str | Path):
         path = _suite() if relations is None else checked_path("relations", relations)
         found, where = _read_relations(path), relations
@@ -303,12 +318,25 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
             )
         path = own[str(path)]
     if path.is_file():
+        if path.suffix in SEPARATORS:
+            return (_of_table(path.stem, read_rows(path, "pairs"), str(path)),)
         return (_read_relation(path, {}),)
     categories = _read_categories(path / "categories.json")
     found = sorted(_relation_files(path), key=lambda file: file.stem)
     if not found:
         raise InputError(f"{path} holds no relation: expected NAME/NAME.json or NAME.json files there.")
     return tuple(_read_relation(file, categories) for file in found)
+
+
+def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
+    category, pairs = category_and_pairs(rows, where)
+    return Relation(name, category or PUBLISHED_CATEGORIES.get(name), pairs)
+
+
+def _named(name: str, pairs: Pairs) -> Relation:
+    if isinstance(pairs, pd.DataFrame):
+        return _of_table(name, rows_of(pairs), f"the data frame of {name!r}")
+    return Relation(name, PUBLISHED_CATEGORIES.get(name), checked_pairs(name, pairs))
 
 
 def _relation_files(folder: Path) -> Iterator[Path]:
