@@ -58,11 +58,17 @@ def pairs() -> dict:
     return {"clean": clean, "corrupted": clean[1:] + clean[:1], "metric": metric}
 
 
+@cache
+def edges() -> hw.EdgeEffects:
+    """Measure every edge on these pairs."""
+    return hw.edges(model(), **pairs(), progress=False)
+
+
 def knocked_out() -> hw.Sweep:
     """Sever the country from the last position."""
     given = pairs()
-    edges = hw.Edges("last", [f" {name}" for name in CAPITALS])
-    return hw.knockout(model(), given["clean"], block=edges, metric=given["metric"], window="cumulative")
+    severed = hw.Edges("last", [f" {name}" for name in CAPITALS])
+    return hw.knockout(model(), given["clean"], block=severed, metric=given["metric"], window="cumulative")
 
 
 def seen_by_probe() -> hw.Saliency:
@@ -107,6 +113,8 @@ FIGURES: dict[str, Callable] = {
         model(), ASK.format("France"), tokens=(" Paris", " Rome"), progress=False
     ),
     "probes": probed,
+    "edges": edges,
+    "circuit": lambda: edges().circuit(20),
     "composition": lambda: composition_scores(model()),
     "circuit_vectors": lambda: singular_vectors(model(), 1, 7, embedding="mlp0"),
     "knockout": knocked_out,

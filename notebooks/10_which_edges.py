@@ -1,0 +1,93 @@
+# %% [markdown]
+# # 10 · Which edges carry the capital?
+#
+# **Question.** *The capital of France is* … By which edges, from which part of the model to which, does *Paris* come?
+#
+# **Method.** Exact effects of all 1,055 edges of the embedded model on some countries; the strongest as a circuit; then
+# the circuit alone on countries that did not choose it, beside random circuits of the same shape.
+#
+# **Result and what would change one's mind** stand at the end.
+
+# %%
+import headwater as hw
+
+model = hw.load()
+capitals = {
+    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Austria": "Vienna", "Poland": "Warsaw",
+    "Greece": "Athens", "Norway": "Oslo", "Sweden": "Stockholm", "Egypt": "Cairo", "Japan": "Tokyo", "China": "Beijing",
+    "Portugal": "Lisbon", "Hungary": "Budapest", "Ireland": "Dublin", "Russia": "Moscow", "Turkey": "Ankara",
+    "Finland": "Helsinki", "Denmark": "Copenhagen", "Cuba": "Havana", "Peru": "Lima", "Belgium": "Brussels",
+}  # fmt: skip
+
+
+def answered(country, city):
+    """Whether the model says the capital, a single token, of a country of a single token."""
+    names = [len(model.tokenize(f" {name}").tokens[0]) for name in (country, city)]
+    right = model.tokenize(f" {city}").tokens[0, -1]
+    return max(names) <= 2 and model.run([f"The capital of {country} is"])[0, -1].argmax() == right
+
+
+known = [pair for pair in capitals.items() if answered(*pair)]
+print(f"{len(known)} of {len(capitals)} capitals are right")
+
+# %% [markdown]
+# ## Choose on half of the countries
+# The corrupted prompt asks for another country of the same half.
+
+
+# %%
+def task(countries):
+    """Return clean prompts, corrupted ones, and the logit of the right capital less that of the other's."""
+    others = countries[1:] + countries[:1]
+    prompts = [[f"The capital of {country} is" for country, _ in side] for side in (countries, others)]
+    answers = [[f" {city}" for _, city in side] for side in (countries, others)]
+    return {"clean": prompts[0], "corrupted": prompts[1], "metric": hw.logit_difference(*answers)}
+
+
+choosing, testing = task(known[::2]), task(known[1::2])
+edges = hw.edges(model, **choosing)
+edges.summary()[["sender", "sender_layer", "sender_head", "receiver", "receiver_layer", "mean", "low", "high"]].head(8)
+
+# %%
+_ = edges.plot()
+
+# %% [markdown]
+# Estimates are cheaper. How far do they agree with what was computed?
+
+# %%
+hw.edges(model, **choosing, method="eap").agreement(edges).head(1)
+
+# %% [markdown]
+# ## A circuit of twenty edges
+
+# %%
+circuit = edges.circuit(20)
+_ = circuit.plot()
+
+# %% [markdown]
+# ## Does it hold on countries that did not choose it?
+# `faithfulness` is the part of the gap between clean and corrupted run that comes out when only the circuit's edges
+# carry the clean prompt. `placebo` is what random circuits of the same shape reach.
+
+# %%
+runs = hw.run_circuits(model, circuits={f"{n} edges": edges.circuit(n) for n in (20, 50, 100)}, placebos=20, **testing)
+runs.summary()[["circuit", "edges", "edges_on_a_path", "faithfulness", "low", "high", "placebo", "placebo_high"]]
+
+# %%
+curve = hw.circuit_curve(model, edges, placebos=10, **testing)
+_ = curve.plot()
+
+# %%
+curve.areas()
+
+# %% [markdown]
+# ## Result
+
+# %%
+print(*edges.report(), sep="\n")
+print(*runs.report(), sep="\n")
+
+# %% [markdown]
+# **What would change one's mind.** Where a circuit is no better than its placebos, its edges are not what matters, only
+# where they lie. The circuit was chosen on one wording and one kind of corruption; effects of edges in series count the
+# same path more than once. Other prompts, another ablation (`values="mean"`) or a second model may overturn it.
