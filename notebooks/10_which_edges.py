@@ -81,6 +81,19 @@ _ = curve.plot()
 curve.areas()
 
 # %% [markdown]
+# Everything that could overturn it in one row: random circuits of the same shape, another ablation (means), halves of
+# the prompts. The same for one of the random circuits, drawn by lot before anything of it was known.
+
+# %%
+arbitrary = circuit.placebos(1, seed=7)[0]
+claims = {
+    name: one.claim(model, **testing, placebos=50)
+    for name, one in {"strongest 20": circuit, "strongest 100": edges.circuit(100), "arbitrary 20": arbitrary}.items()
+}
+for name, claim in claims.items():
+    print(f"{name}: {claim.sentence}\n")
+
+# %% [markdown]
 # ## Result
 
 # %%

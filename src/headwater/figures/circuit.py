@@ -211,9 +211,9 @@ def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
     if (effects > 0).any():
         entries.append(("effect above 0", {"color": ABOVE, "linewidth": 2}))
     if (effects < 0).any():
-        entries.append(("below 0", {"color": BELOW, "linewidth": 2}))
+        entries.append(("effect below 0", {"color": BELOW, "linewidth": 2}))
     if np.isnan(effects).any():
-        entries.append(("not known", {"color": FAINT, "linewidth": 2}))
+        entries.append(("effect not known", {"color": FAINT, "linewidth": 2}))
     if not np.isnan(effects).all():
         entries.append((f"thickest: {top:.2g}", {"color": INK, "linewidth": WIDTHS[1]}))
     kinds = {line.kind for line in lines}
