@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ class View:
     """The whole page, from its doctype on."""
     height: int = 560
     """In pixels, of its frame in a notebook."""
+    picture: bytes | None = None
+    """A PNG of the figure: what is seen where a notebook shows no frames, or a document no HTML."""
 
     def save_html(self, path: str | Path) -> Path:
         """Write the page into a file; folders on the way are made.
@@ -35,5 +38,17 @@ class View:
         return f"View({len(self.page):,} characters of HTML)"
 
     def _repr_html_(self) -> str:
-        look = f"width:100%;height:{self.height}px;border:0"
-        return f'<iframe srcdoc="{html.escape(self.page, quote=True)}" style="{look}"></iframe>'
+        """Return the page in a frame that can reach nothing of the notebook, over its picture.
+
+        A notebook that is not trusted, or a site that shows notebooks, takes the frame out; the picture remains.
+        """
+        look = f"position:absolute;top:0;left:0;width:100%;height:{self.height}px;border:0"
+        frame = (
+            f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{html.escape(self.page, quote=True)}" '
+            f'style="{look}"></iframe>'
+        )
+        below = ""
+        if self.picture is not None:
+            data = base64.b64encode(self.picture).decode("ascii")
+            below = f'<img src="data:image/png;base64,{data}" alt="the same as a picture" style="max-width:100%">'
+        return f'<div style="position:relative;height:{self.height}px;overflow:hidden">{below}{frame}</div>'

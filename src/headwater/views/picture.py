@@ -15,17 +15,25 @@ from headwater.views.page import page_of, picture_of, table_of, text_of
 def picture(result: Result) -> View:
     """Show what a result reports, its main figure and its summary."""
     said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
-    body = said + _drawn(result) + table_of(result.summary())
-    return View(page_of(repr(result), body, result.run))
+    figure = drawn(result)
+    body = said + picture_in(figure, result) + table_of(result.summary())
+    return View(page_of(repr(result), body, result.run), picture=None if isinstance(figure, str) else figure)
 
 
-def _drawn(result: Result) -> str:
-    """Return the figure as HTML, or the reason for which there is none."""
+def drawn(result: Result) -> bytes | str:
+    """Return the result's figure as a PNG, or the reason for which there is none; no figure is left open."""
     try:
-        drawn = result.plot()
+        figure = result.plot()
     except HeadwaterError as error:
-        return f'<p class="failed">{text_of(str(error))}</p>'
+        return str(error)
     try:
-        return picture_of(png_of(drawn), f"{type(result).__name__} of {result.run.model}")
+        return png_of(figure)
     finally:
-        plt.close(figure_of(drawn))
+        plt.close(figure_of(figure))
+
+
+def picture_in(figure: bytes | str, result: Result) -> str:
+    """Return what `drawn` gave as HTML."""
+    if isinstance(figure, str):
+        return f'<p class="failed">{text_of(figure)}</p>'
+    return picture_of(figure, f"{type(result).__name__} of {result.run.model}")

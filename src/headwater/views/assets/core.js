@@ -1,0 +1,204 @@
+"use strict";
+// What every view shares: numbers unpacked, tokens made visible, marks, colours, a tooltip, a table, light and dark.
+const hw = {};
+
+// Numbers: base64 of deflated little-endian u1, u2, f2 or f4, with their shape.
+hw.unpack = async (packed) => {
+  let bytes = Uint8Array.from(atob(packed.data), (letter) => letter.charCodeAt(0));
+  if (packed.deflate) {
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    bytes = new Uint8Array(await new Response(stream).arrayBuffer());
+  }
+  const count = packed.shape.reduce((product, size) => product * size, 1);
+  const size = { u1: 1, u2: 2, f2: 2, f4: 4 }[packed.dtype];
+  if (bytes.length !== size * count) throw new Error(`${bytes.length} bytes where ${size * count} were expected`);
+  if (packed.dtype === "u1") return bytes;
+  if (packed.dtype === "f4") return new Float32Array(bytes.buffer);
+  const whole = new Uint16Array(bytes.buffer);
+  return packed.dtype === "u2" ? whole : Float32Array.from(whole, hw.half);
+};
+
+hw.half = (bits) => {
+  const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
+};
+
+// Text: only ever as text, never as markup.
+hw.element = (tag, properties = {}, ...children) => {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in made && name !== "style") made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+};
+
+hw.token = (text) => {
+  if (text === "") return "∅";
+  if (/^ +$/.test(text)) return "␣".repeat(text.length);
+  const hidden = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]/gu;
+  const named = { "\n": "↵", "\t": "⇥" };
+  const seen = text.replace(hidden, (one) => named[one] || `⟨${one.codePointAt(0).toString(16)}⟩`).replace(/^ /, "·");
+  const letters = [...seen];
+  return letters.length > 24 ? letters.slice(0, 23).join("") + "…" : seen;
+};
+
+hw.number = (value, digits = 3) => (Number.isFinite(value) ? (Object.is(value, -0) ? 0 : value).toFixed(digits) : "–");
+hw.signed = (value, digits = 3) => (value > 0 ? "+" : "") + hw.number(value, digits);
+hw.small = (value) => (!Number.isFinite(value) ? "–" : value < 0.001 ? "< 0.001" : value.toFixed(3));
+
+// Colours.
+hw.ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+hw.isDark = () => {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+};
+const between = (stops, share) => {
+  const at = Math.min(Math.max(share, 0), 1) * (stops.length - 1), low = Math.min(Math.floor(at), stops.length - 2);
+  const mixed = stops[low].map((from, i) => Math.round(from + (at - low) * (stops[low + 1][i] - from)));
+  return `rgb(${mixed.join(",")})`;
+};
+const SIGNED = [[5, 48, 97], [33, 102, 172], [67, 147, 195], [146, 197, 222], [209, 229, 240], [247, 247, 247],
+  [253, 219, 199], [244, 165, 130], [214, 96, 77], [178, 24, 43], [103, 0, 31]];
+const LIGHT = [[255, 255, 255], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]];
+const DARK = [[27, 27, 29], [24, 58, 104], [40, 104, 170], [110, 170, 225], [225, 240, 255]];
+hw.diverging = (share) => between(SIGNED, (share + 1) / 2); // -1 to 1
+hw.sequential = (share) => between(hw.isDark() ? DARK : LIGHT, share); // 0 to 1
+hw.overSequential = (share) => ((share > 0.55) !== hw.isDark() ? "#ffffff" : "#111111");
+
+// Marks, as matplotlib names them.
+hw.mark = (pen, shape, x, y, radius) => {
+  const corners = (n, turn, inner) => {
+    for (let i = 0; i < n; i++) {
+      const r = inner && i % 2 ? radius * inner : radius, angle = turn + (2 * Math.PI * i) / n;
+      pen.lineTo(x + r * Math.sin(angle), y - r * Math.cos(angle));
+    }
+  };
+  pen.beginPath();
+  if (shape === "s") pen.rect(x - 0.86 * radius, y - 0.86 * radius, 1.72 * radius, 1.72 * radius);
+  else if (shape === "^") corners(3, 0);
+  else if (shape === "D") corners(4, 0);
+  else if (shape === "p") corners(5, 0);
+  else if (shape === "h") corners(6, 0);
+  else if (shape === "*") corners(10, 0, 0.45);
+  else if (shape === "P") {
+    pen.rect(x - radius, y - radius / 3, 2 * radius, (2 * radius) / 3);
+    pen.rect(x - radius / 3, y - radius, (2 * radius) / 3, 2 * radius);
+  } else pen.arc(x, y, radius, 0, 2 * Math.PI);
+  pen.closePath();
+  pen.fill();
+};
+
+// A canvas that is drawn again when light turns to dark; `paint(pen)` draws in CSS pixels.
+const painted = [];
+hw.canvas = (width, height, paint, properties = {}) => {
+  const made = hw.element("canvas", { tabIndex: 0, ...properties });
+  made.draw = () => {
+    const ratio = window.devicePixelRatio || 1;
+    made.width = Math.round(width * ratio);
+    made.height = Math.round(height * ratio);
+    made.style.width = `${width}px`;
+    made.style.height = `${height}px`;
+    const pen = made.getContext("2d");
+    pen.scale(ratio, ratio);
+    pen.font = "12px system-ui, sans-serif";
+    paint(pen);
+  };
+  made.resize = (w, h) => { [width, height] = [w, h]; made.draw(); };
+  painted.push(made);
+  return made;
+};
+hw.repaint = () => painted.forEach((one) => one.draw());
+hw.place = (canvas, event) => {
+  const box = canvas.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+};
+
+// The tooltip: lines of text, the first one bold.
+hw.tip = (lines, event) => {
+  if (!hw.tipBox) document.body.append((hw.tipBox = hw.element("div", { className: "tip", hidden: true })));
+  hw.tipBox.hidden = !lines;
+  if (!lines) return;
+  hw.tipBox.replaceChildren(...lines.map((line) => hw.element("div", {}, line)));
+  const box = hw.tipBox.getBoundingClientRect();
+  hw.tipBox.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - box.width - 6))}px`;
+  hw.tipBox.style.top = `${Math.max(4, event.clientY + 16 + box.height > innerHeight ? event.clientY - box.height - 10 : event.clientY + 16)}px`;
+};
+
+// What a screen reader is told.
+hw.say = (text) => {
+  if (!hw.said) document.body.append((hw.said = hw.element("div", { className: "quiet", "aria-live": "polite" })));
+  hw.said.textContent = text;
+};
+
+hw.table = ({ columns, rows }) => {
+  const numeric = columns.map((_, i) => rows.length > 0 && rows.every((row) => typeof row[i] === "number" || row[i] === "–"));
+  const cell = (tag, value, i) => hw.element(tag, { className: numeric[i] ? "n" : "" }, String(value));
+  const head = hw.element("tr", {}, ...columns.map((name, i) => cell("th", name, i)));
+  const body = rows.map((row) => hw.element("tr", {}, ...row.map((value, i) => cell("td", value, i))));
+  return hw.element("table", {}, hw.element("thead", {}, head), hw.element("tbody", {}, ...body));
+};
+
+hw.choice = (label, names, act) => {
+  const select = hw.element("select", { ariaLabel: label }, ...names.map((name, i) => hw.element("option", { value: i }, name)));
+  select.addEventListener("change", () => act(Number(select.value)));
+  return hw.element("label", {}, `${label} `, select);
+};
+
+hw.toggle = (name, on, act) => {
+  const button = hw.element("button", { type: "button", className: on ? "on" : "" }, name);
+  button.setAttribute("aria-pressed", on);
+  button.addEventListener("click", () => {
+    on = !on;
+    button.className = on ? "on" : "";
+    button.setAttribute("aria-pressed", on);
+    act(on);
+  });
+  return button;
+};
+
+const quoted = (value) => (/[",\n]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value));
+hw.keep = (name, kind, content) => {
+  const link = hw.element("a", { href: URL.createObjectURL(new Blob([content], { type: kind })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+};
+
+// The buttons that every view has: theme, numbers as a table, numbers as a file.
+hw.tools = (below, numbers) => {
+  const theme = hw.element("button", { type: "button", title: "light or dark" }, "◐");
+  theme.addEventListener("click", () => {
+    document.documentElement.dataset.theme = hw.isDark() ? "light" : "dark";
+    hw.repaint();
+  });
+  const table = hw.element("button", { type: "button" }, "table");
+  const held = hw.element("div", { className: "scroll", hidden: true });
+  table.addEventListener("click", () => {
+    held.hidden = !held.hidden;
+    held.replaceChildren(...(held.hidden ? [] : [hw.table(numbers())]));
+  });
+  const file = hw.element("button", { type: "button" }, "CSV");
+  file.addEventListener("click", () => {
+    const { columns, rows } = numbers();
+    hw.keep("view.csv", "text/csv", [columns, ...rows].map((row) => row.map(quoted).join(",")).join("\n") + "\n");
+  });
+  below.append(held);
+  return hw.element("span", { className: "controls", style: "margin:0" }, theme, table, file);
+};
+
+// Draw the view; where that fails, the picture below stays, with a line that says why.
+hw.start = async (draw) => {
+  const spec = JSON.parse(document.getElementById("spec").textContent);
+  const look = document.getElementById("look");
+  try {
+    await draw(spec, look);
+    document.getElementById("still").hidden = true;
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", hw.repaint);
+    document.documentElement.dataset.ready = "yes";
+  } catch (error) {
+    look.replaceChildren(hw.element("p", { className: "failed" }, `This view could not be drawn here: ${error.message}`));
+    document.documentElement.dataset.ready = "no";
+  }
+};

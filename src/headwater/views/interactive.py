@@ -1,0 +1,86 @@
+"""An interactive view: a page that holds its numbers, the script that draws them, and the picture that stands without it.
+
+1. Numbers go into the page as base64 of deflated bytes, all else as JSON that no text can break out of.
+2. The script draws on canvas and puts texts in as text. It may reach for nothing outside: the page says so to the
+   browser (content security policy), and a notebook shows it in a frame of its own (`headwater.runs.view.View`).
+3. Below stands what every view has: what the result reports, its figure as a picture, and its summary. The script hides
+   the picture once it has drawn; where scripts do not run it is what one sees.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Literal
+
+import numpy as np
+
+from headwater.errors import InputError
+from headwater.runs.result import Result
+from headwater.runs.view import View
+from headwater.views.page import made_by, table_of, text_of
+from headwater.views.picture import drawn, picture_in
+
+Encoding = Literal["u1", "u2", "f2", "f4"]
+"""How numbers travel: whole numbers of 8 or 16 bits, floats of 16 or 32."""
+LARGEST = 64 * 2**20
+"""Bytes of a page."""
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
+    """Return numbers as JSON: base64 of their little-endian bytes, deflated where that makes them smaller.
+
+    Raises:
+        InputError: a whole number does not fit its encoding.
+    """
+    kind = np.dtype(f"<{encoding}")
+    if kind.kind == "u" and values.size and not (0 <= values.min() and values.max() <= np.iinfo(kind).max):
+        raise InputError(f"Numbers from {values.min()} to {values.max()} do not fit {encoding}.")
+    with np.errstate(over="ignore"):
+        raw = np.ascontiguousarray(values, dtype=kind).tobytes()
+    small = zlib.compress(raw, 6)
+    deflate = len(small) < 0.95 * len(raw)
+    data = base64.b64encode(small if deflate else raw).decode("ascii")
+    return {"dtype": encoding, "shape": list(values.shape), "deflate": deflate, "data": data}
+
+
+def interactive(result: Result, script: str, spec: Mapping[str, object], height: int = 620) -> View:
+    """Return the page of a result that is drawn by a script.
+
+    Args:
+        result: what is shown.
+        script: the file in `assets/` that draws it.
+        spec: what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads the page.
+        height: of the frame in a notebook, in pixels.
+
+    Raises:
+        InputError: the page would be larger than 64 MB.
+    """
+    held = json.dumps(spec, ensure_ascii=True, allow_nan=False)
+    if len(held) > LARGEST:
+        raise InputError(f"This view would take {len(held) / 2**20:.0f} MB: choose fewer layers, heads or examples.")
+    for mark in "<>&":
+        held = held.replace(mark, f"\\u{ord(mark):04x}")
+    title, picture = text_of(str(spec["title"])), drawn(result)
+    said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
+    page = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{asset('core.css')}</style></head>\n"
+        f'<body><div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(picture, result)}</div>'
+        f"<details><summary>what it says</summary>{said}{table_of(result.summary())}"
+        f'<p class="faint">{text_of(made_by(result.run))}</p></details>\n'
+        f'<script type="application/json" id="spec">{held}</script>\n'
+        f"<script>{asset('core.js')}</script>\n<script>{asset(script)}</script></body></html>\n"
+    )
+    return View(page, height, None if isinstance(picture, str) else picture)
+
+
+def asset(name: str) -> str:
+    """Return a file of `assets/`: a script or a style of our own, put into the page whole."""
+    return files("headwater.views").joinpath("assets", name).read_text(encoding="utf-8")
