@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-fresh test-slow test-gpu test-tl39 check notebooks notebooks-write figures docs build bench clean
+.PHONY: demo test test-fresh test-slow test-gpu test-browser test-tl39 check notebooks notebooks-write figures docs build bench clean
 
 demo: $(VENV)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
 	$(BIN)/headwater demo --out runs/demo
@@ -22,6 +22,10 @@ test-slow: $(VENV)/ready       ## the checks that take minutes
 
 test-gpu: $(VENV)/ready        ## the checks that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
+
+test-browser: $(VENV)/ready    ## the checks of views in Chromium, which must be on the machine
+	$(PIP) install -q -e ".[browser]"
+	$(BIN)/python -m pytest -q -m browser
 
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
 	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py tests/test_own_model_sweeps.py

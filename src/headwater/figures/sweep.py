@@ -64,7 +64,7 @@ def plot_sweep(
     table = chosen_rows(table, {column: wanted for column, wanted in named.items() if wanted is not None})
     measure = measure_of(table, value, normalize)
     sweep.warn_of_averages(table, measure)
-    panels = _panels(table, fixed)
+    panels = panels_of(table, fixed)
     if ax is not None and len(panels) > 1:
         raise InputError(f"This sweep has {len(panels)} panels; choose one with site= and metric=, or pass no ax.")
     with style():
@@ -79,11 +79,11 @@ def plot_sweep(
     return axes[0] if len(panels) == 1 else figure
 
 
-def _panels(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
+def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
     """Cut a sweep into what a panel shows: a site and metric, and a role where there are two more axes beside roles."""
     panels: list[tuple[Any, pd.DataFrame]] = []
     for name, part in table.groupby(["site", "metric"], sort=False):
-        axes = _axes(part, fixed)
+        axes = panel_axes(part, fixed)
         if len(axes) == 3 and "role" in axes:
             panels += [((*name, str(role)), rows) for role, rows in part.groupby("role", sort=False)]
         else:
@@ -104,7 +104,7 @@ def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes
     n_metrics = len({name[1] for name, _ in panels})
     sizes = [_size(part, fixed) for _, part in panels]
     width, height = max(w for w, _ in sizes), max(h for _, h in sizes)
-    needed = width if any("position" in _axes(part, fixed) for _, part in panels) else NARROWEST
+    needed = width if any("position" in panel_axes(part, fixed) for _, part in panels) else NARROWEST
     rows = -(-len(panels) // (n_metrics if n_metrics > 1 else max(1, int(WIDEST // needed))))
     columns = -(-len(panels) // rows)
     width = min(width, max(WIDEST / columns, NARROWEST))
@@ -117,7 +117,7 @@ def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes
 
 def _size(part: pd.DataFrame, fixed: dict[str, Any]) -> tuple[float, float]:
     """A panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
-    axes = _axes(part, fixed)
+    axes = panel_axes(part, fixed)
     if len(axes) == 1 and axes[0] in NAMED:
         longest = part[axes[0]].str.len().clip(upper=SET).max()
         return max(4.4, 2.8 + 0.065 * longest), max(1.6, 0.9 + 0.22 * part[axes[0]].nunique())
@@ -128,7 +128,7 @@ def _size(part: pd.DataFrame, fixed: dict[str, Any]) -> tuple[float, float]:
     return float(np.clip(1.4 + 0.24 * across, NARROWEST, WIDEST)), float(np.clip(1.1 + 0.17 * down, 2.2, 7))
 
 
-def _axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
+def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
     """The axes a panel runs over; roles, where there are several, stand for positions."""
     held = [name for name in LABELS if name in part.columns and name not in fixed]
     if "role" in part.columns and part["role"].notna().any():
@@ -140,7 +140,7 @@ def _axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
 
 
 def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, Any]) -> None:
-    axes = _axes(part, fixed)
+    axes = panel_axes(part, fixed)
     label = _value_label(str(name[1]), measure)
     if len(axes) == 2:
         _heat_map(ax, part, axes, measure, label, sweep)

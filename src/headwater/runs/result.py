@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headwater.errors import RunFolderError
+from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.options import checked_path
 from headwater.registry import Registry
 from headwater.runs.findings import records_of
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 TENSORS = "tensors.safetensors"
 DRAWINGS: Registry[type, Callable[..., Any]] = Registry("figure of a result", filled_by="headwater.figures")
 """What draws a result, by its class: a function of the result, `ax`, and the options of the class's `plot`."""
+INLINE = 256 * 2**10
+"""Characters of a page that a notebook shows unasked, as the last line of a cell."""
 VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", filled_by="headwater.views")
 """What shows a result as a page, by its class; what has none of its own shows as `Result` does."""
 
@@ -95,9 +97,31 @@ class Result:
         drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax, **options)
         return drawn
 
-    def view(self) -> View:
-        """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`."""
-        return VIEWS.of_class(type(self))(self)
+    def view(self, **what: Any) -> View:
+        """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`.
+
+        Args:
+            what: what the view of this class offers to choose.
+
+        Raises:
+            InputError: it offers no such choice, or refuses the one made.
+        """
+        show = VIEWS.of_class(type(self))
+        known = list(inspect.signature(show).parameters)[1:]
+        if unknown := [name for name in what if name not in known]:
+            offered = f"it takes {', '.join(known)}" if known else "it takes none"
+            said = did_you_mean(unknown[0], known)
+            raise InputError(f"The view of a {type(self).__name__} has no option {unknown[0]}=: {offered}.{said}")
+        return show(self, **what)
+
+    def save_html(self, path: str | Path, **what: Any) -> Path:
+        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
+
+        Raises:
+            InputError: see `view`; or the path cannot be one.
+            RunFolderError: the file cannot be written.
+        """
+        return self.view(**what).save_html(path)
 
     def save(self, folder: str | Path) -> Path:
         """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
@@ -130,6 +154,20 @@ class Result:
 
     def _repr_html_(self) -> str:
         return table_html(self, self.table)
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
+        """Return what a notebook shows as the last line of a cell: the view above the table, where it is small."""
+        shown: dict[str, str | bytes] = {"text/plain": repr(self), "text/html": self._repr_html_()}
+        if not self.is_explored or len((view := self.view()).page) > INLINE:
+            return shown
+        below = f"<details><summary>table</summary>{self._repr_html_()}</details>"
+        shown["text/html"] = f"<p>{html.escape(repr(self), quote=False)}</p>{view._repr_html_()}{below}"
+        return shown if view.picture is None else shown | {"image/png": view.picture}
+
+    @property
+    def is_explored(self) -> bool:
+        """Whether this class has a view of its own, beside the one that every result has."""
+        return VIEWS.of_class(type(self)) is not VIEWS.of_class(Result)
 
 
 AnyResult = TypeVar("AnyResult", bound=Result)

@@ -1,4 +1,4 @@
-"""An interactive view: a page that holds its numbers, the script that draws them, and the picture that stands without it.
+"""An interactive view: a page with its numbers, the script that draws them, and the picture that stands without it.
 
 1. Numbers go into the page as base64 of deflated bytes, all else as JSON that no text can break out of.
 2. The script draws on canvas and puts texts in as text. It may reach for nothing outside: the page says so to the
@@ -38,7 +38,7 @@ def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
         InputError: a whole number does not fit its encoding.
     """
     kind = np.dtype(f"<{encoding}")
-    if kind.kind == "u" and values.size and not (0 <= values.min() and values.max() <= np.iinfo(kind).max):
+    if kind.kind == "u" and values.size and not (values.min() >= 0 and values.max() <= np.iinfo(kind).max):
         raise InputError(f"Numbers from {values.min()} to {values.max()} do not fit {encoding}.")
     with np.errstate(over="ignore"):
         raw = np.ascontiguousarray(values, dtype=kind).tobytes()

@@ -111,7 +111,8 @@ hw.start(async (spec, root) => {
     else if (!all.length) lines.push("no example has a value here");
     else {
       const alike = all.filter((v) => Math.sign(v) === Math.sign(value(row, column))).length;
-      lines.push(`mean of ${all.length}; ${alike} of them have its sign`, `from ${hw.signed(Math.min(...all))} to ${hw.signed(Math.max(...all))}`);
+      const sign = value(row, column) ? `; ${alike} of them ${alike === 1 ? "has" : "have"} its sign` : "";
+      lines.push(`mean of ${all.length}${sign}`, `from ${hw.signed(Math.min(...all))} to ${hw.signed(Math.max(...all))}`);
     }
     return lines;
   };

@@ -1,0 +1,190 @@
+"""The views in a real browser: drawn without an error, and what is pointed at says what the table says.
+
+`make test-browser` runs these; they need Chromium on the machine, which playwright drives without a network.
+"""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from headwater.views.interactive import packed
+from tests import chance
+from tests.test_views import HOSTILE, SHOWN, attended, mapped, swept
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium on this machine")
+    with sync_api.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+class Look:
+    """A view in a page of the browser, with everything it complains of and asks for."""
+
+    def __init__(self, browser, view, folder, **context):
+        self.page = browser.new_context(offline=True, **context).new_page()
+        self.errors, self.requests = [], []
+        self.page.on("console", lambda message: self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(f"file://{view.save_html(folder / 'view.html')}")
+        self.page.wait_for_selector("html[data-ready]", timeout=30_000)
+
+    def at(self, x, y):
+        """Point at a place of the main canvas and return the tooltip's lines."""
+        box = self.page.locator("[data-main]").bounding_box()
+        self.page.mouse.move(box["x"] + x, box["y"] + y)
+        tip = self.page.locator(".tip")
+        return tip.locator("div").all_inner_texts() if tip.count() and tip.is_visible() else []
+
+    def find(self, width, height, begin, step=4):
+        """Return what is said at the first place whose tooltip begins so."""
+        for y in range(2, height, step):
+            for x in range(2, width, step):
+                if (lines := self.at(x, y)) and lines[0].startswith(begin):
+                    return lines, (x, y)
+        raise AssertionError(f"nothing says {begin!r}")
+
+    def seen(self):
+        return self.page.locator("body").inner_text()
+
+    def is_well(self):
+        assert self.page.evaluate("document.documentElement.dataset.ready") == "yes"
+        assert self.errors == []
+        assert all(url.startswith(("file:", "blob:", "data:")) for url in self.requests)
+        assert not self.page.locator("#still").is_visible()
+
+
+@pytest.mark.parametrize("width", [1000, 420])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", SHOWN)
+def test_a_view_is_drawn_without_errors_and_asks_for_nothing(browser, tmp_path, kind, scheme, width):
+    look = Look(browser, SHOWN[kind]().view(), tmp_path, color_scheme=scheme, viewport={"width": width, "height": 800})
+    look.is_well()
+    assert look.page.evaluate("document.documentElement.scrollWidth") <= width
+    look.page.get_by_role("button", name="◐").click()
+    look.page.get_by_role("button", name="table").click()
+    assert look.page.locator(".scroll table tr").count() > 5
+    look.is_well()
+
+
+def test_a_head_says_its_relations_as_the_table_has_them_and_a_click_keeps_it(browser, tmp_path):
+    look = Look(browser, mapped().view(), tmp_path)
+    best = mapped().table.sort_values("score", ascending=False).iloc[0]
+    lines, place = look.find(160, 260, f"Head {best['layer']}.{best['head']}:")
+    assert f"{best['relation']}: {best['score']:.3f}" in lines[1]
+    box = look.page.locator("[data-main]").bounding_box()
+    look.page.mouse.click(box["x"] + place[0], box["y"] + place[1])
+    card = look.page.locator(".card").inner_text()
+    assert card.startswith(lines[0])
+    assert f"heads.salient({best['layer']}, {best['head']})" in card
+    look.page.locator("[data-main]").press("Escape")
+    assert "Hover a head" in look.page.locator(".card").inner_text()
+    look.is_well()
+
+
+def test_arrow_keys_say_the_head_and_a_category_can_be_left_out(browser, tmp_path):
+    look = Look(browser, mapped().view(), tmp_path)
+    canvas = look.page.locator("[data-main]")
+    canvas.press("ArrowRight")
+    canvas.press("ArrowUp")
+    assert look.page.locator("[aria-live]").inner_text().startswith("Head 1.1:")
+    button = look.page.locator("[data-label='unclassified']")
+    before = canvas.screenshot()
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    assert canvas.screenshot() != before
+    look.is_well()
+
+
+def test_a_cell_of_a_sweep_says_its_mean_and_dragging_gives_a_query_of_the_table(browser, tmp_path):
+    look = Look(browser, swept().view(), tmp_path)
+    look.page.get_by_label("show", exact=True).select_option("1")
+    rows = swept().table.query("site == 'resid_pre'").groupby(["layer", "position"])["effect"].mean()
+    layer, position = rows.abs().idxmax()
+    lines, place = look.find(620, 120, f"layer {layer}, position {position} ")
+    assert lines[0].endswith(f": {rows[layer, position]:+.3f}")
+    box = look.page.locator("[data-main]").bounding_box()
+    look.page.mouse.move(box["x"] + place[0], box["y"] + place[1])
+    look.page.mouse.down()
+    look.page.mouse.move(box["x"] + place[0] + 40, box["y"] + place[1])
+    look.page.mouse.up()
+    code = look.page.locator(".card code").inner_text()
+    chosen = swept().table.query(code.removeprefix("sweep.table.query('").removesuffix("')"))
+    assert set(chosen["layer"]) == {layer}
+    assert position in set(chosen["position"])
+    look.is_well()
+
+
+def test_a_cell_of_one_example_and_of_the_normalised_scale_says_that(browser, tmp_path):
+    look = Look(browser, swept().view(), tmp_path)
+    look.page.get_by_label("show", exact=True).select_option("1")
+    look.page.get_by_label("example", exact=True).select_option("2")
+    look.page.get_by_label("value", exact=True).select_option("1")
+    row = swept().table.query("site == 'resid_pre' and example == 1").nlargest(1, "normalized_effect").iloc[0]
+    lines, _ = look.find(620, 120, f"layer {row['layer']}, position {row['position']} ")
+    assert lines[0].endswith(f": {row['normalized_effect']:+.3f}")
+    assert lines[1] == "example 1"
+
+
+def test_a_token_shows_what_it_reads(browser, tmp_path):
+    look = Look(browser, attended().view(), tmp_path)
+    exact = attended().example("pattern", 1, 0)[0]
+    token = look.page.locator(".token").nth(5)
+    token.hover()
+    key = int(exact[5].argmax())
+    heading = look.page.locator("h2").first.inner_text()
+    assert heading.startswith("Head 1.0:")
+    assert f" {exact[5, key]:.2f}"[:4] in heading
+    token.click()
+    assert "locked" in token.get_attribute("class")
+    lines, _ = look.find(480, 480, "·capital (6) reads")
+    key = int(lines[0].split("(")[2].split(")")[0])
+    assert abs(float(lines[0].rsplit(": ", 1)[1]) - float(exact[6, key])) < 0.011
+    look.is_well()
+
+
+def test_a_page_of_hostile_texts_stays_inert(browser, tmp_path):
+    sweep = swept()
+    tokens = [(HOSTILE * 9)[: len(sweep.tokens[0])]] * len(sweep.tokens)
+    look = Look(browser, replace(sweep, tokens=tokens).view(), tmp_path)
+    look.at(200, 40)
+    assert look.page.evaluate("window.PWNED") is None
+    assert look.page.locator("img").count() == 1  # the picture
+    look.is_well()
+
+
+def test_what_could_not_be_drawn_leaves_the_picture_and_says_why(browser, tmp_path):
+    from headwater.views.interactive import interactive
+
+    broken = {"title": "cut short", "score": packed(np.zeros(3), "f4") | {"shape": [4]}}
+    spec = dict.fromkeys(("expected", "q", "label"), packed(np.zeros(4), "f4"))
+    fields = {"layers": 1, "heads": 1, "relations": [], "labels": []}
+    look = Look(browser, interactive(mapped(), "head_map.js", broken | spec | fields), tmp_path)
+    assert look.page.evaluate("document.documentElement.dataset.ready") == "no"
+    assert "12 bytes where 16 were expected" in look.seen()
+    assert look.page.locator("#still img").is_visible()
+
+
+def test_a_thousand_heads_are_ready_soon(browser, tmp_path):
+    """0.1 s on a quiet machine; the limit leaves room for a busy one."""
+    small, rng = mapped(), chance.rng()
+    places = pd.MultiIndex.from_product([range(32), range(32)], names=["layer", "head"]).to_frame(index=False)
+    first = small.table.query("layer == 0 and head == 0").drop(columns=["layer", "head"])
+    table = places.merge(first, how="cross")[small.table.columns]
+    table["score"] = rng.random(len(table))
+    heads = places.assign(label="unclassified", categories=[()] * len(places))
+    look = Look(browser, replace(small, table=table, categories=heads).view(), tmp_path)
+    look.is_well()
+    assert look.page.evaluate("performance.now()") < 5000

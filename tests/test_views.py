@@ -1,0 +1,216 @@
+"""Interactive views: what their pages hold, and that nothing in a page can break out of it. Browsers: test_browser."""
+
+import base64
+import json
+import re
+import zlib
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+import pytest
+import torch
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.runs.result import INLINE
+from headwater.views.interactive import packed
+from tests import chance
+from tests.tiny import tiny_model
+
+HOSTILE = ["</script><script>window.PWNED=1</script>", "<img src=x onerror=alert(1)>", "<!--", "&amp;"]
+HOSTILE += ["\0", "\u202ex", " ", "", "'", "{{7*7}}"]
+PAIR = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
+
+
+@cache
+def swept():
+    metric = hw.logit_difference(" Paris", " Rome")
+    clean, corrupted = [PAIR[0]] * 2, [PAIR[1], PAIR[1]]
+    return hw.patch(hw.load(), clean, corrupted, sites=["z", "resid_pre"], metric=metric, progress=False)
+
+
+@cache
+def mapped():
+    return hw.classify_heads(hw.load(), rule="published", progress=False)
+
+
+@cache
+def attended():
+    return hw.load().cache(list(PAIR), sites=["pattern", "resid_pre"], layers=[1, 3], progress=False)
+
+
+SHOWN = {"heads": mapped, "sweep": swept, "attention": attended}
+
+
+def spec_in(view):
+    """What the page hands its script."""
+    found = re.search(r'<script type="application/json" id="spec">(.*?)</script>', view.page, re.DOTALL)
+    return json.loads(found[1])
+
+
+def unpacked(one):
+    raw = base64.b64decode(one["data"])
+    raw = zlib.decompress(raw) if one["deflate"] else raw
+    return np.frombuffer(raw, f"<{one['dtype']}").reshape(one["shape"])
+
+
+@pytest.mark.parametrize("encoding", ["u1", "u2", "f2", "f4"])
+def test_numbers_come_out_as_they_went_in(encoding):
+    values = chance.rng().integers(0, 200, size=(3, 5)).astype(float)
+    np.testing.assert_array_equal(unpacked(packed(values, encoding)), values)
+
+
+def test_numbers_that_compress_are_deflated_and_others_are_not():
+    assert packed(np.zeros(1000), "f4")["deflate"]
+    assert not packed(chance.rng().integers(0, 256, size=1000), "u1")["deflate"]
+
+
+def test_a_number_that_does_not_fit_is_an_error():
+    with pytest.raises(InputError, match="do not fit u1"):
+        packed(np.array([-1.0, 3.0]), "u1")
+
+
+def test_the_page_of_a_head_map_holds_the_numbers_of_its_table():
+    spec = spec_in(mapped().view())
+    score = unpacked(spec["score"])
+    for row in mapped().table.sample(50, random_state=chance.seed_of("rows")).itertuples():
+        assert score[row.layer, row.head, spec["relations"].index(row.relation)] == np.float32(row.score)
+    named = np.array([one["name"] for one in spec["labels"]])[unpacked(spec["label"])]
+    for row in mapped().categories.itertuples():
+        assert named[row.layer, row.head] == row.label
+    assert {one["name"]: one["count"] for one in spec["labels"]} == mapped().categories[
+        "label"
+    ].value_counts().to_dict()
+
+
+def test_the_page_of_a_sweep_holds_the_effects_of_its_table():
+    spec = spec_in(swept().view())
+    assert [one["site"] for one in spec["panels"]] == ["z", "resid_pre"]
+    for panel in spec["panels"]:
+        effect, (down, across) = unpacked(panel["effect"]), panel["axes"]
+        rows = swept().table.query("site == @panel['site']")
+        assert effect.size == len(rows)
+        for row in rows.itertuples():
+            at = panel["rows"].index(getattr(row, down)), panel["columns"].index(getattr(row, across))
+            assert effect[(row.example, *at)] == np.float32(row.effect)
+    assert spec["tokens"][0] == list(swept().tokens[0])
+
+
+def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
+    for example in (0, 1):
+        spec = spec_in(attended().view(example=example))
+        n = len(spec["tokens"])
+        rows, columns = np.tril_indices(n)
+        shown = (unpacked(spec["pattern"]) / 255.0) ** 2
+        for place, layer in enumerate(spec["layers"]):
+            exact = attended().example("pattern", layer, example).numpy()[:, rows, columns]
+            assert np.abs(shown[place] - exact).max() <= 0.004
+
+
+def test_norms_of_what_keys_write_are_those_of_values_through_the_heads_output():
+    model, spec = hw.load(), spec_in(attended().view(values=hw.load()))
+    v = model.cache([PAIR[0]], sites=["v"], layers=[3], progress=False)["v", 3][0]
+    for head in (0, 5):
+        kv = head * v.shape[1] // model.shape.n_heads
+        written = v[:, kv] @ model.W_O[3, head]
+        torch.testing.assert_close(
+            torch.tensor(unpacked(spec["norms"])[1, head].astype(np.float32)),
+            written.norm(dim=-1),
+            rtol=2e-3,
+            atol=1e-3,
+        )
+
+
+def test_another_model_is_refused_for_the_norms():
+    with pytest.raises(InputError, match="values= is another model"):
+        attended().view(values=hw.load(tiny_model("llama")))
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_the_same_result_gives_the_same_page_and_reaches_for_nothing(kind):
+    result = SHOWN[kind]()
+    page = result.view().page
+    assert page == result.view().page
+    assert "Content-Security-Policy" in page
+    assert not re.findall(r'(?:src|href)="(?!data:image/png)', page)
+
+
+@pytest.mark.parametrize("name", [one.name for one in files("headwater.views").joinpath("assets").iterdir()])
+def test_scripts_put_text_in_as_text_and_load_nothing(name):
+    text = files("headwater.views").joinpath("assets", name).read_text(encoding="utf-8")
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "http",
+        "fetch(",
+        "import(",
+    ):
+        assert word not in text
+
+
+def test_texts_in_a_page_cannot_close_its_script():
+    sweep = swept()
+    n = len(sweep.tokens[0])
+    tokens = [(HOSTILE * n)[:n]] * len(sweep.tokens)
+    hostile = replace(sweep, tokens=tokens)
+    page = hostile.view().page
+    assert page.count("<script") == page.count("</script>") == 3
+    assert spec_in(hostile.view())["tokens"][0] == tokens[0]
+
+
+def test_a_notebook_shows_a_small_view_in_a_frame_that_reaches_nothing_over_its_picture():
+    bundle = mapped()._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(mapped())
+    assert 'sandbox="allow-scripts allow-downloads"' in bundle["text/html"]
+    assert bundle["text/html"].index("<img") < bundle["text/html"].index("<iframe")
+    assert bundle["image/png"][:4] == b"\x89PNG"
+    assert len(mapped().view().page) <= INLINE
+
+
+def test_a_result_without_a_view_of_its_own_shows_its_table_in_a_notebook():
+    found = hw.lens(hw.load(), PAIR[0])
+    assert "iframe" not in found._repr_mimebundle_()["text/html"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "said"),
+    [
+        ("attention", {"exmaple": 1}, "no option exmaple=.*Did you mean 'example'"),
+        ("attention", {"example": 2}, "example"),
+        ("attention", {"layers": [0]}, "keeps no pattern of layer 0"),
+        ("sweep", {"colour": 1}, "it takes none"),
+    ],
+)
+def test_a_choice_that_a_view_does_not_offer_is_refused(kind, what, said):
+    with pytest.raises(InputError, match=said):
+        SHOWN[kind]().view(**what)
+
+
+def test_patterns_at_some_positions_only_are_refused():
+    cache = hw.load().cache([PAIR[0]], sites=["pattern"], positions=[-1], progress=False)
+    with pytest.raises(InputError, match="1 of its queries are kept"):
+        cache.view()
+
+
+def test_a_cache_without_patterns_and_a_sweep_over_one_axis_show_their_figures():
+    assert "spec" not in hw.load().cache([PAIR[0]], sites=["resid_pre"], progress=False).view().page
+    one = hw.patch(
+        hw.load(),
+        *PAIR,
+        sites="resid_pre",
+        positions=[-1],
+        metric=hw.logit_difference(" Paris", " Rome"),
+        progress=False,
+    )
+    assert isinstance(one.table, pd.DataFrame)
+    assert "<img" in one.view().page
+
+
+def test_a_view_is_kept_as_one_file(tmp_path):
+    file = swept().save_html(tmp_path / "deep" / "sweep.html")
+    assert file.read_text(encoding="utf-8") == swept().view().page
