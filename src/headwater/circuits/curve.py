@@ -163,7 +163,7 @@ def circuit_curve(
     corrupted: Prompts | None = None,
     *,
     metric: Metric | Any,
-    sizes: Sequence[float] = SIZES,
+    sizes: Sequence[float | int] = SIZES,
     by: str = "size",
     values: Any = "other run",
     dataset: Prompts | None = None,
