@@ -61,7 +61,7 @@ def test_a_registry_is_filled_by_its_module_at_the_first_look(tmp_path, monkeypa
     (tmp_path / "fills_it.py").write_text("import tests.test_registry as here\nhere.LATE.add('late', 1)\n")
     monkeypatch.syspath_prepend(tmp_path)
     global LATE
-    LATE = Registry("row", filled_by="fills_it")
+    LATE = Registry("row", "fills_it")
     assert "fills_it" not in sys.modules
     assert list(LATE) == ["late"]
 
@@ -74,7 +74,7 @@ def test_a_registry_may_be_filled_by_all_files_of_a_package(tmp_path, monkeypatc
         (tmp_path / "fills_much" / f"{name}.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
     global LATE
-    LATE = Registry("row", filled_by="fills_much")
+    LATE = Registry("row", "fills_much")
     assert sorted(LATE) == ["first", "second"]
 
 

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from headwater.patching.changes import add as add
     from headwater.patching.changes import noise as noise
     from headwater.patching.changes import scale as scale
+    from headwater.patching.dataset_values import mean as mean
+    from headwater.patching.dataset_values import resample as resample
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout
@@ -68,8 +70,6 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import probability as probability
     from headwater.patching.metrics import rank as rank
     from headwater.patching.sweep import Sweep as Sweep
-    from headwater.patching.values import mean as mean
-    from headwater.patching.values import resample as resample
     from headwater.pathways.attention_saliency import Saliency as Saliency
     from headwater.pathways.attention_saliency import saliency as saliency
     from headwater.pathways.trace import Pathways as Pathways

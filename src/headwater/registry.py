@@ -25,11 +25,11 @@ class Registry(Mapping[K, T], Generic[K, T]):
 
     Args:
         kind: what a row is, for messages: "site", "metric".
-        filled_by: a module, or a package with all its modules, that add rows when they are imported; imported at the
+        filled_by: modules, or packages with all their modules, that add rows when they are imported; imported at the
             first look.
     """
 
-    def __init__(self, kind: str, filled_by: str | None = None):
+    def __init__(self, kind: str, *filled_by: str):
         self.kind = kind
         self._filled_by = filled_by
         self._rows: dict[K, T] = {}
@@ -97,11 +97,11 @@ class Registry(Mapping[K, T], Generic[K, T]):
             self.remove(name)
 
     def _filled(self) -> dict[K, T]:
-        if self._filled_by is not None:
-            filling = importlib.import_module(self._filled_by)
-            for module in pkgutil.iter_modules(getattr(filling, "__path__", ()), f"{self._filled_by}."):
+        for name in self._filled_by:
+            filling = importlib.import_module(name)
+            for module in pkgutil.iter_modules(getattr(filling, "__path__", ()), f"{name}."):
                 importlib.import_module(module.name)
-            self._filled_by = None
+        self._filled_by = ()
         return self._rows
 
     def __contains__(self, name: object) -> bool:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 METADATA = b"headwater circuit"
 REDRAWS = 20
 """How often a placebo that came out as the circuit itself is drawn again."""
-CLAIMS: Registry[str, Callable[..., Claim]] = Registry("claim", filled_by="headwater.circuits.circuit_runs")
+CLAIMS: Registry[str, Callable[..., Claim]] = Registry("claim", "headwater.circuits.circuit_runs")
 """What judges a circuit."""
 Prompts = tuple[tuple[int, ...], ...]
 

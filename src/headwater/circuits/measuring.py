@@ -33,10 +33,11 @@ from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
 from headwater.patching.call import check_call, metric_options, prompt_options
+from headwater.patching.dataset_values import Resample
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
 from headwater.patching.prompts import Prompts, read_pairs
-from headwater.patching.values import Resample, Source, asked_source, recorded
+from headwater.patching.values import Source, asked_source, recorded
 from headwater.patching.variants import LOGITS
 
 ROUNDING = 32

@@ -28,8 +28,9 @@ from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.weights.loaded_weights import LoadedWeights
+from headwater.patching.dataset_values import Mean, Resample
 from headwater.patching.forwards import capture
-from headwater.patching.values import Mean, Resample, Source, Zero
+from headwater.patching.values import Source, Zero
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 """The sites that are recorded of a run, at every layer."""

@@ -61,6 +61,7 @@ LOAD = Of(
         "revision": "a folder with the revision can be given",
         "trust_remote_code": "code of others is run by those who write so themselves",
         "pickled": "for checkpoints of TransformerLens, in Python",
+        "merge_adapters": "for models in memory",
     },
 )
 

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TENSORS = "tensors.safetensors"
-DRAWINGS: Registry[type, Callable[..., Any]] = Registry("figure of a result", filled_by="headwater.figures")
+DRAWINGS: Registry[type, Callable[..., Any]] = Registry("figure of a result", "headwater.figures")
 """What draws a result, by its class: a function of the result, `ax`, and the options of the class's `plot`."""
 INLINE = 256 * 2**10
 """Characters of a page that a notebook shows unasked, as the last line of a cell."""
-VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", filled_by="headwater.views")
+VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", "headwater.views")
 """What shows a result as a page, by its class; what has none of its own shows as `Result` does."""
 
 
