@@ -24,7 +24,8 @@ from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, pad_id
 from headwater.patching.changes import draw
-from headwater.patching.values import BATCH, Recipe
+from headwater.patching.dataset_values import BATCH
+from headwater.patching.values import Recipe
 
 
 @dataclass(frozen=True)
