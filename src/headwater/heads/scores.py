@@ -195,7 +195,7 @@ def _null_moments(
 
     NaN where they are not wanted; None wants all of them.
     """
-    moments = torch.full((2, maps.n_heads, len(suite.k), 3), torch.nan, dtype=torch.float64)
+    moments = torch.full((2, maps.n_heads, len(suite.k), 3), torch.nan, dtype=torch.float64, device=suite.k.device)
     hits = ov_sweep.topk_hits(maps, [suite.grid(relation) for relation in range(len(suite.k))], wanted)
     for relation, signs in enumerate(hits):
         items = suite.item_relation == relation
@@ -203,8 +203,8 @@ def _null_moments(
         for sign, found in enumerate(signs):
             heads = slice(None) if wanted is None else wanted[sign, :, relation]
             accepted = any_accepted(found[heads], pair_item - pair_item[0], int(items.sum()))
-            moments[sign, heads, relation] = permutation_moments(accepted).cpu()
-    return moments
+            moments[sign, heads, relation] = permutation_moments(accepted)
+    return moments.cpu()
 
 
 @dataclass(frozen=True)
