@@ -33,6 +33,8 @@ from headwater.patching.variants import Place
 
 RTOL, ATOL = 1e-3, 1e-5
 """How far a function's result for a row may differ when other rows stand beside it: more than rounding does."""
+SAMPLES = 10_000
+"""Draws of noise, at most: each is a run of its own."""
 
 
 def add(direction: Tensor) -> Recipe:
@@ -83,7 +85,7 @@ def noise(
     Args:
         std: its standard deviation, in standard deviations of the entries of the vector that it is added to; given as
             `corrupted=`, of the entries of all embeddings that it is added to, over all prompts.
-        samples: how many draws.
+        samples: how many draws; at most 10,000.
         seed: of the draws.
         absolute: give `std` in the activation's own units.
         positions: given as `corrupted=`, the tokens whose embeddings are corrupted: a word, a span, a list with one of
@@ -93,7 +95,11 @@ def noise(
         InputError: one of them cannot be used; noise without strength changes nothing.
     """
     std = checked_number("std", std, above=0.0)
-    arguments: dict[str, Any] = {"std": std, "samples": checked_count("samples", samples), "seed": checked_seed(seed)}
+    arguments: dict[str, Any] = {
+        "std": std,
+        "samples": checked_count("samples", samples, most=SAMPLES),
+        "seed": checked_seed(seed),
+    }
     arguments["absolute"] = checked_flag("absolute", absolute)
     return Recipe("noise", arguments if positions is None else arguments | {"positions": positions})
 
