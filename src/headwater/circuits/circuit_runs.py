@@ -23,7 +23,7 @@ from headwater.circuits.faithfulness import of_examples, summarized
 from headwater.circuits.graph import Graph
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_kind, checked_number, checked_seed
+from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts, read_pairs
 from headwater.runs.analysis import Run, carry_out
@@ -140,8 +140,8 @@ class CircuitRuns(Result):
             InputError: there is no such circuit or metric, or no placebos and no margin.
         """
         table = checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)").table if other is not None else None
-        name = next(iter(self.circuits)) if circuit is None else circuit
-        chosen_on = self.run.options["discovery"].get(name) if isinstance(name, str) else None
+        name = next(iter(self.circuits)) if circuit is None else checked_name("circuit", circuit, list(self.circuits))
+        chosen_on = self.run.options["discovery"].get(name)
         overlap = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"].mean()
         return claim_on_runs(
             self.table,
