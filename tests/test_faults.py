@@ -104,6 +104,16 @@ def kill_at_random(tmp_path: Path, wanted: dict[str, bytes], kills: int) -> None
     assert run > 0
 
 
+@pytest.mark.parametrize("left", [".run.json.0a1b2c3d4e5f.tmp", ".tmpCF5htd", ".tmpaaaaaa"])
+def test_what_a_killed_writer_left_is_gone_when_the_run_is_done(tmp_path, wanted, left):
+    """Also what safetensors writes under a name of its own before it renames it."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / left).write_bytes(bytes(12))
+    os.waitpid(started(out), 0)
+    assert files(out) == wanted
+
+
 def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path, wanted):
     kill_at_random(tmp_path, wanted, kills=60)
 

@@ -91,10 +91,15 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+LEFTOVERS = (".*.tmp", ".tmp??????")
+"""Names of temporary files: those of `write_atomically`, and those that safetensors writes under before it renames."""
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of writers that were killed; only whoever holds the folder may."""
-    for file in folder.glob(".*.tmp"):
-        file.unlink(missing_ok=True)
+    for pattern in LEFTOVERS:
+        for file in folder.glob(pattern):
+            file.unlink(missing_ok=True)
 
 
 def one_writer(folder: Path) -> FileLock | None:
