@@ -22,7 +22,7 @@ from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seco
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from headwater.heads.scores import LayerScores, SuitePairs, score_layer
-from headwater.kernels import ov_blocked, ov_sweep
+from headwater.kernels import ov_blocked, ov_ranks
 from headwater.kernels.ov import OVMaps, longest_column
 
 # Pairs of the published relations (github.com/amitelhelo/MAPS, datasets/) whose words are one GPT-2 token each, with a
@@ -185,7 +185,7 @@ def our_membership(inputs: Inputs, maps: OVMaps) -> Found:
 
 def our_ranks(inputs: Inputs, maps: OVMaps) -> Found:
     """Headwater: ranks of every pair in every head of a layer."""
-    return ov_sweep.count_ranks(maps, inputs.source, inputs.target)
+    return ov_ranks.count_ranks(maps, inputs.source, inputs.target)
 
 
 def our_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:

@@ -12,7 +12,7 @@ import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.heads import scores
 from headwater.heads.classify import classify_heads
-from headwater.heads.relations import shared_relations, tokenize_relations
+from headwater.heads.relation_tokens import shared_relations, tokenize_relations
 from headwater.planted.relations import ignores_source, implements, plant_relations, suppresses
 from headwater.stats.significance import mcnemar_p, q_values
 

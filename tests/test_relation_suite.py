@@ -16,14 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.coverage import relation_coverage
-from headwater.heads.relations import (
-    MIN_PAIRS,
-    OWN_TARGET,
-    REPEATED,
-    Relation,
-    load_relations,
-    tokenize_relations,
-)
+from headwater.heads.relation_tokens import MIN_PAIRS, OWN_TARGET, REPEATED, tokenize_relations
+from headwater.heads.relations import Relation, load_relations
 from tests import chance
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.heads.relations import Relation, TokenRelation
+from headwater.heads.relation_tokens import TokenRelation
+from headwater.heads.relations import Relation
 from headwater.heads.scores import score_layer, suite_pairs
 from headwater.kernels.ov import OVMaps, longest_column
 

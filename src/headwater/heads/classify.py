@@ -26,14 +26,8 @@ from headwater.errors import InputError
 from headwater.heads.categories import RULES, apply_rule, head_categories
 from headwater.heads.head_map import HeadMap
 from headwater.heads.patterns import attention_classes
-from headwater.heads.relations import (
-    MIN_PAIRS,
-    Relation,
-    Relations,
-    TokenRelation,
-    load_relations,
-    tokenize_relations,
-)
+from headwater.heads.relation_tokens import MIN_PAIRS, TokenRelation, tokenize_relations
+from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scores import LayerScorer, Null, relation_table, score_table, suite_pairs
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of, weights_of

@@ -38,7 +38,8 @@ from headwater.heads.classify import (
     scored_layers,
     usable_relations,
 )
-from headwater.heads.relations import Relation, Relations, load_relations, shared_relations, tokenize_relations
+from headwater.heads.relation_tokens import shared_relations, tokenize_relations
+from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scores import score_table
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of

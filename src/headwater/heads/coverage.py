@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from headwater.heads.relations import Relations, load_relations, tokenize_relations
+from headwater.heads.relation_tokens import tokenize_relations
+from headwater.heads.relations import Relations, load_relations
 
 COLUMNS = ("relation", "category", "items", "kept", "dropped", "usable", "fallen_out", "note")
 

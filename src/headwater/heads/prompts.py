@@ -11,7 +11,8 @@ from torch import Tensor
 from headwater.data.strict_json import is_unicode
 from headwater.errors import InputError, ModelError
 from headwater.heads.head_map import HeadMap
-from headwater.heads.relations import Relations, TokenRelation, load_relations, tokenize_relations
+from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
+from headwater.heads.relations import Relations, load_relations
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, make_batch, token_span
 from headwater.options import one_or_several, shown

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.heads.categories import add_excess
-from headwater.heads.relations import TokenRelation
+from headwater.heads.relation_tokens import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32
 from headwater.kernels.ov import OVMaps, longest_column

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from headwater.heads.head_map import HeadMap
 from headwater.heads.prompts import SourcePrompts, checked_templates, relations_of, source_prompts
-from headwater.heads.relations import Relations, TokenRelation
+from headwater.heads.relation_tokens import TokenRelation
+from headwater.heads.relations import Relations
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
 from headwater.kernels.ov import OVMaps, longest_column

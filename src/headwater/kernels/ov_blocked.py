@@ -11,7 +11,7 @@ after a glance: once k tokens are greater than t and k are smaller, no other tok
 
 Float32 is trusted up to a margin, `rounding` times the norms of the factors multiplied in float32. A token within the
 margin of the target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype.
-`ov_sweep` goes through the whole vocabulary in the same manner.
+`ov_sweep` and `ov_ranks` go through the whole vocabulary in the same manner.
 
 On a CUDA device the first glance at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
 factors kept in bfloat16 are multiplied by tensor cores; a workspace some 16 times as large makes launches few.

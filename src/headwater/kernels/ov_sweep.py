@@ -1,7 +1,7 @@
-"""Counts that need the whole vocabulary: every source with every target of a relation, and full ranks.
+"""Membership of every target of a relation in the top k of every source, which needs the whole vocabulary.
 
-Both go through tiles of W_O W_U for all heads of a layer at once, with z = x W_V made once in float64, so that float32
-is trusted up to a narrow margin; what is too near to call is decided in float64. Results equal those of `ov`.
+It goes through tiles of W_O W_U for all heads of a layer at once, with z = x W_V made once in float64, so that float32
+is trusted up to a narrow margin; what is too near to call is decided in float64. Results equal those of `ov.topk_hits`.
 
 Heads go through each step together, as many as the workspace holds: on a CPU one or a few, on a CUDA device most of a
 layer's, because there it is launches that would take the time.
@@ -14,26 +14,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.kernels.devices import exact_product, full_float32, runs_triton
+from headwater.kernels.devices import exact_product
 from headwater.kernels.ov import OVMaps
 from headwater.kernels.ov_blocked import (
-    CUDA_WORKSPACE,
     FIRST_TILE,
-    ROUNDING,
     Triples,
-    count_beyond,
     factor_numbers,
-    head_blocks,
     head_values,
     heads_at_once,
-    leave_out,
     rounding,
     settle,
     tile_numbers,
 )
-
-RANK_TILE = 1024
-RANK_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -167,69 +159,6 @@ def _margin(
     return (rounding(maps) * maps.longest * sizes + maps.tie[:, source]).float()
 
 
-def _kth_logits(
-    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], rows: _Rows, wanted: Float[Tensor, "sign head row"]
-) -> Float[Tensor, "sign head row"]:
-    """Find the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
-
-    Once the k-th is above what is `wanted` of it the row leaves, and the bound found so far is returned. A tile costs
-    W_O W_U for heads with many rows left, and (z W_O) W_U for those with fewer than W_O has.
-    """
-    kept = _Kept(torch.full((*wanted.shape, rows.k_at_most + 1), -torch.inf, device=z.device), rows.k, wanted)
-    most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
-    start = 0
-    while start < maps.d_vocab and bool(kept.alive.any()):
-        tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
-        left = kept.alive.any(0).sum(1)
-        is_many = left >= z.shape[2]
-        _merge_by_heads(maps, z, kept, is_many.nonzero()[:, 0], tile)
-        _merge_by_rows(maps, z, kept, ((left > 0) & ~is_many).nonzero()[:, 0], tile)
-        start += tile.shape[1]
-    return kept.bounds()
-
-
-def _merge_by_heads(
-    maps: OVMaps,
-    z: Float[Tensor, "kv_head row d_head"],
-    kept: "_Kept",
-    heads: Int[Tensor, "block"],
-    tile: Float[Tensor, "d_model token"],
-) -> None:
-    """Merge a tile's logits z (W_O W_U) into the rows left of some heads."""
-    width = tile.shape[1]
-    for block in _split(heads, heads_at_once(maps, width)):
-        W_tile = exact_product(maps.W_O[block].flatten(0, 1), tile).unflatten(0, (len(block), -1))
-        rows_at_most = int(kept.alive[:, block].any(0).sum(1).max())
-        for places in torch.arange(len(block)).split(max(1, _logits_at_once(maps) // (rows_at_most * width))):
-            group = block[places]
-            for row in kept.rows(group).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
-                kept.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W_tile[places])
-
-
-def _merge_by_rows(
-    maps: OVMaps,
-    z: Float[Tensor, "kv_head row d_head"],
-    kept: "_Kept",
-    heads: Int[Tensor, "block"],
-    tile: Float[Tensor, "d_model token"],
-) -> None:
-    """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
-    for block in _split(heads, heads_at_once(maps, maps.x.shape[1])):
-        alive = kept.alive[:, block].any(0)
-        place, row = alive.nonzero(as_tuple=True)
-        padded = kept.rows(block)
-        y = z[_value_heads(maps, block)[:, None], padded] @ maps.W_O[block].float()
-        y = y[alive.gather(1, padded)]
-        head = block[place]
-        for part in torch.arange(len(y)).split(max(1, tile_numbers(maps) // tile.shape[1])):
-            kept.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
-
-
-def _logits_at_once(maps: OVMaps) -> int:
-    """Few enough on a CPU for its cache."""
-    return tile_numbers(maps) if maps.W_U.is_cuda else max(1, tile_numbers(maps) // 8)
-
-
 @dataclass
 class _Kept:
     """The largest logits of each row so far, the largest negated ones, and which rows still want more."""
@@ -314,6 +243,69 @@ class _Parts:
         return torch.cat([self.parts[block[:, None], place[:, None], :, part].flatten(1), rest], dim=1)
 
 
+def _kth_logits(
+    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], rows: _Rows, wanted: Float[Tensor, "sign head row"]
+) -> Float[Tensor, "sign head row"]:
+    """Find the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
+
+    Once the k-th is above what is `wanted` of it the row leaves, and the bound found so far is returned. A tile costs
+    W_O W_U for heads with many rows left, and (z W_O) W_U for those with fewer than W_O has.
+    """
+    kept = _Kept(torch.full((*wanted.shape, rows.k_at_most + 1), -torch.inf, device=z.device), rows.k, wanted)
+    most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
+    start = 0
+    while start < maps.d_vocab and bool(kept.alive.any()):
+        tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
+        left = kept.alive.any(0).sum(1)
+        is_many = left >= z.shape[2]
+        _merge_by_heads(maps, z, kept, is_many.nonzero()[:, 0], tile)
+        _merge_by_rows(maps, z, kept, ((left > 0) & ~is_many).nonzero()[:, 0], tile)
+        start += tile.shape[1]
+    return kept.bounds()
+
+
+def _merge_by_heads(
+    maps: OVMaps,
+    z: Float[Tensor, "kv_head row d_head"],
+    kept: _Kept,
+    heads: Int[Tensor, "block"],
+    tile: Float[Tensor, "d_model token"],
+) -> None:
+    """Merge a tile's logits z (W_O W_U) into the rows left of some heads."""
+    width = tile.shape[1]
+    for block in _split(heads, heads_at_once(maps, width)):
+        W_tile = exact_product(maps.W_O[block].flatten(0, 1), tile).unflatten(0, (len(block), -1))
+        rows_at_most = int(kept.alive[:, block].any(0).sum(1).max())
+        for places in torch.arange(len(block)).split(max(1, _logits_at_once(maps) // (rows_at_most * width))):
+            group = block[places]
+            for row in kept.rows(group).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
+                kept.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W_tile[places])
+
+
+def _merge_by_rows(
+    maps: OVMaps,
+    z: Float[Tensor, "kv_head row d_head"],
+    kept: _Kept,
+    heads: Int[Tensor, "block"],
+    tile: Float[Tensor, "d_model token"],
+) -> None:
+    """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
+    for block in _split(heads, heads_at_once(maps, maps.x.shape[1])):
+        alive = kept.alive[:, block].any(0)
+        place, row = alive.nonzero(as_tuple=True)
+        padded = kept.rows(block)
+        y = z[_value_heads(maps, block)[:, None], padded] @ maps.W_O[block].float()
+        y = y[alive.gather(1, padded)]
+        head = block[place]
+        for part in torch.arange(len(y)).split(max(1, tile_numbers(maps) // tile.shape[1])):
+            kept.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
+
+
+def _logits_at_once(maps: OVMaps) -> int:
+    """Few enough on a CPU for its cache."""
+    return tile_numbers(maps) if maps.W_U.is_cuda else max(1, tile_numbers(maps) // 8)
+
+
 def _split(heads: Int[Tensor, "head"], size: int) -> Sequence[Int[Tensor, "block"]]:
     """Cut heads into parts of a size; no heads are no parts."""
     return heads.split(max(1, size)) if len(heads) else ()
@@ -321,83 +313,3 @@ def _split(heads: Int[Tensor, "head"], size: int) -> Sequence[Int[Tensor, "block
 
 def _value_heads(maps: OVMaps, heads: Int[Tensor, "block"]) -> Int[Tensor, "block"]:
     return heads * len(maps.W_V) // maps.n_heads
-
-
-@full_float32()
-def count_ranks(
-    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"]
-) -> tuple[Int[Tensor, "head pair"], Int[Tensor, "head pair"]]:
-    """Count the tokens with a greater and with a smaller logit than each pair's target, over the whole vocabulary.
-
-    W_O W_U is made in float64, z W_O W_U in float32; pairs with a token too near to call count that tile in float64.
-
-    Args:
-        maps: the heads of one layer.
-        source: rows of `maps.x`.
-        target: token ids.
-    """
-    z = head_values(maps, maps.x.double())[:, source]
-    own, tie = _own_logits(maps, z, target), maps.tie[:, source]
-    z32, size = z.float(), torch.linalg.vector_norm(z, dim=2)
-    counts = torch.zeros(maps.n_heads, 2, len(source), dtype=torch.int64, device=source.device)
-    tile_at_most = RANK_TILE * (CUDA_WORKSPACE if maps.W_U.is_cuda else 1)
-    width = min(tile_at_most, max(1, factor_numbers(maps) // maps.x.shape[1]))
-    for start in range(0, maps.d_vocab, width):
-        tile = maps.W_U[:, start : start + width].double()
-        column = target - start
-        others = tile.shape[1] - ((column >= 0) & (column < tile.shape[1])).long()
-        for heads in head_blocks(maps, 2 * tile.shape[1]):
-            W_tile = (maps.W_O[heads].double().flatten(0, 1) @ tile).unflatten(0, (len(heads), -1))
-            found = _count_tile(maps, heads, z32, size, W_tile.float(), own[heads].float(), tie[heads], column)
-            for head, W, beyond in zip(heads, W_tile, found, strict=True):
-                value = maps.value_head(head)
-                near = (beyond.sum(0) < others).nonzero()[:, 0]
-                exact = z[value, near] @ W
-                leave_out(exact, column[near])
-                beyond[:, near] = torch.stack(count_beyond(exact, own[head, near], tie[head, near])).long()
-                counts[head] += beyond
-    return counts[:, 0], counts[:, 1]
-
-
-def _count_tile(
-    maps: OVMaps,
-    heads: range,
-    z: Float[Tensor, "kv_head pair d_head"],
-    size: Float[Tensor, "kv_head pair"],
-    W: Float[Tensor, "block d_head token"],
-    own: Float[Tensor, "block pair"],
-    tie: Float[Tensor, "block pair"],
-    column: Int[Tensor, "pair"],
-) -> Int[Tensor, "block 2 pair"]:
-    """Count for some heads the logits z W certainly above and certainly below each pair's own."""
-    value = [maps.value_head(head) for head in heads]
-    longest = torch.linalg.vector_norm(W, dim=1).amax(1)
-    margin = (ROUNDING * size[value] * longest[:, None] + tie).float()
-    if runs_triton(W):
-        from headwater.kernels import ov_triton
-
-        return ov_triton.count_beyond(z[value], W, own, margin, column, precision="highest").long().transpose(0, 1)
-    return torch.stack([_count_head(z[v], *of_head) for v, *of_head in zip(value, W, own, margin, strict=True)])
-
-
-def _count_head(
-    z: Float[Tensor, "pair d_head"],
-    W: Float[Tensor, "d_head token"],
-    own: Float[Tensor, "pair"],
-    margin: Float[Tensor, "pair"],
-) -> Int[Tensor, "2 pair"]:
-    """Count one head's, a cache's worth of pairs at a time."""
-    parts = (part.split(RANK_ROWS) for part in (z, own, margin))
-    counts = [torch.stack(count_beyond(rows @ W, *bounds)) for rows, *bounds in zip(*parts, strict=True)]
-    return torch.cat(counts, dim=1).long()
-
-
-def _own_logits(
-    maps: OVMaps, z: Float[Tensor, "kv_head pair d_head"], target: Int[Tensor, "pair"]
-) -> Float[Tensor, "head pair"]:
-    own = torch.empty(maps.n_heads, len(target), dtype=torch.float64, device=target.device)
-    for pairs in torch.arange(len(target), device=target.device).split(max(1, factor_numbers(maps) // maps.x.shape[1])):
-        targets = maps.W_U[:, target[pairs]].double()
-        for head in range(maps.n_heads):
-            own[head, pairs] = (z[maps.value_head(head), pairs].T * (maps.W_O[head].double() @ targets)).sum(0)
-    return own

@@ -1,0 +1,178 @@
+"""Relations as the token ids of one model, and which of their pairs fall out.
+
+Words are written without the leading space that they get before they are tokenized. A pair survives for a tokenizer
+when its source is exactly one token and at least one of its targets is. Two more kinds of pair fall out, because they
+would count evidence that is none:
+
+- a pair that says again, token for token, what an earlier one says;
+- outside copying relations, a pair whose only target is the source's own token. A head that copies hits it, and words
+  of several tokens may well begin alike. The published rule keeps those whose two words are the same (cut, cut).
+
+A relation is used when at least 30 pairs survive.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from headwater.errors import InputError, ModelError
+from headwater.heads.relations import Pair, Relation
+from headwater.models.tokens import panics_are_errors
+from headwater.options import shown
+
+MIN_PAIRS = 30
+
+
+MULTI_TOKEN = (None, "first")
+
+
+REPEATED = "says again, token for token, what an earlier pair says"
+
+
+OWN_TARGET = "its target is the token of its source"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRelation:
+    """The items of a relation that survive for one tokenizer, as token ids, and those that do not, with the reason."""
+
+    relation: Relation
+    source: Int[Tensor, "item"]
+    targets: tuple[tuple[int, ...], ...]
+    """The accepted target ids of each item, each id once."""
+    dropped: pd.DataFrame
+    """source, target, reason: a row per pair that fell out."""
+    words: tuple[Pair, ...] = ()
+    """The source of each item and the accepted targets that are left, as words."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether enough pairs survive for the score to mean something."""
+        return len(self.targets) >= MIN_PAIRS
+
+    @property
+    def distinct_sources(self) -> int:
+        """How many sources the items have: what their number counts for where a source comes several times."""
+        return len(self.source.unique())
+
+    @property
+    def note(self) -> str:
+        """Why the relation is left out, and how many of its pairs fell out for another reason than their length."""
+        kept, given = len(self.targets), len(self.relation.pairs)
+        left_out = "" if self.usable else f"left out: {kept} of {given} pairs survive, {MIN_PAIRS} are needed"
+        fallen = self.dropped["reason"].value_counts()
+        counts = {
+            "repeated {} merged": fallen.get(REPEATED, 0),
+            "{} left out whose target is the token of its source": fallen.get(OWN_TARGET, 0),
+        }
+        said = [f"{n} {what.format('pair' if n == 1 else 'pairs')}" for what, n in counts.items() if n]
+        return "; ".join(filter(None, [left_out, *said]))
+
+
+def tokenize_relations(
+    relations: Iterable[Relation], tokenizer: Any, *, multi_token: str | None = None, same_words: bool = False
+) -> tuple[TokenRelation, ...]:
+    """Turn words into token ids, and say which pairs fall out.
+
+    Args:
+        relations: the relations, all of them kept in the result, however few of their pairs survive.
+        tokenizer: the model's tokenizer.
+        multi_token: None drops a word of several tokens; "first" keeps its first token that is more than the space.
+        same_words: keep, as the published rule does, pairs of a word with itself also outside copying relations.
+
+    Raises:
+        InputError: an unknown `multi_token`.
+    """
+    if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
+        raise InputError(f'multi_token={shown(multi_token)} is not known: it is None or "first".')
+    relations = tuple(relations)
+    pairs = [pair for relation in relations for pair in relation.pairs]
+    words = sorted({word for source, targets in pairs for word in (source, *targets)})
+    tokens = dict(zip(words, word_tokens(tokenizer, words), strict=True))
+    if multi_token == "first":
+        spaces = set(tokenizer.convert_tokens_to_ids(["▁", "Ġ"]))
+        tokens = {word: [token for token in ids if token not in spaces][:1] for word, ids in tokens.items()}
+    return tuple(_tokenize(relation, tokens, same_words) for relation in relations)
+
+
+def shared_relations(
+    relations: Iterable[Relation], tokenizers: Sequence[Any], *, multi_token: str | None = None
+) -> tuple[Relation, ...]:
+    """Return the relations with the pairs, and of each the targets, that survive for every one of several tokenizers.
+
+    Args:
+        relations: the relations, all of them kept in the result, however few of their pairs survive.
+        tokenizers: of the models that are to be compared.
+        multi_token: as in `tokenize_relations`.
+    """
+    shared, before = tuple(relations), None
+    while shared != before:
+        before = shared
+        for tokenizer in tokenizers:
+            tokenized = tokenize_relations(shared, tokenizer, multi_token=multi_token)
+            shared = tuple(replace(tokens.relation, pairs=tokens.words) for tokens in tokenized)
+    return shared
+
+
+def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of each word as they stand inside a sentence: after a space, without special tokens.
+
+    A tokenizer that itself begins every text with a space (SentencePiece's dummy prefix) is given the bare word. A word
+    with a piece that the vocabulary lacks has no tokens.
+
+    Raises:
+        ModelError: there is no tokenizer.
+    """
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise ModelError(
+            f"Relations are words, and tokenizer={shown(tokenizer)} is no tokenizer: load the model with its own."
+        )
+    if not words:
+        return []
+    first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
+    space = "" if first.startswith(("▁", "Ġ")) else " "
+    with panics_are_errors(InputError, "The tokenizer fails on the words of a relation"):
+        encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
+    return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
+
+
+def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], same_words: bool) -> TokenRelation:
+    items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
+    words: list[Pair] = []
+    dropped = []
+    for source, accepted in relation.pairs:
+        targets, reason = _targets(relation, source, accepted, tokens, same_words)
+        item = (tokens[source][0], frozenset(targets)) if targets else None
+        if item is None or item in items:
+            dropped.append((source, " | ".join(accepted), reason or REPEATED))
+        else:
+            items[item] = targets
+            words.append((source, tuple(targets.values())))
+    table = pd.DataFrame(dropped, columns=["source", "target", "reason"])
+    sources = torch.tensor([source for source, _ in items], dtype=torch.int64)
+    return TokenRelation(relation, sources, tuple(map(tuple, items.values())), table, tuple(words))
+
+
+def _targets(
+    relation: Relation, source: str, accepted: Sequence[str], tokens: Mapping[str, Sequence[int]], same_words: bool
+) -> tuple[dict[int, str], str]:
+    """Return the target tokens of a pair, each once, with their words, or none of them and the reason."""
+    one_token = [target for target in accepted if len(tokens[target]) == 1]
+    if len(tokens[source]) != 1 or not one_token:
+        word = source if len(tokens[source]) != 1 else accepted[0]
+        return {}, f"{word!r} is {len(tokens[word])} tokens" if tokens[word] else f"{word!r} is not in the vocabulary"
+    own = tokens[source][0]
+    kept = [
+        target
+        for target in one_token
+        if tokens[target][0] != own or relation.is_copying or (same_words and target == source)
+    ]
+    found: dict[int, str] = {}
+    for target in kept:
+        found.setdefault(tokens[target][0], target)
+    return found, "" if kept else OWN_TARGET
