@@ -9,6 +9,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import HeadwaterError, ModelError, NumericsError
+from headwater.models.forward import forward
 from headwater.models.generation.loop import generate
 from headwater.models.memory import in_halves, is_out_of_memory, refuse_too_large
 from tests.tiny import FAMILIES
@@ -72,15 +73,14 @@ def test_weights_too_large_for_float16_are_told_by_every_way_to_run_the_model(ch
 def test_the_same_answer_is_given_when_memory_runs_out_for_more_than_some_rows(model, monkeypatch):
     whole = model.cache(TEXTS, batch_size=4, progress=False)
     sizes = []
-    forward = type(model)._forward
 
-    def limited(self, batch, *rest):
+    def limited(model, batch, *rest):
         sizes.append(len(batch))
         if len(batch) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, batch, *rest)
+        return forward(model, batch, *rest)
 
-    monkeypatch.setattr(type(model), "_forward", limited)
+    monkeypatch.setattr("headwater.models.hooked.forward", limited)
     parts = model.cache(TEXTS, batch_size=4, progress=False)
     assert sizes == [4, 2, 1, 1, 2, 1, 1]
     torch.testing.assert_close(parts.residual, whole.residual)
@@ -89,28 +89,26 @@ def test_the_same_answer_is_given_when_memory_runs_out_for_more_than_some_rows(m
 
 def test_texts_are_scored_alike_when_memory_runs_out_for_more_than_one(model, monkeypatch):
     whole = hw.token_statistics(model, TEXTS, progress=False).table
-    forward = type(model)._forward
 
-    def limited(self, batch, *rest):
+    def limited(model, batch, *rest):
         if len(batch) > 1:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
-        return forward(self, batch, *rest)
+        return forward(model, batch, *rest)
 
-    monkeypatch.setattr(type(model), "_forward", limited)
+    monkeypatch.setattr("headwater.models.hooked.forward", limited)
     pd.testing.assert_frame_equal(hw.token_statistics(model, TEXTS, progress=False).table, whole)
 
 
 def test_generation_that_runs_out_of_memory_goes_on_in_halves(model, monkeypatch):
     batch = model.tokenize(TEXTS)
     whole = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
-    forward = type(model)._forward
 
-    def limited(self, batch, *rest):
+    def limited(model, batch, *rest):
         if len(batch) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, batch, *rest)
+        return forward(model, batch, *rest)
 
-    monkeypatch.setattr(type(model), "_forward", limited)
+    monkeypatch.setattr("headwater.models.hooked.forward", limited)
     parts = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
     for name, value in vars(whole).items():
         torch.testing.assert_close(getattr(parts, name), value)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headwater.detection.methods import Detector
 from headwater.likelihood.files import ScoredTexts
-from headwater.models.tokens import load_tokenizer
+from headwater.models.tokenizers import load_tokenizer
 from headwater.models.weights import checkpoint
 from headwater.models.weights.lens_checkpoint import _read_state
 from headwater.patching.sweep import Sweep

@@ -13,15 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.models.tokens import (
-    Batch,
-    encode,
-    load_tokenizer,
-    make_batch,
-    single_token_id,
-    token_span,
-    token_strings,
-)
+from headwater.models.tokenizers import load_tokenizer
+from headwater.models.tokens import Batch, encode, make_batch, single_token_id, token_span, token_strings
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_tokenizer
 
 WANTS_BOS = {"gpt2", "llama", "llama-tied", "mistral", "gemma2", "gemma3"}

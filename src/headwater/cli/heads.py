@@ -104,7 +104,7 @@ def relations(options: Options, model: Model = None, as_json: AsJson = False) ->
     from headwater.heads.coverage import relation_coverage
     from headwater.heads.relations import load_relations
     from headwater.models.embedded import embedded_folder
-    from headwater.models.tokens import load_tokenizer
+    from headwater.models.tokenizers import load_tokenizer
     from headwater.models.weights.checkpoint import checkpoint_folder
 
     suite = load_relations(**options.of("load_relations"))

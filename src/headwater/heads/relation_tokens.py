@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import Pair, Relation
-from headwater.models.tokens import panics_are_errors
+from headwater.models.tokenizers import panics_are_errors
 from headwater.options import shown
 
 MIN_PAIRS = 30

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from transformers.activations import NewGELUActivation
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, looks
+from headwater.models.forward import leaves_logits_out, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.norms import logit_scale, residual_scale
 from headwater.models.own_attention import own_attention
@@ -219,7 +219,8 @@ class Blocks:
         wanted = dict.fromkeys([*names, last, *(own if self._own is not None else [])])
         hooks = [(name, looks(functools.partial(keep, name=name))) for name in wanted]
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
-        options |= self._only_last_logits() | (self.model.padding(batch) if self.model.looks_ahead else {})
+        options |= {"logits_to_keep": 1} if leaves_logits_out(self.model.raw) else {}
+        options |= padding_option(self.model, batch) if self.model.looks_ahead else {}
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks if self._own is None else []):
                 handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
@@ -243,12 +244,6 @@ class Blocks:
             recording.keys[layer], recording.values[layer] = own.remembered(own.past_hook(k), v, positions)
             recording.calls[layer], recording.visible[layer] = ((), {}), own.visible(k.shape[1])
         return recording
-
-    def _only_last_logits(self) -> dict[str, int]:
-        if not is_bridge(self.model.raw):
-            return {}
-        parameters = inspect.signature(self.model.raw.original_model.forward).parameters
-        return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
 
 def _is_layer_norm(norm: Any) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import inspect
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -22,18 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
-from headwater.models.alterations import KnownModules
 from headwater.models.caches.cache import Cache
 from headwater.models.caches.collection import fill_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import (
     Attached,
-    Attachments,
     Hook,
     HookFunction,
     PromptHook,
@@ -42,22 +38,21 @@ from headwater.models.edits import (
     looks,
     reporters,
 )
+from headwater.models.forward import forward
 from headwater.models.generation.sampling import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
-from headwater.models.model import is_bridge
+from headwater.models.identified import Identified
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
-from headwater.models.transformer_lens_names import TransformerLensNames, what_to_use
-from headwater.models.weights.fingerprint import KnownWeights
+from headwater.models.transformer_lens_names import TransformerLensNames
+from headwater.models.transformer_lens_ways import what_to_use
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
-from headwater.runs.identity import tokenizer_digest
-from headwater.runs.record import HOOKS, PAST_HOOKS
 
 
-class HookedModel(TransformerLensNames):
+class HookedModel(Identified, TransformerLensNames):
     """A transformer with hooks, in evaluation mode, its weights exactly as the checkpoint stores them.
 
     Attributes:
@@ -86,24 +81,20 @@ class HookedModel(TransformerLensNames):
         tokenizer: PreTrainedTokenizerBase | None = None,
         revision: str | None = None,
     ):
+        super().__init__(raw, shape, tokenizer)
         self.raw = raw
         self.name = name
         self.revision = revision
         self.shape = shape
         self.config = config
         self.tokenizer = tokenizer
-        self.bos = _bos_of(raw, tokenizer)
         self.lock = threading.RLock()
         self.steps_checked = False
         self.unwrapped_checked: bool | None = None
         self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[str, str] = {}
         self.read_only: Mapping[str, str] = {}
-        self._attachments = Attachments(raw)
         self._own_graph = False
-        self._weights = KnownWeights(raw, shape)
-        self._modules = KnownModules(raw)
-        self._held: tuple[str, str] | None = None
 
     if not TYPE_CHECKING:  # a type checker would take every name for one that is there
 
@@ -151,58 +142,6 @@ class HookedModel(TransformerLensNames):
         """Whether its layers lie on several devices."""
         return len({parameter.device for parameter in self.raw.parameters()}) > 1
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the weights and the configuration as they are now, the same for a folder loaded or streamed."""
-        return self._held[0] if self._held else self._weights.fingerprint()
-
-    @property
-    def tokenizer_digest(self) -> str:
-        """A hash of the tokenizer and of how texts begin; "none" without one."""
-        if self._held:
-            return self._held[1]
-        begins = "" if self.bos == _bos_of(self.raw, self.tokenizer) else f", texts begin with {self.bos}"
-        return tokenizer_digest(self.tokenizer) + begins
-
-    @property
-    def interventions(self) -> dict[str, Any]:
-        """What acts in the model now beside its weights, by the option that records it in a run.
-
-        The hooks that `with model.hooks(...)` has attached and that may edit; and what was put into the model past
-        them since it was loaded (`headwater.models.alterations`). What another thread does is not seen: it is waited
-        for.
-        """
-        with self.lock:
-            found = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
-        return {option: what for option, what in found.items() if what}
-
-    def settle(self) -> None:
-        """Take what stands in the model's modules now for what belongs there: it has been loaded."""
-        self._modules = KnownModules(self.raw)
-
-    def is_as_loaded(self) -> bool:
-        """Whether nothing acts in the model beside its weights, and nobody watches its activations."""
-        with self.lock:
-            return self._modules.are_as_they_were()
-
-    def digest(self) -> str:
-        """Name this model in the identity of what holds it."""
-        return f"{self.fingerprint} {self.tokenizer_digest}"
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hash weights and tokenizer once for all runs inside: they must stay as they are."""
-        before, self._held = self._held, (self.fingerprint, self.tokenizer_digest)
-        try:
-            yield
-        finally:
-            self._held = before
-
-    @cached_property
-    def _keeps_logits(self) -> bool:
-        """Whether the wrapped model itself can leave out the logits that are not wanted."""
-        return "logits_to_keep" in inspect.signature(self.raw.original_model.forward).parameters
-
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).
 
@@ -238,7 +177,7 @@ class HookedModel(TransformerLensNames):
         keep: Keep = None,
         stop_at: int | None = None,
         grad: bool = False,
-        **forward: Any,
+        **options: Any,
     ) -> Tensor:
         """Run the model.
 
@@ -248,7 +187,7 @@ class HookedModel(TransformerLensNames):
             keep: positions whose logits are wanted; fewer are cheaper.
             stop_at: run only the layers before this one and return the residual stream that enters it.
             grad: record gradients (otherwise the run is under `torch.inference_mode()`).
-            **forward: passed on to the model, such as `past_key_values`.
+            **options: passed on to the model, such as `past_key_values`.
 
         Returns:
             Logits `[batch, position, d_vocab]` in the model's dtype and on its device, or with `stop_at` the residual
@@ -260,7 +199,7 @@ class HookedModel(TransformerLensNames):
             NumericsError: the model computed NaN or infinity.
         """
         batch = self.tokenize(inputs)
-        listed = hooks_for(self, hooks, batch, forward.get("past_key_values"))
+        listed = hooks_for(self, hooks, batch, options.get("past_key_values"))
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else columns_kept(keep, batch)
@@ -268,10 +207,10 @@ class HookedModel(TransformerLensNames):
             stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
             stack.enter_context(self._graph_begins_where_a_hook_says())
-            if "past_key_values" not in forward:
+            if "past_key_values" not in options:
                 stack.enter_context(reads(Reading.of(batch)))
-            out = self._forward(batch, columns, stop_at, forward)
-            finite_output(self, out, batch, columns, edited=bool(listed), cached="past_key_values" in forward)
+            out = forward(self, batch, columns, stop_at, options)
+            finite_output(self, out, batch, columns, edited=bool(listed), cached="past_key_values" in options)
         if isinstance(keep, str) and columns is not None:
             here = torch.searchsorted(columns, batch.lengths - 1).to(out.device)
             out = out[torch.arange(len(out), device=out.device), here][:, None]
@@ -402,54 +341,6 @@ class HookedModel(TransformerLensNames):
         )
         return (texts, texts.tokens) if checked_flag("return_tokens", return_tokens) else texts
 
-    def _forward(
-        self,
-        batch: Batch,
-        columns: Int[Tensor, " kept"] | None,
-        stop_at: int | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        tokens = batch.tokens.to(self.device)
-        options = self.padding(batch) | options
-        if not is_bridge(self.raw):
-            out = self.raw(tokens, stop_at_layer=stop_at, **options)
-            return out if columns is None else out[:, columns.to(out.device)]
-        if "past_key_values" not in options:
-            options = {"use_cache": False} | options
-        if stop_at == self.shape.n_layers:
-            return self._residual_after_last_block(tokens, options)
-        if columns is None:
-            return self.raw(tokens, stop_at_layer=stop_at, **options)
-        if self._keeps_logits:
-            # as a list where the logits are on another device than the inputs: it fits everywhere
-            keep = columns.tolist() if self.spread else columns.to(self.device)
-            return self.raw(tokens, **{"logits_to_keep": keep} | options)
-        return self.raw(tokens, **options)[:, columns]
-
-    def padding(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the option by which a run is told what is padding; nothing where there is none.
-
-        Raises:
-            InputError: the model would read it.
-        """
-        if not batch.padded:
-            return {}
-        if self.looks_ahead and not is_bridge(self.raw):
-            raise InputError(
-                f"{self.name} looks at later tokens, and a HookedTransformer that does reads the padding behind "
-                "shorter texts as if it were text: give texts of one length, or one at a time."
-            )
-        return {"attention_mask": batch.mask.long().to(self.device)}
-
-    def _residual_after_last_block(self, tokens: Tensor, options: dict[str, Any]) -> Tensor:
-        """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook."""
-        kept: list[Tensor] = []
-        name = hook_name("resid_post", self.shape.n_layers - 1)
-        keep = {"logits_to_keep": 1} if self._keeps_logits else {}
-        with self.raw.hooks(fwd_hooks=[(name, lambda residual, hook: kept.append(residual))]):
-            self.raw(tokens, **keep | options)
-        return kept[0]
-
     def begin_graphs_at(self, embedding: torch.nn.Module) -> None:
         """Let `raw` be called with gradients though its parameters are frozen, as TransformerLens's own tools do.
 
@@ -484,12 +375,6 @@ class HookedModel(TransformerLensNames):
         if site in self.misfits:
             raise InterventionError(self.misfits[site])
         return Attached(name, function, self.read_only.get(site))
-
-
-def _bos_of(raw: Any, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    if tokenizer is None or not getattr(raw.cfg, "default_prepend_bos", True):
-        return None
-    return tokenizer.bos_token_id
 
 
 def check_model(model: Any, option: str = "model") -> None:

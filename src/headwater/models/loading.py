@@ -30,7 +30,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.shape import ModelShape, shape_of
-from headwater.models.tokens import load_tokenizer
+from headwater.models.tokenizers import load_tokenizer
 from headwater.models.weights.checkpoint import (
     checkpoint_folder,
     one_line,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,14 @@ class Model(Recorded, Protocol):
     unwrapped_checked: bool | None
 
     @property
+    def device(self) -> torch.device:
+        """Where the inputs of the model go."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether its attention reads later positions, too."""
+
+    @property
     def spread(self) -> bool:
         """Whether its layers lie on several devices."""
 
@@ -48,7 +57,7 @@ class Model(Recorded, Protocol):
         *,
         keep: Any = None,
         stop_at: int | None = None,
-        **forward: Any,
+        **options: Any,
     ) -> Tensor:
         """Run inputs, with hooks."""
 

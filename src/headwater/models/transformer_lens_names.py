@@ -1,10 +1,10 @@
 """What TransformerLens's users type: its names and shapes on a headwater model, through headwater's hooks and checks.
 
-`run_with_cache`, `run_with_hooks`, `model(tokens)`, `to_tokens` and its like, and `cfg`; the parameters are in
-`headwater.models.weights.parameters_by_head`. Weights are those of the checkpoint, unprocessed. Hooks follow the rules
-of `headwater.models.edits`: a hook gets a copy and must return what it wrote, a name that does not exist or that
-nothing passes through is an error, and an edit of `hook_resid_mid` reaches the skip connection. Other names raise an
-AttributeError that says what to use.
+`run_with_cache`, `run_with_hooks`, `model(tokens)`, `to_tokens` and its like. `cfg` is in
+`headwater.models.transformer_lens_ways`, the parameters are in `headwater.models.weights.parameters_by_head`. Weights
+are those of the checkpoint, unprocessed. Hooks follow the rules of `headwater.models.edits`: a hook gets a copy and
+must return what it wrote, a name that does not exist or that nothing passes through is an error, and an edit of
+`hook_resid_mid` reaches the skip connection.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
 from headwater.kernels.devices import usable_device
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import failures_named
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
+from headwater.models.transformer_lens_ways import Config
 from headwater.models.weights.parameters_by_head import ParametersByHead
 from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
 
@@ -41,71 +42,6 @@ SWITCHED = {
 }
 """By the end of a hook's name, the setting without which TransformerLens does not compute it."""
 RETURNS = ("logits", "loss", "both")
-HOOKS_END = "hooks end with the run, or with the context `with model.hooks([(name, function)]):`"
-AS_STORED = "weights stay as the checkpoint stores them"
-RAW = "model.raw.{name} is TransformerLens's own, past headwater's checks (docs: Coming from TransformerLens)"
-WAYS = {
-    "add_hook": HOOKS_END,
-    "add_perma_hook": HOOKS_END,
-    "reset_hooks": f"there is nothing to reset: {HOOKS_END}",
-    "remove_all_hook_fns": f"there is nothing to remove: {HOOKS_END}",
-    "blocks": "activations: model.run_with_cache(tokens) or model.cache(...); parameters: model.W_Q ... model.W_O",
-    "W_in": "headwater.models.open_weights(model) has heads and embeddings; MLPs are under model.raw.blocks[layer].mlp",
-    "ln_final": "its gain is headwater.models.open_weights(model).final_norm_gain(); its output hook is "
-    "ln_final.hook_normalized",
-    "unembed": "use model.W_U and model.b_U",
-    "embed": "use model.W_E",
-    "QK": "multiply model.W_Q[layer, head] @ model.W_K[layer, head].T",
-    "OV": "multiply model.W_V[layer, head] @ model.W_O[layer, head]",
-    "tokens_to_residual_directions": "use model.W_U[:, token]",
-    "set_use_attn_result": "what each head writes is cache['z', layer] times model.W_O[layer]; see also "
-    "hw.direct_logit_attribution(model, prompts, tokens=...)",
-    "eval": "a model is always in evaluation mode",
-    "train": "a model is always in evaluation mode",
-    "to": "choose where it lies when it is loaded: hw.load(name, device=..., dtype=...)",
-    "cuda": "choose where it lies when it is loaded: hw.load(name, device='cuda')",
-    "from_pretrained": "hw.load(name)",
-    "from_pretrained_no_processing": "hw.load(name)",
-    "load_and_process_state_dict": AS_STORED,
-    "fold_layer_norm": AS_STORED,
-    "center_writing_weights": AS_STORED,
-    "center_unembed": AS_STORED,
-    "enable_compatibility_mode": AS_STORED,
-    "loss_fn": "model(tokens, return_type='loss', loss_per_token=True)",
-    "hook_points": "model.raw.hook_dict has the names",
-}
-"""By name of TransformerLens: what to use here."""
-
-
-class Config:
-    """The sizes and settings of a model, by TransformerLens's names; to be read only."""
-
-    def __init__(self, model: Any):
-        self.__dict__["_model"] = model
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        model = self.__dict__["_model"]
-        if name in ("device", "dtype"):
-            return getattr(model, name)
-        if name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx"):
-            return getattr(model.shape, name)
-        if not hasattr(model.raw.cfg, name):
-            raise AttributeError(f"cfg has no {name!r}.{did_you_mean(name, dir(self))}")
-        return getattr(model.raw.cfg, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"cfg.{name} can only be read: the model would not follow. TransformerLens's own is model.raw.cfg."
-        )
-
-    def __dir__(self) -> list[str]:
-        return sorted({name for name in dir(self._model.raw.cfg) if not name.startswith("_")} | {"device", "dtype"})
-
-    def __repr__(self) -> str:
-        sizes = ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx", "act_fn", "dtype", "device")
-        return f"cfg({', '.join(f'{name}={getattr(self, name, None)!r}' for name in sizes)})"
 
 
 class TransformerLensNames(ParametersByHead):
@@ -391,14 +327,3 @@ def _loss(logits: Float[Tensor, "batch position d_vocab"], batch: Batch, per_tok
     if not bool(real.any()):
         raise InputError("There is no loss of a single token: the first token of a text is not predicted.")
     return -log_probs[real].mean()
-
-
-def what_to_use(model: Any, name: str) -> str:
-    """Say what stands here for a name that a headwater model does not have."""
-    here = f"A HookedModel has no {name!r}"
-    raw = vars(model).get("raw")
-    if name in WAYS:
-        return f"{here}: {WAYS[name]}. {RAW.format(name=name)}." if hasattr(raw, name) else f"{here}: {WAYS[name]}."
-    if raw is not None and hasattr(raw, name):
-        return f"{here}. {RAW.format(name=name)}."
-    return f"{here}.{did_you_mean(name, [one for one in dir(type(model)) if not one.startswith('_')])}"

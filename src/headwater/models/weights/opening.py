@@ -7,7 +7,7 @@ import torch
 
 from headwater.kernels.devices import usable_device
 from headwater.models.checks import tokenizer_fits
-from headwater.models.tokens import load_tokenizer
+from headwater.models.tokenizers import load_tokenizer
 from headwater.models.weights.checkpoint import checkpoint_folder, open_checkpoint
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.models.weights.streamed_weights import StreamedWeights

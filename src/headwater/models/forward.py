@@ -1,0 +1,97 @@
+"""One call of the wrapped model: what it is told of padding, which logits it leaves out, where its layers end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.models.model import is_bridge
+from headwater.models.sites import hook_name
+from headwater.models.tokens import Batch
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+
+def forward(
+    model: Model,
+    batch: Batch,
+    columns: Int[Tensor, " kept"] | None = None,
+    stop_at: int | None = None,
+    options: dict[str, Any] | None = None,
+) -> Float[Tensor, "batch position _"]:
+    """Call the wrapped model with a batch, whatever hooks are attached to it.
+
+    Args:
+        model: the model.
+        batch: the tokens.
+        columns: the positions whose logits are wanted; None is all.
+        stop_at: the layer before which to stop; the residual stream is returned, and not logits.
+        options: passed on to the model.
+
+    Returns:
+        Logits of the columns, or the residual stream in front of layer `stop_at`.
+
+    Raises:
+        InputError: the model would read the padding.
+    """
+    tokens, raw = batch.tokens.to(model.device), model.raw
+    options = padding_option(model, batch) | (options or {})
+    if not is_bridge(raw):
+        out = raw(tokens, stop_at_layer=stop_at, **options)
+        return out if columns is None else out[:, columns.to(out.device)]
+    if "past_key_values" not in options:
+        options = {"use_cache": False} | options
+    if stop_at == model.shape.n_layers:
+        return _residual_after_last_block(model, tokens, options)
+    if columns is None:
+        return raw(tokens, stop_at_layer=stop_at, **options)
+    if leaves_logits_out(raw):
+        # as a list where the logits are on another device than the inputs: it fits everywhere
+        keep = columns.tolist() if model.spread else columns.to(model.device)
+        return raw(tokens, **{"logits_to_keep": keep} | options)
+    return raw(tokens, **options)[:, columns]
+
+
+def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
+    """Return the option by which a run is told what is padding; nothing where there is none.
+
+    Raises:
+        InputError: the model would read it.
+    """
+    if not batch.padded:
+        return {}
+    if model.looks_ahead and not is_bridge(model.raw):
+        raise InputError(
+            f"{model.name} looks at later tokens, and a HookedTransformer that does reads the padding behind "
+            "shorter texts as if it were text: give texts of one length, or one at a time."
+        )
+    return {"attention_mask": batch.mask.long().to(model.device)}
+
+
+def leaves_logits_out(raw: Any) -> bool:
+    """Whether a wrapped model itself can leave out the logits that are not wanted (`logits_to_keep`)."""
+    return is_bridge(raw) and _takes_logits_to_keep(type(raw.original_model).forward)
+
+
+@functools.cache
+def _takes_logits_to_keep(run: Callable[..., object]) -> bool:
+    return "logits_to_keep" in inspect.signature(run).parameters
+
+
+def _residual_after_last_block(
+    model: Model, tokens: Int[Tensor, "batch position"], options: dict[str, Any]
+) -> Float[Tensor, "batch position d_model"]:
+    """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook."""
+    kept: list[Tensor] = []
+    name = hook_name("resid_post", model.shape.n_layers - 1)
+    keep = {"logits_to_keep": 1} if leaves_logits_out(model.raw) else {}
+    with model.raw.hooks(fwd_hooks=[(name, lambda residual, hook: kept.append(residual))]):
+        model.raw(tokens, **keep | options)
+    return kept[0]

@@ -1,0 +1,91 @@
+"""What tells a model from others in the record of a run: its weights as they are now, tokenizer, and what acts in it.
+
+A record that named the model it was loaded from would be wrong of weights that were edited since, and of a model into
+which something was put. So weights are hashed when a run asks (`headwater.models.weights.fingerprint` knows when they
+cannot have changed), and modules are compared with what they held when the model was loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from headwater.models.alterations import KnownModules
+from headwater.models.edits import Attachments
+from headwater.models.weights.fingerprint import KnownWeights
+from headwater.runs.identity import tokenizer_digest
+from headwater.runs.record import HOOKS, PAST_HOOKS
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model as Surface
+    from headwater.models.shape import ModelShape
+else:
+    Surface = object
+
+
+class Identified(Surface):
+    """A model that runs are recorded of."""
+
+    def __init__(self, raw: Any, shape: ModelShape, tokenizer: PreTrainedTokenizerBase | None):
+        self.bos = begin_of(raw, tokenizer)
+        self._attachments = Attachments(raw)
+        self._weights = KnownWeights(raw, shape)
+        self._modules = KnownModules(raw)
+        self._held: tuple[str, str] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the weights and the configuration as they are now, the same for a folder loaded or streamed."""
+        return self._held[0] if self._held else self._weights.fingerprint()
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """A hash of the tokenizer and of how texts begin; "none" without one."""
+        if self._held:
+            return self._held[1]
+        begins = "" if self.bos == begin_of(self.raw, self.tokenizer) else f", texts begin with {self.bos}"
+        return tokenizer_digest(self.tokenizer) + begins
+
+    @property
+    def interventions(self) -> dict[str, Any]:
+        """What acts in the model now beside its weights, by the option that records it in a run.
+
+        The hooks that `with model.hooks(...)` has attached and that may edit; and what was put into the model past
+        them since it was loaded (`headwater.models.alterations`). What another thread does is not seen: it is waited
+        for.
+        """
+        with self.lock:
+            found = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
+        return {option: what for option, what in found.items() if what}
+
+    def settle(self) -> None:
+        """Take what stands in the model's modules now for what belongs there: it has been loaded."""
+        self._modules = KnownModules(self.raw)
+
+    def is_as_loaded(self) -> bool:
+        """Whether nothing acts in the model beside its weights, and nobody watches its activations."""
+        with self.lock:
+            return self._modules.are_as_they_were()
+
+    def digest(self) -> str:
+        """Name this model in the identity of what holds it."""
+        return f"{self.fingerprint} {self.tokenizer_digest}"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hash weights and tokenizer once for all runs inside: they must stay as they are."""
+        before, self._held = self._held, (self.fingerprint, self.tokenizer_digest)
+        try:
+            yield
+        finally:
+            self._held = before
+
+
+def begin_of(raw: Any, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """Return the id that begins every text, or None for models that want none."""
+    if tokenizer is None or not getattr(raw.cfg, "default_prepend_bos", True):
+        return None
+    return tokenizer.bos_token_id
