@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,16 +31,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.errors import InputError, NumericsError
-from headwater.kernels.likelihood import UnembeddingHead
-from headwater.models.edits import looks
+from headwater.errors import InputError
+from headwater.lenses.contributions import Contributions, Part
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.norms import Norm, attention_post_norm, final_norm, residual_scale
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
-from headwater.models.sites import SITES
-from headwater.models.tokens import Batch, pad_id
-from headwater.models.unembedding import unembedding_head
-from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
@@ -62,8 +55,6 @@ BY = {
     "position": ["component", "layer", "head"],
 }
 """What a row of the table is, and the columns that name it. By position it is a head and a source, too."""
-Part = tuple[str, int | None, int | None]
-"""Component, layer, head."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,7 +165,7 @@ def direct_logit_attribution(
     } | ({"roles": [[spot.role, list(spot.places)] for spot in spots]} if isinstance(at, Mapping) else {})
 
     def work(run: Run) -> DirectAttribution:
-        writer = _Writer(model, read, where, torch.stack([correct, wrong], 1), by == "position")
+        writer = Contributions(model, read, where, torch.stack([correct, wrong], 1), by == "position")
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("prompts", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, writer.measure, bar, len))
@@ -218,143 +209,6 @@ def _answers(
     if same:
         raise InputError(f"The correct and the wrong token of prompt {same[0]} are the same: their difference is 0.")
     return correct, wrong
-
-
-class _Writer:
-    """Measures what the parts of a model write into the logit difference of some prompts."""
-
-    def __init__(
-        self,
-        model: HookedModel,
-        prompts: Sequence[Prompt],
-        where: Sequence[tuple[int, ...]],
-        tokens: Int[Tensor, "example 2"],
-        by_source: bool = False,
-    ):
-        self.by_source = by_source
-        self.model, self.prompts, self.where, self.tokens = model, prompts, where, tokens
-        self.head: UnembeddingHead = unembedding_head(model)[1]
-        self.norm: Norm = final_norm(model)
-        n_layers, n_heads = model.shape.n_layers, model.shape.n_heads
-        self.parts: list[Part] = [("embed", None, None)]
-        for layer in range(n_layers):
-            self.parts += [("head", layer, head) for head in range(n_heads)]
-            self.parts += [("bias", layer, None), ("mlp", layer, None)]
-        self.parts.append(("bias", None, None))
-
-    @torch.inference_mode()
-    def measure(self, examples: range) -> dict[str, Tensor]:
-        """Return the contributions, `row part`, and what they sum to; a row is a position read of an example."""
-        held = self._run(examples)
-        final = held[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
-        tokens = self.tokens[[i for i in examples for _ in self.where[i]]].to(self.head.W_U.device)
-        wanted, unwanted = (self.head.W_U[:, ids].T.float() for ids in tokens.unbind(1))
-        written = (wanted - unwanted).to(self.norm.gain.device)
-        constant = torch.zeros(len(written), device=written.device)
-        if self.head.bias is not None:
-            constant = (self.head.bias[tokens[:, 0]] - self.head.bias[tokens[:, 1]]).float().to(written.device)
-        total = (self.norm(final) * written).sum(-1) + constant
-        if self.norm.bias is not None:
-            constant = constant + written @ self.norm.bias
-        direction = self.norm.pulled_back(final, written)
-        columns = [_dot(held[SITES["resid_pre"].hook_name(0)], direction)[:, None]]
-        sources = []
-        for layer in range(self.model.shape.n_layers):
-            columns += self._of_layer(layer, held, direction)
-            if self.by_source:
-                sources.append(self._of_sources(layer, held, direction, examples))
-        contributions = torch.cat([*columns, constant.double().cpu()[:, None]], 1)
-        if sources:
-            split = torch.stack([part.sum(-1) for part in sources], 1).flatten(1)
-            contributions[:, [part[0] == "head" for part in self.parts]] = split
-        self._refuse_what_does_not_sum(contributions, total.double().cpu(), examples)
-        found = {"contributions": contributions, "totals": total.double().cpu()}
-        return found | ({"sources": torch.stack(sources, 1)} if sources else {})
-
-    def _run(self, examples: range) -> dict[str, Tensor]:
-        """Run some prompts; return the activations wanted, by hook name, `row ...` at the positions read."""
-        n_layers = self.model.shape.n_layers
-        batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
-        rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
-        places = torch.tensor([place for i in examples for place in self.where[i]])
-        held: dict[str, Tensor] = {}
-
-        def keep(activation: Tensor, hook: object, name: str) -> None:
-            held[name] = activation[rows.to(activation.device), places.to(activation.device)].float()
-
-        def keep_sources(activation: Tensor, hook: Any, name: str) -> None:
-            of, at = rows.to(activation.device), places.to(activation.device)
-            held[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
-
-        sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
-        sites += [(site, layer) for layer in range(n_layers) for site in ("z", "attn_out", "mlp_out")]
-        names = [SITES[site].hook_name(layer) for site, layer in sites]
-        hooks = [(name, looks(partial(keep, name=name))) for name in names]
-        if self.by_source:
-            more = [SITES[site].hook_name(layer) for layer in range(n_layers) for site in ("pattern", "v")]
-            hooks += [(name, looks(partial(keep_sources, name=name))) for name in more]
-        self.model.run(batch, hooks, stop_at=n_layers)
-        return held
-
-    def _of_layer(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:
-        """Return what a layer's heads, its attention bias and its MLP contribute."""
-        factors = LoadedWeights(self.model).layer(layer)
-        z = held[SITES["z"].hook_name(layer)].to(factors.W_O)
-        summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
-        if factors.b_O is not None:
-            summed = summed + factors.b_O
-        along = self._along(layer, summed, direction)
-        post_norm = attention_post_norm(self.model, layer)
-        heads = torch.einsum("rhk,hkd,rd->rh", z, factors.W_O, along)
-        constant = torch.zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
-        if post_norm is not None and post_norm.bias is not None:
-            constant = constant + _dot(post_norm.bias, direction)
-        mlp = _dot(held[SITES["mlp_out"].hook_name(layer)], direction)
-        return [heads.double().cpu(), constant.double()[:, None], mlp[:, None]]
-
-    def _along(self, layer: int, summed: Tensor, direction: Tensor) -> Float[Tensor, "row d_model"]:
-        """The direction in front of the norm behind the attention, where there is one, at its recorded scale."""
-        post_norm = attention_post_norm(self.model, layer)
-        along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
-        return residual_scale(self.model) * along.to(summed)
-
-    def _of_sources(
-        self, layer: int, held: dict[str, Tensor], direction: Tensor, examples: range
-    ) -> Float[Tensor, "row head key"]:
-        """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
-        factors = LoadedWeights(self.model).layer(layer)
-        z, pattern, v = (held[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("z", "pattern", "v"))
-        summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
-        if factors.b_O is not None:
-            summed = summed + factors.b_O
-        read = torch.einsum("hkd,rd->rhk", factors.W_O, self._along(layer, summed, direction))
-        values = v.repeat_interleave(z.shape[1] // v.shape[2], dim=2)
-        shares = pattern.double() * torch.einsum("rshk,rhk->rhs", values.double(), read.double())
-        longest = max(len(prompt) for prompt in self.prompts)
-        return torch.nn.functional.pad(shares.cpu(), (0, longest - shares.shape[-1]))
-
-    def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, examples: range) -> None:
-        """Check that contributions sum to the logit difference, to the rounding of the model's dtype.
-
-        Raises:
-            NumericsError: they do not: the model does something to its residual stream that is not known here.
-        """
-        sums = contributions.sum(1)
-        rounding = max(1e-5, 16 * torch.finfo(self.model.dtype).eps) * (1 + contributions.abs().sum(1))
-        wrong = ((sums - total).abs() > rounding).nonzero().flatten().tolist()
-        if wrong:
-            example = [i for i in examples for _ in self.where[i]][wrong[0]]
-            raise NumericsError(
-                f"The contributions of example {example} sum to {float(sums[wrong[0]]):.4g}, its logit difference is "
-                f"{float(total[wrong[0]]):.4g}: {self.model.shape.architecture} adds something to its residual stream "
-                "that is neither embedding, head, MLP nor bias, a hook edits it on the way, or the weights are not "
-                "those that it computes with."
-            )
-
-
-def _dot(a: Tensor, b: Tensor) -> Float[Tensor, " row"]:
-    """The dot product along the last axis, in float64 on the CPU."""
-    return (a.to(b.device).double() * b.double()).sum(-1).cpu()
 
 
 def _table(
