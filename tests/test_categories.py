@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from headwater.errors import InputError
 from headwater.heads.categories import (
     CATEGORIES,
-    THRESHOLDS,
     add_excess,
     apply_rule,
     best_excess,
     head_categories,
     label_counts,
     labels,
-    sensitivity,
 )
 
 
@@ -123,26 +121,12 @@ def scored(n_heads: int, seed: int) -> pd.DataFrame:
     return add_excess(table)
 
 
-def test_sensitivity_counts_the_heads_of_each_category_for_every_rule_and_threshold():
-    table = scored(n_heads=40, seed=1)
-    found = sensitivity(table)
-    assert found["threshold"].tolist() == [*THRESHOLDS] * 2
-    for row in found.to_dict("records"):
-        heads = head_categories(table.assign(**apply_rule(table, row["rule"], row["threshold"])))["categories"]
-        assert row["heads"] == sum(map(bool, heads))
-        assert [row[name] for name in CATEGORIES] == [sum(name in held for held in heads) for name in CATEGORIES]
-    for _, rows in found.groupby("rule"):
-        assert rows["heads"].is_monotonic_decreasing
-        assert rows["algorithmic"].iloc[0] > rows["algorithmic"].iloc[-1]
-
-
-def test_without_a_null_model_there_is_no_excess_and_sensitivity_knows_the_published_rule_alone():
+def test_without_a_null_model_there_is_no_excess():
     table = scored(n_heads=10, seed=2).drop(columns=["excess", "suppression_excess"])
     for prefix in ("", "suppression_"):
         table[[f"{prefix}expected", f"{prefix}q_value"]] = np.nan
     table = add_excess(table)
     assert table[["excess", "suppression_excess"]].isna().all(axis=None)
-    assert set(sensitivity(table)["rule"]) == {"published"}
     flagged = table.assign(**apply_rule(table, "published", 0.15))
     assert best_excess(flagged).isna().all()
 

@@ -442,7 +442,7 @@ def test_the_excess_is_the_way_from_habit_to_perfection_and_the_summary_shows_it
     published = classify_heads(checkpoint("llama"), relations=suite, rule="published", progress=False)
     assert published.table["excess"].isna().all()
     assert all(row["best_excess"] is None for row in published.findings()["relations"])
-    assert set(published.sensitivity()["rule"]) == {"published"}
+    assert set(published.sensitivity().table["rule"]) == {"published"}
 
 
 def test_salient_operations_reopen_the_model_and_refuse_another(checkpoint, suite):

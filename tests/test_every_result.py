@@ -65,7 +65,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
     file.write_text("Paris is in France.\n\nRome is in Italy.\n")
     rows = pd.DataFrame({"quantity": "score", "relation": ["a", "b"], "published": 0.5, "measured": [0.75, math.nan]})
     found = [
-        answered, heads, statistics, pathways,
+        answered, heads, heads.sensitivity(), statistics, pathways,
         hw.compare_heads({"a": model, "b": model}, relations=few, **quiet),
         ablate_heads(model, heads, "city_to_country", relations=few, template=CITY, shots=0, draws=2, **quiet),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),

@@ -107,7 +107,7 @@ def test_what_the_readme_says_of_the_embedded_model_is_on_its_card():
 
 
 def test_what_the_readme_says_of_thresholds_is_what_the_rules_give_on_the_embedded_model(example):
-    table = example["heads"].sensitivity()
+    table = example["heads"].sensitivity().table
     heads = table.set_index(["rule", table["threshold"].round(2)])["heads"]
     at = (0.10, 0.15, 0.20, 0.30)
     counts = {rule: [int(heads[rule, threshold]) for threshold in at] for rule in ("controlled", "published")}

@@ -105,6 +105,7 @@ def membership() -> hw.Membership:
 
 FIGURES: dict[str, Callable] = {
     "head_map": lambda: hw.classify_heads(model()),
+    "head_sensitivity": lambda: hw.classify_heads(model()).sensitivity(),
     "correlations": lambda: dynamic_scores(model(), few_heads(), relations=few_relations()),
     "ablation": ablated,
     "patch": lambda: hw.patch(model(), **pairs(), sites="resid_pre"),

@@ -58,8 +58,6 @@ UNCLASSIFIED = "unclassified"
 FALSE_DISCOVERY_RATE = 0.05
 PREFIXES = {"score": "", "suppression": "suppression_"}
 """What the names of a sign's columns begin with, but for the score itself."""
-THRESHOLDS = (0.10, 0.15, 0.20, 0.25, 0.30)
-"""Where `sensitivity` looks."""
 
 
 def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame:
@@ -116,28 +114,6 @@ def best_excess(table: pd.DataFrame) -> pd.Series:
     flags = {"excess": "implemented", "suppression_excess": "suppressed"}
     best = pd.concat([table[excess].where(table[flag]) for excess, flag in flags.items()], axis=1).max(axis=1)
     return best.groupby([table["layer"], table["head"]]).max()
-
-
-def sensitivity(table: pd.DataFrame) -> pd.DataFrame:
-    """Return how many heads each rule puts into each category, for thresholds from 0.10 to 0.30.
-
-    Args:
-        table: a score table; without a null model it has no numbers for the controlled rule.
-
-    Returns:
-        A row per rule and threshold: `rule, threshold, heads` (in any category), and a column per category, in which a
-        head of several categories counts in each.
-    """
-    rules = [rule for rule in RULES if rule == "published" or table["q_value"].notna().any()]
-    rows = []
-    for rule in rules:
-        for threshold in THRESHOLDS:
-            flags = apply_rule(table, rule, threshold)
-            found = table[(flags["implemented"] | flags["suppressed"]) & table["category"].notna()]
-            counts = found.drop_duplicates(["layer", "head", "category"])["category"].value_counts()
-            heads = len(found[["layer", "head"]].drop_duplicates())
-            rows.append((rule, threshold, heads, *(int(counts.get(name, 0)) for name in CATEGORIES)))
-    return pd.DataFrame(rows, columns=["rule", "threshold", "heads", *CATEGORIES])
 
 
 def head_categories(table: pd.DataFrame) -> pd.DataFrame:

@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 
 from headwater.errors import ModelError
-from headwater.heads.categories import UNCLASSIFIED, add_excess, apply_rule, head_categories, label_counts, sensitivity
+from headwater.heads.categories import UNCLASSIFIED, add_excess, apply_rule, head_categories, label_counts
 from headwater.heads.salient import salient_operations
+from headwater.heads.sensitivity import Sensitivity, heads_by_threshold
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load, weights_of
 from headwater.options import checked_count
@@ -64,15 +65,13 @@ class HeadMap(Result):
         result = super().load(folder)
         return result if "excess" in result.table else _with_excess(result)
 
-    def sensitivity(self) -> pd.DataFrame:
+    def sensitivity(self) -> Sensitivity:
         """Return how many heads would be in each category under both rules, for thresholds from 0.10 to 0.30.
 
-        Returns:
-            A row per rule and threshold: `rule, threshold, heads` (in any category), and a column per category, in
-            which a head of several categories counts in each. A map made with `rule="published"` has no null model,
-            so its rows are those of that rule alone.
+        Its `table` has the numbers, and `plot()` draws them. A map made with `rule="published"` has no null model, so
+        its rows are those of that rule alone.
         """
-        return sensitivity(self.table)
+        return Sensitivity(heads_by_threshold(self.table), self.run)
 
     def summary(self) -> pd.DataFrame:
         """Return a row per relation: how many heads implement or suppress it, and its best head.
