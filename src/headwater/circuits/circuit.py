@@ -156,11 +156,11 @@ class Circuit:
     def claim(
         self,
         model: HookedModel,
-        clean: Any,
-        corrupted: Any = None,
+        clean: object,
+        corrupted: object = None,
         *,
-        metric: Any,
-        other: Any = "mean",
+        metric: object,
+        other: object = "mean",
         placebos: int = 100,
         margin: float | Any = None,
         level: float = 0.95,
@@ -320,7 +320,7 @@ def checked_circuits(given: Any, graph: Graph) -> dict[str, Circuit]:
     return dict(items)
 
 
-def _named(graph: Graph, name: Any) -> list[int]:
+def _named(graph: Graph, name: object) -> list[int]:
     """The edges of a name, one or several."""
     parts = name.split(" -> ") if isinstance(name, str) else []
     if len(parts) != 2:

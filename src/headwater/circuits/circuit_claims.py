@@ -9,7 +9,6 @@ rank it among these; held out are the prompts on which it was not chosen. What i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,9 +29,9 @@ def claim_on_runs(
     other: pd.DataFrame | None,
     seen: Sequence[int] | None,
     overlap: float,
-    margin: Any,
-    level: Any,
-    seed: Any,
+    margin: object,
+    level: object,
+    seed: object,
 ) -> Claim:
     """Judge a claim on a circuit.
 

@@ -165,7 +165,7 @@ def circuit_curve(
     metric: Metric | Any,
     sizes: Sequence[float | int] = SIZES,
     by: str = "size",
-    values: Any = "other run",
+    values: object = "other run",
     dataset: Prompts | None = None,
     placebos: int = 10,
     seed: int = 0,
@@ -235,7 +235,7 @@ def circuit_curve(
     return result
 
 
-def checked_sizes(sizes: Any) -> list[float]:
+def checked_sizes(sizes: object) -> list[float]:
     """Return sizes ascending, each once.
 
     Raises:

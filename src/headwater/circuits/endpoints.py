@@ -20,7 +20,7 @@ from headwater.errors import InputError
 from headwater.options import has_no_order, is_one, shown
 
 
-def ends_named(graph: Graph, nodes: Nodes, option: str, given: Any) -> dict[str, Indices]:
+def ends_named(graph: Graph, nodes: Nodes, option: str, given: object) -> dict[str, Indices]:
     """Return by name the nodes that are taken together; of None, every node by itself.
 
     Args:

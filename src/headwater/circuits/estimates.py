@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -82,14 +81,14 @@ class Slopes:
         graph_names += [hook_name(site, layer) for layer in range(self._n_layers) for site in (*READ, *WRITTEN)]
         first, last = hook_name("resid_pre", 0), self._final
 
-        def begin(activation: Tensor, hook: Any) -> Tensor:
+        def begin(activation: Tensor, hook: object) -> Tensor:
             start, change = runs.base("resid_pre", 0), torch.zeros_like(runs.base("resid_pre", 0))
             change[runs.start : runs.stop] = runs.changes[0]
             rows = torch.stack([start + share * change for share in self.shares]).clone()
             self.held[first] = rows.requires_grad_(True)
             return self.held[first]
 
-        def fork(activation: Tensor, hook: Any, name: str) -> Tensor:
+        def fork(activation: Tensor, hook: object, name: str) -> Tensor:
             self.held[name] = activation.view_as(activation)
             return self.held[name]
 

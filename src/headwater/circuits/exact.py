@@ -223,7 +223,7 @@ class Receivers:
 
 
 def _exchanged(receivers: Receivers, site: str) -> Any:
-    def exchange(activation: Tensor, hook: Any) -> Tensor | None:
+    def exchange(activation: Tensor, hook: object) -> Tensor | None:
         return receivers.exchanged(site, activation)
 
     return exchange

@@ -31,7 +31,7 @@ def ratio_of_means(
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
 
 
-def of_examples(value: Any, clean: Any, corrupted: Any, floor: Any) -> Any:
+def of_examples(value: Any, clean: Any, corrupted: Any, floor: object) -> object:
     """Return the faithfulness on each prompt; NaN where the gap is below what rounding makes."""
     gap = clean - corrupted
     wide = np.abs(gap) > floor

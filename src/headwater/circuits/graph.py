@@ -161,7 +161,7 @@ class Graph:
             self.refuse_order(self.senders.name(sender), self.receivers.name(receiver))
         return int(self._ends[receiver] - self.reach[receiver] + sender)
 
-    def edge_named(self, name: Any) -> int:
+    def edge_named(self, name: object) -> int:
         """Return the number of the edge of a name such as "head 9.9 -> q 10.7".
 
         Raises:
@@ -193,7 +193,7 @@ class Graph:
             found[f"{role}_head"] = present(nodes.head[which])
         return found
 
-    def among(self, senders: Any, receivers: Any) -> Indices:
+    def among(self, senders: object, receivers: object) -> Indices:
         """Return the edges from some senders to some receivers, ascending; None is all of them.
 
         Raises:
@@ -209,7 +209,7 @@ class Graph:
             self.refuse_order(shown(senders), shown(receivers))
         return np.flatnonzero(chosen)
 
-    def find(self, nodes: Nodes, names: Iterable[Any]) -> Indices:
+    def find(self, nodes: Nodes, names: Iterable[object]) -> Indices:
         """Return the nodes of these names; "head" is every head, "q 3" the q of every head of layer 3.
 
         Raises:
@@ -232,7 +232,7 @@ class Graph:
             chosen &= nodes.layer == int(parsed[2])
         return chosen & (nodes.head == int(parsed[3])) if parsed[3] is not None else chosen
 
-    def _unknown(self, nodes: Nodes, name: Any) -> str:
+    def _unknown(self, nodes: Nodes, name: object) -> str:
         what = "sender" if nodes.kinds == SENDERS else "receiver"
         parsed = _NAME.fullmatch(name) if isinstance(name, str) and len(name) <= 40 else None
         if parsed and parsed[1] in ("k", "v") and parsed[3] and nodes.kinds == RECEIVERS:
@@ -272,7 +272,7 @@ class Graph:
         return listed
 
 
-def present(numbers: Indices) -> Any:
+def present(numbers: Indices) -> object:
     """Return whole numbers of which -1 says that there is none, as a column."""
     return pd.arrays.IntegerArray(np.where(numbers < 0, 0, numbers).astype(np.int64), numbers < 0)
 

@@ -64,7 +64,7 @@ class Outcome:
         corrupted: Prompts | None,
         *,
         metric: Metric | Any,
-        values: Any = "other run",
+        values: object = "other run",
         dataset: Prompts | None = None,
         seed: int = 0,
         batch_size: int | None = None,

@@ -45,7 +45,7 @@ def plan_of(
     metric: Metric | Any,
     direction: str,
     batch_size: int | None,
-    values: Any = OTHER_RUN,
+    values: object = OTHER_RUN,
 ) -> Plan:
     """Resolve pairs of prompts, metrics and a direction; with values of their own, prompts need no other.
 
@@ -64,7 +64,7 @@ def plan_of(
     return Plan(model, base, other, base is first, cells, metrics, batch_size=batch_size)
 
 
-def source_in(plan: Plan, values: Any, dataset: Prompts | None, seed: int) -> Source:
+def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) -> Source:
     """Resolve what senders' outputs are exchanged for.
 
     Raises:
@@ -81,7 +81,7 @@ def places_in(plan: Plan, over: str | None, positions: Where | None) -> Places:
     return places_of(over, positions, plan.base, plan.other, stops, 0 if plan.base_is_clean else 1)
 
 
-def options_of(plan: Plan, source: Source) -> dict[str, Any]:
+def options_of(plan: Plan, source: Source) -> dict[str, object]:
     """What of the pairs decides a result."""
     clean, corrupted = (plan.base, plan.other) if plan.base_is_clean else (plan.other, plan.base)
     kind = source.given.kind

@@ -177,7 +177,7 @@ class Paths:
         return [(self.graph.senders, senders), (self.graph.receivers, receivers)]
 
 
-def _exchanged(activation: Tensor, hook: Any, heads: list[int], given: Tensor) -> Tensor:
+def _exchanged(activation: Tensor, hook: object, heads: list[int], given: Tensor) -> Tensor:
     exchanged = activation.clone()
     exchanged[:, :, heads] = given[:, :, heads].to(exchanged)
     return exchanged

@@ -378,7 +378,7 @@ def _overlap(a: Numbers, b: Numbers, n: int) -> float:
     return len(tops[0] & tops[1]) / max(1, len(tops[0]))
 
 
-def _compared(ours: Numbers, theirs: Numbers) -> list[Any]:
+def _compared(ours: Numbers, theirs: Numbers) -> list[object]:
     both = ~np.isnan(ours) & ~np.isnan(theirs)
     ours, theirs = ours[both], theirs[both]
     if not len(ours):

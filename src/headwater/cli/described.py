@@ -84,7 +84,7 @@ def _sentences(text: str) -> str:
     return text[:1].upper() + text[1:] if re.match(r"[a-z]+ |[a-z]{2}", text) else text
 
 
-def _kind(annotation: ast.expr | None, default: object) -> Any:
+def _kind(annotation: ast.expr | None, default: object) -> object:
     """Return what of an annotation a command line can give."""
     members = list(_members(annotation))
     inside = [(_named(one.value), one.slice) for one in members if isinstance(one, ast.Subscript)]
@@ -106,7 +106,7 @@ def _named(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _value(node: ast.expr | None, module: str) -> Any:
+def _value(node: ast.expr | None, module: str) -> object:
     """Return a default that is written out, or under a name here or in the file that the name comes from."""
     if isinstance(node, ast.Name):
         return constant(module, node.id)
@@ -117,7 +117,7 @@ def _value(node: ast.expr | None, module: str) -> Any:
 
 
 @cache
-def constant(module: str, name: str) -> Any:
+def constant(module: str, name: str) -> object:
     """Return what a file, or the one that it imports the name from, assigns to a name on one line; None if nothing."""
     source = _source(module)
     for line in re.findall(rf"^[\w, :\[\].=]*\b{name}\b.* = .+$", source, re.MULTILINE):
@@ -128,7 +128,7 @@ def constant(module: str, name: str) -> Any:
     return constant(home, name) if home else None
 
 
-def _assigned(node: ast.stmt, name: str) -> Any:
+def _assigned(node: ast.stmt, name: str) -> object:
     """Return the constant that an assignment, also one of several names at once, gives a name."""
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         return ast.literal_eval(node.value)

@@ -146,7 +146,7 @@ def _measured(
     model: str | None,
     prompts: list[str] | Path,
     corrupted: list[str] | None,
-    measure: Any,
+    measure: object,
     options: Options,
     out: Path | None,
     quiet: bool,
@@ -157,7 +157,7 @@ def _measured(
     return run(loaded, prompts, corrupted, metric=measure, progress=not quiet, out=out, **given)
 
 
-def _summary(found: EdgeEffects, strongest: pd.DataFrame) -> dict[str, Any]:
+def _summary(found: EdgeEffects, strongest: pd.DataFrame) -> dict[str, object]:
     rows = []
     for row in strongest.to_dict("records"):
         known = [float(row[name]) for name in ("effect", "estimate") if name in row and row[name] == row[name]]

@@ -91,7 +91,7 @@ def _text_in(line: str, field: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def read_objects(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def read_objects(path: Path) -> list[tuple[str, dict[str, object]]]:
     """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with where it stands.
 
     Raises:
@@ -112,7 +112,7 @@ def read_objects(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return [(f"{path}, row {number}", value) for number, value in enumerate(values, start=1)]
 
 
-def _object(where: str, line: bytes) -> tuple[str, dict[str, Any]]:
+def _object(where: str, line: bytes) -> tuple[str, dict[str, object]]:
     try:
         value = parse_json(line)
     except ValueError as error:

@@ -119,7 +119,7 @@ def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, i
     Returns:
         (clean tokens, corrupted tokens, first token of the right answer, of the other prompt's), `PAIRS` at most.
     """
-    families: dict[Any, list[tuple[list[int], int]]] = {}
+    families: dict[object, list[tuple[list[int], int]]] = {}
     for row in table[table["z"] == 0].to_dict("records"):
         prompt, first = list(row["tokens"][: row["answer_start"]]), row["tokens"][row["answer_start"]]
         subject = set(row["subject_tokens"])
@@ -134,10 +134,10 @@ def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, i
     return pairs[:PAIRS]
 
 
-def _figure(name: str, **options: Any) -> Callable[[Any], Figure | Axes]:
+def _figure(name: str, **options: object) -> Callable[[Any], Figure | Axes]:
     """Return what draws a companion."""
 
-    def draw(result: Any) -> Figure | Axes:
+    def draw(result: object) -> Figure | Axes:
         from headwater import figures
 
         drawn: Figure | Axes = getattr(figures, name)([result] if name == "delta_p" else result, **options)

@@ -44,7 +44,7 @@ class Tour:
         except Exception as error:  # one analysis must not take the others with it
             self.failed[name] = str(error) if isinstance(error, HeadwaterError) else f"{type(error).__name__}: {error}"
 
-    def summaries(self) -> dict[str, Any]:
+    def summaries(self) -> dict[str, object]:
         """Return the findings of each analysis as JSON values, or why it failed."""
         found: dict[str, Any] = {name: result.findings() for name, result in self.seen.found.items()}
         if "patching" in found:

@@ -47,7 +47,7 @@ def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Fig
     return figure
 
 
-def _panel(ax: Any, quantity: Any, rows: pd.DataFrame) -> None:
+def _panel(ax: Any, quantity: object, rows: pd.DataFrame) -> None:
     numbers = rows[["published", "measured"]].to_numpy()
     low, high = float(np.min(numbers)), float(np.max(numbers))
     room = 0.06 * (high - low or abs(high) or 1.0)

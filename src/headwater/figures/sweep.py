@@ -56,7 +56,7 @@ def plot_sweep(
     metric: str | None = None,
     value: str = "effect",
     normalize: str | None = None,
-    **fixed: Any,
+    **fixed: object,
 ) -> Axes | Figure:
     """Draw a sweep: what `Sweep.plot` says."""
     table = sweep.table
@@ -115,7 +115,7 @@ def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes
     return figure, axes[: len(panels)]
 
 
-def _size(part: pd.DataFrame, fixed: dict[str, Any]) -> tuple[float, float]:
+def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
     """A panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
     axes = panel_axes(part, fixed)
     if len(axes) == 1 and axes[0] in NAMED:
@@ -139,7 +139,7 @@ def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
     return held
 
 
-def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, Any]) -> None:
+def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, object]) -> None:
     axes = panel_axes(part, fixed)
     label = _value_label(str(name[1]), measure)
     if len(axes) == 2:

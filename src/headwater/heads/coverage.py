@@ -4,8 +4,6 @@ Only words that are one token (with their leading space) can be scored from a he
 mean different items on different models. The table tells which relations a model can be classified by.
 """
 
-from typing import Any
-
 import pandas as pd
 
 from headwater.heads.relation_tokens import tokenize_relations
@@ -14,7 +12,7 @@ from headwater.heads.relations import Relations, load_relations
 COLUMNS = ("relation", "category", "items", "kept", "dropped", "usable", "fallen_out", "note")
 
 
-def relation_coverage(relations: Relations, tokenizer: Any, *, multi_token: str | None = None) -> pd.DataFrame:
+def relation_coverage(relations: Relations, tokenizer: object, *, multi_token: str | None = None) -> pd.DataFrame:
     """Count the pairs of each relation that survive a tokenizer.
 
     Args:

@@ -189,7 +189,7 @@ class _Spot(NamedTuple):
     places: tuple[int, ...]
 
 
-def _spots(at: Any, prompts: Sequence[Prompt]) -> list[_Spot]:
+def _spots(at: object, prompts: Sequence[Prompt]) -> list[_Spot]:
     """Return what is read of each prompt, role by role."""
     n = len(prompts)
     if not isinstance(at, Mapping):
@@ -199,7 +199,7 @@ def _spots(at: Any, prompts: Sequence[Prompt]) -> list[_Spot]:
 
 
 def _answers(
-    model: HookedModel, tokens: Any, n_prompts: int
+    model: HookedModel, tokens: object, n_prompts: int
 ) -> tuple[Int[Tensor, " example"], Int[Tensor, " example"]]:
     """Return the correct and the wrong token id of each prompt."""
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or len(tokens) != 2:

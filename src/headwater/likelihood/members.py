@@ -211,14 +211,14 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
     return numbers.astype(np.int64)
 
 
-def _is_label(label: Any) -> bool:
+def _is_label(label: object) -> bool:
     try:
         return label in (0, 1)
     except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
         return False
 
 
-def _labels(labels: Iterable[Any], n_texts: int) -> Bool[ndarray, " text"]:
+def _labels(labels: Iterable[object], n_texts: int) -> Bool[ndarray, " text"]:
     given = checked_several("labels", labels, "a list with a label for each text")
     if len(given) != n_texts:
         raise InputError(f"{len(given)} labels were given for {n_texts} texts.")

@@ -27,7 +27,7 @@ def config_for_adapter(config: Any) -> Any:
     return config
 
 
-def setter_right(config: Any) -> Callable[[Any], None] | None:
+def setter_right(config: object) -> Callable[[Any], None] | None:
     """Return what sets an adapter right; None where nothing has to be."""
     if not _is_new_falcon(config):
         return None

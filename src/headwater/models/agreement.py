@@ -80,7 +80,7 @@ def watched(hf: Any) -> Iterator[Calls]:
     """Keep what the modules of a transformers model take and give, by name, in the order in which they end."""
     calls: Calls = {}
 
-    def note(module: Any, args: Any, options: Any, out: Any, name: str) -> None:
+    def note(module: object, args: Any, options: Any, out: Any, name: str) -> None:
         taken, given = _first([*args, *options.values()]), _first(out)
         if taken is not None and given is not None and name not in calls:
             calls[name] = taken.detach().clone(), given.detach().clone()

@@ -64,7 +64,7 @@ class Held(NamedTuple):
 class KnownModules:
     """The modules of a model as they were when it was loaded, to compare with as they are now."""
 
-    def __init__(self, raw: Any):
+    def __init__(self, raw: object):
         self._raw = raw
         self._before = {path: _belonging(_held(module)) for path, module in _modules(raw)}
         self._forwards = {held.kind: _forward(held.kind) for held in self._before.values()}
@@ -197,11 +197,11 @@ def _everywhere() -> Iterator[str]:
             yield f"a {what} on all modules of torch"
 
 
-def _forward(kind: type) -> Any:
+def _forward(kind: type) -> object:
     return getattr(kind, "forward", None)
 
 
-def _sources(*functions: Any) -> set[str]:
+def _sources(*functions: object) -> set[str]:
     """Return the packages in which functions, and the functions that they wrap, were written."""
     found, waiting, seen = set[str](), [f for f in functions if f is not None], set[int]()
     while waiting:

@@ -104,7 +104,7 @@ class Family:
     cannot: Mapping[str, str] = field(default_factory=dict)
     varies: Callable[[Any], Mapping[str, Any]] | None = None
 
-    def of(self, config: Any) -> Family:
+    def of(self, config: object) -> Family:
         """The row as it is with some config."""
         return self if self.varies is None else replace(self, **self.varies(config))
 
@@ -112,7 +112,7 @@ class Family:
         """The prefix of one block's tensors."""
         return f"{self.blocks}.{layer}."
 
-    def is_parallel(self, config: Any) -> bool:
+    def is_parallel(self, config: object) -> bool:
         """Whether attention and MLP of a block both read the block's input."""
         return bool(getattr(config, self.parallel, False)) if isinstance(self.parallel, str) else self.parallel
 

@@ -29,7 +29,7 @@ else:
 class Identified(Surface):
     """A model that runs are recorded of."""
 
-    def __init__(self, raw: Any, shape: ModelShape, tokenizer: PreTrainedTokenizerBase | None):
+    def __init__(self, raw: object, shape: ModelShape, tokenizer: PreTrainedTokenizerBase | None):
         self.bos = begin_of(raw, tokenizer)
         self._attachments = Attachments(raw)
         self._weights = KnownWeights(raw, shape)
@@ -50,7 +50,7 @@ class Identified(Surface):
         return tokenizer_digest(self.tokenizer) + begins
 
     @property
-    def interventions(self) -> dict[str, Any]:
+    def interventions(self) -> dict[str, object]:
         """What acts in the model now beside its weights, by the option that records it in a run.
 
         The hooks that `with model.hooks(...)` has attached and that may edit; and what was put into the model past

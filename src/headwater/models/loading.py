@@ -52,7 +52,7 @@ NATIVE = "TransformerLensNative"
 
 
 def load(
-    what: Any = None,
+    what: object = None,
     *,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     device: str | torch.device | None = None,
@@ -254,7 +254,7 @@ def _for_bridge(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenize
     return ours
 
 
-def _shape(hf_config: Any, cfg: Any) -> ModelShape:
+def _shape(hf_config: object, cfg: Any) -> ModelShape:
     if getattr(hf_config, "model_type", None) in FAMILIES or hasattr(hf_config, "text_config"):
         return shape_of(hf_config)
     return ModelShape(
@@ -271,7 +271,7 @@ def _shape(hf_config: Any, cfg: Any) -> ModelShape:
     )
 
 
-def _refuse_unless_it_fits(folder: Path, config: Any, dtype: torch.dtype | None, device: torch.device) -> None:
+def _refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | None, device: torch.device) -> None:
     stored = getattr(config, "dtype", None)
     kind = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
     count = sum(math.prod(shape) for file in weight_files(folder) for shape in tensor_shapes(file).values())
@@ -283,7 +283,7 @@ def _refuse_unless_it_fits(folder: Path, config: Any, dtype: torch.dtype | None,
 
 
 def _read_weights(
-    folder: Path, config: Any, dtype: torch.dtype | None, trust_remote_code: bool, spread: bool
+    folder: Path, config: object, dtype: torch.dtype | None, trust_remote_code: bool, spread: bool
 ) -> PreTrainedModel:
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
@@ -364,7 +364,7 @@ def _refuse_spread(device: str | torch.device | None, what: str) -> None:
         )
 
 
-def weights_of(model: Any, device: str | torch.device | None = None) -> WeightSource:
+def weights_of(model: object, device: str | torch.device | None = None) -> WeightSource:
     """Return the weights of a loaded model, or of a checkpoint folder or hub name without loading it.
 
     Raises:
@@ -378,6 +378,6 @@ def weights_of(model: Any, device: str | torch.device | None = None) -> WeightSo
     return source
 
 
-def hooked_of(model: Any) -> HookedModel:
+def hooked_of(model: object) -> HookedModel:
     """Return a loaded model; one that is given by its name is loaded."""
     return model if isinstance(model, HookedModel) else load(model)

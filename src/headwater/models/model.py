@@ -65,6 +65,6 @@ class Model(Recorded, Protocol):
         """Whether nothing acts in the model beside its weights, and nobody watches its activations."""
 
 
-def is_bridge(raw: Any) -> bool:
+def is_bridge(raw: object) -> bool:
     """Whether a model is a TransformerBridge, and not a HookedTransformer."""
     return any(kind.__name__ == "TransformerBridge" for kind in type(raw).__mro__)

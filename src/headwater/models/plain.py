@@ -134,6 +134,6 @@ def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> No
         raise ModelError(f"{what} gives other logits than the whole: {error:.1%} apart.")
 
 
-def _is_a(module: Any, kind: str) -> bool:
+def _is_a(module: object, kind: str) -> bool:
     """Whether one of an object's classes has this name; its library need not be there."""
     return any(base.__name__ == kind for base in type(module).__mro__)

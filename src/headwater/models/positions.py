@@ -121,7 +121,9 @@ def last_token_of(where: Place | Any) -> LastTokenOf:
     return LastTokenOf(where)
 
 
-def positions_of(where: Any, prompt: Prompt, example: int, n_examples: int, side: int | None = None) -> tuple[int, ...]:
+def positions_of(
+    where: object, prompt: Prompt, example: int, n_examples: int, side: int | None = None
+) -> tuple[int, ...]:
     """Return the positions that a name stands for in one prompt, ascending; of roles, those of any of them.
 
     Args:
@@ -168,7 +170,7 @@ def roles_of(
 
 
 def role_in(
-    role: str, place: Any, prompt: Prompt, example: int, n_examples: int, side: int | None = None
+    role: str, place: object, prompt: Prompt, example: int, n_examples: int, side: int | None = None
 ) -> tuple[int, ...]:
     """Return the positions of one role in one prompt; see `roles_of`."""
     try:
@@ -191,7 +193,7 @@ def checked_roles(where: Mapping[Any, Any]) -> None:
         raise InputError(f"The role {nested[0]!r} is made of roles itself; give it positions.")
 
 
-def _of_example(where: Any, example: int, n_examples: int, side: int | None) -> Any:
+def _of_example(where: object, example: int, n_examples: int, side: int | None) -> object:
     """Of what was named for several prompts, or for both of a pair, take one prompt's."""
     if isinstance(where, list):
         both = side is not None and len(where) == 2 * n_examples
@@ -212,14 +214,14 @@ def _of_example(where: Any, example: int, n_examples: int, side: int | None) -> 
     return where
 
 
-def _are_numbers(pair: tuple[Any, ...]) -> bool:
+def _are_numbers(pair: tuple[object, ...]) -> bool:
     try:
         return bool([whole_number(part) for part in pair])
     except TypeError:
         return False
 
 
-def _positions(where: Any, prompt: Prompt) -> list[int]:
+def _positions(where: object, prompt: Prompt) -> list[int]:
     length = len(prompt)
     if isinstance(where, bool) or where is None:
         return []

@@ -49,7 +49,7 @@ class ModelShape:
         return self.n_heads // self.n_kv_heads
 
 
-def refuse_impossible_sizes(config: Any) -> None:
+def refuse_impossible_sizes(config: object) -> None:
     """Refuse a config some of whose sizes no model has.
 
     Raises:
@@ -88,5 +88,5 @@ def shape_of(config: Any) -> ModelShape:
     )
 
 
-def _kv_heads(family: Family, config: Any) -> int | None:
+def _kv_heads(family: Family, config: object) -> int | None:
     return family.kv_heads(config) if family.kv_heads else getattr(config, "num_key_value_heads", None)

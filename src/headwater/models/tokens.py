@@ -119,7 +119,7 @@ def make_batch(
     mask: Tensor | None = None,
     d_vocab: int | None = None,
     n_ctx: int | None = None,
-    config: Any = None,
+    config: object = None,
 ) -> Batch:
     """Make a right-padded batch.
 
@@ -239,7 +239,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
     return next((int(token) for token in ids if token is not None), 0)
 
 
-def refuse_what_has_no_order(inputs: Any) -> None:
+def refuse_what_has_no_order(inputs: object) -> None:
     """Refuse what would be gone through by its keys or columns, or in no fixed order.
 
     Raises:
@@ -264,7 +264,7 @@ def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos
     return dataclasses.replace(batch, offsets=offsets if len(offsets) == len(texts) else None, texts=tuple(texts))
 
 
-def _from_ids(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None, config: Any) -> Batch:
+def _from_ids(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None, config: object) -> Batch:
     """Read lists of token ids; one list of ids is one row."""
     is_row = bool(parts) and all(is_one(part) for part in parts)
     try:
@@ -280,7 +280,9 @@ def _from_ids(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None, confi
     return batch
 
 
-def _from_tensor(tokens: Tensor, mask: Tensor | None, tokenizer: PreTrainedTokenizerBase | None, config: Any) -> Batch:
+def _from_tensor(
+    tokens: Tensor, mask: Tensor | None, tokenizer: PreTrainedTokenizerBase | None, config: object
+) -> Batch:
     if tokens.ndim not in (1, 2) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise InputError(
             f"A tensor of token ids has whole numbers and one or two axes; this one is {tokens.dtype} with shape "
@@ -303,7 +305,7 @@ def _from_tensor(tokens: Tensor, mask: Tensor | None, tokenizer: PreTrainedToken
 
 
 def _refuse_unmarked_padding(
-    batch: Batch, tokenizer: PreTrainedTokenizerBase | None, config: Any, a_last_one_is_text: bool = False
+    batch: Batch, tokenizer: PreTrainedTokenizerBase | None, config: object, a_last_one_is_text: bool = False
 ) -> None:
     """Refuse ids that begin or end with padding and have no mask: their values would be wrong silently.
 
@@ -328,7 +330,7 @@ def _refuse_unmarked_padding(
             )
 
 
-def _special_id(name: str, *holders: Any) -> int | None:
+def _special_id(name: str, *holders: object) -> int | None:
     """Return a special token's id as the first holder names it that names one; None where none does."""
     found = (getattr(holder, name, None) for holder in holders)
     return next((value for value in found if isinstance(value, int)), None)

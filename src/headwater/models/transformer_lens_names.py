@@ -149,7 +149,7 @@ class TransformerLensNames(ParametersByHead):
         names = self._named(names_filter)
 
         def keep(aliases: list[str]) -> HookFunction:
-            def hold(activation: Any, hook: Any) -> None:
+            def hold(activation: object, hook: object) -> None:
                 if isinstance(activation, Tensor):
                     with torch.inference_mode(False):
                         held = activation.detach().clone().to(device or activation.device)
@@ -262,7 +262,7 @@ class TransformerLensNames(ParametersByHead):
         texts = [input] if isinstance(input, str) else list(input)
         return self.tokenize([self.to_tokens(text, prepend_bos, truncate=False)[0].tolist() for text in texts])
 
-    def _named(self, names: Any) -> list[str]:
+    def _named(self, names: object) -> list[str]:
         """Return the names of hooks that are meant.
 
         Raises:

@@ -67,7 +67,7 @@ class Config:
             raise AttributeError(f"cfg has no {name!r}.{did_you_mean(name, dir(self))}")
         return getattr(model.raw.cfg, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
             f"cfg.{name} can only be read: the model would not follow. TransformerLens's own is model.raw.cfg."
         )

@@ -47,7 +47,7 @@ class Unwrapped:
         takes = inspect.signature(self.model.forward).parameters
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
-    def last_logits(self, tokens: Int[Tensor, "row position"], **options: Any) -> Float[Tensor, "row d_vocab"]:
+    def last_logits(self, tokens: Int[Tensor, "row position"], **options: object) -> Float[Tensor, "row d_vocab"]:
         """Run tokens, and return the logits at the last column.
 
         Args:
@@ -93,7 +93,7 @@ def _without_wrappers(
     return made[id(module)]
 
 
-def _with_attention(config: Any, attention: str, copies: dict[int, Any]) -> Any:
+def _with_attention(config: object, attention: str, copies: dict[int, Any]) -> Any:
     """Copy a config, which is then asked for its attention when the model runs."""
     if id(config) not in copies:
         copies[id(config)] = copy.copy(config)

@@ -105,7 +105,7 @@ def grid_of(table: pd.DataFrame, rows: str, columns: str, measure: str) -> pd.Da
     return means.reindex(index=pd.Index(down, name=rows), columns=pd.Index(across, name=columns))
 
 
-def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, Any]) -> pd.DataFrame:
+def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFrame:
     """Return the rows of a sweep that have these values in these columns.
 
     Raises:

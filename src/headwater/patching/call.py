@@ -12,7 +12,7 @@ from headwater.patching.plan import Plan
 from headwater.patching.prompts import Spot
 
 
-def check_call(model: Any, batch_size: Any) -> int | None:
+def check_call(model: object, batch_size: object) -> int | None:
     """Return the batch size; refuse one that is no number of rows, and what is no model of `hw.load`.
 
     Raises:
@@ -22,7 +22,7 @@ def check_call(model: Any, batch_size: Any) -> int | None:
     return None if batch_size is None else checked_count("batch_size", batch_size)
 
 
-def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, Any]:
+def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, object]:
     """Name the prompts of a run by their token ids."""
     return {"prompts": [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]}
 

@@ -374,14 +374,14 @@ def add_noise(activation: Tensor, drawn: Tensor, arguments: Mapping[str, Any]) -
     return activation + (arguments["std"] * unit * drawn).to(activation.dtype)
 
 
-def _number(option: str, value: Any) -> float:
+def _number(option: str, value: object) -> float:
     try:
         return checked_number(option, value, above=-float("inf"))
     except InputError:
         raise InputError(f"{option}={shown(value)} is not a finite number.") from None
 
 
-def _checked_tensor(option: str, value: Any) -> Tensor:
+def _checked_tensor(option: str, value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim < 1 or not value.numel() or value.is_complex():
         raise InputError(f"{option}={shown(value)} is not a tensor of numbers with one axis at least.")
     if not bool(value.isfinite().all()):

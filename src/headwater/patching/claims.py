@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -62,7 +61,7 @@ class Cells:
         rows, cells = (means.index.get_level_values(level).to_numpy() for level in (0, 1))
         self.effects[rows, cells] = means.to_numpy()
 
-    def chosen(self, cells: Any) -> list[int]:
+    def chosen(self, cells: object) -> list[int]:
         """Return the numbers of the cells that were named.
 
         Raises:
@@ -87,7 +86,7 @@ class Cells:
             raise InputError("These are all cells of the sweep: none is left to compare them with. Name fewer.")
         return list(found)
 
-    def _matching(self, cell: Mapping[Any, Any]) -> list[int]:
+    def _matching(self, cell: Mapping[object, object]) -> list[int]:
         fits = np.ones(len(self.named), dtype=bool)
         for name, wanted in cell.items():
             if name not in self.columns:
@@ -163,14 +162,14 @@ class Drawing:
 
 def claim_on(
     sweep: Swept,
-    cells: Any,
+    cells: object,
     metric: str | None,
     value: str,
     others: Mapping[str, Swept],
     drawing: Drawing,
     *,
-    margin: Any,
-    level: Any,
+    margin: object,
+    level: object,
 ) -> Claim:
     """Judge a claim on some cells of a sweep; see `Sweep.claim`, whose `other` and `held_out` are `others`."""
     level = checked_number("level", level, above=0.0, below=1.0)

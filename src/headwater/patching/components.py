@@ -115,7 +115,7 @@ def read_sets(
     return _told_apart([_read(model, _by_kind(members, name), name, complement) for name, members in named])
 
 
-def _by_kind(members: Any, name: Any) -> dict[str, Any]:
+def _by_kind(members: object, name: object) -> dict[str, Any]:
     """The members of a set by kind; a list holds heads."""
     where = "A set" if name is None else f"The set {shown(name)}"
     if is_one(members):
@@ -127,7 +127,7 @@ def _by_kind(members: Any, name: Any) -> dict[str, Any]:
     return {kind: listed for kind, listed in members.items() if listed is not None}
 
 
-def _read(model: HookedModel, given: Mapping[str, Any], name: Any, complement: bool) -> ComponentSet:
+def _read(model: HookedModel, given: Mapping[str, Any], name: object, complement: bool) -> ComponentSet:
     members = {
         kind: _dictionaries(model, listed) if kind == FEATURES else _members(model, kind, listed)
         for kind, listed in given.items()
@@ -167,7 +167,7 @@ def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
     return tuple(sorted(found)) if row.among is not None else tuple(sorted(layer for layer, *_ in found))
 
 
-def _dictionaries(model: HookedModel, listed: Any) -> tuple[Features, ...]:
+def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
     """Check dictionaries: features of one, or of several."""
     asked = one_or_several(listed)
     if wrong := [one for one in asked if not isinstance(one, Features)]:
@@ -220,7 +220,7 @@ def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bo
     return parts
 
 
-def _called(row: Kind, member: Any) -> str:
+def _called(row: Kind, member: object) -> str:
     numbers = member if isinstance(member, tuple) else (member,)
     return f"{row.name} {'.'.join(map(str, numbers))}"
 

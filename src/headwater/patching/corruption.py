@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Corruption:
             examples: by row of the batch, whose noise it gets; None where it stays clean.
         """
 
-        def corrupt(activation: Tensor, hook: Any) -> Tensor:
+        def corrupt(activation: Tensor, hook: object) -> Tensor:
             noisy = activation.clone()
             for row, example in enumerate(examples):
                 if example is not None:
@@ -101,7 +100,7 @@ def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Se
     """Return the standard deviation of the entries of some tokens' embeddings, over all prompts."""
     entries: list[Tensor] = []
 
-    def keep(activation: Tensor, hook: Any, start: int) -> None:
+    def keep(activation: Tensor, hook: object, start: int) -> None:
         rows = zip(activation, at[start:], strict=False)
         entries.extend(held[list(places)].float().flatten().cpu() for held, places in rows)
 

@@ -130,7 +130,7 @@ class _Writes:
     identity: str
     write: Callable[[Tensor], Tensor]
 
-    def __call__(self, activation: Tensor, hook: Any) -> Tensor:
+    def __call__(self, activation: Tensor, hook: object) -> Tensor:
         return self.write(activation)
 
 
@@ -171,7 +171,7 @@ def edit(
     return EditHook(row, _layer_of(row, layer), recipe, positions, lasting(heads))
 
 
-def _layer_of(site: Site, layer: Any) -> int:
+def _layer_of(site: Site, layer: object) -> int:
     """Return the layer of an edit; a dictionary brings its own.
 
     Raises:

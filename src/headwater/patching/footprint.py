@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -44,7 +43,9 @@ def refuse_too_many_cells(n_cells: int) -> None:
     refuse_too_large(f"The list of this sweep's {n_cells:,} cells", n_cells * CELL_BYTES, torch.device("cpu"), advice)
 
 
-def refuse_whole_dictionaries(planned: Sequence[tuple[Site, Mapping[str, Sequence[Any]]]], shape: ModelShape) -> None:
+def refuse_whole_dictionaries(
+    planned: Sequence[tuple[Site, Mapping[str, Sequence[object]]]], shape: ModelShape
+) -> None:
     """Refuse to sweep exactly over all features of a large dictionary: a run for each, of which most do nothing.
 
     Args:

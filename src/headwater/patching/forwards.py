@@ -35,7 +35,7 @@ def run_variant(
     deepest = max(layer + (site != LOGITS) for site, layer in variant.readings)
     read: dict[Reading, Tensor] = {}
 
-    def take(activation: Tensor, hook: Any, reading: Reading) -> None:
+    def take(activation: Tensor, hook: object, reading: Reading) -> None:
         read[reading] = activation[0, list(variant.kept)].clone()
 
     hooks = [*before, *_edits(variant, values, deepest)]
@@ -74,7 +74,7 @@ def capture(
     """
     held: dict[str, Tensor] = {}
 
-    def hold(activation: Tensor, hook: Any, name: str) -> None:
+    def hold(activation: Tensor, hook: object, name: str) -> None:
         held[name] = activation.clone()
 
     n_layers = model.shape.n_layers
@@ -90,7 +90,7 @@ def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> 
     """Return which keys each query sees at these layers, read off the masked scores of one run."""
     visible: dict[int, Tensor] = {}
 
-    def look(scores: Tensor, hook: Any, layer: int) -> None:
+    def look(scores: Tensor, hook: object, layer: int) -> None:
         visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
 
     hooks = [(hook_name("attn_scores", layer), looks(partial(look, layer=layer))) for layer in layers]
@@ -116,7 +116,7 @@ def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[Hoo
 
 
 def written_into(
-    activation: Tensor, hook: Any, edits: Sequence[tuple[Replace, int]], values: Values, layer: int
+    activation: Tensor, hook: object, edits: Sequence[tuple[Replace, int]], values: Values, layer: int
 ) -> Tensor:
     """Return an activation of whole prompts, `batch position ...`, with the edit of each row and its example written.
 
@@ -140,11 +140,11 @@ def written_into(
     return edited
 
 
-def _zero(pattern: Tensor, hook: Any, cut: Cut) -> Tensor:
+def _zero(pattern: Tensor, hook: object, cut: Cut) -> Tensor:
     return torch.where(_severed(pattern, cut), 0.0, pattern)
 
 
-def _mask(scores: Tensor, hook: Any, cut: Cut, where: str) -> Tensor:
+def _mask(scores: Tensor, hook: object, cut: Cut, where: str) -> Tensor:
     least = torch.finfo(scores.dtype).min
     visible = scores > least / 2
     left = visible & ~_severed(scores, cut)
@@ -157,7 +157,7 @@ def _mask(scores: Tensor, hook: Any, cut: Cut, where: str) -> Tensor:
     return scores.masked_fill(_severed(scores, cut), least)
 
 
-def _see_cut(pattern: Tensor, hook: Any, cut: Cut, where: str) -> None:
+def _see_cut(pattern: Tensor, hook: object, cut: Cut, where: str) -> None:
     edges_are_cut(pattern, _severed(pattern, cut), where)
 
 

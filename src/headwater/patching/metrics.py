@@ -220,14 +220,14 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
     return torch.tensor(ids)
 
 
-def _each(answer: Any, n_examples: int) -> list[Any]:
+def _each(answer: object, n_examples: int) -> list[object]:
     """Give every prompt the one answer, or each its own."""
     if is_one(answer):
         return [answer] * n_examples
     return checked_several("an answer", answer, "a token, or a list with a token for each prompt")
 
 
-def _token_id(answer: Any, tokenizer: Tokenizer | None) -> int:
+def _token_id(answer: object, tokenizer: Tokenizer | None) -> int:
     if not isinstance(answer, str):
         try:
             return whole_number(answer)

@@ -115,7 +115,7 @@ class Spot:
 
 
 def aligned_positions(
-    where: Any, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
+    where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> tuple[int, ...]:
     """Return the positions a name stands for in both prompts of a pair; a text may stand in one of them only.
 
@@ -139,7 +139,7 @@ def aligned_positions(
     return found[0]
 
 
-def spot_of(where: Any, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0) -> Spot:
+def spot_of(where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0) -> Spot:
     """Return the positions a name stands for in each prompt of a pair: in prompts of one length, the same ones.
 
     Raises:
@@ -191,7 +191,9 @@ def role_spots(
     return spots
 
 
-def _role_spot(role: str, place: Any, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int) -> Spot:
+def _role_spot(
+    role: str, place: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int
+) -> Spot:
     """Resolve one role in a pair."""
     if other is None:
         at = role_in(role, place, base, example, n)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import ClassVar, NoReturn, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -292,7 +292,7 @@ class Gradients(Runner):
         """Run the prompts that are edited, with gradients from the embeddings on; return what they are wanted at."""
         held: dict[str, Tensor] = {}
 
-        def hold(activation: Tensor, hook: Any, name: str) -> Tensor:
+        def hold(activation: Tensor, hook: object, name: str) -> Tensor:
             held[name] = activation
             return activation
 

@@ -99,7 +99,7 @@ class Sides:
     def source(
         self,
         model: HookedModel,
-        values: Any,
+        values: object,
         dataset: Prompts | None,
         sites: tuple[Site, ...],
         seed: int,
@@ -135,7 +135,7 @@ class Sides:
         return prompt_options(self.clean, None, dataset) | {"corruption": dataclasses.asdict(noise)}
 
 
-def read_sides(model: HookedModel, clean: Any, corrupted: Any, ask: Asked, direction: str) -> Sides:
+def read_sides(model: HookedModel, clean: Any, corrupted: object, ask: Asked, direction: str) -> Sides:
     """Read the prompts of a sweep.
 
     Raises:

@@ -111,7 +111,7 @@ class Sweep(Result):
         *,
         value: str = "effect",
         normalize: str | None = None,
-        **fixed: Any,
+        **fixed: object,
     ) -> pd.DataFrame:
         """Lay the means over examples out as a grid, such as layers by heads or layers by roles.
 
@@ -142,7 +142,7 @@ class Sweep(Result):
 
     def claim(
         self,
-        cells: Any,
+        cells: object,
         *,
         metric: str | None = None,
         value: str = "effect",

@@ -228,7 +228,7 @@ class Zero(Source):
         }
 
 
-def recipe_of(values: Any) -> Recipe:
+def recipe_of(values: object) -> Recipe:
     """Return what was given as values as a recipe.
 
     Raises:
@@ -246,7 +246,7 @@ def recipe_of(values: Any) -> Recipe:
 
 def asked_source(
     model: HookedModel,
-    values: Any,
+    values: object,
     dataset: Prompts | None,
     *,
     base: tuple[Prompt, ...],

@@ -274,7 +274,7 @@ class Walk:
         return [(site.hook_name(layer), self._edit_inside(site)) for (_, layer), site in wanted.items()]
 
     def _edit_inside(self, site: Site) -> Trusted:
-        def edit(activation: Tensor, hook: Any) -> Tensor | None:
+        def edit(activation: Tensor, hook: object) -> Tensor | None:
             if self._tile is None:
                 return None
             layer, tile = self._tile

@@ -324,7 +324,7 @@ def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, wanted: Wanted) ->
         )
 
 
-def _options(answered: AnsweredQuestions, probe: Probe, fold: NDArray[np.int64], wanted: Wanted) -> dict[str, Any]:
+def _options(answered: AnsweredQuestions, probe: Probe, fold: NDArray[np.int64], wanted: Wanted) -> dict[str, object]:
     """Return what a saliency depends on."""
     return {
         "answered": answered,

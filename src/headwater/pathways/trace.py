@@ -295,7 +295,7 @@ def trace_pathways(
     return carry_out(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
 
 
-def _check(model: HookedModel, answered: Any, setup: Setup, window: int | None, seeds: int) -> None:
+def _check(model: HookedModel, answered: object, setup: Setup, window: int | None, seeds: int) -> None:
     check_answered(model, answered)
     check_probe_options(setup.site, setup.token, setup.batch_size)
     checked_name("variant", setup.variant, VARIANTS)

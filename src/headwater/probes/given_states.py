@@ -54,7 +54,7 @@ class GivenStates:
         return len(self.groups)
 
     @property
-    def interventions(self) -> Mapping[str, Any]:
+    def interventions(self) -> Mapping[str, object]:
         """What the states are."""
         return {"states": self.source}
 
@@ -72,7 +72,7 @@ class GivenStates:
         return array
 
 
-def given_states(given: Any, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
+def given_states(given: object, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
     """Read states and choose layers of them.
 
     Raises:
@@ -121,7 +121,7 @@ def _of_site(cache: Any, site: str, layer: int) -> Float[ndarray, "row feature"]
     return np.asarray(cache.rows(site, layer).flatten(1).double().cpu().numpy())
 
 
-def _chosen(layers: Sequence[int] | int | None, found: Sequence[Any]) -> list[int]:
+def _chosen(layers: Sequence[int] | int | None, found: Sequence[object]) -> list[int]:
     try:
         known = [number for one in found for number in whole_numbers(one)]
         asked = known if layers is None else whole_numbers(layers)
@@ -133,7 +133,7 @@ def _chosen(layers: Sequence[int] | int | None, found: Sequence[Any]) -> list[in
     return asked
 
 
-def _array(part: Any) -> Float[ndarray, "row feature"]:
+def _array(part: object) -> Float[ndarray, "row feature"]:
     try:
         array = part.detach().double().cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
     except ValueError:  # rows of unequal lengths

@@ -158,7 +158,7 @@ class _Task:
 
 
 def fit_probe(
-    cache: Any,
+    cache: object,
     labels: Iterable[Any],
     *,
     groups: Iterable[Hashable] | None = None,
@@ -274,7 +274,7 @@ def _named(option: str, given: Iterable[Hashable] | None, rows: int) -> list[Has
     return listed
 
 
-def _is_label(label: Any) -> bool:
+def _is_label(label: object) -> bool:
     try:
         return label in (0, 1)
     except (ValueError, RuntimeError):  # of an array or a tensor with several numbers

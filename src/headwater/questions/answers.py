@@ -224,7 +224,7 @@ def answer(
     return carry_out(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
 
 
-def check_answered(model: HookedModel, answered: Any) -> None:
+def check_answered(model: HookedModel, answered: object) -> None:
     """Refuse what are not the answers of this very model.
 
     Raises:
@@ -242,7 +242,7 @@ def check_answered(model: HookedModel, answered: Any) -> None:
         raise InputError("There are no answers: the table of answered questions is empty.")
 
 
-def _check_options(model: HookedModel, questions: Any, max_new_tokens: int, batch_size: int) -> None:
+def _check_options(model: HookedModel, questions: object, max_new_tokens: int, batch_size: int) -> None:
     check_model(model)
     if not isinstance(questions, Questions):
         raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")

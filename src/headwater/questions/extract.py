@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from headwater.errors import HeadwaterError, InputError
 from headwater.options import shown
@@ -33,7 +33,7 @@ INSTRUCTION = (
 )
 
 
-def exact_words(found: Any, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
+def exact_words(found: object, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
     """Turn what an extractor returned into spans; a part with anything that is no substring is left out.
 
     Raises:
@@ -137,7 +137,7 @@ def json_object(text: str) -> dict[str, object] | None:
     return None
 
 
-def check_extractor(extractor: Any) -> None:
+def check_extractor(extractor: object) -> None:
     """Refuse what cannot be called."""
     if extractor is not None and not callable(extractor):
         raise InputError(f"extractor must be a callable (question, answer), found {shown(extractor)}.")

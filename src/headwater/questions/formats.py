@@ -152,7 +152,7 @@ FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
 }
 
 
-def unquoted(text: Any) -> Any:
+def unquoted(text: object) -> object:
     """Undo a CSV writer's quotation marks around a whole text, where they were left standing."""
     if not isinstance(text, str) or len(text) < 3 or not text.startswith('"') or not text.endswith('"'):
         return text
@@ -160,7 +160,7 @@ def unquoted(text: Any) -> Any:
     return text if '"' in inner.replace('""', "") else inner.replace('""', '"')
 
 
-def _answers(value: object, where: str, name: str) -> Any:
+def _answers(value: object, where: str, name: str) -> object:
     """Read the accepted answers of a row: a list, its JSON text, or one text with " | " between them."""
     if not isinstance(value, str):
         return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ Key: TypeAlias = tuple[str, Sequence[str], str | None]
 """A question, its accepted answers, and the answer to judge; None where there is none."""
 
 
-def check_judge(judge: Any) -> None:
+def check_judge(judge: object) -> None:
     """Refuse what is no judge.
 
     Raises:
@@ -49,7 +49,7 @@ def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
     return float(HIGHEST_SCORE if match(answer, accepted) else LOWEST_SCORE)
 
 
-def checked_score(score: Any, where: str) -> float:
+def checked_score(score: object, where: str) -> float:
     """Return a judge's score as a number, NaN for none.
 
     Raises:

@@ -21,7 +21,7 @@ give a judge.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -121,7 +121,7 @@ def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -
     return Verdict(None if said is None else bool(said))
 
 
-def check_label(label: Any) -> None:
+def check_label(label: object) -> None:
     """Refuse what is neither a rule nor a judge.
 
     Raises:

@@ -121,7 +121,7 @@ def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.Da
     return pd.DataFrame(rows, columns=["quantity", "dataset", "method", "published", "measured"])
 
 
-def _content(source: Source) -> Any:
+def _content(source: Source) -> object:
     """Return what stands for a question set in the record of a run: its rows, or the hash of its file."""
     if isinstance(source, pd.DataFrame):
         return source

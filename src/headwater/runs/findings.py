@@ -20,7 +20,7 @@ def each_row(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
 
 
-def records_of(table: pd.DataFrame) -> list[dict[str, Any]]:
+def records_of(table: pd.DataFrame) -> list[dict[str, object]]:
     """Return the rows of a table as JSON values; None where there is no value."""
     return each_row(table.astype(object).where(table.notna(), None))
 

@@ -49,7 +49,7 @@ def imports(code: types.CodeType) -> Iterator[str]:
             yield from imports(constant)
 
 
-def content_of(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType) -> object:
     """Return what a closure's cell holds; NotImplemented where it holds nothing yet."""
     try:
         return cell.cell_contents

@@ -351,7 +351,7 @@ class _Digests:
             parts.append(self._state(type(value), object.__getstate__(value)))
         return hashed("object", *parts)
 
-    def _state(self, cls: type, state: Any) -> bytes:
+    def _state(self, cls: type, state: object) -> bytes:
         if not (isinstance(state, dict) and all(isinstance(key, str) for key in state)):
             return self.of(state)
         return self._mapping("state", {n: v for n, v in state.items() if not is_computed_once(cls, n)})

@@ -100,7 +100,7 @@ def processes() -> Processes:
 
 
 @functools.cache
-def _lasting_group(world: Any) -> Any:
+def _lasting_group(world: object) -> object:
     """Return a group of all processes that is told at once when one of them ends, and otherwise waits for days."""
     return dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
 

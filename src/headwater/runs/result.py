@@ -97,7 +97,7 @@ class Result:
         drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax, **options)
         return drawn
 
-    def view(self, **what: Any) -> View:
+    def view(self, **what: object) -> View:
         """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`.
 
         Args:
@@ -114,7 +114,7 @@ class Result:
             raise InputError(f"The view of a {type(self).__name__} has no option {unknown[0]}=: {offered}.{said}")
         return show(self, **what)
 
-    def save_html(self, path: str | Path, **what: Any) -> Path:
+    def save_html(self, path: str | Path, **what: object) -> Path:
         """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
 
         Raises:

@@ -25,7 +25,7 @@ ABLATION_FACTS = 150
 MIN_ABLATION_FACTS = 20
 
 
-def measure_run(folder: Path, corpus: Corpus, questions: pd.DataFrame) -> dict[str, Any]:
+def measure_run(folder: Path, corpus: Corpus, questions: pd.DataFrame) -> dict[str, object]:
     """Measure the model in a checkpoint folder on the questions and the suite; JSON values only."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -72,7 +72,7 @@ def _fact_counts(corpus: Corpus) -> dict[str, int]:
     return {**counts, "held out": int(held_out.sum())}
 
 
-def _head_counts(heads: HeadMap) -> dict[str, Any]:
+def _head_counts(heads: HeadMap) -> dict[str, object]:
     """Count, under the controlled rule, the heads of each category by layer and the heads of several categories."""
     categories = heads.categories["categories"]
     layers = sorted(heads.categories["layer"].unique().tolist())
@@ -97,7 +97,7 @@ def _named(row: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _ablations(
-    model: Any, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, heads: HeadMap
+    model: object, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, heads: HeadMap
 ) -> Iterator[dict[str, Any]]:
     """Ablate the heads of each relation that the model answers questions about."""
     implemented = heads.table[heads.table["implemented"]]

@@ -29,7 +29,7 @@ CATEGORIES_OF = {
 }
 
 
-def question_rows(corpus: Corpus, per_set: int) -> list[dict[str, Any]]:
+def question_rows(corpus: Corpus, per_set: int) -> list[dict[str, object]]:
     """Draw the questions of every set: a row each, in the columns that `load_questions` reads."""
     rng = np.random.default_rng([corpus.world.recipe.seed, 4])
     rows = []
@@ -51,7 +51,7 @@ def _drawn(rng: np.random.Generator, corpus: Corpus, name: str, how_many: int) -
     return [i for part, size in parts for i in rng.permutation(part)[:size].tolist()]
 
 
-def _asked(rng: np.random.Generator, corpus: Corpus, name: str, drawn: Sequence[int]) -> Iterator[dict[str, Any]]:
+def _asked(rng: np.random.Generator, corpus: Corpus, name: str, drawn: Sequence[int]) -> Iterator[dict[str, object]]:
     for i in drawn:
         fact = corpus.world.facts[i]
         questions = wording_of(fact.relation).questions
@@ -71,7 +71,7 @@ def _asked(rng: np.random.Generator, corpus: Corpus, name: str, drawn: Sequence[
         }
 
 
-def depth_graph(corpus: Corpus, groups: int) -> dict[str, Any]:
+def depth_graph(corpus: Corpus, groups: int) -> dict[str, object]:
     """Draw questions of depth 3 and take them apart, in the one-file format that `load_depth_graph` reads."""
     rng = np.random.default_rng([corpus.world.recipe.seed, 5])
     facts = corpus.world.facts
@@ -111,7 +111,7 @@ def _node(corpus: Corpus, name: str, group: str, number: int, predecessors: list
     }
 
 
-def membership_rows(corpus: Corpus, per_kind: int) -> list[dict[str, Any]]:
+def membership_rows(corpus: Corpus, per_kind: int) -> list[dict[str, object]]:
     """Draw texts that the corpus holds ("member"), and two kinds that it does not, with the same forms in each.
 
     "other wording": the fact is told, but not in these words. "held out": the fact is told in no words at all.

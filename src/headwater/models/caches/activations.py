@@ -175,7 +175,7 @@ def _seen(wanted: dict[str, list[int]], model: Model) -> dict[str, tuple[tuple[s
     dtypes: dict[str, str] = {}
 
     def watch(hook: str, first: bool) -> Any:
-        def note(activation: Any, hook: Any, name: str = hook) -> None:
+        def note(activation: object, hook: object, name: str = hook) -> None:
             if not isinstance(activation, Tensor):
                 raise InputError(f"{name} is a {type(activation).__name__} and cannot be kept.")
             if first:
@@ -237,7 +237,7 @@ def layers_needed(activations: Sequence[Activation], model: Model) -> int | None
     return None if behind else 1 + max((layer for a in activations for layer in a.layers), default=0)
 
 
-def refuse_misread_heads(activations: Sequence[Activation], heads: Any, model: Model) -> None:
+def refuse_misread_heads(activations: Sequence[Activation], heads: object, model: Model) -> None:
     """Refuse query heads for activations that have none, or that have key-value heads.
 
     Raises:

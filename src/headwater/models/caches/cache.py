@@ -376,7 +376,7 @@ class Cache(Result):
         counts = np.bincount(self.table["example"].to_numpy(dtype=np.int64), minlength=len(self.texts))
         return torch.tensor(counts.astype(np.int64))
 
-    def _found(self, key: Any, any_layer: bool = False) -> tuple[Activation, int]:
+    def _found(self, key: object, any_layer: bool = False) -> tuple[Activation, int]:
         """Return what a key means, and which of its places.
 
         Raises:

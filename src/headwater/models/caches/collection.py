@@ -300,7 +300,7 @@ class _Taken:
         """Return a hook that copies the chosen tokens of an activation into their rows."""
         where = _run_of(starts.repeat_interleave(self.counts) + steps(self.counts))
 
-        def keep(activation: Tensor, hook: Any) -> None:
+        def keep(activation: Tensor, hook: object) -> None:
             there = activation.device
             chosen = activation.flatten(0, 1) if self.whole else activation[self.row.to(there), self.columns.to(there)]
             chosen = self.readers[one.name](chosen) if one.name in self.readers else self._heads(one, chosen)
@@ -312,7 +312,7 @@ class _Taken:
         """Return a hook that copies the chosen queries, and each text's own keys, into their place."""
         begins, counts, lengths = starts.tolist(), self.counts.tolist(), self.lengths.tolist()
 
-        def keep(activation: Tensor, hook: Any) -> None:
+        def keep(activation: Tensor, hook: object) -> None:
             chosen = self._heads(one, activation)
             columns = self.columns.to(activation.device).split(counts)
             for row, (begin, queries) in enumerate(zip(begins, columns, strict=True)):
@@ -392,7 +392,7 @@ def _choose(axis: str, wanted: Iterable[int] | None, size: int) -> tuple[int, ..
     return tuple(i % size for i in chosen)
 
 
-def _names(sites: Any, residual: Any, attention: Any, model: Model) -> list[Any]:
+def _names(sites: object, residual: Any, attention: object, model: Model) -> list[Any]:
     """Return the names of what is kept, whichever way it was asked for."""
     if sites is not None:
         if residual is not None or attention is not None:

@@ -135,7 +135,7 @@ class Chosen:
     everything: bool = False
 
 
-def chosen_tokens(positions: Any, sequences: Sequences, model: Model) -> Chosen:
+def chosen_tokens(positions: object, sequences: Sequences, model: Model) -> Chosen:
     """Say which tokens `positions=` means: None for all, numbers, or what `headwater.models.positions` reads.
 
     A list or a tuple of whole numbers is several positions of every text; one that a text is too short for is left out
@@ -160,7 +160,7 @@ def chosen_tokens(positions: Any, sequences: Sequences, model: Model) -> Chosen:
     return Chosen((columns >= 0).sum(1), columns[columns >= 0], asked)
 
 
-def _numbers(positions: Any) -> tuple[int, ...] | None:
+def _numbers(positions: object) -> tuple[int, ...] | None:
     """Return positions that are numbers, of every text alike; None where they are named in another way."""
     if isinstance(positions, str):
         return (-1,) if positions == "last" else None

@@ -140,7 +140,7 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
     return dataclasses.replace(found, count=coder.weights["W_enc"].shape[1])
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> dict[str, object]:
     """Return the config, with what version 6 keeps under `metadata` beside the rest."""
     for file in (CONFIG, WEIGHTS):
         if not (path / file).is_file():
@@ -167,7 +167,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
     return held
 
 
-def _place(config: Mapping[str, Any], path: Path) -> tuple[str, int]:
+def _place(config: Mapping[str, object], path: Path) -> tuple[str, int]:
     """The site and layer whose activation was learnt on."""
     hook = config.get("hook_name", config.get("hook_point"))
     if not isinstance(hook, str):
@@ -181,7 +181,7 @@ def _place(config: Mapping[str, Any], path: Path) -> tuple[str, int]:
     return found[0].name, found[1]
 
 
-def _autoencoder(config: Mapping[str, Any], held: Mapping[str, Tensor], path: Path) -> Autoencoder:
+def _autoencoder(config: Mapping[str, object], held: Mapping[str, Tensor], path: Path) -> Autoencoder:
     architecture, where = config.get("architecture", "standard"), path / CONFIG
     if architecture not in ARCHITECTURES:
         raise InputError(
@@ -202,7 +202,7 @@ def _autoencoder(config: Mapping[str, Any], held: Mapping[str, Tensor], path: Pa
     return Autoencoder(architecture, weights, activation, k, bool(centre), bool(rescaled), norm)
 
 
-def _activation(config: Mapping[str, Any], architecture: str, where: Path) -> tuple[str, int | None]:
+def _activation(config: Mapping[str, object], architecture: str, where: Path) -> tuple[str, int | None]:
     """The activation function, and of how many features the largest are kept."""
     given = config.get("activation_fn_str", config.get("activation_fn"))
     activation = "topk" if architecture == "topk" else given or "relu"
@@ -240,7 +240,7 @@ def _checked(config: Mapping[str, Any], architecture: str, held: Mapping[str, Te
     return {name: held[name] for name in sizes}
 
 
-def _folded(config: Mapping[str, Any], weights: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
+def _folded(config: Mapping[str, object], weights: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
     """Fold the factor that activations are multiplied with before they are read into the weights."""
     factor = config.get("norm_scaling_factor")
     if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:

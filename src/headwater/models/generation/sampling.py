@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +59,9 @@ class Sampling:
         return left
 
 
-def checked_sampling(do_sample: Any, temperature: Any, top_p: Any, top_k: Any, d_vocab: int) -> Sampling | None:
+def checked_sampling(
+    do_sample: object, temperature: object, top_p: object, top_k: object, d_vocab: int
+) -> Sampling | None:
     """Return how tokens are drawn; None for the most probable ones.
 
     Raises:
@@ -84,7 +85,7 @@ def checked_sampling(do_sample: Any, temperature: Any, top_p: Any, top_k: Any, d
     )
 
 
-def draws(seed: Any, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row token"]:
+def draws(seed: object, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row token"]:
     """Return the numbers between 0 and 1 by which each prompt's tokens are drawn.
 
     Args:

@@ -202,7 +202,7 @@ def _tell(stream: Stream, number: int, piece: str) -> None:
         stream(number, piece)
 
 
-def _stops(stop: Any, model: Model) -> tuple[list[str], frozenset[int]]:
+def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
     """Return the stop strings, and the tokens that end a text.
 
     Raises:

@@ -98,7 +98,7 @@ def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> 
     return [groups[name] for name in sorted(groups)]
 
 
-def expected_tensors(config: Any) -> dict[str, tuple[int, ...]]:
+def expected_tensors(config: object) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint with this config holds; a tied unembedding is not stored."""
     return {name: shape for group in Conversion(config).groups for name, shape in group.tensors.items()}
 
@@ -113,7 +113,7 @@ def only_block(config: Any) -> Any:
     return config
 
 
-def block_model(config: Any, read: Callable[[str], Tensor], like: Tensor) -> nn.Module:
+def block_model(config: object, read: Callable[[str], Tensor], like: Tensor) -> nn.Module:
     """Build a model without its unembedding that has the first block only, as transformers builds it.
 
     Args:

@@ -15,7 +15,6 @@ One block is built from transformers' own modules and given the first block's te
 import inspect
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -61,7 +60,7 @@ def chunks(rows: Tensor, d_mlp: int) -> Iterable[Tensor]:
     return rows.split(max(1, WORKSPACE_ENTRIES // d_mlp))
 
 
-def mlp0(config: Any, read: Read, embeddings: Float[Tensor, "source d_model"]) -> Float[Tensor, "source d_model"]:
+def mlp0(config: object, read: Read, embeddings: Float[Tensor, "source d_model"]) -> Float[Tensor, "source d_model"]:
     """MLP₀(LN(E)): what the first MLP adds when it reads the embeddings alone."""
     family = family_of(config)
     block = block_model(config, read, embeddings).get_submodule(family.block(0).removesuffix("."))
@@ -85,7 +84,7 @@ def _called(part: nn.Module, x: Tensor) -> Tensor:
 
 
 def layer0(
-    config: Any, read: Read, rows: Float[Tensor, "source d_model"], bos: Float[Tensor, "1 d_model"]
+    config: object, read: Read, rows: Float[Tensor, "source d_model"], bos: Float[Tensor, "1 d_model"]
 ) -> Float[Tensor, "source d_model"]:
     """The residual stream behind the first block, at the token in [BOS, token].
 

@@ -51,7 +51,7 @@ def read_lens_checkpoint(
     dtype: torch.dtype | None,
     *,
     pickled: bool = False,
-) -> Any:
+) -> object:
     """Build the model of a HookedTransformer's checkpoint.
 
     Args:
@@ -91,7 +91,7 @@ def _build(
     tokenizer: PreTrainedTokenizerBase | None,
     device: str | torch.device,
     dtype: torch.dtype,
-) -> Any:
+) -> object:
     try:
         from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
     except ImportError:
@@ -130,7 +130,7 @@ def _interleave_rotary(state: dict[str, Tensor], rotary_dim: int) -> dict[str, T
 
 def _build_hooked_transformer(
     config: dict[str, object], state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
-) -> Any:
+) -> object:
     import transformer_lens
 
     cfg = transformer_lens.HookedTransformerConfig.from_dict(config)

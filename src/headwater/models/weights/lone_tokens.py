@@ -14,7 +14,7 @@ What does not hold is refused, with the name of the architecture and what was fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from einops import einsum
@@ -151,7 +151,7 @@ class HeadsOfLoneTokens:
         _same(self.model, written, own["out"], f"The {where} No OV map is read.")
 
 
-def refuse_clipped(config: Any, architecture: str) -> None:
+def refuse_clipped(config: object, architecture: str) -> None:
     """Refuse attention that clips its values (OLMo, MPT with `clip_qkv`): a head is then no linear map.
 
     Raises:

@@ -23,7 +23,7 @@ SCALE = "_scale_inv"
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def quantization_of(config: Any) -> str | None:
+def quantization_of(config: object) -> str | None:
     """The method by which a checkpoint is quantized, as its config names it; None where it is not."""
     said = getattr(config, "quantization_config", None)
     if not said:
@@ -32,7 +32,7 @@ def quantization_of(config: Any) -> str | None:
     return str(getattr(found, "value", found) or "an unnamed method")
 
 
-def refuse_packed(folder: Path, config: Any) -> None:
+def refuse_packed(folder: Path, config: object) -> None:
     """Refuse quantized weights that are not read here.
 
     Raises:
@@ -46,7 +46,7 @@ def refuse_packed(folder: Path, config: Any) -> None:
         )
 
 
-def refuse_to_run(folder: Path, config: Any) -> None:
+def refuse_to_run(folder: Path, config: object) -> None:
     """Refuse to load a model of quantized weights.
 
     Raises:
@@ -69,7 +69,7 @@ def without_quantization(config: Any) -> Any:
     return config
 
 
-def block_size(config: Any) -> tuple[int, int]:
+def block_size(config: object) -> tuple[int, int]:
     """How many rows and columns share a scale, as the config says it."""
     said = getattr(config, "quantization_config", None) or {}
     found = said.get("weight_block_size") if isinstance(said, dict) else getattr(said, "weight_block_size", None)
