@@ -6,15 +6,14 @@ The model has GPT-2's 124M shape and random weights; the two prompts of 16 token
 has no program for edges changes one receiver's input in one forward per edge: the same model object, a hook at its q,
 k or v, its MLP or the last norm (`hooked_run`). Of these runs some are made, and their time is scaled to all edges.
 Beside it stand TransformerLens's `get_act_patch_direct_path` for edges between heads, and its `attribution_patch` for
-estimates. Every row compares the numbers before the time counts. The floor of the exact ones is the least arithmetic:
-for every edge the positions from the first difference on, what its receiver makes of them and every layer above, in
-the last layer keys and values alone but where something is read.
+estimates; circuits follow (`benchmarks.circuits`). Every row compares the numbers before the time counts. The floor of
+the exact ones is the least arithmetic: for every edge the positions from the first difference on, what its receiver
+makes of them and every layer above, in the last layer keys and values alone but where something is read.
 
 `quick` measures a model of few small layers: whether it runs and agrees, not how fast it is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -23,44 +22,17 @@ from transformer_lens import patching as lens
 from transformer_lens.tools.analysis.attribution_patching import EdgeAttributionConfig, attribution_patch
 
 import headwater as hw
+from benchmarks import circuits
+from benchmarks.edge_task import LENGTH, Task, measured, model_with_gradients, named
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
-from benchmarks.patching import ANSWERS, random_gpt2
+from benchmarks.patching import random_gpt2
 from benchmarks.report import Row
 from headwater.circuits.edge_effects import bytes_of_a_pair
-from headwater.circuits.graph import Graph
 from headwater.models.hooked import HookedModel
 
-LENGTH = 16
 SAMPLED = 24
 """Hooked runs that are made and scaled."""
 QUICK = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 1200}
-METRIC = hw.logit_difference(*ANSWERS)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model and a pair of prompts that differ from some position on."""
-
-    model: HookedModel
-    clean: list[int]
-    corrupted: list[int]
-    start: int
-    device: str
-
-    @classmethod
-    def of(cls, model: HookedModel, start: int, device: str) -> "Task":
-        """Return a random pair of prompts."""
-        clean, other = torch.randint(300, 1200, (2, LENGTH), generator=torch.Generator().manual_seed(start)).tolist()
-        return cls(model, clean, clean[:start] + other[start:], start, device)
-
-    def edges(self, **options: Any) -> hw.EdgeEffects:
-        """Measure edges by headwater."""
-        return hw.edges(self.model, [self.clean], [self.corrupted], metric=METRIC, progress=False, **options)
-
-    @property
-    def graph(self) -> Graph:
-        """The model's."""
-        return Graph.of(self.model.shape)
 
 
 def run(machine: Machine, device: str, model: HookedModel | None = None, rounds: int = 1) -> Iterator[Row]:
@@ -73,18 +45,13 @@ def run(machine: Machine, device: str, model: HookedModel | None = None, rounds:
     yield direct_path_row(late)
     yield screened_row(late, a_run)
     yield from attribution_rows(late)
+    yield from circuits.rows(late, rounds=rounds + 2)
     yield memory_row(late)
 
 
 def quick(machine: Machine, device: str) -> Iterator[Row]:
     """Yield the same rows of a model of three small layers."""
     yield from run(machine, device, model_with_gradients(device, **QUICK))
-
-
-def model_with_gradients(device: str, **sizes: int) -> HookedModel:
-    """Return a random model of GPT-2's shape whose weights may take part in gradients."""
-    with torch.inference_mode(False):
-        return random_gpt2(device, **sizes)
 
 
 def exact_row(machine: Machine, task: Task, a_run: float, target: str, rounds: int) -> Row:
@@ -115,8 +82,8 @@ def direct_path_row(task: Task) -> Row:
     reached: list[torch.Tensor] = []
 
     def theirs() -> None:
-        measured = lens.get_act_patch_direct_path(raw, tokens[1], *caches, _measured, source, 0, verbose=False)
-        reached.append(measured)
+        found = lens.get_act_patch_direct_path(raw, tokens[1], *caches, measured, source, 0, verbose=False)
+        reached.append(found)
 
     later = [f"q {layer}" for layer in range(source + 1, n_layers)]
     peer_s = seconds(theirs, task.device) / ((n_layers - source - 1) * task.model.shape.n_heads)
@@ -168,7 +135,7 @@ def attribution_rows(task: Task) -> Iterator[Row]:
     def theirs() -> None:
         with torch.inference_mode(False), torch.enable_grad():
             clean, corrupted = (torch.tensor([ids], device=task.device) for ids in (task.clean, task.corrupted))
-            reached.append(attribution_patch(task.model.raw, clean, corrupted, _measured, config))
+            reached.append(attribution_patch(task.model.raw, clean, corrupted, measured, config))
 
     peer_s = seconds(theirs, task.device)
     for name, parameter in task.model.raw.named_parameters():
@@ -277,9 +244,9 @@ def _sample(task: Task, among: Sequence[int]) -> list[int]:
 
 def _effects_by_hooked_runs(task: Task, edges: Sequence[int]) -> list[float]:
     changes = _changes(task)
-    base = _measured(task.model.raw(torch.tensor([task.clean], device=task.device)))
+    base = measured(task.model.raw(torch.tensor([task.clean], device=task.device)))
     names = [task.graph.name(edge).split(" -> ") for edge in edges]
-    return [float(_measured(hooked_run(task, s, r, changes[s])) - base) for s, r in names]
+    return [float(measured(hooked_run(task, s, r, changes[s])) - base) for s, r in names]
 
 
 def _hooked_seconds(task: Task) -> float:
@@ -324,21 +291,8 @@ def _agrees_with_attribution(found: hw.EdgeEffects, theirs: Any) -> bool:
     ours = found.estimates[0, 0, :, 0].double()
     expected = torch.zeros_like(ours)
     for (source, target), score in theirs.edge_scores.items():
-        expected[found.graph.edge_named(f"{_named(source)} -> {_named(target)}")] += float(score)
+        expected[found.graph.edge_named(f"{named(source)} -> {named(target)}")] += float(score)
     return bool((ours - expected).abs().max() < 1e-3 * expected.abs().max())
-
-
-def _named(node: Any) -> str:
-    """What the graph calls a node of the peer's."""
-    if node.kind in ("embed", "logits"):
-        return str(node.kind)
-    kind = {"attn_head_out": "head", "mlp_out": "mlp", "mlp_in": "mlp"}.get(node.kind, node.kind[0])
-    return f"{kind} {node.layer}" if node.head is None else f"{kind} {node.layer}.{node.head}"
-
-
-def _measured(logits: torch.Tensor) -> torch.Tensor:
-    last = logits[0, -1] if logits.ndim == 3 else logits[-1]
-    return last[ANSWERS[0]] - last[ANSWERS[1]]
 
 
 def _peak(device: str, sizes: dict[str, int]) -> int | None:

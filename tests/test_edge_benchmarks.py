@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from benchmarks import edges
+from benchmarks import circuits, edges
+from benchmarks.edge_task import Task, model_with_gradients
 from benchmarks.machine import Machine
 from benchmarks.patching import random_gpt2
 
@@ -14,13 +15,13 @@ def test_every_row_of_the_suite_agrees_with_its_peer(monkeypatch):
     monkeypatch.setattr(edges, "SAMPLED", 6)
     with torch.inference_mode():
         rows = list(edges.quick(MACHINE, "cpu"))
-    assert [row.agrees for row in rows] == [True] * 5 + [None] * 2
+    assert [row.agrees for row in rows] == [True] * 5 + [None] + [True] * 3 + [None]
     assert all(row.headwater_s > 0 for row in rows)
     assert rows[0].floor_s < rows[1].floor_s
 
 
 def test_a_hooked_run_that_changes_another_sender_does_not_agree(monkeypatch):
-    task = edges.Task.of(edges.model_with_gradients("cpu", **edges.QUICK), 6, "cpu")
+    task = Task.of(model_with_gradients("cpu", **edges.QUICK), 6, "cpu")
     changes = edges._changes(task)
     with torch.inference_mode():
         found = task.edges()
@@ -31,9 +32,18 @@ def test_a_hooked_run_that_changes_another_sender_does_not_agree(monkeypatch):
 
 def test_the_least_arithmetic_of_gpt2_is_what_was_counted_by_hand():
     """A head's edge into layer l of L: 8 + 1/H of 12 d² at 10 positions, 12 a layer above, the last trimmed."""
-    task = edges.Task.of(random_gpt2("cpu", n_layer=2, n_head=2, n_embd=16, vocab_size=1200), 6, "cpu")
+    task = Task.of(random_gpt2("cpu", n_layer=2, n_head=2, n_embd=16, vocab_size=1200), 6, "cpu")
     heads, mlps = 1 * 6 + 4 * 6, 3 + 6  # by layer: q, k, v of 1 and 4 senders; the MLP of 3 and 6
     own = 6 * 8.5 * 10 + 24 * 8.5 + 3 * 8 * 10 + 6 * 8
     above = (6 + 3) * (2 * 10 + 10)
     assert (heads, mlps) == (30, 9)
     assert edges.least_operations(task) == pytest.approx(2 * 16**2 * (own + above))
+
+
+def test_a_circuit_that_is_not_the_peers_does_not_agree(monkeypatch):
+    task = Task.of(model_with_gradients("cpu", **edges.QUICK), 6, "cpu")
+    with torch.inference_mode():
+        assert circuits.faithfulness_row(task, 1).agrees
+        nodes = circuits.nodes
+        monkeypatch.setattr(circuits, "nodes", lambda name, shape: nodes(name, shape)[:-1])
+        assert not circuits.faithfulness_row(task, 1).agrees

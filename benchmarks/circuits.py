@@ -1,0 +1,104 @@
+"""Rows of circuits in suite `edges`: many circuits of a pair at once, beside plain forwards and another program's runs.
+
+Question: what does it cost to run a circuit alone, where the next one is as good as free?
+
+The circuits are halves of all edges, each drawn by lot, so that every node is in use and none can be left out. Beside
+them stands one plain forward of the clean prompt: the time per circuit must be less. TransformerLens's `faithfulness`
+runs one circuit, and again without each class of readers; its edges are those of single positions: it is given the same
+edges at every position. Its circuit is of the strongest edges, and it must find them as faithful as headwater does.
+"""
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from transformer_lens.tools.analysis.attribution_patching import faithfulness
+
+import headwater as hw
+from benchmarks.edge_task import METRIC, Task, measured, nodes
+from benchmarks.machine import seconds
+from benchmarks.report import Row
+from headwater.circuits.circuit import made
+
+BATCHES = (8, 32)
+STRONGEST = 26
+"""One edge of so many is in the circuit that the peer runs: 1,250 of GPT-2's, 20,000 of its edges at single positions.
+"""
+POSITION_SPECIFIC = "the peer's edges are those of single positions: it is given each edge at every position"
+
+
+def rows(task: Task, rounds: int = 3) -> Iterator[Row]:
+    """Yield a row per number of circuits, and one of the peer's."""
+    plain = _plain_forward(task, rounds)
+    for n_circuits in BATCHES:
+        yield batched_row(task, n_circuits, plain, rounds)
+    yield faithfulness_row(task, rounds)
+
+
+def batched_row(task: Task, n_circuits: int, plain: float, rounds: int) -> Row:
+    """Some circuits at once: the time of each beside that of one plain forward."""
+    some = halves(task, n_circuits)
+    agrees = _alone_and_whole_agree(task, some)
+    a_call = median(seconds(lambda: run(task, some), task.device) for _ in range(rounds))
+    few = median(seconds(lambda: run(task, some[:1]), task.device) for _ in range(rounds))
+    return Row(
+        name=f"circuits: {n_circuits} at once, the time of one",
+        peer="one plain forward of the clean prompt",
+        floor_s=None,
+        peer_s=plain,
+        headwater_s=a_call / n_circuits,
+        agrees=agrees,
+        peak_bytes=None,
+        target="1 / 0.6 = >= 1.67 x: at most 0.6 of a plain forward's time",
+        note=f"half of all edges each; whole calls of hw.run_circuits: that of a single circuit takes {few:.3f} s",
+    )
+
+
+def faithfulness_row(task: Task, rounds: int) -> Row:
+    """A circuit of the strongest edges, one of 32 at once, beside the peer's run of it."""
+    circuit = task.edges(method="sublayer").circuit(task.graph.n_edges // STRONGEST)
+    found: list[Any] = []
+    kept = [edge for name in circuit.names for edge in nodes(name, task.model.shape)]
+    peer_s = seconds(lambda: found.append(faithfulness(task.model.raw, *task.tokens, measured, kept)), task.device)
+    some = [circuit, *circuit.placebos(max(BATCHES) - 1)]
+    ours = run(task, some).table["faithfulness"].iloc[0]
+    a_call = median(seconds(lambda: run(task, some), task.device) for _ in range(rounds))
+    return Row(
+        name=f"circuits: the {len(circuit):,} strongest edges, one of {len(some)} at once",
+        peer=f"transformer_lens faithfulness, {len(kept):,} of its edges at single positions",
+        floor_s=None,
+        peer_s=peer_s,
+        headwater_s=a_call / len(some),
+        agrees=abs(found[0].recovered - ours) < 1e-3 * max(1.0, abs(ours)),
+        peak_bytes=None,
+        target=">= 500 x",
+        note=f"{POSITION_SPECIFIC}; its time holds a run without each class of readers, which it always makes",
+    )
+
+
+def halves(task: Task, n_circuits: int) -> list[hw.Circuit]:
+    """Return circuits of half of all edges, each drawn by lot."""
+    graph, generator = task.graph, torch.Generator().manual_seed(0)
+    drawn = (torch.randperm(graph.n_edges, generator=generator) for _ in range(n_circuits))
+    return [made(graph, order[: graph.n_edges // 2].tolist()) for order in drawn]
+
+
+def run(task: Task, some: list[hw.Circuit]) -> hw.CircuitRuns:
+    """Run circuits alone."""
+    return hw.run_circuits(task.model, [task.clean], [task.corrupted], some, metric=METRIC, progress=False)
+
+
+def _alone_and_whole_agree(task: Task, some: list[hw.Circuit]) -> bool:
+    """Whether circuits are at once what they are one by one, and the circuit of all edges is a plain run."""
+    together = run(task, [*some, ~made(task.graph, [])]).table["value"].to_numpy()
+    alone = [run(task, [one]).table["value"].iloc[0] for one in some[:2]]
+    plain = float(measured(task.model.raw(task.tokens[0])))
+    pairs = [*zip(together[:2], alone, strict=True), (together[-1], plain)]
+    return all(abs(a - b) < 1e-4 * max(1.0, abs(b)) for a, b in pairs)
+
+
+def _plain_forward(task: Task, rounds: int) -> float:
+    forward = lambda: task.model.raw(task.tokens[0])  # noqa: E731
+    forward()
+    return median(seconds(forward, task.device) for _ in range(5 * rounds))
