@@ -307,7 +307,7 @@ def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
 
 def measured(outcome: Outcome, circuits: Sequence[Any], run: Run) -> tuple[Tensor, Tensor]:
     """Return the metrics of circuits, `example circuit metric`, and the baselines, `example metric 3`."""
-    runner = CircuitRunner(outcome)
+    runner = CircuitRunner(outcome, run.record.fingerprint)
 
     def piece(example: int) -> dict[str, Tensor]:
         return runner.measure(example, circuits)

@@ -245,7 +245,7 @@ class _Measuring:
 
     def __init__(self, asked: Asked, run: Run):
         self.asked, self.plan, self.graph, self.run = asked, asked.plan, asked.graph, run
-        self.pairs = Pairs(asked.plan, asked.source)
+        self.pairs = Pairs(asked.plan, asked.source, run.record.fingerprint)
 
     def result(self) -> EdgeEffects:
         """Measure all, and lay it out."""
@@ -253,7 +253,7 @@ class _Measuring:
         n_examples, n_edges = asked.size[0], asked.size[2]
         estimates, sampled = torch.full(asked.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
         recomputed = torch.full((n_edges,), how.method == "exact")
-        baselines = self.pairs.baselines(self.run)
+        baselines = self.pairs.baselines(self.run, recomputed=how.method in ("exact", "screened"))
         if how.method != "exact":
             with self.run.bar("estimates", "pair", n_examples) as bar:
                 pieces = self.run.pieces("estimates", range(n_examples), self._estimates, bar)

@@ -61,7 +61,7 @@ class Slopes:
         self.held: dict[str, Tensor] = {}
         self._n_layers = runs.graph.n_layers
         self._final = hook_name("resid_post", self._n_layers - 1)
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
             self._totals = self._run()
         self.by_metric = [self._gradients(m) for m in range(len(self._totals))]
 
@@ -138,11 +138,12 @@ def gradient_scores(slopes: Slopes, places: Sequence[Place], edges: Indices) -> 
     changes = [runs.changes_at(place).float() for place in places]
     scores = torch.zeros(len(places), len(graph.receivers), len(graph.senders))
     for m in range(len(slopes.by_metric)):
-        for receivers, gradient in _by_receiver(slopes, m):
-            reach = int(graph.reach[receivers].max())
-            for number, change in enumerate(changes):
-                along = gradient[:, -change.shape[1] :].flatten(1).float()
-                scores[number, receivers, :reach] = (along @ change[:reach].flatten(1).T).cpu()
+        with runs.wave.blocks.fused():
+            for receivers, gradient in _by_receiver(slopes, m):
+                reach = int(graph.reach[receivers].max())
+                for number, change in enumerate(changes):
+                    along = gradient[:, -change.shape[1] :].flatten(1).float()
+                    scores[number, receivers, :reach] = (along @ change[:reach].flatten(1).T).cpu()
         found[:, :, m] = scores[:, graph.receiver[edges], graph.sender[edges]].double()
     return found
 
@@ -152,11 +153,12 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
     runs, first = slopes.runs, 0
     for layer in range(runs.graph.n_layers):
         factors = runs.weights.layer(layer)
+        normed = []
         for kind, weight in zip(KINDS, (factors.W_Q, factors.W_K, factors.W_V), strict=True):
-            u = slopes.at(m, kind, layer).to(weight)
-            normed = torch.einsum("sphk,hdk->hspd", u, weight)
-            yield slice(first, first + len(weight)), _before_norm(slopes, layer, normed, mlp=False)
-            first += len(weight)
+            normed.append(torch.einsum("sphk,hdk->hspd", slopes.at(m, kind, layer).to(weight), weight))
+        heads = torch.cat(normed)
+        yield slice(first, first + len(heads)), _before_norm(slopes, layer, heads, mlp=False)
+        first += len(heads)
         yield slice(first, first + 1), _before_norm(slopes, layer, slopes.at(m, "mlp_in", layer)[None], mlp=True)
         first += 1
     yield slice(first, first + 1), slopes.at(m, "resid_post", runs.graph.n_layers - 1).mean(0)[None]

@@ -222,6 +222,22 @@ class Receivers:
                 )
 
 
+def refuse_heads_that_meet(rows: Rows) -> None:
+    """Check the structure of every layer, of a model that was not seen to have it.
+
+    Raises:
+        ModelError: see `Receivers.refuse_heads_that_meet`.
+    """
+    model = rows.runs.model
+    if model.heads_checked:
+        return
+    for layer in range(rows.n_layers):
+        receivers = Receivers(rows, layer)
+        with receivers.hooked():
+            receivers.refuse_heads_that_meet()
+    model.heads_checked = True
+
+
 def _exchanged(receivers: Receivers, site: str) -> Any:
     def exchange(activation: Tensor, hook: object) -> Tensor | None:
         return receivers.exchanged(site, activation)

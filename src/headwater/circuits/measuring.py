@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns
 from headwater.circuits.circuit_walk import CircuitWalk
-from headwater.circuits.exact import Receivers, Rows
+from headwater.circuits.exact import Rows, refuse_heads_that_meet
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import of_other_run, of_values
@@ -114,12 +114,17 @@ class Outcome:
 
 
 class CircuitRunner:
-    """Runs circuits on the examples of an outcome, one after the other."""
+    """Runs circuits on the examples of an outcome, one after the other.
 
-    def __init__(self, outcome: Outcome):
+    Args:
+        outcome: the pairs.
+        fingerprint: of the model's weights as they are, where it is known.
+    """
+
+    def __init__(self, outcome: Outcome, fingerprint: str | None = None):
         self.outcome, self.plan = outcome, outcome.plan
         self.graph = Graph.of(self.plan.model.shape)
-        self._weights = LoadedWeights(self.plan.model)
+        self._weights = LoadedWeights(self.plan.model, fingerprint)
         self._shares: list[HeadShares] = []
         self._of: tuple[int, CircuitWalk, Tensor] | None = None
 
@@ -164,10 +169,7 @@ class CircuitRunner:
 
     def _refuse_another_model(self, walk: CircuitWalk, clean: Tensor, largest: float) -> None:
         """Check once that heads do not meet, and that all edges together are the clean run."""
-        for layer in range(self.graph.n_layers):
-            receivers = Receivers(walk.rows, layer)
-            with receivers.hooked():
-                receivers.refuse_heads_that_meet()
+        refuse_heads_that_meet(walk.rows)
         full = walk.measure([np.arange(self.graph.n_edges)])[0]
         allowed = max(TOLERANCE, 64 * torch.finfo(self.plan.model.dtype).eps) * largest
         if not float((full - clean).abs().max()) <= allowed:

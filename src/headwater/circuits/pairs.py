@@ -7,6 +7,7 @@ brought in, the corrupted one where something is brought back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.carried import Carried
-from headwater.circuits.exact import Exact, Receivers
+from headwater.circuits.exact import Exact, refuse_heads_that_meet
 from headwater.circuits.graph import Graph
 from headwater.circuits.places import Places, places_of
 from headwater.circuits.senders import Exchanged, refuse_other_kinds
@@ -92,12 +93,18 @@ def options_of(plan: Plan, source: Source) -> dict[str, object]:
 
 
 class Pairs:
-    """The two runs of one pair after the other."""
+    """The two runs of one pair after the other.
 
-    def __init__(self, plan: Plan, source: Source):
-        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, source)
+    Args:
+        plan: the pairs.
+        source: what senders' outputs are exchanged for.
+        fingerprint: of the model's weights as they are.
+    """
+
+    def __init__(self, plan: Plan, source: Source, fingerprint: str):
+        self._weights = LoadedWeights(plan.model, fingerprint)
+        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, source, self._weights)
         self.plan, self.graph = plan, Graph.of(plan.model.shape)
-        self._weights = LoadedWeights(plan.model)
         self._runs: BothRuns | None = None
 
     def __len__(self) -> int:
@@ -122,25 +129,25 @@ class Pairs:
             exact.reaching = Carried(exact.rows, exact.changes, each, through).at
         return exact
 
-    def baselines(self, run: Run) -> Sequence[dict[str, Tensor]]:
-        """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them."""
-        return list(run.pieces("baselines", range(len(self)), self._baselines))
+    def baselines(self, run: Run, recomputed: bool = True) -> Sequence[dict[str, Tensor]]:
+        """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them.
 
-    def _baselines(self, example: int) -> dict[str, Tensor]:
+        Args:
+            run: the analysis.
+            recomputed: whether runs are changed and made again: rounding is what rows without a change show then, else
+                the precision of the two metrics.
+        """
+        return list(run.pieces("baselines", range(len(self)), partial(self._baselines, recomputed=recomputed)))
+
+    def _baselines(self, example: int, recomputed: bool) -> dict[str, Tensor]:
         with torch.no_grad(), self.plan.model.lock:
             runs = self.runs(example)
             exact = self.exact(runs, Place(runs.start))
-            if example == 0:
-                self._refuse_heads_that_meet(exact)
+            refuse_heads_that_meet(exact.rows)
             found = runs.wave.readout.unedited(range(example, example + 1))
             base, other = found.unedited[0], found.other[0]
-            least = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
+            floor = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
+            if recomputed:
+                floor = torch.maximum(exact.rounding(), floor)
             clean, corrupted = (base, other) if self.plan.base_is_clean else (other, base)
-        return {"baselines": torch.stack([clean, corrupted, torch.maximum(exact.rounding(), least)], -1)}
-
-    def _refuse_heads_that_meet(self, exact: Exact) -> None:
-        """Check the structure of every layer, on the first pair."""
-        for layer in range(self.graph.n_layers):
-            receivers = Receivers(exact.rows, layer)
-            with receivers.hooked():
-                receivers.refuse_heads_that_meet()
+        return {"baselines": torch.stack([clean, corrupted, floor], -1)}

@@ -141,7 +141,8 @@ class _Measuring:
     """Measures paths, those of a pair whose first receiver lies in one layer in a piece."""
 
     def __init__(self, asked: Asked, run: Run):
-        self.asked, self.run, self.pairs = asked, run, Pairs(asked.plan, asked.source)
+        self.asked, self.run = asked, run
+        self.pairs = Pairs(asked.plan, asked.source, run.record.fingerprint)
         layers = [first_layer(asked.graph, one) for one in asked.receivers.values()]
         self.stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
 

@@ -94,11 +94,12 @@ class Exchanged:
     Args:
         model: the model.
         source: the kind of values, with its prompts.
+        weights: the model's, opened once for all pairs.
     """
 
-    def __init__(self, model: HookedModel, source: Source):
+    def __init__(self, model: HookedModel, source: Source, weights: LoadedWeights):
         self.model, self.source, self.graph = model, source, Graph.of(model.shape)
-        self._weights = LoadedWeights(model)
+        self._weights = weights
         self._mean: Tensor | None = None
 
     def of(self, example: int, length: int) -> Float[Tensor, "sender position d_model"]:

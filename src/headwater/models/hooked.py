@@ -65,6 +65,8 @@ class HookedModel(Identified, TransformerLensNames):
         bos: the id that begins every text, or None for models that want none.
         lock: held while the model runs; hold it to make several runs one.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
+        heads_checked: whether each head was seen to hang on its own queries, keys and values alone.
+        factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
         head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
         unwrapped_checked: whether it gives the same without TransformerLens's wrappers; None before that was seen.
         misfits: the sites whose activations are not what `shape` says, and how; they are refused.
@@ -90,6 +92,8 @@ class HookedModel(Identified, TransformerLensNames):
         self.tokenizer = tokenizer
         self.lock = threading.RLock()
         self.steps_checked = False
+        self.heads_checked = False
+        self.factors_checked: tuple[str, set[tuple[int, str]]] | None = None
         self.unwrapped_checked: bool | None = None
         self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[str, str] = {}

@@ -31,6 +31,7 @@ class Model(Recorded, Protocol):
     tokenizer: PreTrainedTokenizerBase | None
     lock: threading.RLock
     unwrapped_checked: bool | None
+    factors_checked: tuple[str, set[tuple[int, str]]] | None
 
     @property
     def device(self) -> torch.device:

@@ -23,12 +23,26 @@ if TYPE_CHECKING:
 
 
 class LoadedWeights(WeightSource):
-    """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible."""
+    """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible.
 
-    def __init__(self, model: "Model"):
+    What is read of a layer's heads is checked when it is read first, and then is taken to stay as it is.
+
+    Args:
+        model: whose.
+        known: the fingerprint of its weights, where the caller has it: then what an earlier reader checked of the same
+            weights is not checked again.
+    """
+
+    def __init__(self, model: "Model", known: str | None = None):
         super().__init__(model.name, model.revision, model.shape, model.dtype)
         self.model = model
         self.device = model.device
+        self._sound: set[tuple[int, str]] = set()
+        """The layers and factors that were checked."""
+        if known is not None:
+            if model.factors_checked is None or model.factors_checked[0] != known:
+                model.factors_checked = known, self._sound
+            self._sound = model.factors_checked[1]
 
     @property
     def fingerprint(self) -> str:
@@ -104,8 +118,9 @@ class LoadedWeights(WeightSource):
         factors = {name: self._factor(layer, name) for name in names}
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")
-        if is_bridge(self.model.raw):
+        if is_bridge(self.model.raw) and (layer, "heads") not in self._sound:
             self._heads_seen.check(layer, factors)
+            self._sound.add((layer, "heads"))
         return factors
 
     @cached_property
@@ -122,7 +137,10 @@ class LoadedWeights(WeightSource):
             value = own if isinstance(own, Tensor) else getattr(attention, name, None)
         except NotImplementedError as error:  # multi-head latent attention
             raise self._no_factors(layer, first_line(error).split(". ")[0]) from None
-        return None if value is None else self._checked(value, f"blocks.{layer}.attn.{name}")
+        if value is None or (layer, name) in self._sound:
+            return None if value is None else self._given(value.detach())
+        self._sound.add((layer, name))
+        return self._checked(value, f"blocks.{layer}.attn.{name}")
 
     def _no_factors(self, layer: int, reason: str) -> ModelError:
         return ModelError(f"{self.shape.architecture} has no factors of single heads in layer {layer}: {reason}.")
