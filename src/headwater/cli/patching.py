@@ -55,6 +55,7 @@ PATCH = Of(
         "positions": "all take part; a choice may be a function",
         "spans": "of positions by role alone",
         "heads": "all take part",
+        "keys": "all take part, as positions do",
         "dataset": "a mean over other prompts than these is a question for a notebook",
         "seed": "of resample alone",
         "from_layer": "all layers are written from themselves",

@@ -21,6 +21,7 @@ from headwater.figures.fonts import drawable
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import style, whole_numbers
 from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
+from headwater.patching.cells import ROLES
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import DRAWINGS
 
@@ -34,6 +35,7 @@ LABELS = {
     "head": "Head",
     "kv_head": "Key-value head",
     "key": "Key",
+    "key_role": "Role of the key",
     "feature": "Feature",
     "set": "Set",
 }
@@ -43,7 +45,7 @@ TOKEN = 0.13
 """Inches that a token needs along an axis."""
 SET = 40
 """Characters of a set's or role's name that are drawn."""
-NAMED = ("set", "role")
+NAMED = ("set", *ROLES)
 """Axes whose places have names in place of numbers."""
 
 
@@ -80,12 +82,17 @@ def plot_sweep(
 
 
 def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
-    """Cut a sweep into what a panel shows: a site and metric, and a role where there are two more axes beside roles."""
+    """Cut a sweep into what a panel shows: a site and metric, and a role where there are two more axes beside roles.
+
+    Where both queries and keys stand by role and a third axis runs, a panel is one query and one key.
+    """
     panels: list[tuple[Any, pd.DataFrame]] = []
     for name, part in table.groupby(["site", "metric"], sort=False):
         axes = panel_axes(part, fixed)
-        if len(axes) == 3 and "role" in axes:
-            panels += [((*name, str(role)), rows) for role, rows in part.groupby("role", sort=False)]
+        roles = [axis for axis in ROLES if axis in axes][: max(0, len(axes) - 2)]
+        if roles and len(axes) - len(roles) <= 2:
+            for named, rows in part.groupby(roles, sort=False):
+                panels.append(((*name, " ← ".join(map(str, named))), rows))
         else:
             panels.append((name, part))
     return panels
@@ -129,10 +136,11 @@ def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
 
 
 def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
-    """The axes a panel runs over; roles, where there are several, stand for positions."""
+    """The axes a panel runs over; roles, where there are several, stand for positions and keys."""
     held = [name for name in LABELS if name in part.columns and name not in fixed]
-    if "role" in part.columns and part["role"].notna().any():
-        held = [name for name in held if name != "position" and (name != "role" or part["role"].nunique() > 1)]
+    for role, tokens in ROLES.items():
+        if role in part.columns and part[role].notna().any():
+            held = [name for name in held if name != tokens and (name != role or part[role].nunique() > 1)]
     held = [name for name in held if part[name].notna().any()]
     if "feature" in held and part["layer"].nunique() == 1:  # a dictionary is of one layer
         held.remove("layer")
@@ -191,7 +199,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
         ax.tick_params(axis="x", length=0)
     else:
         _ticks(ax.xaxis, axes[1], means.columns.to_numpy(), part)
-    ax.set_ylabel("Query" if "key" in axes and axes[0] == "position" else LABELS[axes[0]])
+    ax.set_ylabel("Query" if axes[0] in ("position", "role") and {"key", "key_role"} & {*axes} else LABELS[axes[0]])
     ax.set_xlabel("" if has_tokens and axes[1] == "position" else LABELS[axes[1]])
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)

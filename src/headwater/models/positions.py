@@ -95,6 +95,11 @@ Where: TypeAlias = Place | Mapping[str, Place]
 """Positions as this file's first lines name them."""
 
 
+def is_all(where: Where) -> bool:
+    """Whether every token is meant, by the word for it."""
+    return isinstance(where, str) and where == "all"
+
+
 def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) -> Characters:
     """Name tokens by characters of their prompt's text.
 

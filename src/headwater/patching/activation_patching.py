@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Where
+from headwater.models.positions import Where, is_all
 from headwater.models.sites import Site, sites_named
 from headwater.options import checked_name, checked_seed, shown
 from headwater.patching.call import check_call, metric_options, recorded_roles
@@ -59,6 +59,7 @@ def patch(
     layers: Iterable[int] | int | None = None,
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,
+    keys: Where = "all",
     spans: str = SPANS[0],
     window: Window = None,
     from_layer: Iterable[int] | int | None = None,
@@ -99,6 +100,8 @@ def patch(
             itself: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep runs over roles, which stand in a
             column `role`, and prompts may be of any lengths, also the two of a pair. See `headwater.models.positions`.
         heads: which take part; key-value heads for `k` and `v`.
+        keys: of `pattern`, which attended tokens take part, named as positions are. By role they run too and stand in a
+            column `key_role`; then the two prompts of a pair may be of any lengths here as well.
         spans: whether the tokens of a role are patched `together` (one cell) or `token by token`.
         window: patch this many layers around each at once, or `"cumulative"`; a mapping gives it by axis.
         from_layer: write what the other run has at this layer, whatever layer is written (Ghandeharioun et al. 2024);
@@ -119,19 +122,23 @@ def patch(
     checked_name("method", method, METHODS)
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     over, layers, heads, from_layer = lasting(over), lasting(layers), lasting(heads), lasting(from_layer)
-    ask = Asked(over, layers, positions, heads, window, spans, from_layer)
+    ask = Asked(over, layers, positions, heads, window, spans, from_layer, keys)
     sides = read_sides(model, clean, corrupted, ask, direction)
     named = sites_named(sites, model)
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
+    if not (is_all(keys) or any(site.has_keys for site in named)):
+        raise InputError(f"keys={shown(keys)} was given, but {', '.join(site.name for site in named)} has no keys.")
     metrics = as_metrics(metric)
-    spots = sides.spots(ask)
+    spots, attended = sides.spots(ask), sides.keys(ask)
     source = sides.source(model, values, dataset, named, seed, sides.roles(ask, spots))
     if from_layer is not None and not source.takes_other_run:
         kind = source.given.kind
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
-    base, draws, matched = sides.prompts, sides.draws, sides.matched(spots, named)
-    planned = [(i, site, ask.steps(model, site, base, spots[i], i)) for i in range(len(base)) for site in named]
+    base, draws = sides.prompts, sides.draws
+    matched = sides.matched(spots, named, attended if ask.keys_by_role else None)
+    places = list(zip(base, spots, attended, strict=True))
+    planned = [(i, site, ask.steps(model, site, *places[i])) for i in range(len(base)) for site in named]
     if method == "exact":
         refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
     n_each = len(metrics) * (source.samples or 1) * len(ask.sources(model)) * draws
@@ -157,7 +164,9 @@ def patch(
         "method": method,
         **sides.described(source.given.dataset),
         "metrics": metric_options(plan),
-    } | ({"roles": recorded_roles(spots), "spans": spans} if ask.by_role else {})
+    }
+    options |= {"roles": recorded_roles(spots), "spans": spans} if ask.by_role else {}
+    options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
 
     def work(run: Run) -> Sweep:
         return sweep_of(plan, measure(plan, run, Gradients if method == "attribution" else Wave), run)

@@ -13,6 +13,7 @@ from pandas.api.types import is_numeric_dtype
 
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed, shown
+from headwater.patching.cells import tokens_by_role
 from headwater.runs.findings import said_number
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Draws, interval
@@ -126,8 +127,7 @@ def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, column
         InputError: they are no axes, or the same one, or the sweep runs over a third.
     """
     runs = [name for name in coordinates if table[name].nunique() > 1]
-    if "role" in runs:
-        runs = [name for name in runs if name != "position"]
+    runs = [name for name in runs if name not in tokens_by_role(runs)]
     valid = [name for name in coordinates if table[name].notna().any()]
     given = [name for name in (rows, columns) if name is not None]
     for name in given:
@@ -191,8 +191,9 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]
     best = cells.iloc[int(cells["mean"].abs().argmax())]
-    known = ("layer", "role" if "role" in cells else "position", "head", "kv_head", "key", "feature", "set")
-    axes = [axis for axis in known if axis in cells and pd.notna(best[axis])]
+    known = ("layer", "role", "position", "head", "kv_head", "key_role", "key", "feature", "set")
+    by_role = tokens_by_role(map(str, cells))
+    axes = [axis for axis in known if axis in cells and axis not in by_role and pd.notna(best[axis])]
     where = ", ".join(f"{axis} {best[axis]}" for axis in axes)
     there = "back to the clean" if direction == "denoise" else "to the corrupted"
     of = f"of the way {there} {metric}" if value == "normalized_effect" else f"on {metric}"
@@ -217,8 +218,8 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
     named = (
-        *("example", "site", "layer", "position", "role", "head", "kv_head", "key", "feature", "window", "set"),
-        "metric",
+        *("example", "site", "layer", "position", "role", "head", "kv_head", "key", "key_role", "feature", "window"),
+        *("set", "metric"),
     )
     keys = [name for name in named if name in exact.columns]
     if any(name not in approximate.columns for name in keys):

@@ -1,7 +1,7 @@
 """The cells of a sweep: layers, positions, heads, keys, features, one at a time or in windows, as edits of examples.
 
 Positions are numbers, or stand by role (`models.positions`): then a step on their axis is a role, all of whose tokens
-are edited together, or one of its tokens.
+are edited together, or one of its tokens. So are the keys of a pattern.
 
 A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at the ends. A cumulative window covers everything
 up to i. An axis that the sweep does not run over is covered whole by every cell.
@@ -16,7 +16,7 @@ from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Prompt, Where
+from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_name, one_or_several, shown, whole_numbers
 from headwater.patching.plan import Cell
@@ -26,6 +26,8 @@ from headwater.patching.variants import Replace
 
 T = TypeVar("T")
 AXES = ("layer", "position", "head", "key", "feature")
+ROLES = {"role": "position", "key_role": "key"}
+"""By the column of a sweep that names roles: the column of the tokens that they are of."""
 SPANS = ("together", "token by token")
 Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
 """A size, "cumulative", or these by axis; alone it means the layers."""
@@ -39,6 +41,11 @@ class Step:
     covers: tuple[int, ...] | None
     role: str | None = None
     """What the positions are in their prompt."""
+
+
+def tokens_by_role(columns: Iterable[str]) -> set[str]:
+    """Return the columns of tokens, of those of a sweep, in whose place roles stand."""
+    return {ROLES[column] for column in columns if column in ROLES}
 
 
 def axes_of(
@@ -137,8 +144,7 @@ def role_steps(spots: Mapping[str, Spot], swept: bool, spans: str) -> list[Step]
     Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`, `subject[1]`.
     """
     if not swept:
-        everywhere = sorted({position for spot in spots.values() for position in spot.base})
-        return [Step(None, tuple(everywhere), " + ".join(spots))]
+        return [Step(None, tuple(_places(spots)), " + ".join(spots))]
     if spans == SPANS[0]:
         return [Step(s.base[0] if len(s.base) == 1 else None, s.base, role) for role, s in spots.items()]
     return [
@@ -148,9 +154,8 @@ def role_steps(spots: Mapping[str, Spot], swept: bool, spans: str) -> list[Step]
     ]
 
 
-def matched_positions(spots: Mapping[str, Spot], base: Prompt, other: Prompt | None) -> dict[int, int] | None:
+def matched_positions(same: dict[int, int], base: Prompt, other: Prompt | None) -> dict[int, int] | None:
     """Return which position of the other prompt each position that may be edited is; None where they are the same."""
-    same = {here: there for spot in spots.values() for here, there in zip(spot.base, spot.other, strict=True)}
     same_length = other is None or len(base) == len(other)
     return None if same_length and all(here == there for here, there in same.items()) else same
 
@@ -175,8 +180,7 @@ def layer_runs(covered: Sequence[int]) -> list[range]:
 def labels_of(step: Mapping[str, Step], window: Mapping[str, int | str]) -> dict[str, Any]:
     """Return the coordinates of a cell as the table shows them."""
     named: dict[str, Any] = {axis: step[axis].label for axis in AXES if axis in step and step[axis].label is not None}
-    if (at := step.get("position")) is not None and at.role is not None:
-        named["role"] = at.role
+    named |= {column: step[axis].role for column, axis in ROLES.items() if axis in step and step[axis].role is not None}
     if window:
         named["window"] = ", ".join(str(size) if axis == "layer" else f"{axis} {size}" for axis, size in window.items())
     return named
@@ -195,10 +199,12 @@ class Asked:
     """Whether the tokens of a role are edited together, or each by itself."""
     from_layer: Iterable[int] | int | None = None
     """The layers that values come from; None is the layer that is written."""
+    keys: Where = "all"
+    """Of a pattern, the tokens that are attended to."""
 
     def __post_init__(self) -> None:
         checked_name("spans", self.spans, SPANS)
-        if self.spans != SPANS[0] and not self.by_role:
+        if self.spans != SPANS[0] and not (self.by_role or self.keys_by_role):
             raise InputError(f"spans={self.spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
 
     @property
@@ -206,39 +212,45 @@ class Asked:
         """Whether positions stand by role."""
         return isinstance(self.positions, Mapping)
 
+    @property
+    def keys_by_role(self) -> bool:
+        """Whether keys stand by role."""
+        return isinstance(self.keys, Mapping)
+
     def sources(self, model: HookedModel) -> tuple[int | None, ...]:
         """Return the layers that values come from, in turn; None is the layer that is written."""
         return (None,) if self.from_layer is None else chosen(self.from_layer, model.shape.n_layers, "from_layer")
 
     def axes(self, site: Site) -> tuple[str, ...]:
         """The axes that run; roles are told apart unless `over` leaves positions out."""
-        default = site.default_axes
-        default = (*default, "position") if self.by_role and "position" not in default else default
-        return axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
+        named = {"position": self.by_role, "key": self.keys_by_role and site.has_keys}
+        by_role = [axis for axis, is_named in named.items() if is_named and axis not in site.default_axes]
+        return axes_of(self.over, (*site.default_axes, *by_role), site.swept_axes, f"The site {site.name}")
 
     def sizes(self, site: Site) -> dict[str, int | str]:
         """The window of each axis that has one.
 
         Raises:
-            InputError: it is of positions, which roles do not put in a row.
+            InputError: it is of positions or keys, which roles do not put in a row.
         """
         sizes = windows_of(self.window, self.axes(site))
-        if self.by_role and "position" in sizes:
-            raise InputError("A window of positions needs positions in a row; roles have none. Name a span as a role.")
+        for axis, by_role in (("position", self.by_role), ("key", self.keys_by_role)):
+            if by_role and axis in sizes:
+                raise InputError(f"A window of {axis}s needs {axis}s in a row; roles have none. Name a span as a role.")
         return sizes
 
     def steps(
-        self, model: HookedModel, site: Site, base: Sequence[Prompt], spots: Mapping[str, Spot], example: int
+        self, model: HookedModel, site: Site, prompt: Prompt, spots: Mapping[str, Spot], keys: Mapping[str, Spot]
     ) -> dict[str, list[Step]]:
-        """The places on each axis of a site, in one example, of which `spots` are the positions."""
-        axes, sizes, prompt = self.axes(site), self.sizes(site), base[example]
+        """The places on each axis of a site, in one prompt, of which `spots` are the positions."""
+        axes, sizes = self.axes(site), self.sizes(site)
         n_heads, n_layers = site.n_heads(model.shape), model.shape.n_layers
         units = site.units or ()
         among: dict[str, Sequence[int]] = {
             "layer": layers_of(self.layers, site, model),
-            "position": sorted({position for spot in spots.values() for position in spot.base}),
+            "position": _places(spots),
             "head": chosen(self.heads, n_heads, "head") if site.has_heads else (),
-            "key": range(len(prompt)),
+            "key": _places(keys),
             "feature": units,
         }
         total = {"layer": n_layers, "position": len(prompt), "head": n_heads, "key": len(prompt)}
@@ -249,18 +261,37 @@ class Asked:
         }
         if self.by_role:
             listed["position"] = role_steps(spots, "position" in axes, self.spans)
+        if self.keys_by_role and site.has_keys:
+            listed["key"] = role_steps(keys, "key" in axes, self.spans)
         return listed
 
     def spots(self, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int) -> list[dict[str, Spot]]:
         """By example: what the positions are in both prompts, by role; by an empty name where there are no roles."""
-        found = []
-        for i, prompt in enumerate(base):
-            pair = (prompt, other[i] if other else None, i, len(base), base_side)
-            if isinstance(self.positions, Mapping):
-                found.append(role_spots(self.positions, *pair))
-            else:
-                found.append({"": spot_of(self.positions, *pair)})
-        return found
+        return _spots(self.positions, base, other, base_side)
+
+    def key_spots(
+        self, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
+    ) -> list[dict[str, Spot]]:
+        """By example: what the keys are in both prompts, in the same way; where all take part, each is itself."""
+        if is_all(self.keys):
+            every = [tuple(range(len(prompt))) for prompt in base]
+            return [{"": Spot(keys, keys)} for keys in every]
+        return _spots(self.keys, base, other, base_side)
+
+
+def _spots(
+    where: Where, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
+) -> list[dict[str, Spot]]:
+    found = []
+    for i, prompt in enumerate(base):
+        pair = (prompt, other[i] if other else None, i, len(base), base_side)
+        found.append(role_spots(where, *pair) if isinstance(where, Mapping) else {"": spot_of(where, *pair)})
+    return found
+
+
+def _places(spots: Mapping[str, Spot]) -> list[int]:
+    """Every position of the edited prompt that is meant."""
+    return sorted({position for spot in spots.values() for position in spot.base})
 
 
 def cells_of(

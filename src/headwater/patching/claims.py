@@ -20,6 +20,7 @@ from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.options import checked_count, checked_name, checked_number, checked_seed, shown
+from headwater.patching.cells import tokens_by_role
 from headwater.runs.record import RunRecord
 from headwater.stats.claims import Claim, Evidence, claim_of
 
@@ -49,7 +50,7 @@ class Cells:
             raise InputError(f"This sweep has no metric {shown(metric)}; it has {', '.join(metrics)}.")
         self.metric: str = metric if metric is not None else metrics[0]
         table = table[table["metric"] == self.metric]
-        own = ("metric", "token", "position") if "role" in coordinates else ("metric", "token")
+        own = {"metric", "token"} | tokens_by_role(coordinates)
         self.columns = [name for name in coordinates if name not in own]
         number = table.groupby(self.columns, dropna=False, sort=False).ngroup()
         self.named = table[self.columns].drop_duplicates().reset_index(drop=True)

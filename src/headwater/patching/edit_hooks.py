@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, looks, makes
-from headwater.models.positions import Prompt, Where, positions_of, roles_of
+from headwater.models.positions import Prompt, Where, is_all, positions_of, roles_of
 from headwater.models.sites import SITES, Site
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, shown
@@ -40,16 +40,17 @@ class EditHook(PromptHook):
     recipe: Recipe
     positions: Where
     heads: Iterable[int] | int | None
+    keys: Where
 
     def __repr__(self) -> str:
-        heads = "" if self.heads is None else f", heads={self.heads}"
-        return (
-            f"hw.edit({self.site.name!r}, {self.layer}, {self.recipe.kind}, positions={shown(self.positions)}{heads})"
-        )
+        where = f"positions={shown(self.positions)}"
+        where += "" if self.heads is None else f", heads={self.heads}"
+        where += "" if is_all(self.keys) else f", keys={shown(self.keys)}"
+        return f"hw.edit({self.site.name!r}, {self.layer}, {self.recipe.kind}, {where})"
 
     @property
     def _everywhere(self) -> bool:
-        return isinstance(self.positions, str) and self.positions == "all"
+        return is_all(self.positions) and is_all(self.keys)
 
     @property
     def identity(self) -> str:
@@ -61,6 +62,7 @@ class EditHook(PromptHook):
             dict(self.recipe.arguments),
             self.positions,
             self.heads,
+            *([] if is_all(self.keys) else [self.keys]),
         ]
         return f"{self.site.name} {self.layer} {digest(said)}"
 
@@ -101,8 +103,9 @@ class EditHook(PromptHook):
         edits = []
         for example, prompt in enumerate(prompts):
             at = positions_of(self.positions, prompt, example, len(prompts))
+            of = None if is_all(self.keys) else positions_of(self.keys, prompt, example, len(prompts))
             every = len(at) == len(prompt)
-            write = Replace(site, range(layer, layer + 1), None if every else at, heads, units=units)
+            write = Replace(site, range(layer, layer + 1), None if every else at, heads, of, units)
             edits.append((write, example))
         values = self._values(model, site, layer, prompts)
         return lambda activation: written_into(activation, None, edits, values, layer)
@@ -141,6 +144,7 @@ def edit(
     *,
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,
+    keys: Where = "all",
 ) -> EditHook:
     """Make a hook that writes values into an activation: `model.run(prompts, hooks=[hw.edit(...)])`.
 
@@ -154,21 +158,25 @@ def edit(
         positions: which tokens of each prompt, also by role (those of all roles together); query positions for
             `pattern`. In generation these tokens of the prompts; "all" is what is read and written after them too.
         heads: which heads; key-value heads for `k` and `v`.
+        keys: of `pattern`, which attended tokens, named as positions are.
 
     Raises:
-        InputError: there is no such site or kind of values. Layer, heads and positions are checked when it is used.
+        InputError: there is no such site or kind of values. Layer, heads, positions and keys are checked when it is
+            used.
     """
     if not isinstance(site, str | Site):
         raise InputError(f"site={shown(site)} is neither the name of a site nor features of a dictionary.")
     row = site if isinstance(site, Site) else SITES[site]
     if row.has_heads is False and heads is not None:
         raise InputError(f"heads={shown(heads)} was given, but {row.name} has no heads.")
+    if not (row.has_keys or is_all(keys)):
+        raise InputError(f"keys={shown(keys)} was given, but {row.name} has no keys.")
     recipe = recipe_of(values)
     if recipe.kind == "other run":
         raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
     if recipe.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
-    return EditHook(row, _layer_of(row, layer), recipe, positions, lasting(heads))
+    return EditHook(row, _layer_of(row, layer), recipe, positions, lasting(heads), keys)
 
 
 def _layer_of(site: Site, layer: object) -> int:

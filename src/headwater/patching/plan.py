@@ -211,19 +211,24 @@ class Group:
         edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Cut)]
         return {layer for edit in edits for layer in edit.layers}
 
-    def in_base(self, activation: Shaped[Tensor, "example position *width"]) -> Shaped[Tensor, "example _ *width"]:
-        """Lay out an activation of the other run by the positions of the prompts that are edited.
+    def in_base(
+        self, activation: Shaped[Tensor, "example ... position *width"], site: Site
+    ) -> Shaped[Tensor, "example ... _ *width"]:
+        """Lay out a site's activation of the other run by the positions (and keys) of the prompts that are edited.
 
         What stands at a position that has no like in the other prompt is anything: no edit writes it.
         """
         matched = [self.plan.matched[i] if self.plan.matched else None for i in self.examples]
         if all(one is None for one in matched):
             return activation
-        index = torch.arange(max(self.lengths)).clamp_max(activation.shape[1] - 1).repeat(len(matched), 1)
+        of_position = activation.movedim(1, 3) if site.has_keys else activation  # of a pattern, heads go last
+        index = torch.arange(max(self.lengths)).clamp_max(of_position.shape[1] - 1).repeat(len(matched), 1)
         for row, one in enumerate(matched):
             for here, there in (one or {}).items():
                 index[row, here] = there
-        return activation[torch.arange(len(matched))[:, None], index]
+        rows = torch.arange(len(matched))[:, None]
+        laid = of_position[rows, index]
+        return laid.transpose(1, 2)[rows, index].permute(0, 3, 2, 1) if site.has_keys else laid
 
     def batch(self, *sides: Sequence[Prompt]) -> Batch:
         """The prompts of one side after those of another, each called by its example and, of a pair, its side."""

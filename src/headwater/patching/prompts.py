@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -172,7 +172,6 @@ def role_spots(
     """
     checked_roles(where)
     spots: dict[str, Spot] = {}
-    matched: dict[int, tuple[str, int]] = {}
     for role, place in where.items():
         spot = spots[role] = _role_spot(role, place, base, other, example, n, base_side)
         if len(spot.base) != len(spot.other):
@@ -181,14 +180,41 @@ def role_spots(
                 f"of the other: they cannot be matched one for one. hw.last_token_of({shown(place)}) names the last "
                 "token of each."
             )
+    matches(spots, {}, example)
+    return spots
+
+
+def matches(spots: Mapping[str, Spot], keys: Mapping[str, Spot], example: int) -> dict[int, int]:
+    """Return which token of the other prompt of a pair each token is, of positions and of keys, by role.
+
+    Raises:
+        InputError: one token is two of the other prompt.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for role, spot in (*spots.items(), *keys.items()):
         for here, there in zip(spot.base, spot.other, strict=True):
-            first, taken = matched.setdefault(here, (role, there))
+            first, taken = found.setdefault(here, (role, there))
             if taken != there:
                 raise InputError(
                     f"Token {here} of pair {example} is {first!r} and {role!r}, which are two tokens ({taken} and "
                     f"{there}) of the other prompt."
                 )
-    return spots
+    return {here: there for here, (_, there) in found.items()}
+
+
+def refuse_other_order(queries: Mapping[str, Spot], keys: Mapping[str, Spot], example: int) -> None:
+    """Refuse a pair in which a query can read a key in one prompt and comes before it in the other.
+
+    Raises:
+        InputError: there is such a query and key.
+    """
+    for (reads, query), (read, key) in product(queries.items(), keys.items()):
+        for here, there in zip(query.base, query.other, strict=True):
+            if any((here < of) != (there < to) for of, to in zip(key.base, key.other, strict=True)):
+                raise InputError(
+                    f"The key {read!r} lies behind the query {reads!r} in one prompt of pair {example} and not in the "
+                    "other, where its weight is 0. Give pairs in which they stand in one order."
+                )
 
 
 def _role_spot(

@@ -383,7 +383,7 @@ def _values(group: Group, others: Mapping[str, Tensor]) -> Values:
     if plan.source is None:
         return Values({})
     names, sites = _value_names(group), group.sites
-    other = {place: sites[place[0]].read(group.in_base(others[name])) for place, name in names.items()}
+    other = {place: sites[place[0]].read(group.in_base(others[name], sites[place[0]])) for place, name in names.items()}
     wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
     return values_of(plan.source, wanted, group.lengths)
 

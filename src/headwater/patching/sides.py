@@ -21,7 +21,7 @@ from headwater.patching.cells import Asked, matched_positions
 from headwater.patching.corruption import Corruption, corruption_of
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import Prompts, Spot, read_pairs, read_prompts
+from headwater.patching.prompts import Prompts, Spot, matches, read_pairs, read_prompts, refuse_other_order
 from headwater.patching.values import Recipe, Roles, Source, asked_source
 
 DIRECTIONS = ("denoise", "noise")
@@ -73,27 +73,43 @@ class Sides:
         """By prompt: what the positions asked for are in both runs, by role."""
         return ask.spots(self.prompts, self.others, 0 if self.base_is_clean else 1)
 
+    def keys(self, ask: Asked) -> list[dict[str, Spot]]:
+        """By prompt: what the keys asked for are in both runs, by role."""
+        return ask.key_spots(self.prompts, self.others, 0 if self.base_is_clean else 1)
+
     def roles(self, ask: Asked, spots: Sequence[Mapping[str, Spot]]) -> Roles | None:
         """Return positions as values know them, where they were named by role."""
         if not isinstance(ask.positions, Mapping):
             return None
         return Roles(ask.positions, [{role: spot.base for role, spot in one.items()} for one in spots])
 
-    def matched(self, spots: Sequence[Mapping[str, Spot]], sites: Iterable[Site]) -> tuple[dict[int, int] | None, ...]:
+    def matched(
+        self,
+        spots: Sequence[Mapping[str, Spot]],
+        sites: Iterable[Site],
+        keys: Sequence[Mapping[str, Spot]] | None = None,
+    ) -> tuple[dict[int, int] | None, ...]:
         """Return by prompt which position of the other one each position is that may be edited (see `Plan.matched`).
 
+        `keys`: what the keys are that may be edited, where these stand by role.
+
         Raises:
-            InputError: they differ, and a site holds keys, for all of which there would have to be a match.
+            InputError: they differ, and a site holds keys, for all of which there would have to be a match; or a query
+                comes before a key in one prompt of a pair and after it in the other.
         """
         others = self.others or [None] * len(self.prompts)
-        matched = tuple(matched_positions(*pair) for pair in zip(spots, self.prompts, others, strict=True))
-        unlike = [i for i, one in enumerate(matched) if one is not None]
         keyed = [site.name for site in sites if site.has_keys]
-        if unlike and keyed:
+        named = keys if keyed and keys is not None else [{}] * len(self.prompts)
+        both = [matches(at, to, i) for i, (at, to) in enumerate(zip(spots, named, strict=True))]
+        matched = tuple(matched_positions(*pair) for pair in zip(both, self.prompts, others, strict=True))
+        unlike = [i for i, one in enumerate(matched) if one is not None]
+        if unlike and keyed and keys is None:
             raise InputError(
                 f"The site {keyed[0]} holds every key of a prompt, and pair {unlike[0]} does not align token by token: "
-                "give pairs that do."
+                "give pairs that do, or name the keys by role, as in keys={'subject': (' Rome', ' New York')}."
             )
+        for i in unlike:
+            refuse_other_order(spots[i], named[i], i)
         return matched
 
     def source(

@@ -26,9 +26,7 @@ from headwater.patching.averages import (
     strongest,
     summarize,
 )
-from headwater.patching.cells import (
-    AXES,
-)
+from headwater.patching.cells import AXES, tokens_by_role
 from headwater.patching.claims import MATCH, Drawing, Swept, claim_on
 from headwater.patching.plan import Plan
 from headwater.patching.readout import Measured
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COORDINATES = (
-    *("site", "layer", "position", "role", "token", "head", "kv_head", "key", "feature"),
+    *("site", "layer", "position", "role", "token", "head", "kv_head", "key", "key_role", "feature"),
     *("window", "set", "from_layer", "values", "sample", "metric"),
 )
 """The columns that name a cell, as far as a sweep has them."""
@@ -57,11 +55,11 @@ class Sweep(Result):
     """What a patching or knockout sweep found."""
 
     table: pd.DataFrame
-    """A row per example, cell and metric: `example, site, layer, position, role, token, head, kv_head, key, feature,
-    window, set, values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `role` is what
-    positions were named as (`position` is `<NA>` where it is several tokens); `head` counts query heads, `kv_head` the
-    key-value heads of the sites `k` and `v`; `values` says over what a mean was taken, `set` what was ablated
-    together."""
+    """A row per example, cell and metric: `example, site, layer, position, role, token, head, kv_head, key, key_role,
+    feature, window, set, values, metric, effect, normalized_effect, clean, corrupted, edges`, those that apply. `role`
+    is what positions were named as (`position` is `<NA>` where it is several tokens), `key_role` what keys were; `head`
+    counts query heads, `kv_head` the key-value heads of the sites `k` and `v`; `values` says over what a mean was
+    taken, `set` what was ablated together."""
     run: RunRecord
     tokens: Sequence[Sequence[str]] = ()
     """The tokens of each example's edited prompt."""
@@ -217,7 +215,7 @@ class Sweep(Result):
         named = [name for name in COORDINATES if name in self.table.columns and name != "sample"]
         if self.table["example"].nunique() == 1:
             return named
-        own = ("token", "position") if "role" in named else ("token",)
+        own = {"token"} | tokens_by_role(named)
         return [name for name in named if name not in own]
 
     def plot(
@@ -238,8 +236,8 @@ class Sweep(Result):
             metric: draw this metric alone; default: a panel for each.
             value: `effect` or `normalized_effect`.
             normalize: see `summary`.
-            **fixed: `layer=`, `position=`, `role=`, `head=`, `kv_head=` or `key=`: draw this one alone (needed where
-                there are three axes; roles have a panel each).
+            **fixed: `layer=`, `position=`, `role=`, `head=`, `kv_head=`, `key=` or `key_role=`: draw this one alone
+                (needed where there are three axes; roles have a panel each).
 
         Raises:
             InputError: there is nothing of that name, or more than a figure can show.
