@@ -39,6 +39,9 @@ TILE_NUMBERS = 2**22
 """Most logits at a time (16 MB in float32) on a CPU."""
 FACTOR_NUMBERS = 2**23
 """Most numbers of one factor converted at a time (64 MB in float64) on a CPU."""
+CACHED_NUMBERS = 2**17
+"""How many logits are compared at a time where each is read several times (0.5 MB, and as much for what is counted)."""
+FEW_ROWS = 64
 CUDA_WORKSPACE = 16
 """How many times as much on a CUDA device."""
 
@@ -89,7 +92,7 @@ def _not_out_at_first_glance(
     margin = (rounding(maps) * maps.scale[:, source]).float()
     rows, row = source.unique(return_inverse=True)
     tokens, column = target.unique(return_inverse=True)
-    targets = maps.W_U[:, tokens]
+    targets = columns_of(maps, tokens)
     z = head_values(maps, maps.x[rows].float())
     left = torch.empty(margin.shape, dtype=torch.bool, device=margin.device)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
@@ -107,7 +110,7 @@ def _not_out_at_first_glance(
         for head, W_target, W_sample in zip(heads, to_target, to_sample, strict=True):
             z_pair = z[maps.value_head(head)][row]
             own = (z_pair * W_target[column]).sum(-1)
-            above, below = count_beyond(z_pair @ W_sample, own, margin[head])
+            above, below = count_products(z_pair, W_sample, own, margin[head])
             left[head] = (above < k) | (below < k)
     return left
 
@@ -154,7 +157,7 @@ def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Te
     start = 0
     while start < maps.d_vocab and len(alive):
         stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
-        logits = y[alive] @ maps.W_U[:, start:stop].float()
+        logits = _logits_of_rows(y[alive], maps.W_U[:, start:stop].float())
         leave_out(logits, target[alive] - start)
         certain = count_beyond(logits, own[alive], margin[alive])
         possible = count_beyond(logits, own[alive], -margin[alive])
@@ -207,7 +210,19 @@ def token_logits(
     maps: OVMaps, y: Float[Tensor, "triple d_model"], token: Int[Tensor, "triple"]
 ) -> Float[Tensor, "triple"]:
     """Return the logit y W_U[:, token] of one token per triple, in float64."""
-    return (y * maps.W_U[:, token].T.double()).sum(-1)
+    return (y * columns_of(maps, token).T.double()).sum(-1)
+
+
+def columns_of(maps: OVMaps, token: Int[Tensor, "token"]) -> Float[Tensor, "d_model token"]:
+    """Return what W_U has for some tokens; models store it token after token, so that whole rows are copied."""
+    return maps.W_U.T.index_select(0, token).T
+
+
+def _logits_of_rows(
+    y: Float[Tensor, "row d_model"], tile: Float[Tensor, "d_model token"]
+) -> Float[Tensor, "row token"]:
+    """Return y W; of a few rows the transposed product is the faster one, as W_U lies token after token."""
+    return (tile.T @ y.T).T.contiguous() if len(y) < FEW_ROWS else y @ tile
 
 
 def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, "triple"]) -> Float[Tensor, "triple"]:
@@ -256,6 +271,19 @@ def head_blocks(maps: OVMaps, columns: int) -> Iterator[range]:
     size = heads_at_once(maps, columns)
     for start in range(0, maps.n_heads, size):
         yield range(start, min(start + size, maps.n_heads))
+
+
+def count_products(
+    z: Float[Tensor, "row d_head"],
+    W: Float[Tensor, "d_head token"],
+    own: Float[Tensor, "row"],
+    margin: Float[Tensor, "row"],
+) -> tuple[Float[Tensor, "row"], Float[Tensor, "row"]]:
+    """Count as `count_beyond` does the logits z W, as many rows at a time as leave them in the processor's cache."""
+    n_rows = max(1, CACHED_NUMBERS // W.shape[1])
+    parts = zip(*(part.split(n_rows) for part in (z, own, margin)), strict=True)
+    above, below = zip(*(count_beyond(rows @ W, *bounds) for rows, *bounds in parts), strict=True)
+    return torch.cat(above), torch.cat(below)
 
 
 def count_beyond(

@@ -13,7 +13,9 @@ from headwater.kernels.ov import OVMaps
 from headwater.kernels.ov_blocked import (
     CUDA_WORKSPACE,
     ROUNDING,
+    columns_of,
     count_beyond,
+    count_products,
     factor_numbers,
     head_blocks,
     head_values,
@@ -21,9 +23,6 @@ from headwater.kernels.ov_blocked import (
 )
 
 RANK_TILE = 1024
-
-
-RANK_ROWS = 512
 
 
 @full_float32()
@@ -80,19 +79,8 @@ def _count_tile(
         from headwater.kernels import ov_triton
 
         return ov_triton.count_beyond(z[value], W, own, margin, column, precision="highest").long().transpose(0, 1)
-    return torch.stack([_count_head(z[v], *of_head) for v, *of_head in zip(value, W, own, margin, strict=True)])
-
-
-def _count_head(
-    z: Float[Tensor, "pair d_head"],
-    W: Float[Tensor, "d_head token"],
-    own: Float[Tensor, "pair"],
-    margin: Float[Tensor, "pair"],
-) -> Int[Tensor, "2 pair"]:
-    """Count one head's, a cache's worth of pairs at a time."""
-    parts = (part.split(RANK_ROWS) for part in (z, own, margin))
-    counts = [torch.stack(count_beyond(rows @ W, *bounds)) for rows, *bounds in zip(*parts, strict=True)]
-    return torch.cat(counts, dim=1).long()
+    counts = [torch.stack(count_products(z[v], *of_head)) for v, *of_head in zip(value, W, own, margin, strict=True)]
+    return torch.stack(counts).long()
 
 
 def _own_logits(
@@ -100,7 +88,7 @@ def _own_logits(
 ) -> Float[Tensor, "head pair"]:
     own = torch.empty(maps.n_heads, len(target), dtype=torch.float64, device=target.device)
     for pairs in torch.arange(len(target), device=target.device).split(max(1, factor_numbers(maps) // maps.x.shape[1])):
-        targets = maps.W_U[:, target[pairs]].double()
+        targets = columns_of(maps, target[pairs]).double()
         for head in range(maps.n_heads):
             own[head, pairs] = (z[maps.value_head(head), pairs].T * (maps.W_O[head].double() @ targets)).sum(0)
     return own
