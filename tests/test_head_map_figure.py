@@ -151,6 +151,37 @@ def test_marks_of_a_map_without_a_null_model_are_of_one_size_and_the_legend_says
     assert not ax.get_legend().get_title().get_text()
 
 
+def validated(head_map: hw.HeadMap) -> hw.HeadMap:
+    """The same map, as if the model used every other of its classified heads."""
+    rows = np.flatnonzero(head_map.table["implemented"])[::2]
+    used = pd.array([pd.NA] * len(head_map.table), dtype="boolean")
+    used[rows] = True
+    return map_of(head_map.title, head_map.categories, head_map.table.assign(used=used))
+
+
+def test_used_heads_have_a_ring_around_their_mark_that_stays_clear_of_the_next_and_is_counted():
+    head_map = validated(random_map(6, 8, share=0.5))
+    used = head_map.table[head_map.table["used"].fillna(False)]
+    ax = plot_head_map(head_map)
+    ax.figure.canvas.draw()
+    (ring,) = [collection for collection in ax.collections if collection.get_label() == "used"]
+    assert {tuple(place) for place in ring.get_offsets()} == set(zip(used["layer"], used["head"], strict=True))
+    assert not len(ring.get_facecolor())
+    step = np.diff(ax.transData.transform([(0, 0), (1, 1)]), axis=0)[0] * 72 / ax.figure.dpi
+    assert ring.get_sizes().max() ** 0.5 + ring.get_linewidths()[0] <= step.min() * 1.05
+    assert ax.get_legend().get_texts()[-1].get_text() == f"used ({len(used)})"
+    assert not [one for one in plot_head_map(random_map(6, 8)).collections if one.get_label() == "used"]
+
+
+def test_maps_of_which_one_is_validated_say_used_in_one_line_and_leave_the_others_open():
+    maps = [random_map(6, 8, "one"), validated(random_map(6, 8, "two"))]
+    texts = [text.get_text() for text in hw.figures.head_maps(maps).axes[-1].texts]
+    assert "used" in texts
+    count = int(maps[1].table["used"].sum())
+    assert texts[texts.index("one") + 1 : texts.index("two")][-1] == "–"
+    assert texts[-1] == f"{count}"
+
+
 def test_maps_side_by_side_keep_their_own_ranges_and_share_one_legend():
     maps = [random_map(48, 25, "one"), random_map(5, 8, "two"), random_map(80, 64, "a-rather-long-name-of-a-model")]
     figure = hw.figures.head_maps(maps)

@@ -318,6 +318,19 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             {"pair": PAIR[0], "source": "a", "target": "b"},
         ),
         "HeadMap.salient": lambda: (g.heads.salient, {"layer": 1, "head": 0, "model": g.model}),
+        "HeadMap.validate": lambda: (
+            lambda model, relations, template, shots, draws, seed: g.known_heads.validate(
+                model, relations=relations, template=template, shots=shots, draws=draws, seed=seed, **QUIET
+            ),
+            {
+                "model": g.embedded,
+                "relations": [g.next_number],
+                "template": {"next": "The {source} is"},
+                "shots": 1,
+                "draws": 1,
+                "seed": 0,
+            },
+        ),
         "HeadMap.save": lambda: (g.heads.save, {"folder": g.folder / "heads"}),
         "HeadMap.load": lambda: (hw.HeadMap.load, {"folder": g.heads.save(g.folder / "heads")}),
         "heads.relation_coverage": lambda: (

@@ -3,7 +3,8 @@
 Grey, blue, orange, green and red are unclassified, algorithmic, knowledge, linguistic and translation; ever darker
 purples are two, three and four categories. Shapes say the same as colours. A mark's area grows with the head's best
 excess, the chance-corrected score of the relation it is best at; in a map without a null model, which has no excess,
-every mark is as large as one of excess 1. The legend counts the heads.
+every mark is as large as one of excess 1. A ring around a mark says that the running model uses the head for a relation
+that it is called for (`HeadMap.validate`). The legend counts the heads.
 """
 
 from collections.abc import Sequence
@@ -33,6 +34,10 @@ UNCLASSIFIED_AREA = 0.25
 NO_EXCESS_AREA = 0.3
 """The area of a mark whose excess is 0, beside one whose excess is 1."""
 SIZES_ARE = "area: excess"
+USED = "used"
+RING = 0.96
+"""The diameter of a ring, in distances between heads."""
+RING_LINE = 0.7
 
 # Inches.
 CELL = 0.2
@@ -66,17 +71,15 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
             n_layers, n_heads = _extent(head_map)
             cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
             width, height = (max(n * cell, 2 * CELL) for n in (n_layers, n_heads))
-            spare = max((len(labels()) + 1) * LINE - height, 0)
+            spare = max((len(labels()) + 1 + head_map.is_validated) * LINE - height, 0)
             figure = plt.figure(figsize=(LEFT + width + LEGEND, BOTTOM + spare + height + TOP))
             ax = _axes(figure, LEFT, BOTTOM + spare, width, height)
             place = {"loc": "upper left", "bbox_to_anchor": (1 + 0.1 / width, 1.0)}
         _draw(head_map, ax)
-        counts = label_counts(head_map.categories)
-        shown = _shown([head_map])
-        names = [f"{label} ({counts[label]:,})" for label in shown]
+        lines = _lines([head_map])
         ax.legend(
-            [_mark(label) for label in shown],
-            names,
+            [mark for _, mark, _ in lines],
+            [f"{name} ({count:,})" for name, _, (count,) in lines],
             title=SIZES_ARE if _has_excess(head_map) else None,
             alignment="left",
             borderaxespad=0.0,
@@ -99,7 +102,7 @@ def head_maps(maps: Sequence[HeadMap], columns: int | None = None) -> Figure:
     maps = _listed(maps)
     columns = min(len(maps), 4) if columns is None else checked_count("columns", columns)
     rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
-    row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (len(_shown(maps)) + 2) * LINE
+    row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (len(_lines(maps)) + 2) * LINE
     row_width = max(sum(LEFT + _panel_width(head_map) + GAP for head_map in row) for row in rows)
     table_width = LABEL_COLUMN + sum(_count_column(head_map) for head_map in maps)
     with style():
@@ -168,6 +171,24 @@ def _draw(head_map: HeadMap, ax: Axes) -> None:
         best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])).clip(0, 1).fillna(1).to_numpy()
         area = _area(str(label)) * (0.8 * points) ** 2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
         ax.scatter(heads["layer"], heads["head"], s=area, c=color, marker=shape, linewidths=0, label=str(label))
+    used = _used(head_map)
+    if len(used):
+        size = (RING * points) ** 2
+        ax.scatter(
+            used["layer"], used["head"], s=size, facecolors="none", edgecolors=INK, linewidths=RING_LINE, label=USED
+        )
+
+
+def _used(head_map: HeadMap) -> pd.DataFrame:
+    """The heads that the running model uses for some relation: `layer, head`."""
+    table = head_map.table
+    rows = table[table["used"].fillna(False).astype(bool)] if head_map.is_validated else table.head(0)
+    return rows[["layer", "head"]].drop_duplicates()
+
+
+def _ring() -> Line2D:
+    look: dict[str, Any] = {"marker": "o", "markersize": 8.0, "markerfacecolor": "none", "markeredgecolor": INK}
+    return Line2D([], [], linestyle="none", markeredgewidth=RING_LINE, **look)
 
 
 def _has_excess(head_map: HeadMap) -> bool:
@@ -184,24 +205,35 @@ def _mark(label: str) -> Line2D:
     return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=size, markeredgewidth=0)
 
 
+def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]]:
+    """The lines of a legend: a name, its mark, and how many heads of each map have it; None where nobody looked."""
+    counts = [label_counts(head_map.categories) for head_map in maps]
+    lines: list[tuple[str, Line2D, list[int | None]]] = [
+        (label, _mark(label), [of_map[label] for of_map in counts]) for label in _shown(maps)
+    ]
+    if any(head_map.is_validated for head_map in maps):
+        lines.append((USED, _ring(), [len(_used(one)) if one.is_validated else None for one in maps]))
+    return lines
+
+
 def _legend_table(figure: Figure, maps: Sequence[HeadMap], width: float, height: float) -> None:
     """One legend for all maps: a line per label, a column of head counts per map."""
-    shown = _shown(maps)
+    lines = _lines(maps)
     ax = _axes(figure, (figure.get_size_inches()[0] - width) / 2, 0.0, width, height)
-    ax.set(xlim=(0, width), ylim=(len(shown) + 1, -1))
+    ax.set(xlim=(0, width), ylim=(len(lines) + 1, -1))
     ax.axis("off")
-    ax.hlines((-0.75, 0.3, len(shown) + 0.6), 0, width, colors=INK, linewidths=(0.8, 0.4, 0.8))
-    for line, label in enumerate(shown, start=1):
-        color, shape = mark_of(label)
-        ax.plot(0.1, line, marker=shape, color=color, markersize=_mark(label).get_markersize(), markeredgewidth=0)
-        ax.text(0.25, line, label, va="center_baseline")
+    ax.hlines((-0.75, 0.3, len(lines) + 0.6), 0, width, colors=INK, linewidths=(0.8, 0.4, 0.8))
+    for line, (name, mark, _) in enumerate(lines, start=1):
+        mark.set_data([0.1], [line])
+        ax.add_line(mark)
+        ax.text(0.25, line, name, va="center_baseline")
     if any(map(_has_excess, maps)):
         ax.text(0, -0.2, SIZES_ARE, va="center_baseline")
     right = LABEL_COLUMN
-    for head_map in maps:
+    for place, head_map in enumerate(maps):
         right += _count_column(head_map)
-        counts = label_counts(head_map.categories)
         ax.text(right, -0.2, drawn_label(head_map.title), ha="right", va="center_baseline", weight="bold")
-        for line, label in enumerate(shown, start=1):
-            color = INK if counts[label] else FAINT
-            ax.text(right, line, f"{counts[label]:,}", ha="right", va="center_baseline", color=color)
+        for line, (_, _, counts) in enumerate(lines, start=1):
+            count = counts[place]
+            shown = "–" if count is None else f"{count:,}"
+            ax.text(right, line, shown, ha="right", va="center_baseline", color=INK if count else FAINT)

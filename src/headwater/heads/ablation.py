@@ -28,8 +28,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.heads.head_map import HeadMap
-from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
+from headwater.heads.head_map import HeadMap, checked_map
+from headwater.heads.prompts import TEMPLATE, TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
@@ -124,7 +124,7 @@ def ablate_heads(
     relations: Relations = None,
     top: int | None = None,
     method: str = "zero",
-    template: str = "Input: {source} Output:",
+    template: str = TEMPLATE,
     shots: int = 3,
     draws: int = 5,
     controls: str | Sequence[str] | None = None,
@@ -161,7 +161,7 @@ def ablate_heads(
     shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
     draws, batch_size = checked_repeats("draws", draws), checked_count("batch_size", batch_size)
     top = None if top is None else checked_count("top", top)
-    known = relations_of(model, head_map, relations)
+    known = relations_of(model, checked_map(head_map), relations)
     checked_name("relation", relation, list(known))
     controls = None if controls is None else _control_names(controls, list(known))
     ranked = _ranked_heads(head_map, relation, top)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
 
-from headwater.errors import ModelError
+from headwater.errors import InputError, ModelError
 from headwater.heads.categories import UNCLASSIFIED, add_excess, apply_rule, head_categories, label_counts
+from headwater.heads.prompts import TEMPLATE, relations_of
+from headwater.heads.relations import Relations
 from headwater.heads.salient import salient_operations
 from headwater.heads.sensitivity import Sensitivity, heads_by_threshold
+from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load, weights_of
-from headwater.options import checked_count
+from headwater.options import checked_count, shown
 from headwater.runs.findings import each_row, rounded
+from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -39,6 +43,11 @@ class HeadMap(Result):
     rule says: `implemented, suppressed, copying`. Where a head hits no item of a relation, p is 1 by definition and
     `expected` is not computed: it is NaN, as is the excess, which would be 0 or less. With `rule="published"` all
     columns of the null model, and so the excess, are NaN.
+
+    After `validate` also, for each called head (one that implements or suppresses the relation), `accuracy`, the share
+    of items that the running model answers; `without`, that share when the head writes nothing, and `others`, when
+    another head of its layer does (mean over those drawn), each with `_low, _high`; `loss`, the latter less the former,
+    with its interval, `loss_p_value` and `loss_q_value`; and `used`, whether the model uses the head for the relation.
     """
     categories: pd.DataFrame
     """A row per layer and head: `categories`, a tuple of names, and `label`, the figure's name for it; with
@@ -90,15 +99,63 @@ class HeadMap(Result):
             "labels": label_counts(self.categories),
             "relations": [as_json(row) for row in each_row(self.summary())],
             "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
-        }
+        } | ({"use": use_counts(self.table)} if self.is_validated else {})
 
     def report(self) -> list[str]:
         """Return how many heads are classified, which is the strongest, and which relations have none."""
         return sentences_of(self.findings())
 
+    @property
+    def is_validated(self) -> bool:
+        """Whether `validate` measured which heads the running model uses."""
+        return "used" in self.table
+
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw layer by head, a mark per head in the colour of its category."""
+        """Draw layer by head, a mark per head in the colour of its category; after `validate`, a ring if it is used."""
         return cast("Axes", self._drawn(ax))
+
+    def validate(
+        self,
+        model: HookedModel,
+        *,
+        relations: Relations = None,
+        template: str | Mapping[str, str] = TEMPLATE,
+        shots: int = 3,
+        draws: int = 5,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> HeadMap:
+        """Say of each called head whether the running model uses it: silence it, and as many other heads of its layer.
+
+        The accuracy on a relation when the head writes nothing at the last position, beside that when another head
+        writes nothing; see `heads.use` for the test. A head that only looks as if it did something is not used, and
+        some heads harm what they seem to do: `loss` is below 0.
+
+        Args:
+            model: the model that was classified.
+            relations: what `classify_heads` was given, if it was given relations.
+            template: what asks for a target, with one `{source}` behind a space; or a mapping from relations to such
+                texts, and then only these relations are asked for.
+            shots: examples in front of each question.
+            draws: how many other heads are silenced, one at a time, for each.
+            seed: of examples, other heads and intervals.
+            progress: show a bar over relations.
+
+        Returns:
+            This head map with more columns in its `table`, among them `used`, which `plot` draws as rings. They are NaN
+            (`used` is NA) where a head is not called, its relation is not asked for, or the whole model answers no item
+            of it; `report` names these relations.
+
+        Raises:
+            ModelError: the map is of another model, or the model is none that runs.
+            InputError: a relation of the map is not among `relations`, or an option cannot be used.
+        """
+        known = {name: tokens for name, (tokens, _) in relations_of(model, self, relations).items()}
+        asking = Asking.checked(template, shots, draws, seed, list(known))
+        use = head_use(model, self.table, known, asking, progress)
+        asked = describe(asdict(asking) | dict(model.interventions))
+        run = replace(self.run, options=self.run.options | {"validate": asked})
+        return replace(self, table=self.table.drop(columns=list(COLUMNS), errors="ignore").join(use), run=run)
 
     def salient(
         self,
@@ -133,6 +190,17 @@ class HeadMap(Result):
             )
         embedding = self.run.options["embedding"] if layer > 0 else "raw"
         return salient_operations(weights, layer, head, embedding=embedding, sources=sources, targets=targets)
+
+
+def checked_map(head_map: object) -> HeadMap:
+    """Return a head map.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(head_map, HeadMap):
+        raise InputError(f"head_map={shown(head_map)} is no head map: give what hw.classify_heads returns.")
+    return head_map
 
 
 def _with_excess(saved: HeadMap) -> HeadMap:
@@ -203,4 +271,4 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
         said.append(f"No head was found for: {', '.join(missing)}.")
     if findings["left_out"]:
         said.append(f"Too few pairs of single tokens to be scored: {', '.join(findings['left_out'])}.")
-    return said
+    return said + (sentences_of_use(findings["use"]) if "use" in findings else [])

@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from headwater.data.strict_json import is_unicode
 from headwater.errors import InputError, ModelError
-from headwater.heads.head_map import HeadMap
 from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
 from headwater.heads.relations import Relations, load_relations
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, make_batch, token_span
 from headwater.options import one_or_several, shown
+from headwater.runs.record import RunRecord
+
+TEMPLATE = "Input: {source} Output:"
+"""What asks for a target, where nothing else is given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +45,20 @@ class TaskPrompts:
     """A target of another item that is not accepted here: what the logit difference is taken against."""
 
 
-def relations_of(model: HookedModel, head_map: HeadMap, relations: Relations) -> dict[str, tuple[TokenRelation, int]]:
+@runtime_checkable
+class Scored(Protocol):
+    """What prompts need to know of a head map."""
+
+    @property
+    def relations(self) -> pd.DataFrame:
+        """A row per relation: `relation, used, k`."""
+
+    @property
+    def run(self) -> RunRecord:
+        """What made the map."""
+
+
+def relations_of(model: HookedModel, head_map: Scored, relations: Relations) -> dict[str, tuple[TokenRelation, int]]:
     """Return the relations a head map was scored on, by name, as tokens, and each one's k.
 
     Only items of single tokens are taken, also where the map took the first token of longer words.
@@ -52,12 +70,10 @@ def relations_of(model: HookedModel, head_map: HeadMap, relations: Relations) ->
 
     Raises:
         ModelError: the map is of another model, or the model is none that runs.
-        InputError: there is no map, a relation of the map is not among those given, or none of its items are left.
+        InputError: a relation of the map is not among those given, or none of its items are left.
     """
     if not isinstance(model, HookedModel):
         raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
-    if not isinstance(head_map, HeadMap):
-        raise InputError(f"head_map={shown(head_map)} is no head map: give what hw.classify_heads returns.")
     if other := head_map.run.mismatch(model):
         raise ModelError(
             f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has "

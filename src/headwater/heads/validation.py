@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.heads.head_map import HeadMap
+from headwater.heads.head_map import HeadMap, checked_map
 from headwater.heads.prompts import SourcePrompts, checked_templates, relations_of, source_prompts
 from headwater.heads.relation_tokens import TokenRelation
 from headwater.heads.relations import Relations
@@ -134,7 +134,7 @@ def dynamic_scores(
     """
     templates = checked_templates(templates)
     batch_size = checked_count("batch_size", batch_size)
-    known = relations_of(model, head_map, relations)
+    known = relations_of(model, checked_map(head_map), relations)
     weights = open_weights(model)
     W_U, pieces = weights.unembedding(), []
     longest = longest_column(W_U)

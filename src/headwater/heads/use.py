@@ -1,0 +1,244 @@
+"""Does the running model use a head for what its parameters say? Each called head is silenced, beside others.
+
+1. The items of each relation become prompts, as in `ablation`: some examples, then the source; the next token should be
+   a target. Right is an item whose most likely next token is an accepted target; the share of these is the accuracy.
+2. For each head that implements or suppresses the relation: the accuracy when the head writes nothing at the last
+   position (zero for its z), everything else of the model running on from there.
+3. The same for other heads, one at a time: drawn from the head's own layer among those that the rule does not say to
+   implement or suppress the relation, or from the nearest layer that has such heads. `others` is the mean over them.
+4. loss = others - without: what silencing this head costs beyond silencing another head. Intervals are percentiles of a
+   bootstrap over sources, all items of a source together.
+5. p is the larger of two: that of McNemar's exact test against the whole model (sources that lose more items than they
+   gain, or gain more), and that of flipped signs against the others; 1 where the two point in different directions. A
+   head passes only by differing from both. q: false-discovery control (Benjamini and Hochberg) over all called heads
+   and relations.
+6. A head that implements is used where q is at most 5 % and the loss is above 0; one that suppresses, where it is
+   below. Where q is at most 5 % and the sign is the other one, the head is opposed: the model answers better without a
+   head that, by its parameters, writes the right answers.
+
+An accuracy of 0 leaves nothing to lose: where the whole model answers no item of a relation, no head is silenced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from numpy import ndarray
+from torch import Tensor
+
+from headwater.heads.categories import FALSE_DISCOVERY_RATE
+from headwater.heads.prompts import TaskPrompts, task_prompts
+from headwater.heads.relation_tokens import TokenRelation
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_name, checked_repeats
+from headwater.patching.ablation import ablate
+from headwater.patching.metrics import Metric
+from headwater.progress import progress_bar
+from headwater.stats.resample import Draws, ends
+from headwater.stats.significance import mcnemar_p, q_values, sign_flip_p
+
+Head: TypeAlias = tuple[int, int]
+"""(layer, head)."""
+MEASURED = (
+    *("accuracy", "without", "without_low", "without_high", "others", "others_low", "others_high"),
+    *("loss", "loss_low", "loss_high", "loss_p_value"),
+)
+COLUMNS = (*MEASURED, "loss_q_value", "used")
+"""The columns that `HeadMap.validate` adds to the table of a head map."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How the model is asked, and how many other heads are silenced for each.
+
+    `template` is one text with `{source}` for all relations, or a mapping that names the relations to ask for.
+    """
+
+    template: str | Mapping[str, str]
+    shots: int
+    draws: int
+    seed: int
+
+    @classmethod
+    def checked(cls, template: Any, shots: Any, draws: Any, seed: Any, known: Sequence[str]) -> Asking:
+        """Take these options, with relations among those known.
+
+        Raises:
+            InputError: one of them cannot be used.
+        """
+        if isinstance(template, Mapping):
+            template = {checked_name("template", name, known): text for name, text in template.items()}
+        shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
+        return cls(template, shots, checked_repeats("draws", draws), seed)
+
+    def of(self, relation: str) -> str | None:
+        """Return what asks for a relation; None for one that is not asked for."""
+        return self.template.get(relation) if isinstance(self.template, Mapping) else self.template
+
+
+def head_use(
+    model: HookedModel, table: pd.DataFrame, known: Mapping[str, TokenRelation], asking: Asking, progress: bool
+) -> pd.DataFrame:
+    """Measure what each called head is worth to the running model.
+
+    Args:
+        model: the model that was classified.
+        table: of its head map: a row per layer, head and relation, with `implemented` and `suppressed`.
+        known: the relations of the table, as tokens.
+        asking: how the model is asked.
+        progress: show a bar over relations.
+
+    Returns:
+        A frame with the index of `table` and the columns `COLUMNS`: NaN where a head was not called or its relation not
+        asked for, and, but for the accuracy of 0, where no item of it was answered.
+    """
+    called = table[table["implemented"] | table["suppressed"]]
+    found = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
+    asked = [name for name in called["relation"].unique() if asking.of(name) is not None]
+    for name in progress_bar(progress, asked, desc="Silencing heads", unit="relation"):
+        task = task_prompts(model, known[name], str(asking.of(name)), asking.shots, asking.seed)
+        rows = called[called["relation"] == name]
+        found.loc[rows.index] = _of_relation(model, task, rows, known[name], asking)
+    q = q_values(found["loss_p_value"].to_numpy())
+    is_clear = q <= FALSE_DISCOVERY_RATE
+    is_used = (table["implemented"] & (found["loss"] > 0)) | (table["suppressed"] & (found["loss"] < 0))
+    used = (is_used & is_clear).astype("boolean").mask(found["loss"].isna())
+    return found.assign(loss_q_value=q, used=used)
+
+
+def use_counts(table: pd.DataFrame) -> dict[str, Any]:
+    """Return, as JSON values, how many called heads and relations were measured, are used or opposed, and which not.
+
+    Args:
+        table: of a validated head map.
+    """
+    called = table[table["implemented"] | table["suppressed"]]
+    measured = called[called["used"].notna()]
+    is_clear = measured["loss_q_value"] <= FALSE_DISCOVERY_RATE
+    opposed = measured[is_clear & ~measured["used"].astype(bool)]
+    unanswered = called.loc[called["used"].isna() & (called["accuracy"] == 0), "relation"]
+    return {
+        "called": len(called),
+        "measured": len(measured),
+        "used": int(measured["used"].sum()),
+        "opposed": [f"{row['layer']}.{row['head']} on {row['relation']}" for row in opposed.to_dict("records")],
+        "unanswered": sorted(set(unanswered)),
+        "not_asked": called.loc[called["accuracy"].isna(), "relation"].nunique(),
+    }
+
+
+def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
+    """Say what `use_counts` found."""
+    if not counts["called"]:
+        return ["No head implements or suppresses a relation: there was no head to silence."]
+    said = []
+    if counts["measured"]:
+        said.append(
+            f"Of {counts['measured']} heads and relations silenced in the running model {counts['used']} are used: the "
+            f"answers change as they should, and more than without as many other heads of the layer (false-discovery "
+            f"rate {FALSE_DISCOVERY_RATE:.0%})."
+        )
+    if counts["opposed"]:
+        said.append(f"The other way round it is for {', '.join(counts['opposed'])}.")
+    if counts["unanswered"]:
+        said.append(
+            "Whether heads are used could not be told where the whole model answers no item: "
+            f"{', '.join(counts['unanswered'])}. Give a template= that it understands."
+        )
+    if counts["not_asked"]:
+        said.append(f"{counts['not_asked']} more of the relations that have heads were not asked for.")
+    return said
+
+
+def accuracy(task: TaskPrompts) -> Metric:
+    """Return the metric that is 1 where the most likely next token is accepted, and 0 elsewhere."""
+    most = max(map(len, task.accepted))
+    padded = [(*targets, *targets[:1] * (most - len(targets))) for targets in task.accepted]
+
+    def is_accepted(logits: Float[Tensor, "row kept d_vocab"], *targets: Tensor) -> Tensor:
+        best = logits[:, -1].argmax(-1)
+        return torch.stack([best == target for target in targets]).any(0).float()
+
+    answers = tuple([targets[place] for targets in padded] for place in range(most))
+    return Metric("accuracy", is_accepted, answers=answers)
+
+
+def other_heads(
+    head: Head, taken: Sequence[Head], n_layers: int, n_heads: int, draws: int, rng: np.random.Generator
+) -> list[Head]:
+    """Draw other heads of the same layer, or of the nearest that has some, each once; as many as asked, or all.
+
+    Args:
+        head: whose layer it is.
+        taken: heads that are not drawn.
+        n_layers: layers of the model.
+        n_heads: heads of a layer.
+        draws: how many.
+        rng: where the draw comes from.
+    """
+    for layer in sorted(range(n_layers), key=lambda one: (abs(one - head[0]), one)):
+        free = [(layer, other) for other in range(n_heads) if (layer, other) not in taken]
+        if free:
+            return [free[place] for place in rng.permutation(len(free))[:draws]]
+    return []
+
+
+def _of_relation(
+    model: HookedModel, task: TaskPrompts, called: pd.DataFrame, tokens: TokenRelation, asking: Asking
+) -> Float[ndarray, "head column"]:
+    """Return a row of `MEASURED` for each called head of one relation."""
+    heads = list(zip(called["layer"].astype(int), called["head"].astype(int), strict=True))
+    rng, shape = np.random.default_rng(asking.seed), model.shape
+    others = [other_heads(head, heads, shape.n_layers, shape.n_heads, asking.draws, rng) for head in heads]
+    whole, right = _right(model, task, list(dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])))
+    if not whole.any():
+        return np.array([[0.0, *[np.nan] * (len(MEASURED) - 1)]] * len(heads))
+    draws = Draws.of(tokens.source.tolist(), seed=asking.seed)
+    return np.array(
+        [
+            _measured(whole, right[head], np.array([right[one] for one in drawn]), draws)
+            for head, drawn in zip(heads, others, strict=True)
+        ]
+    )
+
+
+def _right(
+    model: HookedModel, task: TaskPrompts, heads: Sequence[Head]
+) -> tuple[Bool[ndarray, " item"], dict[Head, Bool[ndarray, " item"]]]:
+    """Say of each item whether the whole model answers it, and whether it does without each of the heads."""
+    metric, batch = accuracy(task), task.batch
+    logits = [model.run(part, keep="last")[:, 0].float().cpu() for _, part in batch.split(64)]
+    best = [token for part in logits for token in part.argmax(-1).tolist()]
+    whole = np.array([token in accepted for token, accepted in zip(best, task.accepted, strict=True)])
+    if not whole.any():
+        return whole, {}
+    sets = {f"{layer}.{head}": [(layer, head)] for layer, head in heads}
+    swept = ablate(model, batch, metric=metric, sets=sets, positions="last", progress=False).table
+    value = swept.assign(value=swept["clean"] + swept["effect"]).pivot(index="example", columns="set", values="value")
+    whole = swept.groupby("example")["clean"].first().to_numpy() > 0.5
+    return whole, {one[0]: value[name].to_numpy() > 0.5 for name, one in sets.items()}
+
+
+def _measured(
+    whole: Bool[ndarray, " item"], without: Bool[ndarray, " item"], others: Bool[ndarray, "draw item"], draws: Draws
+) -> list[float]:
+    """Return the values of `MEASURED` for one head of one relation."""
+    mean = others.mean(0) if len(others) else np.full(len(whole), np.nan)
+    columns = np.stack([whole, without, mean, mean - without], axis=1).astype(float)
+    estimates = draws.mean(columns)
+    low, high = ends(estimates)
+    (accuracy, left, beside, loss), net = estimates[0], draws.sums(columns[:, 0] - columns[:, 1])
+    p = np.nan
+    if len(others):
+        changed = [np.array([side.sum()], dtype=np.float64) for side in (net > 0, net < 0)]
+        against_whole = float(mcnemar_p(*changed)[0])
+        against_others = sign_flip_p(draws.sums(columns[:, 3]), draws.seed)
+        agree = np.sign(net.sum()) == np.sign(loss)
+        p = float(np.maximum(against_whole, against_others)) if agree else 1.0
+    return [accuracy, left, low[1], high[1], beside, low[2], high[2], loss, low[3], high[3], p]
