@@ -66,6 +66,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
     rows = pd.DataFrame({"quantity": "score", "relation": ["a", "b"], "published": 0.5, "measured": [0.75, math.nan]})
     found = [
         answered, heads, heads.sensitivity(), statistics, pathways,
+        hw.attention_behaviour(model, sequences=4, length=8, **quiet),
         hw.compare_heads({"a": model, "b": model}, relations=few, **quiet),
         ablate_heads(model, heads, "city_to_country", relations=few, template=CITY, shots=0, draws=2, **quiet),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),

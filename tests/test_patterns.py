@@ -3,16 +3,30 @@
 import pandas as pd
 import pytest
 import torch
+from transformer_lens import head_detector
 from transformer_lens.head_detector import compute_head_attention_similarity_score, detect_head
 
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads import patterns
-from headwater.heads.patterns import attention_classes, mean_attention, repeated_tokens
-from headwater.models.compat import ATTENTION_CLASSES, keys_of
+from headwater.heads.attended_keys import BEHAVIOURS, attended_keys, repeated_tokens, token_kinds
+from headwater.heads.patterns import (
+    ATTENTION_CLASSES,
+    attention_classes,
+    attention_on,
+    detector_scores,
+    pattern_sums,
+)
+from headwater.models.tokens import Batch
 from headwater.planted import induction, name_mover
 from headwater.planted.circuits import INDUCTION_HEAD, PREVIOUS_TOKEN_HEAD
 from tests.tiny import tiny_model, tiny_tokenizer
+
+
+def keys_of(name, tokens):
+    """The keys of each query as TransformerLens's detector defines them."""
+    pattern = getattr(head_detector, f"get_{name}_head_detection_pattern")
+    return pattern(tokens[None]).to(torch.bool)
 
 
 def load(planted):
@@ -58,15 +72,52 @@ def test_scores_are_the_detectors_own_up_to_the_queries_that_have_no_such_key(fa
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "neox"])
+def test_both_error_measures_of_the_detector_follow_from_the_sums(family):
+    model = hw.load(tiny_model(family, seed=5), tokenizer=tiny_tokenizer())
+    tokens = repeated_tokens(model, 3, 9, 11)
+    (sums,) = pattern_sums(model, Batch.of(tokens.tolist(), pad=0), token_kinds(model))
+    found = detector_scores(sums)
+    for name in ATTENTION_CLASSES:
+        for measure in ("mul", "abs"):
+            expected = torch.zeros(model.shape.n_layers, model.shape.n_heads)
+            for row in tokens:
+                _, cache = model.raw.run_with_cache(row[None], remove_batch_dim=True)
+                for layer in range(model.shape.n_layers):
+                    for head in range(model.shape.n_heads):
+                        expected[layer, head] += compute_head_attention_similarity_score(
+                            cache["pattern", layer, "attn"][head],
+                            keys_of(name, row).float(),
+                            exclude_bos=False,
+                            exclude_current_token=False,
+                            error_measure=measure,
+                        ) / len(tokens)
+            place = list(BEHAVIOURS).index(name)
+            rounding = 6e-4 if measure == "abs" else 1e-5  # the detector rounds it to three places
+            torch.testing.assert_close(found[measure][place].float(), expected, rtol=1e-5, atol=rounding)
+
+
+@pytest.mark.oracle
 def test_on_words_that_survive_the_way_through_text_the_detector_agrees_too():
     planted = induction()
     model = load(planted)
     text = " ant bat cow dog elk ant bat cow dog elk"
-    tokens = model.tokenize(text).tokens
+    batch = model.tokenize(text)
     expected = detect_head(model.raw, text, "induction_head")
-    keys = keys_of("induction", tokens[0])
-    found = mean_attention(model.cache(text, residual=False, progress=False).attention[1], keys[None])
-    torch.testing.assert_close(found * keys.any(-1).float().mean(), expected[1], rtol=1e-4, atol=1e-5)
+    keys, visible = attended_keys(batch.tokens, batch.mask, token_kinds(model))
+    pattern = model.cache(text, residual=False, progress=False).attention[1]
+    found = attention_on(pattern, keys, visible)["on"][0, list(BEHAVIOURS).index("induction")]
+    torch.testing.assert_close(found / batch.tokens.shape[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.oracle
+def test_keys_are_those_of_the_detector_also_where_tokens_follow_themselves():
+    tokens = torch.randint(0, 4, (5, 11))
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    keys, _ = attended_keys(tokens, torch.ones_like(tokens, dtype=torch.bool), token_kinds(model))
+    for name in ATTENTION_CLASSES:
+        expected = torch.stack([keys_of(name, row) for row in tokens])
+        assert torch.equal(keys[list(BEHAVIOURS).index(name)], expected), name
 
 
 def test_random_sequences_hold_no_special_token_and_repeat_once():

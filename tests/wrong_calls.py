@@ -308,6 +308,14 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             hw.compare_heads,
             {"models": {"a": g.model, "b": g.model}, "relations": g.relation, **QUIET},
         ),
+        "attention_behaviour": lambda: (
+            hw.attention_behaviour,
+            {"model": g.model, "texts": [CLEAN, CORRUPTED], "sequences": 2, "length": 4, **QUIET},
+        ),
+        "AttentionBehaviour.plot": lambda: (
+            hw.attention_behaviour(g.model, sequences=2, length=4, **QUIET).plot,
+            {"on": None},
+        ),
         "HeadComparison.save": lambda: (g.compared.save, {"folder": g.folder / "compared"}),
         "HeadComparison.load": lambda: (hw.HeadComparison.load, {"folder": g.compared.save(g.folder / "compared")}),
         "HeadComparison.plot": lambda: (g.compared.plot, {"ax": None}),

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from headwater.detection.detection import Detection as Detection
     from headwater.detection.detection import detect as detect
     from headwater.errors import HeadwaterError as HeadwaterError
+    from headwater.heads.behaviour import AttentionBehaviour as AttentionBehaviour
+    from headwater.heads.behaviour import attention_behaviour as attention_behaviour
     from headwater.heads.classify import classify_heads as classify_heads
     from headwater.heads.comparison import HeadComparison as HeadComparison
     from headwater.heads.comparison import compare_heads as compare_heads

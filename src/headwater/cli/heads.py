@@ -1,4 +1,4 @@
-"""The commands `headwater heads`, `headwater compare` and `headwater relations`."""
+"""The commands `headwater heads`, `headwater compare`, `headwater behaviour` and `headwater relations`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from headwater.cli.command import EMBEDDED, AsJson, Model, Out, Quiet, columns, continues, plain, report, write
+from headwater.cli.command import (
+    EMBEDDED,
+    LOAD,
+    AsJson,
+    Model,
+    Out,
+    Quiet,
+    columns,
+    continues,
+    load_model,
+    plain,
+    report,
+    write,
+)
 from headwater.cli.offered import Of, Options, Shaped, command
 
 RELATIONS = Shaped("relations", Path)
@@ -34,6 +47,28 @@ COMPARE = Of(
     shaped=(RELATIONS, MULTI_TOKEN),
     filled="models",
     left_out={"norm_gain": "how much the answer hangs on it is a question for a notebook"},
+)
+
+
+def _texts_in(file: Path) -> list[str]:
+    from headwater.data.rows import check_readable, read_texts
+
+    check_readable(file, "texts")
+    return [text for text in read_texts(file, "text") if text]
+
+
+BEHAVE = Of(
+    "headwater.heads.behaviour:attention_behaviour",
+    offers="sequences length threshold batch_size seed",
+    shaped=(
+        Shaped(
+            "texts",
+            Path,
+            help="A text per line, or .jsonl, .csv or .tsv with the texts under `text`. Default: random tokens alone; "
+            "for the embedded model also texts of its world.",
+            read=_texts_in,
+        ),
+    ),
 )
 SUITE = Of("headwater.heads.relations:load_relations", shaped=(RELATIONS,))
 COVERAGE = Of("headwater.heads.coverage:relation_coverage", shaped=(MULTI_TOKEN,), filled="relations tokenizer")
@@ -86,6 +121,28 @@ def compare(
         comparison = compare_heads(models, progress=not quiet, out=out, **options.of("compare_heads"))
         files = write(comparison, out, "head_comparison") if out else []
     report(comparison.findings() | {"files": files}, as_json, _show_changes)
+
+
+@command(BEHAVE, LOAD, summary=BEHAVE)
+def behaviour(
+    options: Options, model: Model = None, out: Out = None, as_json: AsJson = False, quiet: Quiet = False
+) -> None:
+    """Runs the model on random tokens said twice, and on texts; each score beside that of keys at shuffled positions.
+
+    **Examples**
+
+    `headwater behaviour`
+
+    `headwater behaviour gpt2 --texts texts.txt --out runs/behaviour`
+    """
+    with continues(out):
+        from headwater.heads.behaviour import attention_behaviour
+
+        loaded = load_model(model, options)
+        result = attention_behaviour(loaded, progress=not quiet, out=out, **options.of("attention_behaviour"))
+        files = write(result, out, "attention_behaviour") if out else []
+    text = "\n".join(result.report())
+    report(result.findings() | {"files": files}, as_json, lambda found, console: _show_behaviour(found, text, console))
 
 
 @command(SUITE, COVERAGE)
@@ -150,6 +207,14 @@ def _show_changes(summary: dict[str, Any], console: Console) -> None:
             place = (plain(row["model"]), f"{row['layer']}.{row['head']}", row["relation"], row["sign"], row["change"])
             table.add_row(*place, *numbers)
         console.print("\nThe largest changes:", table, sep="\n")
+
+
+def _show_behaviour(summary: dict[str, Any], said: str, console: Console) -> None:
+    table = columns("on,behaviour", "heads,best,score,expected,excess")
+    for row in summary["summary"]:
+        numbers = (f"{row[name]:.2f}" for name in ("score", "expected", "excess"))
+        table.add_row(row["on"], row["behaviour"], f"{row['heads']:,}", f"{row['layer']}.{row['head']}", *numbers)
+    console.print(table, "", plain(said), sep="\n")
 
 
 def _show_coverage(summary: dict[str, Any], console: Console) -> None:

@@ -7,6 +7,10 @@ from headwater.rooms import opened
 if TYPE_CHECKING:
     from headwater.heads.ablation import HeadAblation as HeadAblation
     from headwater.heads.ablation import ablate_heads as ablate_heads
+    from headwater.heads.attended_keys import BEHAVIOURS as BEHAVIOURS
+    from headwater.heads.attended_keys import Behaviour as Behaviour
+    from headwater.heads.behaviour import AttentionBehaviour as AttentionBehaviour
+    from headwater.heads.behaviour import attention_behaviour as attention_behaviour
     from headwater.heads.categories import CATEGORIES as CATEGORIES
     from headwater.heads.categories import Category as Category
     from headwater.heads.circuit_vectors import SingularVectors as SingularVectors

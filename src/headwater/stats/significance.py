@@ -21,7 +21,8 @@ below 0.6 of the true one where that is above 1e-4, mostly within 10 % of it, an
 
 **Flipped signs** (`sign_flip_p`): were effects as likely to have the other sign, how often would their mean be this far
 from 0? **Items gained and lost** (`mcnemar_p`): were a changed item as likely to be lost as gained, how often would the
-two numbers be this far apart? **Several tests**: the share of false discoveries among them (`q_values`, Benjamini and
+two numbers be this far apart? **Above what chance expects** (`excess_p`): over independent units, how often would the
+mean be this far above it? **Several tests**: the share of false discoveries among them (`q_values`, Benjamini and
 Hochberg), and one p of all (`combined_p`, Fisher). **A share** of items: Wilson's interval (`wilson_interval`).
 """
 
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
-from scipy.special import bdtr, betaincinv, chndtr, ndtri
+from scipy.special import bdtr, betaincinv, chndtr, ndtri, stdtr
 from scipy.stats import combine_pvalues, false_discovery_control
 from torch import Tensor
 
@@ -125,6 +126,33 @@ def mcnemar_p(gained: Numbers, lost: Numbers) -> Numbers:
     changed = gained + lost
     tail = bdtr(np.minimum(gained, lost), np.maximum(changed, 1).astype(int), 0.5)
     return np.where(changed > 0, np.minimum(2 * tail, 1.0), 1.0)
+
+
+def excess_p(
+    differences: Float[np.ndarray, "unit column"],
+    variance: Float[np.ndarray, "unit column"],
+    weights: Float[np.ndarray, " unit"],
+) -> Numbers:
+    """One-sided p of a mean difference this far above 0, by Student's law over units; NaN for fewer than two.
+
+    The mean is the sum of differences over the sum of weights. Its variance is the larger of two: that between units,
+    n / (n - 1) times the sum of squared distances from weight times mean, which holds what the parts of one unit have
+    in common; and that which the null itself gives, which holds where units happen to be alike. p is 1 where both are
+    0.
+
+    Args:
+        differences: of each unit the sum, over its parts, of what was observed less what the null expects.
+        variance: of these sums under the null.
+        weights: how many parts each unit has.
+    """
+    n = len(differences)
+    if n < 2:
+        return np.full(differences.shape[1], np.nan)
+    total = differences.sum(0)
+    apart = np.square(differences - weights[:, None] * total / weights.sum()).sum(0)
+    spread = np.sqrt(np.maximum(n / (n - 1) * apart, variance.sum(0)))
+    moves = spread > 0
+    return np.where(moves, stdtr(n - 1, -total / np.where(moves, spread, 1.0)), 1.0)
 
 
 def q_values(p_values: Numbers) -> Numbers:

@@ -1,0 +1,287 @@
+"""What each head attends to, when it is run: on random tokens and on text, beside keys drawn at random.
+
+1. Random tokens, said twice, and texts (`attended_keys`): the share of a head's attention on the keys of each
+   behaviour, averaged over the queries that have such keys; and what as many at shuffled positions get (`patterns`).
+2. `excess` is the chance-corrected score (score - expected) / (1 - expected). Its sequences are the unit: the interval
+   is a bootstrap over them, p that of a mean this far above shuffled positions (`stats.significance.excess_p`), q holds
+   false discoveries over heads, behaviours, and both kinds of sequences.
+3. A head is called by a behaviour where q is at most 5 % and the excess reaches the threshold. It is named by the one
+   with the largest excess; by the first position only where there is no other, because heads that find nothing rest
+   there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from headwater.data.rows import read_texts
+from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, repeated_tokens, token_kinds
+from headwater.heads.categories import FALSE_DISCOVERY_RATE
+from headwater.heads.patterns import (
+    MOST_SEQUENCES,
+    POSITION,
+    SUMS,
+    heads_of,
+    pattern_sums,
+    position_share,
+    rows_that_fit,
+)
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.tokens import Batch, Inputs, by_length
+from headwater.options import checked_count, checked_number, checked_seed
+from headwater.progress import Bar
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import each_row
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+from headwater.stats.resample import Draws, ends
+from headwater.stats.significance import Numbers, chance_corrected, excess_p, q_values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NONE = "none"
+RESTING = "first_token"
+"""Where heads rest that find nothing: a head is named by it only where nothing else names it."""
+OWN_TEXTS = 64
+"""How many texts of the embedded model's world are read where none are given."""
+SEQUENCES_PER_PIECE = 64
+"""How many sequences are finished, and kept in `out`, at a time."""
+NUMBERS_AT_ONCE = 2**22
+"""How many numbers of the bootstrap are held at a time."""
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionBehaviour(Result):
+    """What `attention_behaviour` returns."""
+
+    table: pd.DataFrame
+    """A row per kind of sequences, layer, head and behaviour.
+
+    `on` ("random" tokens, or "text"), `layer, head, behaviour`; `score`, the share of attention on the behaviour's keys
+    (0 to 1), with its 95 % interval over sequences, `low, high`; `expected`, that share for as many keys at shuffled
+    positions; `excess`, the chance-corrected score; `p_value, q_value` of the score under shuffled positions; `called`;
+    and `sequences, queries, keys`, how many there are with such keys, and how many of these. Where there are none all
+    numbers are NaN; p and intervals need two sequences.
+    """
+    heads: pd.DataFrame
+    """A row per layer and head: `behaviours`, a tuple of those that it is called by, on random tokens or on text, the
+    largest excess first; `label`, the one that names it, or "none"; `position`, the share of the variance of its scores
+    before the softmax, on random tokens, that the two positions decide alone."""
+    run: RunRecord
+
+    def summary(self) -> pd.DataFrame:
+        """Return a row per kind of sequences and behaviour: how many heads are called, and which is the strongest.
+
+        `on, behaviour, heads`, then `layer, head, score, expected, excess` of the head with the largest excess.
+        """
+        called = self.table.groupby(["on", "behaviour"], sort=False)["called"].sum().rename("heads").reset_index()
+        known = self.table[self.table["excess"].notna()]
+        best = known.loc[known.groupby(["on", "behaviour"], sort=False)["excess"].idxmax()]
+        columns = ["on", "behaviour", "layer", "head", "score", "expected", "excess"]
+        return called.astype({"heads": int}).merge(best[columns], on=["on", "behaviour"], how="inner")
+
+    def report(self) -> list[str]:
+        """Return which behaviours heads are called by, the strongest heads, and what could not be seen."""
+        said = []
+        for on, part in self.summary().groupby("on", sort=False):
+            found = [row for row in each_row(part) if row["heads"]]
+            named = ", ".join(f"{row['heads']} by {words(row['behaviour'])}" for row in found)
+            said.append(f"{_where(on)}, heads are called {named}." if named else f"{_where(on)}, no head is called.")
+            found = [row for row in found if row["behaviour"] != RESTING]
+            if found:
+                best = max(found, key=lambda row: row["excess"])
+                said.append(
+                    f"The strongest there is head {best['head']} of layer {best['layer']}: {best['score']:.0%} of its "
+                    f"attention is on {BEHAVIOURS[best['behaviour']].says if best['behaviour'] in BEHAVIOURS else 'it'}"
+                    f", where as many keys at random would get {best['expected']:.0%}."
+                )
+        unseen = self.table[self.table["score"].isna()].groupby("on", sort=False)["behaviour"].unique()
+        said += [
+            f"{_where(on)}, there is nothing to see of {', '.join(map(words, names))}." for on, names in unseen.items()
+        ]
+        if (self.table["sequences"] == 1).any():
+            said.append("Of a single sequence there is no interval and no p-value, so nothing is called on it.")
+        return [*said, "A head that attends to something need not move anything from there."]
+
+    def plot(self, ax: Axes | None = None, *, on: str | None = None) -> Axes | Figure:
+        """Draw layer by head, a mark per head in the colour and shape of its strongest behaviour.
+
+        Args:
+            ax: where to draw one map; default: a new figure, with a map for random tokens and one for text.
+            on: "random" or "text" alone.
+
+        Raises:
+            InputError: there is no such kind of sequences, or `ax` was given for two maps.
+        """
+        return self._drawn(ax, on=on)
+
+
+def attention_behaviour(
+    model: HookedModel,
+    texts: Inputs | None = None,
+    *,
+    sequences: int = 32,
+    length: int = 24,
+    threshold: float = 0.4,
+    batch_size: int = 16,
+    seed: int = 0,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> AttentionBehaviour:
+    """Say what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
+
+    Args:
+        model: a loaded model.
+        texts: texts, or anything else that `model.tokenize` takes. By default texts of the embedded model's world, for
+            the embedded model; for others random tokens alone.
+        sequences: how many sequences of random tokens, at most 10,000.
+        length: how many random tokens before they are said again; fewer where the vocabulary or the context is small.
+        threshold: the chance-corrected score from which on a head is called by a behaviour.
+        batch_size: sequences in one run of the model; fewer where their patterns would take too much memory.
+        seed: of the random tokens and of the intervals.
+        progress: show a bar over sequences.
+        out: a folder for the result. An interrupted run, repeated with it, continues.
+
+    Raises:
+        InputError: the model is none that runs, texts or an option cannot be used, the vocabulary or the context is too
+            small to say a sequence twice, or a text is too long for the context or for memory.
+        RunFolderError: `out` holds another run.
+    """
+    check_model(model)
+    sequences = checked_count("sequences", sequences, most=MOST_SEQUENCES)
+    length = checked_count("length", length, least=2)
+    threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
+    batch_size, seed = checked_count("batch_size", batch_size), checked_seed(seed)
+    kinds = token_kinds(model)
+    read = {"random": Batch.of(repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
+    given = _own_texts(model) if texts is None else texts
+    if given is not None:
+        read["text"] = model.tokenize(given)
+    at_once = {on: min(batch_size, rows_that_fit(model, batch.tokens.shape[1])) for on, batch in read.items()}
+    options = {"texts": [read["text"].tokens, read["text"].lengths] if "text" in read else [], "sequences": sequences}
+    options |= {"length": length, "threshold": threshold}
+
+    def work(run: Run) -> AttentionBehaviour:
+        with run.bar("Reading attention", "text", sum(map(len, read.values()))) as bar:
+            sums = {on: _summed(model, read[on], kinds, run, on, at_once[on], bar) for on in read}
+        table = called(pd.concat([scored(on, found, seed) for on, found in sums.items()], ignore_index=True), threshold)
+        position = position_share(*(sums["random"][name] for name in POSITION))
+        return AttentionBehaviour(table, named(table).assign(position=position.flatten().numpy()), run.record)
+
+    return carry_out(
+        AttentionBehaviour, "attention_behaviour", model, options, work, out=out, seed=seed, progress=progress
+    )
+
+
+def _own_texts(model: HookedModel) -> list[str] | None:
+    """Return texts of the embedded model's world for that model; None for others."""
+    if model.name != "embedded":
+        return None
+    lines = read_texts(Path(str(files("headwater") / "world" / "texts.jsonl")), "text")
+    return [text for text in islice(lines, OWN_TEXTS) if text]
+
+
+def _summed(
+    model: HookedModel, batch: Batch, kinds: TokenKinds, run: Run, on: str, at_once: int, bar: Bar
+) -> dict[str, Tensor]:
+    """Read what heads attend to in all sequences, like lengths together; in pieces, some sequences each."""
+    order = [row for part in by_length(batch.lengths.tolist(), len(batch)) for row in part]
+    batch = Batch(batch.tokens[order], batch.mask[order])
+    n_bos = int(model.bos is not None)
+    said_once = range(n_bos, n_bos + (batch.tokens.shape[1] - n_bos) // 2) if on == "random" else None
+
+    def compute(rows: range) -> dict[str, Tensor]:
+        starts = range(rows.start, rows.stop, at_once)
+        parts = [batch.rows(start, min(start + at_once, rows.stop)) for start in starts]
+        return joined([one for part in parts for one in pattern_sums(model, part, kinds, said_once=said_once)])
+
+    starts = range(0, len(batch), SEQUENCES_PER_PIECE)
+    pieces = [range(start, min(start + SEQUENCES_PER_PIECE, len(batch))) for start in starts]
+    return joined(list(run.pieces(on, pieces, compute, bar, len)))
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Put the sums of several runs together: those by sequence one after the other, the others added up."""
+    names = parts[0]
+    return {
+        name: sum((part[name] for part in parts[1:]), parts[0][name])
+        if name in POSITION
+        else torch.cat([part[name] for part in parts])
+        for name in names
+    }
+
+
+def scored(on: str, sums: Mapping[str, Tensor], seed: int) -> pd.DataFrame:
+    """Make the rows of one kind of sequences: scores, intervals, and what shuffled positions would give."""
+    _, n_classes, n_layers, n_heads = sums["on"].shape
+    draws, parts = Draws.of(range(len(sums["on"])), seed=seed), []
+    for place, name in enumerate(list(BEHAVIOURS)[:n_classes]):
+        queries = sums["queries"][:, place].double().numpy()
+        has = queries > 0
+        found, expected, variance = (sums[one][:, place].flatten(1).double().numpy() for one in SUMS)
+        parts.append(
+            heads_of(n_layers, n_heads).assign(
+                behaviour=name,
+                **_estimates(draws, found, expected, queries),
+                p_value=excess_p((found - expected)[has], variance[has], queries[has]),
+                sequences=int(has.sum()),
+                queries=int(queries.sum()),
+                keys=int(sums["keys"][:, place].sum()),
+            )
+        )
+    table = pd.concat(parts, ignore_index=True).sort_values(["layer", "head"], kind="stable", ignore_index=True)
+    table.insert(0, "on", on)
+    return table
+
+
+def _estimates(draws: Draws, found: Numbers, expected: Numbers, queries: Numbers) -> dict[str, Numbers]:
+    """Return the score of every head with its interval, what shuffled positions would give, and the excess."""
+    whole = queries.sum() or np.nan
+    score, chance = found.sum(0) / whole, expected.sum(0) / whole
+    size = max(1, NUMBERS_AT_ONCE // (draws.draws + 1))
+    parts = [found[:, start : start + size] for start in range(0, found.shape[1], size)]
+    intervals = [ends(draws.ratio_of_units(part, np.broadcast_to(queries[:, None], part.shape))) for part in parts]
+    low, high = (np.concatenate(side) for side in zip(*intervals, strict=True))
+    excess = chance_corrected(score, chance)
+    return {"score": score, "low": low, "high": high, "expected": chance, "excess": excess}
+
+
+def called(table: pd.DataFrame, threshold: float) -> pd.DataFrame:
+    """Add q over everything there is, and whether a head is called by a behaviour."""
+    q = q_values(table["p_value"].to_numpy())
+    is_called = (q <= FALSE_DISCOVERY_RATE) & (table["excess"] >= threshold)
+    counts = table[["sequences", "queries", "keys"]]
+    return table.drop(columns=list(counts)).assign(q_value=q, called=is_called, **counts)
+
+
+def named(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per head: all that it is called by, the largest excess first, and the one that names it."""
+    strongest = table[table["called"]].sort_values("excess", ascending=False, kind="stable")
+    by_head = {
+        head: tuple(dict.fromkeys(rows["behaviour"])) for head, rows in strongest.groupby(["layer", "head"], sort=False)
+    }
+    heads = table[["layer", "head"]].drop_duplicates(ignore_index=True)
+    behaviours = [by_head.get(head, ()) for head in heads.itertuples(index=False, name=None)]
+    labels = [next((name for name in found if name != RESTING), found[0] if found else NONE) for found in behaviours]
+    return heads.assign(behaviours=pd.Series(behaviours, dtype=object), label=labels)
+
+
+def words(behaviour: object) -> str:
+    """Return a behaviour's name as it stands in a sentence."""
+    return str(behaviour).replace("_", " ")
+
+
+def _where(on: object) -> str:
+    return "On random tokens" if on == "random" else "On text"
