@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import headwater as hw
-from benchmarks.machine import Machine, Work, seconds
+from benchmarks.machine import Machine, Work, best_in_turns
 from benchmarks.patching import random_gpt2
 from benchmarks.report import Row
 from headwater.models.generation.loop import generate
@@ -53,7 +53,7 @@ def _row(machine: Machine, device: str, model: HookedModel, what: str, rows: int
         return generate(model, batch, max_new_tokens=NEW).tokens
 
     agrees = torch.equal(theirs().cpu(), ours())
-    taken = [(seconds(theirs, device), seconds(ours, device)) for _ in range(ROUNDS)]
+    peer_s, headwater_s = best_in_turns(theirs, ours, device, ROUNDS)
     shape = model.shape
     count = sum(parameter.numel() for parameter in twin.parameters())
     work = Work(2 * count * rows * (PROMPT + NEW), 4 * count * NEW, done=rows * NEW, unit="tokens")
@@ -62,8 +62,8 @@ def _row(machine: Machine, device: str, model: HookedModel, what: str, rows: int
         peer="generate of transformers, attention in one pass",
         floor_s=machine.floor_of(work),
         work=work,
-        peer_s=min(peer for peer, _ in taken),
-        headwater_s=min(own for _, own in taken),
+        peer_s=peer_s,
+        headwater_s=headwater_s,
         agrees=agrees,
         peak_bytes=None,
         target=">= 0.95 x, the same tokens",

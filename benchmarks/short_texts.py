@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import headwater as hw
-from benchmarks.machine import Machine, Work, seconds
+from benchmarks.machine import Machine, Work, best_in_turns
 from benchmarks.patching import random_gpt2
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
@@ -66,7 +66,7 @@ def _row(machine: Machine, device: str, model: HookedModel, what: str) -> Row:
 
     found, expected = ours(), with_full_logits(model, text)
     agrees = bool((found[:-1] - expected[:-1]).abs().max() < TOLERANCE) and torch.equal(found[-1], expected[-1])
-    taken = [(seconds(lambda: with_full_logits(model, text), device), seconds(ours, device)) for _ in range(ROUNDS)]
+    peer_s, headwater_s = best_in_turns(lambda: with_full_logits(model, text), ours, device, ROUNDS)
     n = found.shape[1] + 1
     shape = model.shape
     count = sum(parameter.numel() for parameter in model.raw.original_model.parameters())
@@ -76,8 +76,8 @@ def _row(machine: Machine, device: str, model: HookedModel, what: str) -> Row:
         peer="log_softmax over full logits, no record",
         floor_s=machine.floor_of(work),
         work=work,
-        peer_s=min(peer for peer, _ in taken),
-        headwater_s=min(own for _, own in taken),
+        peer_s=peer_s,
+        headwater_s=headwater_s,
         agrees=agrees,
         peak_bytes=None,
         target=">= 1 x, equal to 1e-4",

@@ -22,7 +22,7 @@ from headwater.cli.command import (
     write,
 )
 from headwater.cli.offered import Of, Options, command
-from headwater.cli.patching import At, Clean, Corrupted, Metric, Pairs, Token, Tokens, measured_by, prompts_given
+from headwater.cli.patching import Measured, Pairs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,14 +62,9 @@ SHOWN = 10
 @command(EDGES, LOAD, summary=EDGES)
 def edges(
     model: Model = None,
-    clean: Clean = None,
-    corrupted: Corrupted = None,
-    pairs: Pairs = None,
-    metric: Metric = "logit-difference",
-    tokens: Tokens = None,
-    token: Token = None,
-    at: At = "last",
     *,
+    pairs: Pairs,
+    measured: Measured,
     options: Options,
     out: Out = None,
     as_json: AsJson = False,
@@ -84,10 +79,8 @@ def edges(
 
     `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
     """
-    prompts = prompts_given(clean, pairs)
     with continues(out):
-        measure = measured_by(metric, tokens, token, at)
-        found = _measured(model, prompts, corrupted, measure, options, out, quiet)
+        found = _effects(model, pairs, measured, options, out, quiet)
         files = write(found, out, "edges") if out else []
         if out:
             found.summary().to_csv(out / "summary.csv", index=False, lineterminator="\n")
@@ -98,19 +91,14 @@ def edges(
 @command(OF_A_CIRCUIT, LOAD)
 def circuit(
     model: Model = None,
-    clean: Clean = None,
-    corrupted: Corrupted = None,
-    pairs: Pairs = None,
-    metric: Metric = "logit-difference",
-    tokens: Tokens = None,
-    token: Token = None,
-    at: At = "last",
+    *,
+    pairs: Pairs,
+    measured: Measured,
     size: Annotated[int, typer.Option(help="How many edges the circuit has.")] = 20,
     by: Annotated[
         Literal["size", "signed"],
         typer.Option(help="The largest effects, or those that speak most for the clean prompt's answer."),
     ] = "size",
-    *,
     options: Options,
     out: Out = None,
     as_json: AsJson = False,
@@ -123,10 +111,8 @@ def circuit(
     `headwater circuit --clean "The capital of France is" --corrupted "The capital of Italy is"
     --tokens " Paris" " Rome" --size 20 --out runs/circuit`
     """
-    prompts = prompts_given(clean, pairs)
     with continues(out):
-        measure = measured_by(metric, tokens, token, at)
-        found = _measured(model, prompts, corrupted, measure, options, out, quiet)
+        found = _effects(model, pairs, measured, options, out, quiet)
         chosen = found.circuit(size, by=by)
         files = []
         if out and is_main():
@@ -142,19 +128,14 @@ def circuit(
         report(_summary(found, strongest) | {"said": said, "files": files}, as_json, _show)
 
 
-def _measured(
-    model: str | None,
-    prompts: list[str] | Path,
-    corrupted: list[str] | None,
-    measure: object,
-    options: Options,
-    out: Path | None,
-    quiet: bool,
+def _effects(
+    model: str | None, pairs: Pairs, measured: Measured, options: Options, out: Path | None, quiet: bool
 ) -> EdgeEffects:
     from headwater.circuits.edge_effects import edges as run
 
+    prompts, metric = pairs.prompts, measured.asked()
     loaded, given = load_model(model, options), options.of("edges")
-    return run(loaded, prompts, corrupted, metric=measure, progress=not quiet, out=out, **given)
+    return run(loaded, prompts, pairs.corrupted, metric=metric, progress=not quiet, out=out, **given)
 
 
 def _summary(found: EdgeEffects, strongest: pd.DataFrame) -> dict[str, object]:

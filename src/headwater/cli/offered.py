@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 import typer
@@ -100,6 +100,9 @@ class Options:
 def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return what makes a command of a function that takes `options: Options` beside parameters of its own.
 
+    A parameter of its own whose type is a dataclass stands for the options that its fields are; what was given comes as
+    one object of it.
+
     Args:
         functions: what it offers of the functions that it calls. The first of several that take an option says it.
         summary: the function whose first line is the command's; default: the first line of the command's docstring.
@@ -107,6 +110,7 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
 
     def made(body: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(body, eval_str=True).parameters
+        groups: dict[str, Any] = {name: one.annotation for name, one in own.items() if is_dataclass(one.annotation)}
         read: dict[str, inspect.Parameter] = {}
         for function in functions:
             for name, offered in function.options().items():
@@ -114,11 +118,15 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
 
         def run(**given: object) -> None:
             asked = Options(functions, {name: given.pop(name) for name in read})
-            body(options=asked, **given)
+            grouped = {
+                name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()
+            }
+            body(options=asked, **grouped, **given)
 
-        before = list(own).index("options")
-        listed = list(own.values())
-        shown = [*listed[:before], *read.values(), *listed[before + 1 :]]
+        shown: list[inspect.Parameter] = []
+        for name, one in own.items():
+            of_group = _fields(groups[name]) if name in groups else [one]
+            shown += read.values() if name == "options" else of_group
         run.__signature__ = inspect.Signature([one.replace(kind=one.KEYWORD_ONLY) for one in shown])  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in shown}
         run.__name__, run.__module__ = body.__name__, body.__module__
@@ -128,6 +136,11 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
         return run
 
     return made
+
+
+def _fields(group: type) -> list[inspect.Parameter]:
+    """Return the parameters of what makes a dataclass: its fields, with their types and defaults."""
+    return list(inspect.signature(group, eval_str=True).parameters.values())
 
 
 def _parameter(function: Of, name: str, offered: Shaped) -> inspect.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,26 +14,69 @@ from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
+    from headwater.patching.metrics import Metric
     from headwater.patching.sweep import Sweep
 
-Metric = Annotated[
-    str,
-    typer.Option(help="logit-difference, log-probability, probability, rank or kl-divergence."),
-]
-Tokens = Annotated[
-    tuple[str, str] | None,
-    typer.Option(help="For logit-difference: the right and the wrong token. Mind leading spaces.", show_default=False),
-]
-Token = Annotated[
-    str | None, typer.Option(help="For log-probability, probability and rank: the token.", show_default=False)
-]
-Clean = Annotated[list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs.")]
-Corrupted = Annotated[list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order.")]
-Pairs = Annotated[
-    Path | None,
-    typer.Option(help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted.", show_default=False),
-]
-At = Annotated[str, typer.Option(help="Where the metric reads: last, a position, or a text of the prompt.")]
+
+@dataclass(frozen=True)
+class Pairs:
+    """Prompts in pairs: as options, or in a table."""
+
+    clean: Annotated[list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs.")] = None
+    corrupted: Annotated[list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order.")] = None
+    pairs: Annotated[
+        Path | None,
+        typer.Option(help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted.", show_default=False),
+    ] = None
+
+    @property
+    def prompts(self) -> list[str] | Path:
+        """The clean prompts, or the file that holds the pairs.
+
+        Raises:
+            InputError: neither was given, or both.
+        """
+        if (self.clean is None) == (self.pairs is None):
+            raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
+        return self.pairs if self.pairs is not None else self.clean or []
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured of each run."""
+
+    metric: Annotated[
+        str, typer.Option(help="logit-difference, log-probability, probability, rank or kl-divergence.")
+    ] = "logit-difference"
+    tokens: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            help="For logit-difference: the right and the wrong token. Mind leading spaces.", show_default=False
+        ),
+    ] = None
+    token: Annotated[
+        str | None, typer.Option(help="For log-probability, probability and rank: the token.", show_default=False)
+    ] = None
+    at: Annotated[str, typer.Option(help="Where the metric reads: last, a position, or a text of the prompt.")] = "last"
+
+    def asked(self) -> Metric:
+        """Return the metric that the options name.
+
+        Raises:
+            InputError: there is none of this name, or it takes other tokens.
+        """
+        from headwater.patching.metrics import METRICS, answers_of
+
+        known = {key.replace("_", "-"): key for key in METRICS}
+        plain = self.metric.replace("_", "-")
+        if plain not in known:
+            raise InputError(f"There is no metric {self.metric!r}.{did_you_mean(plain, known)}")
+        given = [*(self.tokens or ()), *([self.token] if self.token is not None else [])]
+        needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
+        wanted = len(answers_of(known[plain]))
+        if len(given) != wanted:
+            raise InputError(f"The metric {plain} takes {needed[wanted]}; {given or 'no token'} was given.")
+        return METRICS[known[plain]](*given, at=_position(self.at))
 
 
 def _window(text: str | None) -> int | str | None:
@@ -74,14 +118,9 @@ KNOCKOUT = Of(
 @command(PATCH, LOAD, summary=PATCH)
 def patch(
     model: Model = None,
-    clean: Clean = None,
-    corrupted: Corrupted = None,
-    pairs: Pairs = None,
-    metric: Metric = "logit-difference",
-    tokens: Tokens = None,
-    token: Token = None,
-    at: At = "last",
     *,
+    pairs: Pairs,
+    measured: Measured,
     options: Options,
     out: Out = None,
     as_json: AsJson = False,
@@ -96,15 +135,15 @@ def patch(
 
     `headwater patch gpt2 --pairs pairs.csv --metric kl-divergence --sites z --out runs/patch`
     """
-    prompts = prompts_given(clean, pairs)
+    prompts = pairs.prompts
     with continues(out):
         from headwater.models.sites import sites_called
         from headwater.patching.activation_patching import patch as run
 
-        measure, given = measured_by(metric, tokens, token, at), options.of("patch")
+        measure, given = measured.asked(), options.of("patch")
         sites_called(given["sites"])
         loaded = load_model(model, options)
-        sweep = run(loaded, prompts, corrupted, metric=measure, progress=not quiet, out=out, **given)
+        sweep = run(loaded, prompts, pairs.corrupted, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
 
 
@@ -120,11 +159,8 @@ def knockout(
         typer.Option(help="What must not be read: a position, first, or a text of the prompt.", show_default=False),
     ] = None,
     heads: Annotated[list[int] | None, typer.Option(help="These heads only; repeatable.", show_default=False)] = None,
-    metric: Metric = "logit-difference",
-    tokens: Tokens = None,
-    token: Token = None,
-    at: At = "last",
     *,
+    measured: Measured,
     options: Options,
     out: Out = None,
     as_json: AsJson = False,
@@ -143,41 +179,10 @@ def knockout(
         from headwater.patching.edge_knockout import Edges
         from headwater.patching.edge_knockout import knockout as run
 
-        measure, block = measured_by(metric, tokens, token, at), Edges(_position(query), _position(key), heads)
+        measure, block = measured.asked(), Edges(_position(query), _position(key), heads)
         loaded, given = load_model(model, options), options.of("knockout")
         sweep = run(loaded, prompt, block=block, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
-
-
-def prompts_given(clean: list[str] | None, pairs: Path | None) -> list[str] | Path:
-    """Return the prompts, or the file that holds them.
-
-    Raises:
-        InputError: neither was given, or both.
-    """
-    if (clean is None) == (pairs is None):
-        raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
-    return pairs if pairs is not None else clean or []
-
-
-def measured_by(name: str, tokens: tuple[str, str] | None, token: str | None, at: str) -> Any:
-    """Return the metric that the options name.
-
-    Raises:
-        InputError: there is none of this name, or it takes other tokens.
-    """
-    from headwater.patching.metrics import METRICS, answers_of
-
-    known = {key.replace("_", "-"): key for key in METRICS}
-    plain = name.replace("_", "-")
-    if plain not in known:
-        raise InputError(f"There is no metric {name!r}.{did_you_mean(plain, known)}")
-    given = [*(tokens or ()), *([token] if token is not None else [])]
-    needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
-    wanted = len(answers_of(known[plain]))
-    if len(given) != wanted:
-        raise InputError(f"The metric {plain} takes {needed[wanted]}; {given or 'no token'} was given.")
-    return METRICS[known[plain]](*given, at=_position(at))
 
 
 def _position(text: str) -> int | str:
