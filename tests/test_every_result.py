@@ -46,6 +46,7 @@ def circuits_of(model: hw.HookedModel) -> list[Result]:
     pair = [prompt.replace("capital", "city") for prompt in PROMPTS]
     return [
         hw.run_circuits(model, *PROMPTS, {"strong": edges.circuit(20)}, **asked),
+        hw.find_circuit(model, *PROMPTS, threshold=1.0, budget=40, **asked),
         hw.circuit_curve(model, edges, *pair, sizes=(0.1, 1), **asked),
     ]
 

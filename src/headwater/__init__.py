@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from headwater.circuits.path_effects import PathEffects as PathEffects
     from headwater.circuits.path_patching import path_patch as path_patch
     from headwater.circuits.result import EdgeEffects as EdgeEffects
+    from headwater.circuits.search import CircuitSearch as CircuitSearch
+    from headwater.circuits.search import find_circuit as find_circuit
     from headwater.detection.detection import Detection as Detection
     from headwater.detection.detection import detect as detect
     from headwater.errors import HeadwaterError as HeadwaterError

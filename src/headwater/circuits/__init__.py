@@ -17,5 +17,7 @@ if TYPE_CHECKING:
     from headwater.circuits.path_effects import PathEffects as PathEffects
     from headwater.circuits.path_patching import path_patch as path_patch
     from headwater.circuits.result import EdgeEffects as EdgeEffects
+    from headwater.circuits.search import CircuitSearch as CircuitSearch
+    from headwater.circuits.search import find_circuit as find_circuit
 
 __getattr__, __dir__, __all__ = opened(__name__)

@@ -119,14 +119,15 @@ class CircuitRunner:
     Args:
         outcome: the pairs.
         fingerprint: of the model's weights as they are, where it is known.
+        keep: the runs of how many examples are kept, for what comes back to them.
     """
 
-    def __init__(self, outcome: Outcome, fingerprint: str | None = None):
-        self.outcome, self.plan = outcome, outcome.plan
+    def __init__(self, outcome: Outcome, fingerprint: str | None = None, keep: int = 1):
+        self.outcome, self.plan, self.keep = outcome, outcome.plan, keep
         self.graph = Graph.of(self.plan.model.shape)
         self._weights = LoadedWeights(self.plan.model, fingerprint)
         self._shares: list[HeadShares] = []
-        self._of: tuple[int, CircuitWalk, Tensor] | None = None
+        self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
 
     def measure(self, example: int, circuits: Sequence[Indices]) -> dict[str, Tensor]:
         """Return the metrics of circuits on an example, `circuit metric`, and its `baselines`, `metric 3`.
@@ -141,9 +142,10 @@ class CircuitRunner:
         return {"values": values, "baselines": baselines}
 
     def _walk(self, example: int) -> tuple[CircuitWalk, Float[Tensor, "metric 3"]]:
-        """Return what runs circuits on an example, made now unless it is the last one, and its baselines."""
-        if self._of is None or self._of[0] != example:
-            self._of = None
+        """Return what runs circuits on an example, made now unless it is kept, and its baselines."""
+        if example not in self._walks:
+            if len(self._walks) >= self.keep:
+                self._walks.popitem()  # the last one, so that the first ones serve every round
             runs = BothRuns(self.plan, example, self._weights)
             if not self._shares:
                 layers = range(self.graph.n_layers)
@@ -151,8 +153,8 @@ class CircuitRunner:
             source, shares = self.outcome.source, self._shares
             outside = of_other_run(runs, shares) if source is None else of_values(runs, shares, source)
             walk = CircuitWalk(Rows(runs, outside.start), outside, shares, self._weights)
-            self._of = example, walk, self._baselines(walk, check=example == 0)
-        return self._of[1], self._of[2]
+            self._walks[example] = walk, self._baselines(walk, check=example == 0)
+        return self._walks[example]
 
     def _baselines(self, walk: CircuitWalk, check: bool) -> Float[Tensor, "metric 3"]:
         runs, example = walk.runs, walk.runs.example

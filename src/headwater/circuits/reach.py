@@ -26,7 +26,7 @@ def reached(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.nda
     for mine in _by_node(graph, edges):
         arrived = mine[found[graph.sender[mine]]]
         for receiver in np.unique(graph.receiver[arrived]):
-            found[_driven(graph, int(receiver), together)] = True
+            found[driven(graph, int(receiver), together)] = True
     return found
 
 
@@ -36,7 +36,7 @@ def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Boo
     leads = np.zeros(graph.n_edges, dtype=bool)
     for mine in reversed(_by_node(graph, edges)):
         receivers = np.unique(graph.receiver[mine])
-        useful = [r for r in receivers if graph.receivers.kind[r] == 4 or heard[_driven(graph, int(r), together)].any()]
+        useful = [r for r in receivers if graph.receivers.kind[r] == 4 or heard[driven(graph, int(r), together)].any()]
         kept = mine[np.isin(graph.receiver[mine], useful)]
         leads[kept] = True
         heard[graph.sender[kept]] = True
@@ -50,7 +50,7 @@ def _by_node(graph: Graph, edges: Indices) -> list[Indices]:
     return [edges[when == one] for one in np.unique(when)]
 
 
-def _driven(graph: Graph, receiver: int, together: bool) -> Indices:
+def driven(graph: Graph, receiver: int, together: bool) -> Indices:
     """Return the senders at which what a receiver reads comes out."""
     senders = graph.driven(receiver)
     if together and graph.receivers.kind[receiver] < 3:

@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 
 from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.curve import CircuitCurve
+from headwater.circuits.greedy import DECISIONS, KEPT, NOT_TRIED
+from headwater.circuits.search import CircuitSearch
 from headwater.figures.fonts import label
 from headwater.figures.style import model_title, style
 from headwater.options import checked_name
@@ -70,6 +72,36 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
         ax.legend(frameon=False, loc="upper left")
         n = curve.table["example"].nunique()
         ax.set_title(model_title(curve.run, "circuits by size" + f" (n = {n})" * (n > 1)))
+    return ax
+
+
+@DRAWINGS.add(CircuitSearch)
+def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes | Figure:
+    """Draw a search: what `CircuitSearch.plot` says."""
+    tried = search.table[search.table["decision"] != DECISIONS[NOT_TRIED]]
+    kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
+    left = len(search.table) - np.cumsum(~kept)
+    own = search.alone[search.alone["placebo"].isna()]
+    with style():
+        if ax is None:
+            ax = plt.figure(figsize=(4.6, 3.2), layout="constrained").add_subplot()
+        for name in ("clean", "corrupted"):
+            ax.axhline(own[name].mean(), color=LINE, linewidth=0.8)
+            ax.annotate(
+                name,
+                (1.0, own[name].mean()),
+                xycoords=("axes fraction", "data"),
+                fontsize="small",
+                va="bottom",
+                ha="right",
+            )
+        ax.plot(left, tried["value"], color=PLACEBO, linewidth=1.2, label="left")
+        ax.plot(left[kept], tried["value"][kept], "|", color=CIRCUIT, markersize=9, label="an edge is kept")
+        ax.invert_xaxis()
+        ax.set_xlabel("Edges left")
+        ax.set_ylabel(label(str(own["metric"].iloc[0]).replace("_", " ")))
+        ax.legend(frameon=False, loc="lower left")
+        ax.set_title(model_title(search.run, f"search ({len(search.circuit):,} of {len(search.table):,} edges)"))
     return ax
 
 

@@ -1,0 +1,234 @@
+"""Find a circuit by taking edges out one after the other, by their exact effects in what is left.
+
+What is tried in which order, and when an edge stays out, is `headwater.circuits.greedy`; the circuits are run as
+`hw.run_circuits` runs them, on all pairs, and the mean over pairs decides. Each batch of edges is a stage of its own,
+whose pieces are the pairs: a search that was stopped goes on where it stopped, and processes share the pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from headwater.circuits.circuit import Circuit, graph_of, made
+from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, ran
+from headwater.circuits.faithfulness import summarized
+from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.greedy import DECISIONS, KEPT, NOT_TRIED, Greedy, Rule, Trace
+from headwater.circuits.measuring import CircuitRunner, Outcome
+from headwater.circuits.result import RANKED_BY
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.norms import attention_post_norm
+from headwater.options import checked_count, checked_name, checked_number, checked_seed
+from headwater.patching.metrics import Metric
+from headwater.patching.prompts import Prompts
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.findings import said_number
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result, table_html
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FOUND = "found"
+"""What the circuit is named among its placebos."""
+WALKS = 256
+"""The runs of so many pairs are kept between batches; those of others are made again."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CircuitSearch(Result):
+    """What `hw.find_circuit` found."""
+
+    table: pd.DataFrame
+    """A row per edge, in the order in which they were tried: `edge` (its name), `sender, sender_layer, sender_head,
+    receiver, receiver_layer, receiver_head`; `decision`: `kept`, `removed`, `leads nowhere` (taken out without a run),
+    or `not tried` (the budget was spent: it stays in); `effect`, the metric of the circuit that was left without this
+    edge less that with it, the mean over pairs; `value`, the metric after the decision."""
+    run: RunRecord
+    alone: pd.DataFrame
+    """The circuit that was left and its placebos on each pair: the table of `hw.run_circuits`."""
+    shapes: pd.DataFrame
+    """A row per circuit and placebo: `circuit, placebo, overlap` (the part of its edges that a placebo has)."""
+    sizes: Sequence[int]
+    """Layers, query heads, key-value heads, and 1 where blocks are parallel."""
+    runs: int
+    """How many circuits were run on each pair to find it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+
+    @property
+    def circuit(self) -> Circuit:
+        """The edges that are left, with the effects that decided them and the prompts of the search."""
+        layers, heads, kv_heads, parallel = self.sizes
+        graph = Graph(layers, heads, kv_heads, bool(parallel))
+        in_order = self.table.iloc[::-1]  # edges are tried from the last to the first
+        left = np.flatnonzero(in_order["decision"].isin([DECISIONS[KEPT], DECISIONS[NOT_TRIED]]).to_numpy())
+        effects = dict(zip(left.tolist(), in_order["effect"].to_numpy()[left].tolist(), strict=True))
+        return made(graph, left, effects, tuple(tuple(ids) for ids in self.run.options["prompts"][0]))
+
+    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+        """Summarize the search in one row.
+
+        Args:
+            level: of the interval.
+            seed: of the bootstrap.
+
+        Returns:
+            The columns of the summary of `hw.run_circuits` for the circuit that is left, on the pairs of the search;
+            how many edges were `removed`, led `nowhere` or were `not_tried`; and `runs`.
+        """
+        level = checked_number("level", level, above=0.0, below=1.0)
+        joined = self.alone.merge(self.shapes, on=["circuit", "placebo"], how="left")
+        found = summarized(joined, level, checked_seed(seed))
+        counts = self.table["decision"].value_counts()
+        removed, nowhere, left = (int(counts.get(name, 0)) for name in DECISIONS[1:])
+        return found.assign(removed=removed, nowhere=nowhere, not_tried=left, runs=self.runs)
+
+    def report(self) -> list[str]:
+        """Return what is left, how faithful it is beside random circuits, and what was not tried."""
+        row, options = self.summary().to_dict("records")[0], self.run.options
+        metric = str(row["metric"]).replace("_", " ")
+        rule = "the answer loses" if options["by"] == "signed" else "the metric changes by"
+        said = [
+            f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); {rule} "
+            f"{options['threshold']:g} of {metric} or more without any of them in what was left when it was tried. "
+            f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {row['runs']:,} runs of a pair."
+        ]
+        sentence = (
+            f"Alone the circuit has faithfulness {said_number(row['faithfulness'], row['low'], row['high'])} over "
+            f"{row['examples']} pair{'s' * (row['examples'] != 1)}"
+        )
+        if np.isfinite(row["placebo"]):
+            sentence += (
+                f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach "
+                f"{row['placebo']:.2f} on average and {row['placebo_high']:.2f} at their 95 % quantile"
+            )
+        said.append(f"{sentence}.")
+        if row["not_tried"]:
+            said.append(
+                f"{row['not_tried']:,} edges were not tried: the budget of {options['budget']:,} was spent. They stay "
+                "in, so the circuit is larger than it has to be."
+            )
+        said.append("Another order leaves another circuit. It was chosen on these pairs: see Circuit.claim for others.")
+        return said
+
+    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+        """Draw the metric of what is left by the number of edges left, with the edges that were kept.
+
+        Args:
+            ax: where to draw.
+        """
+        return self._drawn(ax)
+
+    def __repr__(self) -> str:
+        left = len(self.circuit)
+        return f"CircuitSearch({self.run.model}: {left:,} of {len(self.table):,} edges left after {self.runs:,} runs)"
+
+    def _repr_html_(self) -> str:
+        kept = self.table[self.table["decision"] == DECISIONS[KEPT]]
+        return table_html(self, kept.iloc[np.argsort(-kept["effect"].abs().to_numpy(), kind="stable")])
+
+
+def find_circuit(
+    model: HookedModel,
+    clean: Prompts | pd.DataFrame | Path,
+    corrupted: Prompts | None = None,
+    *,
+    metric: Metric | Any,
+    threshold: float | int,
+    by: str = "size",
+    budget: int | None = None,
+    values: Any = "other run",
+    dataset: Prompts | None = None,
+    placebos: int = 10,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> CircuitSearch:
+    """Find a circuit greedily, by exact effects: an edge stays out where little is lost without it.
+
+    Args:
+        model: the model; it is left as it was.
+        clean: one prompt, several, token ids, or a table of pairs; see `hw.run_circuits`.
+        corrupted: the other prompt of each pair.
+        metric: one of `hw.logit_difference(...)` and its relatives, or a function; see `hw.run_circuits`.
+        threshold: an edge stays out where the mean of the metric over pairs changes by less than this.
+        by: `size` lets any change count; `signed` only what the answer loses, so that edges that work against it go.
+        budget: how many edges are tried at most, each one run of every pair; the others stay in. Edges that lead
+            nowhere are not counted. Default: as many as there are.
+        values: what edges that are out carry; see `hw.run_circuits`.
+        dataset: the prompts of `mean` and `resample`.
+        placebos: how many random circuits of the shape of what is left are run beside it.
+        seed: of the random circuits and of `resample`.
+        batch_size: circuits at once.
+        progress: show a progress bar.
+        out: a folder; an interrupted search goes on where it stopped.
+
+    Raises:
+        InputError: an option or prompt cannot be used, or there are several metrics.
+        ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
+        NumericsError: a run gives NaN or infinity.
+    """
+    graph = graph_of(model)
+    threshold = checked_number("threshold", threshold, above=0.0)
+    by, seed = checked_name("by", by, RANKED_BY), checked_seed(seed)
+    budget = None if budget is None else checked_count("budget", budget)
+    placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
+    outcome = Outcome.of(
+        model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
+    )
+    if len(outcome.metrics) > 1:
+        raise InputError(f"One metric decides which edges stay; {len(outcome.metrics)} were given.")
+    options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
+    options["discovery"] = {FOUND: []}
+
+    def work(run: Run) -> CircuitSearch:
+        trace = searched(outcome, run)
+        inside = made(graph, trace.inside)
+        alone = ran(outcome, Lineup.of({FOUND: inside}, placebos, seed), run.part("alone"))
+        return CircuitSearch(tabulated(graph, trace), run.record, alone.table, alone.shapes, alone.sizes, trace.runs)
+
+    return carry_out(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
+
+
+def searched(outcome: Outcome, run: Run) -> Trace:
+    """Search with the options of a run, whose record says them."""
+    asked, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep=WALKS)
+    pairs, steps = range(len(outcome)), count()
+
+    def means(stage: str, circuits: Sequence[Indices], name: str) -> Tensor:
+        pieces = run.pieces(stage, pairs, partial(runner.measure, circuits=circuits))
+        return torch.stack([piece[name] for piece in pieces]).mean(0)
+
+    def evaluate(circuits: Sequence[Indices]) -> Any:
+        return means(f"batch-{next(steps)}", circuits, "values")[:, 0].numpy()
+
+    clean, corrupted, _ = means("baselines", (), "baselines")[0].tolist()
+    sign = (1 if clean >= corrupted else -1) if asked["by"] == "signed" else 0
+    layers = range(runner.graph.n_layers)
+    together = any(attention_post_norm(outcome.plan.model, layer) is not None for layer in layers)
+    rule = Rule(float(asked["threshold"]), sign, asked["budget"], together)
+    with run.bar("edges decided", "edge", runner.graph.n_edges) as bar:
+        return Greedy(runner.graph, rule, evaluate, lambda decided: bar.update(decided - bar.n)).search()
+
+
+def tabulated(graph: Graph, trace: Trace) -> pd.DataFrame:
+    """Lay a trace out as the rows of a search, in the order in which edges were tried."""
+    edges = np.arange(graph.n_edges)[::-1]
+    columns = {"edge": [graph.name(edge) for edge in edges]} | graph.columns(edges)
+    decision = np.array(DECISIONS, dtype=object)[trace.decision[edges]]
+    return pd.DataFrame(columns | {"decision": decision, "effect": trace.effect[edges], "value": trace.value[edges]})
