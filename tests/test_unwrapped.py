@@ -7,7 +7,9 @@ import torch
 
 import headwater as hw
 from headwater.models.generation.loop import generate
+from headwater.models.sites import SITES
 from headwater.models.unwrapped import Unwrapped, unwrapped
+from tests.plain_hooks import hooked_plainly
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -118,6 +120,86 @@ def test_parts_of_a_fused_matrix_that_no_longer_are_its_parts_keep_the_wrappers(
     with torch.no_grad():
         model.raw.blocks[1].attn.v.original_component.weight.div_(-2)
     assert unwrapped(model) is not None
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_without_hooks_go_without_wrappers_and_tokens_are_those_of_plain_hooks(family, bare):
+    model, hf = loaded(family), tiny_model(family, seed=3)
+    sites = [name for name, site in SITES.items() if name != "pattern" and not site.absent(model.shape)]
+    for site in sites:
+        vector = torch.linspace(-3, 3, SITES[site].size(model.shape, 1)[-1])
+        bare.clear()
+        hook = hw.edit(site, 1, hw.add(vector))
+        found = generate(model, model.tokenize(PROMPTS), max_new_tokens=STEPS, hooks=[hook])
+        checks = len(bare) - STEPS + 1
+        assert checks in (0, 1), "all steps but the first go without wrappers, and once it is seen that they may"
+
+        def act(activation, vector=vector):
+            activation += vector
+
+        handle = hooked_plainly(hf, family, site, 1, act)
+        for row, prompt in enumerate(PROMPTS):
+            ids = model.tokenize(prompt).tokens
+            size = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "pad_token_id": 1}
+            expected = hf.generate(ids, attention_mask=torch.ones_like(ids), **size, eos_token_id=None)
+            assert found.tokens[row].tolist() == expected[0, ids.shape[1] :].tolist(), site
+            with torch.no_grad():
+                whole = hf(expected).logits[0, -STEPS - 1 : -1].log_softmax(-1)
+            chosen = whole.gather(1, expected[0, -STEPS:, None])[:, 0]
+            assert torch.allclose(found.log_probs[row], chosen, atol=1e-5), site
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["hook_embed", "ln_final.hook_normalized", "blocks.1.attn.hook_pattern"])
+def test_hooks_see_at_every_step_what_they_see_with_wrappers(name, monkeypatch):
+    model = loaded("llama")
+
+    def watched():
+        seen = []
+        hooks = [(name, lambda x, hook: seen.append(x.clone())), ("blocks.2.hook_resid_mid", lambda x, hook: 1.5 * x)]
+        found = generate(model, model.tokenize(PROMPTS), max_new_tokens=STEPS, hooks=hooks)
+        return found, seen
+
+    light, seen = watched()
+    monkeypatch.setattr("headwater.models.generation.steps.unwrapped", lambda model, names=(): None)
+    whole, expected = watched()
+    assert light.tokens.tolist() == whole.tokens.tolist()
+    assert len(seen) == STEPS
+    for one, other in zip(seen, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_hook_acts_in_the_steps_alone_and_is_gone_whatever_is_raised(bare):
+    model = fresh()
+    ids = model.tokenize(PROMPTS[:1])
+    before, meanwhile = model.run(ids), []
+    hook = ("blocks.1.hook_resid_post", lambda x, hook: 2 * x)
+
+    def wrote(row, step, token):
+        meanwhile.append((model.run(ids), model.interventions))
+        return step == 3 and 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        generate(model, ids, max_new_tokens=STEPS, hooks=[hook], wrote=wrote)
+    assert len(meanwhile) == 4
+    for logits, acting in meanwhile:
+        assert torch.equal(logits, before)
+        assert acting == {}
+    assert model.is_as_loaded()
+
+
+def test_a_hook_that_does_not_fire_or_returns_something_else_is_an_error_at_any_step():
+    model = fresh()
+    calls = []
+
+    def later(x, hook):
+        calls.append(1)
+        return x[..., :2] if len(calls) > 2 else None
+
+    with pytest.raises(hw.errors.InterventionError, match="returned"):
+        generate(model, model.tokenize(PROMPTS[:1]), max_new_tokens=4, hooks=[("blocks.1.hook_resid_post", later)])
+    assert model.is_as_loaded()
 
 
 def halved(module, args, out):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -45,6 +45,8 @@ class Trusted:
     function: HookFunction
     edits: bool
     may_be_silent: bool = False
+    waits: Callable[[], bool] = lambda: False
+    """Whether it lets everything pass just now."""
 
     def __call__(self, activation: Any, hook: object) -> Tensor | None:
         """Call the function."""
@@ -192,6 +194,20 @@ class Attached:
         )
 
 
+def refuse_silent(attached: Iterable[Attached]) -> None:
+    """Refuse hooks that did not fire in a run of the model.
+
+    Raises:
+        InterventionError: there are some that must.
+    """
+    silent = sorted({hook.name for hook in attached if not hook.fired and not hook.may_be_silent})
+    if silent:
+        raise InterventionError(
+            f"The model ran, but nothing passed through {', '.join(silent[:3])}: this activation is not computed on "
+            "this architecture or in this run, so the hook had no effect."
+        )
+
+
 class _Carried:
     """The hooks at one place whose edits travel by another activation."""
 
@@ -230,6 +246,15 @@ def _in_turn(hooks: Sequence[Attached | _Carried], activation: Any, point: Any) 
     return edited
 
 
+def points_of(name: str) -> list[str]:
+    """Return the hook points at which hooks of an activation may act: where it has a carrier, those of that as well."""
+    found = place_named(name)
+    if found is None or found[0].carrier is None:
+        return [name]
+    carrier, layer = found[0].carrier, found[1]
+    return [name, *(SITES[other].hook_name(layer) for other in (carrier.given, carrier.at))]
+
+
 class Attachments:
     """The hooks of a model, whichever context attached them."""
 
@@ -245,7 +270,7 @@ class Attachments:
         return [
             (one.name, one.function)
             for one in every
-            if not (isinstance(one.function, Trusted) and not one.function.edits)
+            if not (isinstance(one.function, Trusted) and (not one.function.edits or one.function.waits()))
         ]
 
     @contextlib.contextmanager
@@ -277,7 +302,7 @@ class Attachments:
         if hook.name not in self._carried:
             carried = self._carried[hook.name] = _Carried(carrier, points[hook.name])
             stack.callback(self._carried.pop, hook.name)
-            given, at = (SITES[name].hook_name(found[1]) for name in (carrier.given, carrier.at))
+            _, given, at = points_of(hook.name)
             _append(self._at(given, points, new, stack).carrying, Attached(given, looks(carried.take)), stack)
             _append(self._at(at, points, new, stack).carrying, carried, stack)
         _append(self._carried[hook.name].hooks, hook, stack)

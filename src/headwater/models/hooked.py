@@ -36,6 +36,7 @@ from headwater.models.edits import (
     discarded_edits_raise,
     hooks_for,
     looks,
+    refuse_silent,
     reporters,
 )
 from headwater.models.forward import forward
@@ -68,7 +69,7 @@ class HookedModel(Identified, TransformerLensNames):
         heads_checked: whether each head was seen to hang on its own queries, keys and values alone.
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
         head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
-        unwrapped_checked: whether it gives the same without TransformerLens's wrappers; None before that was seen.
+        unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.
         misfits: the sites whose activations are not what `shape` says, and how; they are refused.
         read_only: the sites that can be read but not edited, and why.
     """
@@ -94,7 +95,7 @@ class HookedModel(Identified, TransformerLensNames):
         self.steps_checked = False
         self.heads_checked = False
         self.factors_checked: tuple[str, set[tuple[int, str]]] | None = None
-        self.unwrapped_checked: bool | None = None
+        self.unwrapped_checked: dict[frozenset[int], bool] = {}
         self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[str, str] = {}
         self.read_only: Mapping[str, str] = {}
@@ -243,12 +244,7 @@ class HookedModel(Identified, TransformerLensNames):
             with self._attachments.attached([*attached, ran]):
                 yield
         if ran.fired:
-            silent = sorted({hook.name for hook in attached if not hook.fired and not hook.may_be_silent})
-            if silent:
-                raise InterventionError(
-                    f"The model ran, but nothing passed through {', '.join(silent[:3])}: this activation is not "
-                    "computed on this architecture or in this run, so the hook had no effect."
-                )
+            refuse_silent(attached)
 
     def cache(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ class Model(Recorded, Protocol):
     config: Any
     tokenizer: PreTrainedTokenizerBase | None
     lock: threading.RLock
-    unwrapped_checked: bool | None
+    unwrapped_checked: dict[frozenset[int], bool]
     factors_checked: tuple[str, set[tuple[int, str]]] | None
 
     @property
@@ -61,6 +62,9 @@ class Model(Recorded, Protocol):
         **options: Any,
     ) -> Tensor:
         """Run inputs, with hooks."""
+
+    def hooks(self, hooks: Iterable[Any]) -> AbstractContextManager[None]:
+        """Attach hooks for as long as the context lasts."""
 
     def is_as_loaded(self) -> bool:
         """Whether nothing acts in the model beside its weights, and nobody watches its activations."""

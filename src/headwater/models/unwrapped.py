@@ -1,17 +1,19 @@
-"""The transformers model inside a bridge without TransformerLens's wrappers: for runs in which nobody looks inside.
+"""The transformers model inside a bridge without TransformerLens's wrappers, but for the layers that hooks stand in.
 
 A bridge puts wrappers and hook points around every module of the model that it wraps, which on one token costs up to
 twice what the module itself does. `unwrapped` puts the modules together anew without them. What is put together shares
 the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
-copies that ask for attention in one pass where that is the same (`headwater.models.one_pass`).
+copies that ask for attention in one pass where that is the same (`headwater.models.one_pass`). Where a hook is to act,
+the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all that is within it.
+Where that of attention stays, all of it is computed as the bridge does, which takes masks of one kind.
 
 It is given only where it computes what the bridge computes:
 
-1. every module holds what it held when the model was loaded (`headwater.models.alterations`), nothing is hooked, and no
-   norms were folded into weights;
+1. every module holds what it held when the model was loaded (`headwater.models.alterations`), nothing is hooked yet,
+   and no norms were folded into weights;
 2. the parameters that the bridge computes with are those of the transformers model, or hold the same numbers: of a
    fused matrix (GPT-NeoX) the bridge has parts of its own;
-3. once for each model: a few tokens have the same logits both ways.
+3. once for each model, and each choice of what stays: a few tokens have the same logits both ways.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.models.agreement import few_tokens, same_but_for_rounding
+from headwater.models.edits import points_of
 from headwater.models.families import family_named
 from headwater.models.model import is_bridge
 from headwater.models.one_pass import is_the_same_in_one_pass
@@ -40,10 +44,22 @@ SPLIT = re.compile(r"\.[qkv]\.(_original_component\.)?(weight|bias)$")
 
 
 class Unwrapped:
-    """A transformers model put together of a bridge's modules, without the bridge's wrappers."""
+    """A transformers model put together of a bridge's modules, without the bridge's wrappers.
 
-    def __init__(self, raw: Any, attention: str):
-        self.model = _without_wrappers(raw.original_model, attention, {}, {})
+    Args:
+        raw: the bridge.
+        attention: how attention is computed.
+        points: the hook points that must fire.
+
+    Attributes:
+        model: the transformers model.
+        kept: the wrappers that stay.
+    """
+
+    def __init__(self, raw: Any, attention: str, points: AbstractSet[int] = frozenset()):
+        self.kept: list[torch.nn.Module] = []
+        self._firing: set[int] = set()
+        self.model = self._without_wrappers(raw.original_model, attention, points, {}, {})
         takes = inspect.signature(self.model.forward).parameters
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
@@ -57,40 +73,82 @@ class Unwrapped:
         logits: Tensor = self.model(tokens, **self._last, **options).logits
         return logits[:, -1]
 
+    def fires(self, points: AbstractSet[int]) -> bool:
+        """Whether hook points stand in wrappers that stay."""
+        return points <= self._firing
 
-def unwrapped(model: Model) -> Unwrapped | None:
+    def _without_wrappers(
+        self,
+        module: torch.nn.Module,
+        attention: str,
+        points: AbstractSet[int],
+        made: dict[int, torch.nn.Module],
+        configs: dict[int, Any],
+    ) -> torch.nn.Module:
+        """Copy a module and those within it, not what they hold; a wrapper is replaced by what it wraps."""
+        while (inner := module._modules.get("_original_component")) is not None:
+            if points and any(id(one) in points for one in module.modules()):
+                self.kept.append(module)
+                break
+            module = inner
+        if inner is not None and not _is_block(module):
+            self._firing |= {id(one) for one in module.modules()}
+            return module
+        if id(module) not in made:
+            twin = made[id(module)] = object.__new__(type(module))
+            held = dict(vars(module))
+            if inner is None and "config" in held:
+                held["config"] = _with_attention(held["config"], attention, configs)
+            within = module._modules if inner is None else {"_original_component": inner}
+            held["_modules"] = module._modules | {
+                name: one and self._without_wrappers(one, attention, points, made, configs)
+                for name, one in within.items()
+            }
+            self._firing |= {id(one) for one in held["_modules"].values()}
+            vars(twin).update(held)
+        return made[id(module)]
+
+
+def unwrapped(model: Model, hooked: Iterable[str] = ()) -> Unwrapped | None:
     """Return the model inside a bridge without wrappers; None where it might compute something else.
 
     Hold the model's lock while it is used: it is what it is only as long as the model stays as it is.
+
+    Args:
+        model: the model.
+        hooked: the activations at which hooks will be attached and must fire.
     """
-    raw = model.raw
+    raw, names = model.raw, {point for name in hooked for point in points_of(name)}
     if not is_bridge(raw) or model.spread or getattr(raw, "compatibility_mode", False) or not model.is_as_loaded():
         return None
-    bare = Unwrapped(raw, "sdpa" if is_the_same_in_one_pass(model) else "eager")
+    known = raw.hook_dict if names else {}
+    if not all(name in known for name in names):
+        return None
+    attention = "sdpa" if is_the_same_in_one_pass(model) else "eager"
+    bare = Unwrapped(raw, attention)
     if not _holds_the_same_weights(model, bare.model):
         return None
-    if model.unwrapped_checked is None:
-        model.unwrapped_checked = _gives_the_same_logits(model, bare)
-    return bare if model.unwrapped_checked else None
+    if points := {id(known[name]) for name in names}:
+        bare = Unwrapped(raw, attention, points)
+        if attention != "eager" and not all(map(_takes_states_alone, bare.kept)):
+            bare = Unwrapped(raw, "eager", points)
+    if not bare.fires(points):
+        return None
+    kept = frozenset(map(id, bare.kept))
+    if kept not in model.unwrapped_checked:
+        model.unwrapped_checked[kept] = _gives_the_same_logits(model, bare)
+    return bare if model.unwrapped_checked[kept] else None
 
 
-def _without_wrappers(
-    module: torch.nn.Module, attention: str, made: dict[int, torch.nn.Module], configs: dict[int, Any]
-) -> torch.nn.Module:
-    """Copy a module and those within it, not what they hold; a wrapper is replaced by what it wraps."""
-    while (inner := module._modules.get("_original_component")) is not None:
-        module = inner
-    if id(module) not in made:
-        twin = made[id(module)] = object.__new__(type(module))
-        held = dict(vars(module))
-        if "config" in held:
-            held["config"] = _with_attention(held["config"], attention, configs)
-        held["_modules"] = {
-            name: within and _without_wrappers(within, attention, made, configs)
-            for name, within in module._modules.items()
-        }
-        vars(twin).update(held)
-    return made[id(module)]
+def _is_block(module: torch.nn.Module) -> bool:
+    """Whether a wrapper calls what it wraps between two hook points of its own, and nothing within it."""
+    return any(kind.__name__ == "BlockBridge" for kind in type(module).__mro__)
+
+
+def _takes_states_alone(module: torch.nn.Module) -> bool:
+    """Whether a wrapper that stays computes no attention."""
+    names = [kind.__name__ for kind in type(module).__mro__]
+    return _is_block(module) or any(name.endswith(("MLPBridge", "NormalizationBridge")) for name in names)
 
 
 def _with_attention(config: object, attention: str, copies: dict[int, Any]) -> Any:

@@ -80,8 +80,8 @@ class EditHook(PromptHook):
         if goes_on and not self._everywhere:
             return site.hook_name(layer), looks(lambda activation, hook: None)
         if batch is not None:
-            prompts = read_prompts(model, batch)
-            return site.hook_name(layer), makes(_Writes(self.identity, self._writer(model, site, layer, prompts)))
+            prompts = _without_strings(batch) if goes_on else read_prompts(model, batch)
+            return site.hook_name(layer), makes(_Writes(self, self._writer(model, site, layer, prompts)))
         if not self._everywhere or VALUES[self.recipe.kind].of_prompts:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
@@ -92,7 +92,7 @@ class EditHook(PromptHook):
             return self._writer(model, site, layer, (Prompt((0,) * length, ()),) * batch_axis)(activation)
 
         self._writer(model, site, layer, (Prompt((0,), ()),))
-        return site.hook_name(layer), makes(_Writes(self.identity, write))
+        return site.hook_name(layer), makes(_Writes(self, write))
 
     def _writer(
         self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]
@@ -126,12 +126,23 @@ class EditHook(PromptHook):
             return values_of(source, wanted, lengths)
 
 
+def _without_strings(batch: Batch) -> tuple[Prompt, ...]:
+    """Return the new tokens of each row, in which no positions are named."""
+    rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
+    return tuple(Prompt(tuple(ids[:length]), ()) for ids, length in rows)
+
+
 @dataclass(frozen=True, eq=False)
 class _Writes:
     """A hook's function, which says what it is by the edit that it makes."""
 
-    identity: str
+    hook: EditHook
     write: Callable[[Tensor], Tensor]
+
+    @property
+    def identity(self) -> str:
+        """What tells the edit from others, in the record of a run."""
+        return self.hook.identity
 
     def __call__(self, activation: Tensor, hook: object) -> Tensor:
         return self.write(activation)

@@ -4,8 +4,9 @@
    that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
 2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
    and values with it.
-3. Where nobody looks inside, the model runs without TransformerLens's wrappers (`headwater.models.unwrapped`). What is
-   hung on it while it writes, as a function that is told of each token might do, acts from the next call on.
+3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.unwrapped`), after the first
+   step also beside layers with hooks. What is hung on the model while it writes, as a function that is told of each
+   token might do, acts from the next call on.
 4. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
    right, each from column 0 on; in every step after it one column, each row's newest token (`models.reading` says at
    which position). Keys and values are pushed to the right after the first step, and rows that have ended stay, so that
@@ -23,7 +24,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headwater.models.checks import finite_output
-from headwater.models.edits import Hook, PromptHook
+from headwater.models.edits import Hook, PromptHook, hooks_for
+from headwater.models.generation.standing_hooks import StandingHooks
 from headwater.models.model import is_bridge
 from headwater.models.reading import Reading, reads
 from headwater.models.tokens import Batch, pad_id
@@ -53,24 +55,50 @@ class _Cached:
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook] = ()):
         self._model, self._hooks, self._cache = model, hooks, DynamicCache()
+        self._padded = prompts.padded
         width = prompts.tokens.shape[1]
         self._shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
         self._reads = Batch(prompts.tokens.gather(1, self._shift), prompts.mask.gather(1, self._shift))
         self._mask = self._reads.mask.long()
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
 
+    def __enter__(self) -> _Cached:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Leave the model as it was."""
+
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         """Run what was not yet run, and return the logits of the next token of each row."""
+        return self._run(self._hooks)
+
+    def _run(self, hooks: Sequence[Hook | PromptHook]) -> Float[Tensor, "row d_vocab"]:
+        """Run these columns by the bridge."""
         device = self._model.device
         out = self._model.run(
             self._reads,
-            self._hooks,
+            hooks,
             keep=[self._reads.tokens.shape[1] - 1],
             attention_mask=self._mask.to(device),
             position_ids=self._positions.to(device),
             past_key_values=self._cache,
         )
         return out[:, -1]
+
+    def _run_without_wrappers(self, bare: Unwrapped) -> Float[Tensor, "row d_vocab"]:
+        """Run these columns by the model without wrappers."""
+        device, tokens = self._model.device, self._reads.tokens
+        out = bare.last_logits(
+            tokens.to(device),
+            attention_mask=self._mask.to(device) if self._padded else None,
+            position_ids=self._positions.to(device),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        if not bool(out[:, 0].isfinite().all()):
+            edited, columns = bool(bare.kept), torch.tensor([tokens.shape[1] - 1])
+            finite_output(self._model, out[:, None], self._reads, columns, edited=edited, cached=True)
+        return out
 
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
         """Append to each row the token chosen for it; rows that are not among those going on are forgotten."""
@@ -92,40 +120,50 @@ class _Bare(_Cached):
 
     def __init__(self, model: Model, prompts: Batch, bare: Unwrapped):
         super().__init__(model, prompts)
-        self._bare, self._padded = bare, prompts.padded
+        self._bare = bare
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
-        device, tokens = self._model.device, self._reads.tokens
-        out = self._bare.last_logits(
-            tokens.to(device),
-            attention_mask=self._mask.to(device) if self._padded else None,
-            position_ids=self._positions.to(device),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        if not bool(out[:, 0].isfinite().all()):
-            finite_output(self._model, out[:, None], self._reads, torch.tensor([tokens.shape[1] - 1]), cached=True)
-        return out
+        return self._run_without_wrappers(self._bare)
 
 
 class _Watched(_Cached):
-    """The same for hooks to act on: the first step is a run of the prompts, and every row stays where it is."""
+    """The same for hooks to act on: the first step is a run of the prompts, and every row stays where it is.
+
+    In later steps the layers without hooks go without wrappers, where the model allows it.
+    """
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
         super().__init__(model, prompts, hooks)
         self._prompts, self._first = prompts, Reading.of(prompts)
         self._live, self._begun = list(range(len(prompts))), False
+        self._standing: StandingHooks | None = None
+        self._bare: Unwrapped | None = None
+
+    def __exit__(self, *raised: object) -> None:
+        if self._standing is not None:
+            self._standing.close()
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         if self._begun:
             with reads(Reading(self._positions, self._first.prompts, self._first.rows)):
-                out = super().logits()
+                out = self._next()
         else:
             with reads(self._first):
                 out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
             self._push_right()
             self._begun = True
         return out[torch.tensor(self._live, device=out.device)]
+
+    def _next(self) -> Float[Tensor, "row d_vocab"]:
+        """Run one new column, with hooks made for it."""
+        listed = hooks_for(self._model, self._hooks, self._reads, self._cache)
+        if self._cache.get_seq_length() == self._prompts.tokens.shape[1]:  # the first column after the prompts
+            self._bare = unwrapped(self._model, [name for name, _ in listed]) if listed else None
+            self._standing = StandingHooks(self._model, listed) if self._bare is not None else None
+        if self._bare is None or self._standing is None or not self._standing.fit(listed):
+            return self._run(listed)
+        with self._standing.acting(listed):
+            return self._run_without_wrappers(self._bare)
 
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
         self._live = [self._live[i] for i in going]
@@ -152,6 +190,12 @@ class _Rerun:
     def __init__(self, model: Model, prompts: Batch):
         self._model = model
         self._rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
+
+    def __enter__(self) -> _Rerun:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """There is nothing to leave behind."""
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         return self._model.run(self._rows, keep="last")[:, -1]
