@@ -93,6 +93,7 @@ def _root(
 
 app.command()(cli_heads.heads)
 app.command()(cli_heads.compare)
+app.command()(cli_heads.behaviour)
 app.command()(cli_heads.relations)
 app.command()(cli_pathways.pathways)
 app.command()(cli_pathways.saliency)

@@ -59,7 +59,7 @@ def _texts_in(file: Path) -> list[str]:
 
 BEHAVE = Of(
     "headwater.heads.behaviour:attention_behaviour",
-    offers="sequences length threshold batch_size seed",
+    offers="sequences length threshold copying embedding batch_size seed",
     shaped=(
         Shaped(
             "texts",

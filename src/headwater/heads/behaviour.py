@@ -8,6 +8,7 @@
 3. A head is called by a behaviour where q is at most 5 % and the excess reaches the threshold. It is named by the one
    with the largest excess; by the first position only where there is no other, because heads that find nothing rest
    there.
+4. From the parameters: whether it writes what it reads, by the eigenvalues of its OV circuit (`copying`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ import torch
 from torch import Tensor
 
 from headwater.data.rows import read_texts
+from headwater.errors import HeadwaterError, ModelError
 from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, repeated_tokens, token_kinds
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
+from headwater.heads.classify import published_embedding
+from headwater.heads.copying import copying_scores
 from headwater.heads.patterns import (
     MOST_SEQUENCES,
     POSITION,
@@ -37,8 +41,10 @@ from headwater.heads.patterns import (
     rows_that_fit,
 )
 from headwater.models.hooked import HookedModel, check_model
+from headwater.models.loading import weights_of
 from headwater.models.tokens import Batch, Inputs, by_length
-from headwater.options import checked_count, checked_number, checked_seed
+from headwater.models.weights.effective_embedding import KINDS
+from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import each_row
@@ -78,7 +84,9 @@ class AttentionBehaviour(Result):
     heads: pd.DataFrame
     """A row per layer and head: `behaviours`, a tuple of those that it is called by, on random tokens or on text, the
     largest excess first; `label`, the one that names it, or "none"; `position`, the share of the variance of its scores
-    before the softmax, on random tokens, that the two positions decide alone."""
+    before the softmax, on random tokens, that the two positions decide alone; `copying`, the sum of its OV circuit's
+    eigenvalues over that of their sizes, -1 to 1, and `copying_low, copying_high`, within which 95 % of heads with
+    random parameters lie (with `copying=False` these three are NaN)."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
@@ -113,6 +121,13 @@ class AttentionBehaviour(Result):
         ]
         if (self.table["sequences"] == 1).any():
             said.append("Of a single sequence there is no interval and no p-value, so nothing is called on it.")
+        if self.heads["copying"].notna().any():
+            above = int((self.heads["copying"] > self.heads["copying_high"]).sum())
+            below = int((self.heads["copying"] < self.heads["copying_low"]).sum())
+            said.append(
+                f"By the eigenvalues of their OV circuits {above} of {len(self.heads)} heads copy what they read, and "
+                f"{below} suppress it, beyond 95 % of random heads; of these one in forty does either."
+            )
         return [*said, "A head that attends to something need not move anything from there."]
 
     def plot(self, ax: Axes | None = None, *, on: str | None = None) -> Axes | Figure:
@@ -135,6 +150,8 @@ def attention_behaviour(
     sequences: int = 32,
     length: int = 24,
     threshold: float = 0.4,
+    copying: bool = True,
+    embedding: str | None = None,
     batch_size: int = 16,
     seed: int = 0,
     progress: bool = True,
@@ -149,14 +166,18 @@ def attention_behaviour(
         sequences: how many sequences of random tokens, at most 10,000.
         length: how many random tokens before they are said again; fewer where the vocabulary or the context is small.
         threshold: the chance-corrected score from which on a head is called by a behaviour.
+        copying: whether the eigenvalues of each head's OV circuit are computed, too.
+        embedding: what heads from layer 1 on read for a token there: "raw", "mlp0", "embed+mlp0" or "layer0"; default
+            as in `classify_heads`. It is made for every token: with a large vocabulary "raw" is much cheaper.
         batch_size: sequences in one run of the model; fewer where their patterns would take too much memory.
-        seed: of the random tokens and of the intervals.
+        seed: of the random tokens, the intervals and the random heads.
         progress: show a bar over sequences.
         out: a folder for the result. An interrupted run, repeated with it, continues.
 
     Raises:
         InputError: the model is none that runs, texts or an option cannot be used, the vocabulary or the context is too
             small to say a sequence twice, or a text is too long for the context or for memory.
+        ModelError: with `copying`, the model has no factors of single heads, or not this embedding.
         RunFolderError: `out` holds another run.
     """
     check_model(model)
@@ -164,6 +185,7 @@ def attention_behaviour(
     length = checked_count("length", length, least=2)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     batch_size, seed = checked_count("batch_size", batch_size), checked_seed(seed)
+    kind = _embedding_of(model, embedding) if checked_flag("copying", copying) else None
     kinds = token_kinds(model)
     read = {"random": Batch.of(repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
     given = _own_texts(model) if texts is None else texts
@@ -171,18 +193,41 @@ def attention_behaviour(
         read["text"] = model.tokenize(given)
     at_once = {on: min(batch_size, rows_that_fit(model, batch.tokens.shape[1])) for on, batch in read.items()}
     options = {"texts": [read["text"].tokens, read["text"].lengths] if "text" in read else [], "sequences": sequences}
-    options |= {"length": length, "threshold": threshold}
+    options |= {"length": length, "threshold": threshold, "embedding": kind}
 
     def work(run: Run) -> AttentionBehaviour:
         with run.bar("Reading attention", "text", sum(map(len, read.values()))) as bar:
             sums = {on: _summed(model, read[on], kinds, run, on, at_once[on], bar) for on in read}
         table = called(pd.concat([scored(on, found, seed) for on, found in sums.items()], ignore_index=True), threshold)
         position = position_share(*(sums["random"][name] for name in POSITION))
-        return AttentionBehaviour(table, named(table).assign(position=position.flatten().numpy()), run.record)
+        heads = named(table).assign(position=position.flatten().numpy(), **_copying(model, kind, seed, run))
+        return AttentionBehaviour(table, heads, run.record)
 
     return carry_out(
         AttentionBehaviour, "attention_behaviour", model, options, work, out=out, seed=seed, progress=progress
     )
+
+
+def _embedding_of(model: HookedModel, embedding: str | None) -> str:
+    """Return what heads from layer 1 on read for a token: as asked for, or as published; raw where there is no MLP."""
+    if embedding is not None:
+        return checked_name("embedding", embedding, KINDS)
+    return published_embedding(model.shape) if model.shape.d_mlp else "raw"
+
+
+@torch.inference_mode()
+def _copying(model: HookedModel, embedding: str | None, seed: int, run: Run) -> dict[str, Numbers | float]:
+    """Return the columns of the eigenvalues, a number per head."""
+    names = ("copying", "copying_low", "copying_high")
+    if embedding is None:
+        return dict.fromkeys(names, np.nan)
+    with run.bar("Eigenvalues of OV", "layer", model.shape.n_layers) as bar:
+        try:
+            scores, bounds = copying_scores(weights_of(model), embedding, seed, bar)
+        except HeadwaterError as error:
+            raise ModelError(f"{error} With copying=False all the rest is computed.") from None
+    by_head = [scores, *(side[:, None].expand_as(scores) for side in bounds.T)]
+    return {name: values.flatten().numpy() for name, values in zip(names, by_head, strict=True)}
 
 
 def _own_texts(model: HookedModel) -> list[str] | None:

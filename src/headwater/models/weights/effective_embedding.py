@@ -57,7 +57,7 @@ def bos_token(tokenizer: Tokenizer) -> int:
 
 def chunks(rows: Tensor, d_mlp: int) -> Iterable[Tensor]:
     """Split rows so that one chunk's hidden layer stays within `WORKSPACE_ENTRIES`."""
-    return rows.split(max(1, WORKSPACE_ENTRIES // d_mlp))
+    return rows.split(max(1, WORKSPACE_ENTRIES // max(1, d_mlp)))  # a model of attention alone has no MLP
 
 
 def mlp0(config: object, read: Read, embeddings: Float[Tensor, "source d_model"]) -> Float[Tensor, "source d_model"]:
