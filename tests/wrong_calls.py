@@ -325,7 +325,11 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             lambda pair, source, target: [hw.Relation("r", None, [pair]), hw.Relation("r", None, [(source, target)])],
             {"pair": PAIR[0], "source": "a", "target": "b"},
         ),
-        "HeadMap.salient": lambda: (g.heads.salient, {"layer": 1, "head": 0, "model": g.model}),
+        "HeadMap.salient": lambda: (g.heads.salient, {"layer": 1, "head": 0, "model": g.model, "embedding": "raw"}),
+        "HeadMap.head": lambda: (
+            g.heads.head,
+            {"layer": 1, "head": 0, "model": g.model, "behaviour": None, "sources": 1, "targets": 1},
+        ),
         "HeadMap.validate": lambda: (
             lambda model, relations, template, shots, draws, seed: g.known_heads.validate(
                 model, relations=relations, template=template, shots=shots, draws=draws, seed=seed, **QUIET

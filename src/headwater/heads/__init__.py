@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headwater.heads.attended_keys import Behaviour as Behaviour
     from headwater.heads.behaviour import AttentionBehaviour as AttentionBehaviour
     from headwater.heads.behaviour import attention_behaviour as attention_behaviour
+    from headwater.heads.card import HeadCard as HeadCard
     from headwater.heads.categories import CATEGORIES as CATEGORIES
     from headwater.heads.categories import Category as Category
     from headwater.heads.circuit_vectors import SingularVectors as SingularVectors

@@ -11,6 +11,8 @@ import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError, ModelError
+from headwater.heads.behaviour import AttentionBehaviour
+from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, relations_of_head
 from headwater.heads.categories import UNCLASSIFIED, add_excess, apply_rule, head_categories, label_counts
 from headwater.heads.prompts import TEMPLATE, relations_of
 from headwater.heads.relations import Relations
@@ -157,12 +159,59 @@ class HeadMap(Result):
         run = replace(self.run, options=self.run.options | {"validate": asked})
         return replace(self, table=self.table.drop(columns=list(COLUMNS), errors="ignore").join(use), run=run)
 
+    def head(
+        self,
+        layer: int,
+        head: int,
+        *,
+        model: HookedModel | str | Path | None = None,
+        behaviour: AttentionTable | None = None,
+        sources: int = 5,
+        targets: int = 5,
+    ) -> HeadCard:
+        """Return the card of one head: its relations, what it writes for which tokens, and whether the model uses it.
+
+        Args:
+            layer: the head's layer.
+            head: the head.
+            model: the model these heads belong to; by default it is opened again by its name. With `sources=0` no model
+                is needed.
+            behaviour: what `hw.attention_behaviour` returned for this model, or a table with `layer, head, behaviour,
+                score`: what the head attends to.
+            sources: how many of the tokens it writes most strongly about are shown.
+            targets: how many tokens are shown for each, written and suppressed.
+
+        Returns:
+            A card that prints as text and shows as HTML in a notebook.
+
+        Raises:
+            ModelError: the model cannot be opened by its name, or it or the behaviour is of another one.
+            InputError: the head does not exist, or the behaviour is no such table.
+        """
+        layer, head = checked_count("layer", layer, least=0), checked_count("head", head, least=0)
+        sources, targets = checked_count("sources", sources, least=0), checked_count("targets", targets)
+        named = self.categories[(self.categories["layer"] == layer) & (self.categories["head"] == head)]
+        if named.empty:
+            layers, heads = (int(self.categories[name].max()) + 1 for name in ("layer", "head"))
+            raise InputError(
+                f"Head {head} of layer {layer} was asked for; {self.title} has {layers} layers of {heads} heads."
+            )
+        if isinstance(behaviour, AttentionBehaviour) and behaviour.run.fingerprint != self.run.fingerprint:
+            raise ModelError(
+                f"behaviour= is of {behaviour.run.model}, with other weights than this head map ({self.run.model})."
+            )
+        attends = None if behaviour is None else behaviour_of_head(behaviour, layer, head)
+        salient = self.salient(layer, head, model=model, sources=sources, targets=targets) if sources else None
+        relations = relations_of_head(self.table, layer, head)
+        return HeadCard(self.title, layer, head, str(named["label"].iloc[0]), relations, salient, attends)
+
     def salient(
         self,
         layer: int,
         head: int,
         *,
         model: HookedModel | str | Path | None = None,
+        embedding: str | None = None,
         sources: int = 15,
         targets: int = 5,
     ) -> pd.DataFrame:
@@ -172,12 +221,15 @@ class HeadMap(Result):
             layer: the head's layer.
             head: the head.
             model: the model these heads belong to; by default it is opened again by its name.
+            embedding: what the head reads: "raw", "mlp0", "embed+mlp0" or "layer0"; by default what it is scored with:
+                the raw embedding in layer 0, and from layer 1 on that of the map. The publication takes "mlp0" in all
+                layers.
             sources: how many salient tokens.
             targets: how many tokens to list for each, written and suppressed.
 
         Raises:
             ModelError: the model cannot be opened by its name, or is another one.
-            InputError: the head does not exist.
+            InputError: the head or the embedding does not exist.
         """
         layer = checked_count("layer", layer, least=0)
         if model is None:
@@ -188,7 +240,8 @@ class HeadMap(Result):
                 f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}. "
                 "Pass that model as model=."
             )
-        embedding = self.run.options["embedding"] if layer > 0 else "raw"
+        if embedding is None:
+            embedding = self.run.options["embedding"] if layer > 0 else "raw"
         return salient_operations(weights, layer, head, embedding=embedding, sources=sources, targets=targets)
 
 

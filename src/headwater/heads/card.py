@@ -1,0 +1,199 @@
+"""A head's card: all that is known of one head, on one page: as text, and as HTML in a notebook.
+
+Which relations it implements, suppresses or copies, with the numbers that the rule looked at; whether the running model
+uses it for them (`use`); what it attends to (`behaviour`); and the tokens that it writes most strongly about, with what
+it writes and suppresses for each (`salient`). Words and tokens are another's text: HTML escapes them, and what no
+terminal prints is spelled out in both.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from headwater.errors import InputError
+from headwater.heads.behaviour import AttentionBehaviour
+from headwater.heads.categories import PREFIXES
+from headwater.heads.salient import SIGNS
+from headwater.options import shown
+
+SAYS = {"score": ("implemented", "implements"), "suppression": ("suppressed", "suppresses")}
+"""By sign, the flag of a head map's table, and what it says of the head."""
+NUMBERS = ("score", "expected", "excess", "q_value")
+AT_LEAST = 3
+"""How many relations a card shows of a head that is called for none."""
+AT_MOST = 15
+"""How many of those that it is called for."""
+BEHAVIOUR = ("layer", "head", "behaviour", "score")
+"""The columns that a table of behaviours must have."""
+OF_BEHAVIOUR = ("layer", "head", "on", "behaviour", "score", "expected", "excess", "q_value", "called")
+"""Those that are shown, as far as they are there."""
+
+
+AttentionTable: TypeAlias = AttentionBehaviour | pd.DataFrame
+"""What a card takes as behaviour: the result of `hw.attention_behaviour`, or its table."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadCard:
+    """What `HeadMap.head` returns; it prints as text, and shows as HTML in a notebook."""
+
+    model: str
+    """The model's short name."""
+    layer: int
+    head: int
+    label: str
+    """What the head map calls the head."""
+    relations: pd.DataFrame
+    """A row per relation and sign, the called ones first and by excess: `relation, category, says` ("implements",
+    "suppresses", "copies", or empty), `score, expected, excess, q_value`; of a validated map also `loss` and `used`."""
+    writes: pd.DataFrame | None
+    """What `HeadMap.salient` returns; None where no sources were asked for."""
+    behaviour: pd.DataFrame | None
+    """The head's rows of the table given, the strongest first; None without one."""
+
+    @property
+    def title(self) -> str:
+        """What head it is, of which model, and its label."""
+        return f"Head {self.head} of layer {self.layer}, {self.model}: {self.label}"
+
+    @property
+    def sections(self) -> list[tuple[str, pd.DataFrame]]:
+        """The tables that are shown, each with its heading, all cells as text."""
+        called = int((self.relations["says"] != "").sum())
+        found = [("Called for no relation; the nearest", _as_text(self.relations.head(AT_LEAST)))]
+        if called:
+            heading = "Relations" if called <= AT_MOST else f"Relations, the first {AT_MOST} of {called}"
+            found = [(heading, _as_text(self.relations.head(min(called, AT_MOST))))]
+        if self.behaviour is not None:
+            found.append(("Attends to", _as_text(self.behaviour.drop(columns=["layer", "head"]))))
+        if self.writes is not None:
+            found.append(("Writes most strongly about", _as_text(_by_source(self.writes))))
+        return found
+
+    @property
+    def use(self) -> str:
+        """Whether the running model uses the head, as a sentence."""
+        if "used" not in self.relations:
+            return "Whether the running model uses it was not measured: HeadMap.validate does."
+        called = self.relations[self.relations["says"].isin([says for _, says in SAYS.values()])]
+        measured = called[called["used"].notna()]
+        if called.empty:
+            return "It is called for no relation that the running model could use it for."
+        if measured.empty:
+            return "The running model was not asked for what it is called for, or answers none of it."
+        used = measured.loc[measured["used"].astype(bool), "relation"].map(_plain)
+        if used.empty:
+            return f"Used by the running model for nothing that could be told (relations: {len(measured)})."
+        others = f"; for {len(measured) - len(used)} others it is not" if len(used) < len(measured) else ""
+        return f"Used by the running model for {', '.join(used)}{others}."
+
+    def __str__(self) -> str:
+        parts = [_plain(self.title), self.use]
+        parts += [f"\n{heading}\n{table.to_string(index=False)}" for heading, table in self.sections]
+        return "\n".join(parts)
+
+    def __repr__(self) -> str:
+        return f"HeadCard({_plain(self.title)})"
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            tables = [f"<h4>{heading}</h4>{table.to_html(index=False, border=0)}" for heading, table in self.sections]
+        return f"<h3>{html.escape(_plain(self.title))}</h3><p>{html.escape(self.use)}</p>{''.join(tables)}"
+
+
+def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFrame:
+    """Return `HeadCard.relations`.
+
+    Args:
+        table: of a head map.
+        layer: the head's layer.
+        head: the head.
+    """
+    rows = table[(table["layer"] == layer) & (table["head"] == head)]
+    is_suppressed = rows["suppression"] > rows["score"]
+    parts = []
+    for sign, (flag, says) in SAYS.items():
+        prefix = PREFIXES[sign]
+        columns = {name: sign if name == "score" else f"{prefix}{name}" for name in NUMBERS}
+        copies = rows["copying"] & ~rows[flag] & (is_suppressed == (sign == "suppression"))
+        part = rows[["relation", "category"]].assign(
+            says=np.where(rows[flag], says, np.where(copies, "copies", "")),
+            **{name: rows[column] for name, column in columns.items()},
+        )
+        if "used" in rows:
+            part = part.assign(**{name: rows[name].where(rows[flag]) for name in ("loss", "used")})
+        parts.append(part)
+    found = pd.concat(parts, ignore_index=True)
+    strength = found["excess"].fillna(-np.inf) if found["excess"].notna().any() else found["score"]
+    order = np.lexsort((-strength, found["says"] == ""))
+    return found.iloc[order].reset_index(drop=True)
+
+
+def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.DataFrame:
+    """Return the rows of one head of a table of behaviours, the strongest first.
+
+    Args:
+        behaviour: what `hw.attention_behaviour` returns, or a table with at least the columns `BEHAVIOUR`.
+        layer: the head's layer.
+        head: the head.
+
+    Raises:
+        InputError: it is no such table, or has no row of the head.
+    """
+    table = behaviour.table if isinstance(behaviour, AttentionBehaviour) else behaviour
+    if not isinstance(table, pd.DataFrame) or (lacking := [name for name in BEHAVIOUR if name not in table]):
+        found = f"lacks {', '.join(lacking)}" if isinstance(table, pd.DataFrame) else "is no table"
+        raise InputError(
+            f"behaviour={shown(behaviour)} {found}: give what hw.attention_behaviour returns, or a table with the "
+            f"columns {', '.join(BEHAVIOUR)}."
+        )
+    rows = table[(table["layer"] == layer) & (table["head"] == head)]
+    if rows.empty:
+        raise InputError(f"The table of behaviours has no row of head {head} of layer {layer}.")
+    strength = "excess" if "excess" in rows else "score"
+    kept = [name for name in OF_BEHAVIOUR if name in rows]
+    return rows[kept].sort_values(strength, ascending=False, ignore_index=True)
+
+
+def _by_source(writes: pd.DataFrame) -> pd.DataFrame:
+    """Lay salient operations out, a row per source."""
+    rows = []
+    for (_, source), of_source in writes.groupby(["rank", "source"], sort=False):
+        targets = {sign: of_source.loc[of_source["sign"] == sign, "target"] for sign in SIGNS}
+        rows.append(
+            {"token": _quoted([str(source)]), "sigma": float(of_source["sigma"].iloc[0])}
+            | {sign: _quoted(tokens.tolist()) for sign, tokens in targets.items()}
+        )
+    return pd.DataFrame(rows, columns=["token", "sigma", *SIGNS])
+
+
+def _as_text(table: pd.DataFrame) -> pd.DataFrame:
+    return table.map(_cell).astype(object)
+
+
+def _cell(value: Any) -> str:
+    """A cell as text: numbers short, what is missing as a dash."""
+    if isinstance(value, str):
+        return _plain(value)
+    if value is None or pd.isna(value):
+        return "–"
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"
+    return str(value)
+
+
+def _quoted(tokens: Sequence[str]) -> str:
+    return ", ".join(map(repr, tokens))
+
+
+def _plain(text: str) -> str:
+    """Text with what no terminal prints spelled out: line breaks, controls, what turns the direction of writing."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
