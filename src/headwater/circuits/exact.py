@@ -64,8 +64,16 @@ class Rows:
         """Return an activation of the base run at the positions of the rows."""
         return self.runs.base(site, layer)[self.start : self.stop]
 
-    def attention(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
-        """Return what a layer's attention adds to rows."""
+    def leaving(self, layer: int) -> list[int] | slice:
+        """At which of the rows' positions streams leave a layer: at all, but after the last where they are read."""
+        return self.kept if layer == self.n_layers - 1 else slice(None)
+
+    def left(self, site: str, layer: int) -> Tensor:
+        """Return an activation of the base run where rows leave a layer."""
+        return self.base(site, layer)[self.leaving(layer)]
+
+    def attention(self, layer: int, residual: Float[Tensor, "row position d_model"], whole: bool = False) -> Tensor:
+        """Return what a layer's attention adds to rows where they leave it, or at all their positions."""
         n_rows, shared = len(residual), None
         positions = torch.arange(self.start, self.stop, device=residual.device).expand(n_rows, -1)
         if self.start:
@@ -75,29 +83,31 @@ class Rows:
             )
             shared = SharedPrefix(keys, values)
         mask = self._mask(layer, residual).expand(n_rows, -1, -1, -1)
-        return self.blocks.attention(layer, residual, self.recording.calls[layer], positions, mask, shared)
+        at, kept = self.leaving(layer), None
+        if not whole and not isinstance(at, slice):
+            kept = torch.tensor(at, device=residual.device).expand(n_rows, -1)
+        return self.blocks.attention(layer, residual, self.recording.calls[layer], positions, mask, shared, kept)
 
     def feed_forward(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
         """Return what a layer's MLP adds to rows."""
         return self.blocks.feed_forward(layer, residual.flatten(0, 1)).view_as(residual)
 
     def attention_added(self, layer: int, residual: Tensor, attended: Tensor) -> Float[Tensor, "row position d_model"]:
-        """Return the rows after a layer of which attention's part is given, the input as recorded where parallel."""
-        middle = residual + attended
-        if self.blocks.parallel:
-            return middle + self.base("mlp_out", layer)
-        return middle + self.mlp_added(layer, middle)
+        """Return rows where they leave a layer, attention's part given there; the MLP's as recorded where parallel."""
+        middle = residual[:, self.leaving(layer)] + attended
+        return middle + (self.left("mlp_out", layer) if self.blocks.parallel else self.feed_forward(layer, middle))
 
     def through(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
-        """Return rows that enter a layer as they leave it."""
-        middle = residual + self.attention(layer, residual)
-        return middle + self.mlp_added(layer, residual if self.blocks.parallel else middle)
+        """Return rows that enter a layer as they leave it: after the last at the positions that are read."""
+        attended, residual = self.attention(layer, residual), residual[:, self.leaving(layer)]
+        middle = residual + attended
+        return middle + self.feed_forward(layer, residual if self.blocks.parallel else middle)
 
     def finish(self, residual: Float[Tensor, "row position d_model"], layer: int) -> Float[Tensor, "row kept d_model"]:
         """Send rows that enter a layer through all that are left; return their last states at the positions read."""
         for number in range(layer, self.n_layers):
             residual = self.through(number, residual)
-        return residual[:, self.kept]
+        return residual
 
     def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
         """Return the metrics of rows, given their last states.
@@ -120,14 +130,6 @@ class Rows:
         entering = self.base("resid_pre", layer)
         return entering if self.blocks.parallel else entering + self.base("attn_out", layer)
 
-    def mlp_added(self, layer: int, residual: Tensor) -> Tensor:
-        """Apply a layer's MLP; in the last layer only where the outcome is read."""
-        if layer < self.n_layers - 1 or len(self.kept) == residual.shape[1]:
-            return self.feed_forward(layer, residual)
-        added = torch.zeros_like(residual)
-        added[:, self.kept] = self.feed_forward(layer, residual[:, self.kept])
-        return added
-
     def _mask(self, layer: int, like: Tensor) -> Float[Tensor, "1 1 position key"]:
         if layer not in self._masks:
             visible = self.recording.visible[layer][self.start : self.stop, : self.stop]
@@ -144,6 +146,10 @@ class NotFiniteRowError(Exception):
         self.row = row
 
 
+class _AllSeenError(Exception):
+    """Attention has come as far as was wanted."""
+
+
 class Receivers:
     """What the receivers of one layer make of changed inputs, for many senders at once."""
 
@@ -151,6 +157,7 @@ class Receivers:
         self.rows, self.layer = rows, layer
         self._given: dict[str, Tensor] = {}
         self._seen: dict[str, Tensor] = {}
+        self._wanted: frozenset[str] = frozenset()
         self.entering = rows.base("resid_pre", layer)
         self.z = rows.base("z", layer)
         self.group = rows.runs.model.shape.group_size
@@ -166,13 +173,21 @@ class Receivers:
     def exchanged(self, site: str, activation: Tensor) -> Tensor | None:
         """Keep what passes through a site, and put in its place what is given, if anything is."""
         self._seen[site] = activation
+        if self._wanted and self._wanted <= self._seen.keys():
+            raise _AllSeenError
         return self._given.get(site)
 
     def projected(self, inputs: Float[Tensor, "row position d_model"]) -> dict[str, Tensor]:
         """Return the q, k and v of changed inputs, `row position head d_head`."""
-        self._given = {}
-        self.rows.attention(self.layer, inputs)
-        return {kind: self._seen[kind] for kind in KINDS}
+        return self._run_until(frozenset(KINDS), {}, inputs)
+
+    def _run_until(self, wanted: frozenset[str], given: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
+        """Call the layer's attention until some sites were seen; return what passed through them."""
+        self._wanted, self._given, self._seen = wanted, dict(given), {}
+        with contextlib.suppress(_AllSeenError):
+            self.rows.attention(self.layer, inputs, whole=True)
+        self._wanted, self._given = frozenset(), {}
+        return {site: self._seen[site] for site in wanted}
 
     def heads_given(self, kind: str, activation: Tensor) -> Float[Tensor, "row position head d_head"]:
         """Return what heads give when all of one kind (q, k or v) is as given and the others are the base run's."""
@@ -180,22 +195,21 @@ class Receivers:
 
     def heads_of(self, given: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
         """Return what heads give of some q, k and v, those that are not given being the base run's."""
-        self._given = dict(given)
         n_rows = len(next(iter(given.values())))
-        self.rows.attention(self.layer, self.entering.expand(n_rows, -1, -1))
-        self._given = {}
-        return self._seen["z"].view(n_rows, *self.z.shape)
+        with self.rows.blocks.alike(self.layer):
+            made = self._run_until(frozenset("z"), given, self.entering.expand(n_rows, -1, -1))
+        return made["z"].view(n_rows, *self.z.shape)
 
     def one_head(
         self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]
     ) -> Float[Tensor, "row position head d_head"]:
-        """Take in each row the heads that read one q, k or v; the others' outputs are the base run's."""
+        """Take in each row the heads that read one q, k or v, the others as recorded: z is given where rows leave."""
         heads = torch.arange(z.shape[2], device=z.device)
         reads = (heads if kind == "q" else heads // self.group) == head.to(z.device)[:, None]
-        return torch.where(reads[:, None, :, None], z, self.z)
+        return torch.where(reads[:, None, :, None], z, self.z[self.rows.leaving(self.layer)])
 
     def attended(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
-        """Return what attention adds, given the outputs of its heads."""
+        """Return what attention adds, given the outputs of its heads at some positions."""
         added = self.rows.blocks.project_heads(self.layer, z.flatten(0, 1))
         return added.view(*z.shape[:2], -1)
 
@@ -302,11 +316,11 @@ class Exact:
         going: Tensor | None = None
         for layer in range(self.rows.n_layers):
             receivers = Receivers(self.rows, layer)
-            attended = receivers.attended(receivers.z[None])
+            attended = receivers.attended(receivers.z[None, self.rows.leaving(layer)])
             joining = self.rows.attention_added(layer, receivers.entering[None], attended)
             going = joining if going is None else torch.cat([self.rows.through(layer, going), joining])
         assert going is not None
-        return (self.rows.measure(going[:, self.rows.kept]) - self.unedited).abs().amax(0)
+        return (self.rows.measure(going) - self.unedited).abs().amax(0)
 
     def _entering(self, stage: int, edges: Indices, felt: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
         """Yield some edges, and what makes whole residual streams after the layer of any of them."""
@@ -315,8 +329,8 @@ class Exact:
             torch.from_numpy, (self.graph.sender[edges], nodes.kind[receiver], nodes.head[receiver])
         )
         if stage == self.rows.n_layers:
-            final = self.rows.base("resid_post", stage - 1)
-            yield felt, lambda rows: final + self.reaching(stage)[0][sender[rows]]
+            final, kept = self.rows.left("resid_post", stage - 1), self.rows.kept
+            yield felt, lambda rows: final + self.reaching(stage)[0][sender[rows]][:, kept]
             return
         within = felt[kind[felt] < len(KINDS)]
         receivers = Receivers(self.rows, stage)
@@ -331,23 +345,25 @@ class Exact:
     ) -> Iterator[tuple[Tensor, Enter]]:
         """The same for the q, k and v that some senders feed."""
         sender, kind, head = columns
+        leaving = self.rows.leaving(receivers.layer)
         with receivers.hooked():
             own = receivers.projected(receivers.entering + self.reaching(receivers.layer)[0][some])
         for number, name in enumerate(KINDS):
             if not len(fed := mine[kind[mine] == number]):
                 continue
             with receivers.hooked():
-                z = receivers.heads_given(name, own[name])
+                z = receivers.heads_given(name, own[name])[:, leaving]
 
             def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
-                attended = receivers.attended(
-                    receivers.one_head(name, z[torch.searchsorted(some, sender[rows])], head[rows])
-                )
-                return self.rows.attention_added(receivers.layer, receivers.entering, attended)
+                heads = receivers.one_head(name, z[torch.searchsorted(some, sender[rows])], head[rows])
+                attended = receivers.attended(heads)
+                return self.rows.attention_added(receivers.layer, receivers.entering[None], attended)
 
             yield fed, enter
 
     def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
         """Return the streams after a layer whose MLP reads changed inputs."""
-        middle = self.rows.base("resid_pre", layer) + self.rows.base("attn_out", layer)
-        return middle + self.rows.feed_forward(layer, self.rows.read_by_mlp(layer) + self.reaching(layer)[1][sender])
+        rows, leaving = self.rows, self.rows.leaving(layer)
+        read = rows.read_by_mlp(layer) + self.reaching(layer)[1][sender]
+        middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
+        return middle + rows.feed_forward(layer, read[:, leaving])

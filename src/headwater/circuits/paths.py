@@ -145,14 +145,16 @@ class Paths:
             attends = bool((nodes.kind[own] < MLP).any())
             with self._written(layer, own, which, made) if attends else contextlib.nullcontext():
                 attended = rows.attention(layer, residual)
+            leaving = rows.leaving(layer)
+            residual = residual[:, leaving]
             middle = residual + attended
             if (nodes.kind[own] == MLP).any():
                 added = made[layer].mlp
                 assert added is not None
-                residual = middle + added[which]
+                residual = middle + added[which][:, leaving]
             else:
-                residual = middle + rows.mlp_added(layer, residual if rows.blocks.parallel else middle)
-        return residual[:, rows.kept]
+                residual = middle + rows.feed_forward(layer, residual if rows.blocks.parallel else middle)
+        return residual
 
     @contextlib.contextmanager
     def _written(self, layer: int, own: Indices, which: Tensor, made: dict[int, Made]) -> Iterator[None]:

@@ -86,6 +86,24 @@ class SharedPrefix:
         return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
 
 
+class _WholeKeys(SharedPrefix):
+    """Stands in for a cache that holds the keys and values of all positions already, those of the queries too."""
+
+    def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+
+class _KeysMadeError(Exception):
+    """Attention has come as far as its keys and values, which is all that was wanted of it."""
+
+
+class _StopsAtKeys:
+    """Stands in for a cache, and ends the call of attention when keys and values are handed to it."""
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        raise _KeysMadeError(keys, values)
+
+
 class Blocks:
     """The blocks of a model as functions of rows. Use inside `torch.inference_mode()` and the model's lock."""
 
@@ -105,22 +123,47 @@ class Blocks:
         positions: Int[Tensor, "row position"],
         mask: Float[Tensor, "row head_or_one position key"],
         prefix: SharedPrefix | None,
-    ) -> Float[Tensor, "row position d_model"]:
-        """What a layer's attention adds to the residual stream of rows that hold these positions."""
+        kept: Int[Tensor, "row kept"] | None = None,
+    ) -> Float[Tensor, "row _ d_model"]:
+        """What a layer's attention adds to the residual stream of rows that hold these positions.
+
+        With `kept` only at these of a row's places: there alone queries ask and heads write, as long as no hook looks
+        into the layer's attention. Keys and values are those of all positions.
+        """
         block = self._blocks[layer]
+        if kept is not None and _is_watched(block.attn):
+            return _taken(self.attention(layer, residual, call, positions, mask, prefix), kept)
         normed = _through(block, "ln1", residual)
         if self._own is not None:
-            return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix))
+            return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, kept))
+        if kept is not None:
+            with _first_alone(block.attn, 1, ("q",)):
+                try:
+                    self._attended(layer, normed, call, positions, mask, _StopsAtKeys())
+                except _KeysMadeError as made:
+                    keys, values = made.args if prefix is None else prefix.update(*made.args)
+            prefix = _WholeKeys(keys, values)
+            normed, positions = _taken(normed, kept), positions.gather(1, kept)
+            mask = mask.gather(2, kept[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+        return self._added(block, "ln1_post", self._attended(layer, normed, call, positions, mask, prefix))
+
+    def _attended(
+        self, layer: int, normed: Tensor, call: Any, positions: Tensor, mask: Tensor, cache: Any
+    ) -> Float[Tensor, "row position d_model"]:
+        """Call a layer's attention as the model did, with other inputs."""
         args, options = call
         options = {name: _at_positions(value, positions) for name, value in options.items()}
-        options |= {"attention_mask": mask, "past_key_values": prefix}
+        options |= {"attention_mask": mask, "past_key_values": cache}
         if "hidden_states" in options:
             options["hidden_states"] = normed
         else:
             args = (normed, *args[1:])
-        out = block.attn(*args, **options)
-        out = out[0] if isinstance(out, tuple) else out
-        return self._added(block, "ln1_post", out)
+        out = self._blocks[layer].attn(*args, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    def alike(self, layer: int) -> contextlib.AbstractContextManager[None]:
+        """Project the first of the rows that are given to a layer's attention for all of them, which are the same."""
+        return _first_alone(self._blocks[layer].attn, 0, ("q", "k", "v"))
 
     def project_heads(self, layer: int, z: Float[Tensor, "position head d_head"]) -> Float[Tensor, "position d_model"]:
         """What a layer's attention adds, given the output of each of its heads."""
@@ -136,7 +179,7 @@ class Blocks:
         between them: a LayerNorm into which something looks is left as it is.
         """
         faster: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]] = [(gelu, tanh_gelu) for gelu in self._gelus]
-        faster += [(norm, norm.original_component) for norm in self._layer_norms if not _watched(norm)]
+        faster += [(norm, norm.original_component) for norm in self._layer_norms if not _is_watched(norm)]
         try:
             for module, forward in faster:
                 module.__dict__["forward"] = forward
@@ -250,9 +293,33 @@ def _is_layer_norm(norm: Any) -> bool:
     return type(norm) is NormalizationBridge and type(norm.original_component) is torch.nn.LayerNorm
 
 
-def _watched(norm: NormalizationBridge) -> bool:
-    """Whether a hook looks at a norm, or within."""
-    return any(point.fwd_hooks or point.bwd_hooks for point in norm.modules() if isinstance(point, HookPoint))
+def _is_watched(part: torch.nn.Module) -> bool:
+    """Whether a hook looks at a part of a block, or within."""
+    return any(point.fwd_hooks or point.bwd_hooks for point in part.modules() if isinstance(point, HookPoint))
+
+
+@contextlib.contextmanager
+def _first_alone(attention: torch.nn.Module, axis: int, names: Sequence[str]) -> Iterator[None]:
+    """Let projections of an attention compute the first of an axis (rows 0, positions 1) and repeat it along all."""
+    modules = [getattr(attention, name) for name in names if _has(attention, name)]
+    own = [module for module in modules if isinstance(module, torch.nn.Module) and "forward" not in module.__dict__]
+
+    def first(x: Tensor, *, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        made = forward(x.narrow(axis, 0, 1))
+        return made.expand(*x.shape[:2], *made.shape[2:]) if made.shape[axis] == 1 else made
+
+    try:
+        for module in own:
+            module.__dict__["forward"] = functools.partial(first, forward=module.forward)
+        yield
+    finally:
+        for module in own:
+            module.__dict__.pop("forward", None)
+
+
+def _taken(rows: Float[Tensor, "row position d"], kept: Int[Tensor, "row kept"]) -> Float[Tensor, "row kept d"]:
+    """Take of each row some of its places."""
+    return rows.gather(1, kept[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
 def _through(block: Any, norm: str, x: Tensor) -> Tensor:

@@ -52,10 +52,16 @@ class OwnAttention(ABC):
         positions: Int[Tensor, "row position"],
         mask: Float[Tensor, "row head_or_one position key"],
         prefix: Prefix | None,
-    ) -> Float[Tensor, "row position d_model"]:
-        """Return what attention gives, before a norm behind it."""
-        q, k, v = self.project(normed)
-        q, keys, values = self.turned(q, positions).transpose(1, 2), *self.remembered(k, v, positions)
+        kept: Int[Tensor, "row kept"] | None = None,
+    ) -> Float[Tensor, "row _ d_model"]:
+        """Return what attention gives, before a norm behind it; with `kept` at these of a row's places only."""
+        asking, asked_at = normed, positions
+        if kept is not None:
+            asking = normed.gather(1, kept[:, :, None].expand(-1, -1, normed.shape[2]))
+            asked_at = positions.gather(1, kept)
+            mask = mask.gather(2, kept[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+        q, k, v = self.project(asking, normed)
+        q, keys, values = self.turned(q, asked_at).transpose(1, 2), *self.remembered(k, v, positions)
         n_before = 0
         if prefix is not None:
             n_new = keys.shape[2]
@@ -70,7 +76,7 @@ class OwnAttention(ABC):
         if (slopes := self.slopes()) is not None:
             before = torch.arange(n_before, device=positions.device).expand(len(positions), -1)
             keys_at = torch.cat([before, positions], 1)[:, None, None, :]
-            scores = scores + slopes[:, None, None] * (keys_at - positions[:, None, :, None]).clamp_max(0)
+            scores = scores + slopes[:, None, None] * (keys_at - asked_at[:, None, :, None]).clamp_max(0)
         pattern = self.attention.hook_pattern((scores + mask).softmax(-1)).to(values.dtype)
         return self.output((pattern @ values).transpose(1, 2))
 
@@ -84,8 +90,10 @@ class OwnAttention(ABC):
         return self.turned(k, positions).transpose(1, 2), v.transpose(1, 2)
 
     @abstractmethod
-    def project(self, normed: Float[Tensor, "row position d_model"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, `row position head d_head`, by way of their hooks."""
+    def project(
+        self, asking: Float[Tensor, "row kept d_model"], normed: Float[Tensor, "row position d_model"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries of the one, keys and values of the other, `row position head d_head`, through their hooks."""
 
     @abstractmethod
     def turned(self, x: Float[Tensor, "row position head d_head"], positions: Int[Tensor, "row position"]) -> Tensor:
@@ -116,11 +124,11 @@ class NativeAttention(OwnAttention):
         self.inner = attention.original_component
         self.scale, self.soft_cap = float(self.inner.scale), float(self.inner.attn_scores_soft_cap)
 
-    def project(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, asking: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `OwnAttention`."""
+        q, k, v = self.attention.q(asking), self.attention.k(normed), self.attention.v(normed)
         split = (*normed.shape[:2], -1, self.inner.d_head)
-        parts = (self.attention.q(normed), self.attention.k(normed), self.attention.v(normed))
-        return parts[0].view(split), parts[1].view(split), parts[2].view(split)
+        return q.view(*asking.shape[:2], -1, self.inner.d_head), k.view(split), v.view(split)
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """See `OwnAttention`."""
@@ -149,9 +157,9 @@ class HookedAttention(OwnAttention):
         self._alibi = attention.cfg.positional_embedding_type == "alibi"
         self._output = attention.W_O.flatten(0, 1).T.contiguous()
 
-    def project(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, asking: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `OwnAttention`."""
-        return self.attention.calculate_qkv_matrices(normed, normed, normed)
+        return self.attention.calculate_qkv_matrices(asking, normed, normed)
 
     def past_hook(self, k: Tensor) -> Tensor:
         """See `OwnAttention`."""

@@ -9,7 +9,7 @@ position on. Below, all of them go on together.
 2. A row that joins after attention (an edited head output, say) takes the recorded attention output, and one that joins
    after the MLP takes that too.
 3. A variant with a trunk (cumulative windows) follows its trunk and leaves it at the layer where its own edits end.
-4. In the last layer only the positions that are read go through the MLP.
+4. In the last layer only the positions that are read ask, are written to by heads, and go through the MLP.
 
 Which tensors pass through a block is said by stage, and a site's row says at which stage it lies: between attention and
 MLP the walk holds the tensor itself; within them a hook writes while a tile goes through.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -89,7 +89,8 @@ class Walk:
         self._busy: dict[Stage, list[Site]] = {}
         self.rows: dict[int, Row] = {}
         self._tile: tuple[int, Tile] | None = None
-        self._hooked_mlps: set[int] = set()
+        self._hooked: dict[str, set[int]] = {"attention": set(), "mlp": set()}
+        """The layers within whose attention or MLP something is edited."""
         self._applied: set[tuple[int, int, int]] = set()
 
     def run(self) -> None:
@@ -205,9 +206,13 @@ class Walk:
                     write_tokens(z, self._stretches(site, layer, tile), self.values, site, layer)
             return self.blocks.project_heads(layer, z)
         mask, prefix = self._mask(layer, tile), tile.prefix(self.recording, layer)
-        call = self.recording.calls[layer]
-        with self._inside(layer, tile):
-            return tile.packed(self.blocks.attention(layer, tile.padded(residual), call, tile.positions, mask, prefix))
+        call, rows = self.recording.calls[layer], tile.padded(residual)
+        if self._needs_all(layer, tile, "attention"):
+            with self._inside(layer, tile):
+                return tile.packed(self.blocks.attention(layer, rows, call, tile.positions, mask, prefix))
+        kept = self._kept_columns(tile)
+        read = self.blocks.attention(layer, rows, call, tile.positions, mask, prefix, kept)
+        return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(read), read))
 
     @contextlib.contextmanager
     def _inside(self, layer: int, tile: Tile) -> Iterator[None]:
@@ -243,7 +248,7 @@ class Walk:
         """What the MLP adds: computed, or as recorded for rows that join after it; 0 without one."""
         if self.blocks.model.shape.d_mlp and Stage.MLP_OUTPUT in taken:
             return tile.recorded(self._recorded(Stage.MLP_OUTPUT, layer))
-        if layer < self.last_layer or layer in self._hooked_mlps:
+        if self._needs_all(layer, tile, "mlp"):
             with self._inside(layer, tile):
                 return self.blocks.feed_forward(layer, middle)
         kept = [token for i in range(len(tile.rows)) for token in self._kept_tokens(tile, i)]
@@ -256,6 +261,21 @@ class Walk:
         row = tile.rows[i]
         variant = self.variants[row.variant if index is None else index]
         return [tile.tokens_of(i).start + position - row.start for position in variant.kept]
+
+    def _needs_all(self, layer: int, tile: Tile, sublayer: Literal["attention", "mlp"]) -> bool:
+        """Whether a sublayer is needed where nothing is read: layers follow, or an edit within or after it looks."""
+        if layer < self.last_layer or layer in self._hooked[sublayer]:
+            return True
+        after = Stage.HEAD_OUTPUT if sublayer == "attention" else Stage.NEURONS
+        later = [site for site, at in self.writers if at == layer and (self.sites[site].stage or 0) > after]
+        return any(row.variant in self.writers[site, layer] for site in later for row in tile.rows)
+
+    def _kept_columns(self, tile: Tile) -> Int[Tensor, "row kept"]:
+        """Which places of a tile's rows are read; rows that read fewer than others name one again."""
+        columns = [[position - row.start for position in self.variants[row.variant].kept] for row in tile.rows]
+        most = max(map(len, columns))
+        padded = [one + one[-1:] * (most - len(one)) for one in columns]
+        return torch.tensor(padded, device=self.residual.device)
 
     def _hooks(self) -> list[Hook]:
         """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
@@ -270,7 +290,8 @@ class Walk:
                 for layer in edit.layers:
                     if layer <= self.last_layer and not (passed and layer == row.first_layer):
                         wanted[site.name, layer] = site
-        self._hooked_mlps = {layer for (_, layer), site in wanted.items() if site.within == "mlp"}
+        for (_, layer), site in wanted.items():
+            self._hooked[str(site.within)].add(layer)
         return [(site.hook_name(layer), self._edit_inside(site)) for (_, layer), site in wanted.items()]
 
     def _edit_inside(self, site: Site) -> Trusted:
