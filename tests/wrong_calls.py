@@ -517,6 +517,32 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 **QUIET,
             },
         ),
+        "circuits.completeness": lambda: (
+            hw.circuits.completeness,
+            {
+                "model": g.model,
+                "clean": CLEAN,
+                "corrupted": CORRUPTED,
+                "circuit": g.edges.circuit(3),
+                "metric": METRIC,
+                "sets": 1,
+                "placebos": 1,
+                "seed": 0,
+            },
+        ),
+        "circuits.minimality": lambda: (
+            hw.circuits.minimality,
+            {
+                "model": g.model,
+                "clean": CLEAN,
+                "corrupted": CORRUPTED,
+                "circuit": g.edges.circuit(3),
+                "metric": METRIC,
+                "sets": 1,
+                "placebos": 1,
+                "seed": 0,
+            },
+        ),
         "Circuit.claim": lambda: (
             g.edges.circuit(3).claim,
             {

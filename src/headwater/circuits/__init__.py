@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from headwater.circuits.circuit import Circuit as Circuit
     from headwater.circuits.circuit_runs import CircuitRuns as CircuitRuns
     from headwater.circuits.circuit_runs import run_circuits as run_circuits
+    from headwater.circuits.criteria import completeness as completeness
+    from headwater.circuits.criteria import minimality as minimality
     from headwater.circuits.curve import CircuitCurve as CircuitCurve
     from headwater.circuits.curve import circuit_curve as circuit_curve
     from headwater.circuits.edge_effects import edges as edges
