@@ -136,3 +136,15 @@ def test_flip_rates_are_those_of_the_table(pathways):
     for line in lines_of(ax):
         rates = own.loc[own["intervention"] == line.get_label(), "flip_rate"]
         np.testing.assert_allclose(line.get_ydata(), 100 * rates)
+
+
+def test_the_published_style_has_the_published_series_in_two_columns_and_nothing_else(pathways):
+    figure = hw.figures.delta_p([pathways, pathways], titles=["A", "B"], style="published")
+    words = [text.get_text() for text in figure.subfigs[1].legends[0].get_texts()]
+    assert words == [f"{mode} ({name})" for mode in ("Q-Anchored", "A-Anchored") for name in SETS]
+    assert figure.axes[0].get_ylabel() == "ΔP"
+    ours = hw.figures.delta_p([pathways, pathways])
+    for one, other in zip(ours.axes[0].lines, figure.axes[0].lines, strict=True):
+        assert np.array_equal(one.get_ydata(), other.get_ydata())
+    with pytest.raises(InputError, match="published"):
+        hw.figures.delta_p([pathways], style="paper")

@@ -14,6 +14,7 @@ import typer
 
 from headwater.cli import demo as cli_demo
 from headwater.cli import edges as cli_edges
+from headwater.cli import figure as cli_figure
 from headwater.cli import heads as cli_heads
 from headwater.cli import memorization as cli_memorization
 from headwater.cli import patching as cli_patching
@@ -104,5 +105,6 @@ app.command()(cli_edges.edges)
 app.command()(cli_edges.circuit)
 app.command()(cli_memorization.memorization)
 app.command()(cli_memorization.score)
+app.command()(cli_figure.figure)
 app.command()(cli_demo.demo)
 app.add_typer(cli_reproduce.app, name="reproduce")

@@ -22,7 +22,9 @@ from scipy.stats import gaussian_kde
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import BANDS_ARE, DASHED, legend_above, model_title, style, whole_numbers
+from headwater.figures.published import is_published, lettered
+from headwater.figures.style import BANDS_ARE, DASHED, legend_above, model_title, whole_numbers
+from headwater.figures.style import style as shared_look
 from headwater.likelihood.profile import DepthProfile
 from headwater.runs.result import DRAWINGS
 
@@ -43,22 +45,26 @@ def plot_depth_profile(profile: DepthProfile, ax: Axes | None = None) -> Axes | 
     return depth_profiles([profile]) if ax is None else plot_boxes(profile, ax)
 
 
-def depth_profiles(profiles: Sequence[DepthProfile], labels: Sequence[str] | None = None) -> Figure:
+def depth_profiles(
+    profiles: Sequence[DepthProfile], labels: Sequence[str] | None = None, *, style: str = "headwater"
+) -> Figure:
     """Draw boxes and densities of several models side by side; of one, next to each other.
 
     Args:
         profiles: results of `memorization`.
         labels: a title per model. Default: the models' names, without the folders in front.
+        style: "headwater", or "published": lettered panels, those of the score gap for models that have scores alone;
+            axes by their published names, without counts.
 
     Raises:
-        InputError: there are no profiles, or not as many labels.
+        InputError: there are no profiles, or not as many labels, or no such style.
     """
     labels = [model_title(one.run) for one in profiles] if labels is None else [drawn_label(one) for one in labels]
     if not profiles or len(labels) != len(profiles):
         raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
     columns = min(len(profiles), COLUMNS)
     bands = math.ceil(len(profiles) / columns)
-    with style():
+    with shared_look():
         if len(profiles) == 1:
             figure, grid = plt.subplots(1, 2, figsize=(5.6, 2.5), layout="constrained", squeeze=False)
             pairs = [(grid[0, 0], grid[0, 1])]
@@ -77,14 +83,35 @@ def depth_profiles(profiles: Sequence[DepthProfile], labels: Sequence[str] | Non
                 boxes.set_ylabel("")
                 densities.set_ylabel("")
         _share_top([boxes for boxes, _ in pairs])
+        if is_published(style):
+            _as_published(profiles, labels, pairs)
     return figure
+
+
+def _as_published(profiles: Sequence[DepthProfile], labels: Sequence[str], pairs: Sequence[tuple[Axes, Axes]]) -> None:
+    """Name panels, axes and series as they were published; the density of a model without scores has no panel."""
+    number = len(profiles)
+    for place, (profile, name, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
+        boxes.set_title(lettered(place, name))
+        boxes.set_xticks(boxes.get_xticks(), [f"Depth {depth}" for depth in profile.depths])
+        if boxes.get_ylabel():
+            boxes.set_ylabel(AVERAGE.removesuffix(" (nats)"))
+        handles, series = densities.get_legend_handles_labels()
+        if not series:
+            densities.remove()
+            continue
+        densities.set_title(lettered(number, name))
+        densities.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
+        densities.tick_params(axis="x", labelsize=6)
+        densities.legend(handles, [one.partition(" ")[0] for one in series], loc="upper right", handlelength=1.6)
+        number += 1
 
 
 def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
     """Draw a box per depth: median, quartiles, whiskers to the last value within 1.5 interquartile ranges."""
     averages = profile.depthwise
     values = [-averages.loc[averages["depth"] == depth, profile.main].dropna().to_numpy() for depth in profile.depths]
-    with style():
+    with shared_look():
         drawn = ax.boxplot(
             values,
             widths=0.55,
@@ -110,7 +137,7 @@ def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
 def plot_gaps(profile: DepthProfile, ax: Axes, legend_columns: int = 2) -> Axes:
     """Draw the density of the score gap of the deepest questions in the lowest and in the highest quarter of Min-K%."""
     deepest = profile.table[profile.table["depth"] == profile.depths[-1]]
-    with style():
+    with shared_look():
         drawn = 0
         for quartile in QUARTILES:
             gaps = deepest.loc[deepest["quartile"] == quartile, "gap"].dropna().to_numpy(float)
@@ -143,7 +170,7 @@ def layer_curves(profile: DepthProfile, score: str | None = None, ax: Axes | Non
     rows = profile.by_layer[profile.by_layer["score"] == score]
     if rows.empty:
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
-    with style():
+    with shared_look():
         if ax is None:
             ax = plt.figure(figsize=(3.6, 2.9), layout="constrained").add_subplot()
         for number, depth in enumerate(profile.depths):

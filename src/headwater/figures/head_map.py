@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,7 +20,9 @@ from matplotlib.lines import Line2D
 from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import style, whole_numbers
+from headwater.figures.published import is_published
+from headwater.figures.style import style as shared_look
+from headwater.figures.style import whole_numbers
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.options import checked_count
@@ -60,7 +63,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     """
     if not isinstance(ax, Axes | None):
         raise InputError(f"ax=, a {type(ax).__name__}, is no matplotlib axes: leave it out for a new figure.")
-    with style():
+    with shared_look():
         place: dict[str, Any] = {
             "loc": "upper center",
             "bbox_to_anchor": (0.5, -0.16),
@@ -89,31 +92,36 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def head_maps(maps: Sequence[HeadMap], columns: int | None = None) -> Figure:
+def head_maps(maps: Sequence[HeadMap], columns: int | None = None, *, style: str = "headwater") -> Figure:
     """Draw several head maps in one figure, each with its own ranges of layers and heads, with one legend for all.
 
     Args:
         maps: results of `classify_heads`.
-        columns: maps in a row; up to four by default.
+        columns: maps in a row; up to four by default, in the published style two.
+        style: "headwater" or "published": marks of one size, and a legend of the published words without counts.
 
     Raises:
         InputError: there are no maps, or what is given are none.
     """
-    maps = _listed(maps)
-    columns = min(len(maps), 4) if columns is None else checked_count("columns", columns)
+    maps, as_published = _listed(maps), is_published(style)
+    columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
     rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
-    row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (len(_lines(maps)) + 2) * LINE
+    row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 if as_published else len(_lines(maps)) + 2) * LINE
     row_width = max(sum(LEFT + _panel_width(head_map) + GAP for head_map in row) for row in rows)
     table_width = LABEL_COLUMN + sum(_count_column(head_map) for head_map in maps)
-    with style():
+    with shared_look():
         figure = plt.figure(figsize=(max(row_width, table_width), len(rows) * row_height + below))
         for number, row in enumerate(reversed(rows)):
             left = LEFT
             for head_map in row:
                 width = _panel_width(head_map)
-                _draw(head_map, _axes(figure, left, below + number * row_height + BOTTOM, width, PANEL_HEIGHT))
+                ax = _axes(figure, left, below + number * row_height + BOTTOM, width, PANEL_HEIGHT)
+                _draw(head_map, ax, sized=not as_published)
                 left += width + GAP + LEFT
-        _legend_table(figure, maps, table_width, below)
+        if as_published:
+            _published_legend(figure, maps)
+        else:
+            _legend_table(figure, maps, table_width, below)
     return figure
 
 
@@ -157,7 +165,7 @@ def mark_of(label: str) -> tuple[str, str]:
     return NONE if label == UNCLASSIFIED else SEVERAL[min(int(label.split()[0]), len(SEVERAL) + 1) - 2]
 
 
-def _draw(head_map: HeadMap, ax: Axes) -> None:
+def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
     n_layers, n_heads = _extent(head_map)
     ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
     ax.set_title(drawn_label(head_map.title))
@@ -169,10 +177,11 @@ def _draw(head_map: HeadMap, ax: Axes) -> None:
     for label, heads in head_map.categories.groupby("label"):
         color, shape = mark_of(str(label))
         best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])).clip(0, 1).fillna(1).to_numpy()
+        best = best if sized else np.ones_like(best)
         area = _area(str(label)) * (0.8 * points) ** 2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
         ax.scatter(heads["layer"], heads["head"], s=area, c=color, marker=shape, linewidths=0, label=str(label))
     used = _used(head_map)
-    if len(used):
+    if len(used) and sized:
         size = (RING * points) ** 2
         ax.scatter(
             used["layer"], used["head"], s=size, facecolors="none", edgecolors=INK, linewidths=RING_LINE, label=USED
@@ -214,6 +223,14 @@ def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]
     if any(head_map.is_validated for head_map in maps):
         lines.append((USED, _ring(), [len(_used(one)) if one.is_validated else None for one in maps]))
     return lines
+
+
+def _published_legend(figure: Figure, maps: Sequence[HeadMap]) -> None:
+    """The published words, below all maps."""
+    shown = _shown(maps)
+    handles, words = [_mark(label) for label in shown], [label.capitalize() for label in shown]
+    columns = -(-len(shown) // (1 if figure.get_size_inches()[0] > len(shown) else 2))
+    figure.legend(handles, words, loc="lower center", ncols=columns, handletextpad=0.2, columnspacing=1.2)
 
 
 def _legend_table(figure: Figure, maps: Sequence[HeadMap], width: float, height: float) -> None:

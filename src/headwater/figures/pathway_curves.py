@@ -20,7 +20,9 @@ from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PINK, PURPLE, RE
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
-from headwater.figures.style import BANDS_ARE, DASHED, model_title, style, whole_numbers
+from headwater.figures.published import is_published, set_name
+from headwater.figures.style import BANDS_ARE, DASHED, model_title, whole_numbers
+from headwater.figures.style import style as shared_look
 from headwater.options import shown as said
 from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER, RANDOM_SPLIT
 from headwater.pathways.trace import Pathways
@@ -48,6 +50,7 @@ def delta_p(
     value: str = "delta_p",
     titles: Sequence[str] | None = None,
     columns: int | None = None,
+    style: str = "headwater",
 ) -> Figure:
     """Draw ΔP against the layer, a panel per model, with one legend for all.
 
@@ -57,11 +60,12 @@ def delta_p(
         value: `delta_p` or `delta_logit`.
         titles: of the panels; by default the models' names.
         columns: panels in a row; up to three by default.
+        style: "headwater", or "published": series and axes by their published names, without counts.
 
     Raises:
-        InputError: there is nothing to draw, or no such split or value.
+        InputError: there is nothing to draw, or no such split, value or style.
     """
-    shown = list(pathways)
+    shown, as_published = list(pathways), is_published(style)
     if not shown:
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
     titles = [model_title(one.run) for one in shown] if titles is None else [label(title) for title in titles]
@@ -70,8 +74,8 @@ def delta_p(
     columns = columns or min(len(shown), 3)
     rows = -(-len(shown) // columns)
     names = _names(shown)
-    with style():
-        below = LINE * (len(names) + 3) + 0.1
+    with shared_look():
+        below = LINE * (len(names) + (1 if as_published else 3)) + 0.1
         figure = plt.figure(figsize=(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below), layout="constrained")
         halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
         panels, legend = halves
@@ -82,9 +86,12 @@ def delta_p(
             _draw(ax, one, names, _split(one, split_by), value)
             ax.set_title(title)
         for ax in axes[: len(shown) : columns]:
-            ax.set_ylabel(VALUES[value])
-        handles, labels = _legend(shown, names, split_by)
-        legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
+            ax.set_ylabel(VALUES[value].partition(" (")[0] if as_published else VALUES[value])
+        if as_published:
+            legend.legend(*_published_legend(names), loc="upper center", ncols=2, **ROOMY)
+        else:
+            handles, labels = _legend(shown, names, split_by)
+            legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
     return figure
 
 
@@ -103,7 +110,7 @@ def plot_delta_p(
     if ax is None:
         return delta_p([pathways], split_by=split_by, value=value)
     names = _names([pathways])
-    with style():
+    with shared_look():
         _draw(ax, pathways, names, _split(pathways, split_by), value)
         ax.set_ylabel(VALUES[value])
         handles, labels = _legend([pathways], names, split_by)
@@ -162,6 +169,13 @@ def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | Non
             handles.append(Line2D([], [], color=COLORS[mode][place], **_look(mode, place)))
             labels.append(f"{label(name)} ({counts})")
     return handles, labels
+
+
+def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
+    """The published series, a column per mode."""
+    found = [(mode, place, name) for mode in MODES for place, name in enumerate(names)]
+    handles = [Line2D([], [], color=COLORS[mode][place], **_look(mode, place)) for mode, place, _ in found]
+    return handles, [f"{mode.replace('anchored', 'Anchored')} ({set_name(name)})" for mode, _, name in found]
 
 
 def _counted(shown: Sequence[Pathways]) -> str:

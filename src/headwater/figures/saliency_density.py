@@ -25,7 +25,9 @@ from scipy.stats import gaussian_kde
 
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import DASHED, model_title, style
+from headwater.figures.published import is_published, set_name
+from headwater.figures.style import DASHED, model_title
+from headwater.figures.style import style as shared_look
 from headwater.pathways.attention_saliency import Saliency
 from headwater.runs.result import DRAWINGS
 
@@ -46,7 +48,9 @@ TARGET_NAMES = {"cross_entropy": "probe cross-entropy", "logit": "probe logit"}
 MAX_SETS = 4
 
 
-def saliency(results: Sequence[Saliency], *, target: str | None = None, log_scale: bool = False) -> Figure:
+def saliency(
+    results: Sequence[Saliency], *, target: str | None = None, log_scale: bool = False, style: str = "headwater"
+) -> Figure:
     """Draw the densities of several runs, a panel per model.
 
     Args:
@@ -54,6 +58,7 @@ def saliency(results: Sequence[Saliency], *, target: str | None = None, log_scal
         target: `cross_entropy` or `logit`; default: what the first run asked for.
         log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), where the bulk of
             the values would be crushed against 0.
+        style: "headwater", or "published": series and axes by their published names, without counts.
 
     Raises:
         InputError: nothing was given, or a set has no density: fewer than two examples, or all of one value.
@@ -71,16 +76,19 @@ def saliency(results: Sequence[Saliency], *, target: str | None = None, log_scal
     names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
     if len(names) > MAX_SETS:
         raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were given: draw fewer.")
-    pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
-    with style():
+    pairs, as_published = [names[i : i + 2] for i in range(0, len(names), 2)], is_published(style)
+    with shared_look():
         width = max(3.4, 2.7 * len(tables))
         figure = plt.figure(figsize=(width, 1.9 * len(pairs) + 0.15 * len(names) + 0.6), layout="constrained")
         axes = figure.subplots(len(pairs), len(tables), squeeze=False)
         handles: dict[str, Any] = {}
         for column, (model, table) in enumerate(tables.items()):
             for ax, pair in zip(axes[:, column], pairs, strict=True):
-                handles |= _panel(ax, table[table["dataset"].isin(pair)], names, chosen, log_scale)
+                found = _panel(ax, table[table["dataset"].isin(pair)], names, chosen, log_scale)
+                handles |= {_series(entry[2], names): entry for entry in found.values()} if as_published else found
                 ax.set_ylabel("" if column else "Density")
+                if as_published:
+                    ax.set_xlabel("Saliency Score" + ax.get_xlabel().partition(")")[2])
             axes[0, column].set_title(titles[model])
         if not handles:
             raise InputError("No example has a saliency to draw: every value is NaN.")
@@ -102,7 +110,7 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
     """Draw one run, on `ax` or on a figure of its own."""
     if ax is None:
         return saliency([result])
-    with style():
+    with shared_look():
         handles = _panel(ax, result.of(), list(result.datasets), result.target, False)
         ax.set_ylabel("Density")
         ax.legend([entry[:2] for entry in handles.values()], handles, handlelength=2.4)
@@ -154,6 +162,13 @@ def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_sca
     unit = f" / $10^{{{exponent}}}$" if exponent else ""
     ax.set_xlabel(f"Saliency ({TARGET_NAMES[target]}){unit}")
     return handles
+
+
+def _series(of: tuple[int, int], names: Sequence[str]) -> str:
+    """The published name of a series: its kind of edge and its question set, by their numbers."""
+    kind, place = of
+    arrow = ("E_Q \\to E_A", "E_Q \\to *")[kind]
+    return f"$S_{{{arrow}}}$ ({set_name(names[place])})"
 
 
 def _kind(kind: str, name: str) -> str:

@@ -1,0 +1,126 @@
+"""The published style: panels, series, words and axes as the papers have them, in Python and on the command line."""
+
+import json
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.figures.depth_profile import depth_profiles
+from headwater.figures.published import lettered, set_name
+from tests import chance
+from tests.test_depth_figures import made_up
+from tests.test_head_map_figure import random_map
+from tests.test_saliency_figure import made
+from tests.test_sweep_cli import run
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    plt.close("all")
+
+
+def legend_of(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def profile_without_scores():
+    profile = made_up(chance.rng(), "silent")
+    profile.table["gap"] = np.nan
+    return profile
+
+
+def test_head_maps_stand_two_by_two_with_the_published_words_and_marks_of_one_size():
+    maps = [random_map(4, 8, f"model {i}", share=0.5) for i in range(4)]
+    figure = hw.figures.head_maps(maps, style="published")
+    words = legend_of(figure)
+    assert words[:5] == ["Unclassified", "Algorithmic", "Knowledge", "Linguistic", "Translation"]
+    assert words[5:] == [f"{n} categories" for n in (2, 3, 4)]
+    corners = {(round(ax.get_position().x0, 2), round(ax.get_position().y0, 2)) for ax in figure.axes}
+    assert len(corners) == 4
+    assert len({x for x, _ in corners}) == len({y for _, y in corners}) == 2
+    for collection in figure.axes[0].collections:
+        assert len(set(collection.get_sizes())) == 1
+
+
+def test_saliency_has_the_published_series_and_axis():
+    figure = hw.figures.saliency([made(("triviaqa", "nq_open"), scale=1.0)], style="published")
+    kinds = ("E_Q \\to E_A", "E_Q \\to *")
+    assert legend_of(figure) == [f"$S_{{{kind}}}$ ({name})" for kind in kinds for name in ("TriviaQA", "NQ")]
+    assert figure.axes[0].get_xlabel().startswith("Saliency Score")
+    assert figure.axes[0].get_ylabel() == "Density"
+
+
+def test_memorization_has_lettered_panels_half_ticks_and_no_density_without_scores():
+    rng = chance.rng()
+    profiles = [made_up(rng, "a"), profile_without_scores(), made_up(rng, "c")]
+    figure = depth_profiles(profiles, ["A", "B", "C"], style="published")
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert sorted(titles) == ["(a) A", "(b) B", "(c) C", "(d) A", "(e) C"]
+    boxes, densities = (figure.axes[titles.index(title)] for title in ("(a) A", "(e) C"))
+    assert boxes.get_ylabel().replace("\n", " ") == "Depthwise Average MIN-K%"
+    assert [tick.get_text() for tick in boxes.get_xticklabels()] == ["Depth 1", "Depth 2", "Depth 3"]
+    assert densities.get_xlabel() == "Score Gap (D3 − D2)"
+    assert np.allclose(densities.get_xticks(), np.arange(-1.5, 1.6, 0.5))
+    assert [text.get_text() for text in densities.get_legend().get_texts()] == ["25%", "75%"]
+
+
+def test_the_numbers_drawn_are_the_same_in_both_styles():
+    result = made(("triviaqa", "nq"))
+    ours, published = (hw.figures.saliency([result], style=style) for style in ("headwater", "published"))
+    for one, other in zip(ours.axes[0].lines, published.axes[0].lines, strict=True):
+        assert np.array_equal(one.get_data(), other.get_data())
+
+
+def test_question_sets_are_named_as_the_literature_does_and_others_as_they_are():
+    assert [set_name(name) for name in ("popqa", "HotpotQA", "nq-open", "natural")] == [
+        "PopQA", "HotpotQA", "NQ", "natural",
+    ]  # fmt: skip
+    assert [lettered(number, "x") for number in (0, 25, 26)] == ["(a) x", "(z) x", "(aa) x"]
+
+
+def test_an_unknown_style_is_an_error_that_names_those_there_are():
+    for draw, result in (
+        (hw.figures.head_maps, random_map(2, 2)),
+        (hw.figures.saliency, made()),
+        (depth_profiles, made_up(chance.rng())),
+    ):
+        with pytest.raises(InputError, match="published"):
+            draw([result], style="publisht")
+
+
+@pytest.mark.parametrize("style", ["headwater", "published"])
+def test_the_command_draws_finished_runs_side_by_side(style, capsys, monkeypatch, tmp_path):
+    runs = []
+    for name in ("first", "second"):
+        made((name,), model=f"org/{name}").save(tmp_path / name / "saliency")
+        runs.append(tmp_path / name)
+    figure = ("figure", "saliency", *runs, "--style", style, "--out", tmp_path / "drawn" / "saliency", "--json")
+    code, out, err = run(capsys, monkeypatch, *figure)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["models"] == ["org/first", "org/second"]
+    assert {file.name for file in (tmp_path / "drawn").iterdir()} == {"saliency.png", "saliency.svg", "saliency.pdf"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("saliency", "nowhere"), "nowhere is no folder"),
+        (("heads", "{run}"), "holds a Saliency, not a HeadMap"),
+        (("saliency", "{empty}"), "it is not a folder that headwater wrote"),
+        (("maps", "{run}"), "maps"),
+        (("saliency", "{run}", "--style", "publisht"), "publish"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(arguments, message, capsys, monkeypatch, tmp_path):
+    made().save(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    given = [argument.format(run=tmp_path / "run", empty=tmp_path / "empty") for argument in arguments]
+    code, _, err = run(capsys, monkeypatch, "figure", *given)
+    assert code != 0
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
