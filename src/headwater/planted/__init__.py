@@ -1,7 +1,8 @@
 """Models whose weights are written by hand, so that the right answer of an analysis is known exactly.
 
 `plant_relations`: heads that carry chosen relations. `question_lookup`, `answer_lookup`: a truth signal that depends on
-the question, or on the answer alone. `induction`, `name_mover`: two small attention circuits.
+the question, or on the answer alone. `induction`, `name_mover`: two small attention circuits. `motifs`: circuits in
+series, in parallel, redundant and suppressing.
 """
 
 from typing import TYPE_CHECKING
