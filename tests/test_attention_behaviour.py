@@ -282,8 +282,22 @@ def test_the_embedded_model_is_read_on_texts_of_its_world():
     ax = result.plot(on="text")
     assert isinstance(ax, plt.Axes)
     assert ax.get_title(loc="left") == "embedded: text"
-    with pytest.raises(InputError, match="on='texts' is not one of random, text"):
+    with pytest.raises(InputError, match="on='texts' is not one of random, text, position"):
         result.plot(on="texts")
+
+
+def test_the_maps_of_numbers_show_every_head_and_dots_where_chance_does_not_reach():
+    result = hw.attention_behaviour(tiny("llama"), sequences=4, length=6, progress=False)
+    heads = result.heads
+    beyond = ((heads["copying"] > heads["copying_high"]) | (heads["copying"] < heads["copying_low"])).sum()
+    ax = result.plot(on="copying")
+    mesh, dots = ax.collections
+    np.testing.assert_allclose(mesh.get_array().T.ravel(), heads["copying"], rtol=1e-6)
+    assert len(dots.get_offsets()) == beyond
+    figure = result.plot()
+    titles = [one.get_title(loc="left") for one in figure.axes if one.get_title(loc="left")]
+    assert titles == ["random tokens", "copying", "position"]
+    assert result.plot(figure.axes[0], on="position") is figure.axes[0]
 
 
 def two_before(tokens, kinds):
@@ -296,7 +310,7 @@ def test_a_behaviour_from_outside_is_scored_called_and_drawn():
         result = hw.attention_behaviour(tiny("llama"), sequences=4, length=8, **QUIET)
         rows = result.table[result.table["behaviour"] == "two_before"]
         assert rows["score"].between(0, 1).all()
-        legend = result.plot().get_legend()
+        legend = result.plot(on="random").get_legend()
         assert any(text.get_text().startswith("two before (") for text in legend.get_texts())
 
 

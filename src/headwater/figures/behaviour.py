@@ -1,64 +1,96 @@
-"""What heads attend to: layer to the right, head upwards, a map for random tokens and one for text.
+"""What heads attend to, on random tokens and on text, and what their parameters say: maps of layer by head.
 
 The colour and shape of a mark say the behaviour that names the head there; its area grows with the excess. Heads that
-are called by none are small grey discs. The legend counts heads, on random tokens and on text.
+are called by none are small grey discs. The legend counts heads, on random tokens and on text. Below: the share of OV
+eigenvalues, from brown (suppresses) to violet (copies), with a dot where it lies beyond 95 % of random heads; and how
+much of the scores before the softmax the positions decide. What has no value is grey.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from headwater.colors import INK
 from headwater.errors import InputError
 from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE
 from headwater.figures.style import figure_of, model_title, style, whole_numbers
+from headwater.figures.sweep import UNSEEN
 from headwater.heads.attended_keys import BEHAVIOURS
 from headwater.heads.behaviour import NONE as NOT_CALLED
 from headwater.heads.behaviour import AttentionBehaviour, named, words
 from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS
 
+
+class Shade(NamedTuple):
+    """How a column of `AttentionBehaviour.heads` is coloured."""
+
+    title: str
+    bar: str
+    colors: str
+    ticks: tuple[float, ...]
+
+
 SEEN = {"random": "random tokens", "text": "text"}
+SHADES = {
+    "copying": Shade("copying", "Σλ / Σ|λ| of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
+    "position": Shade("position", "share of variance", "Blues", (0.0, 0.5, 1.0)),
+}
 UNCALLED_AREA = 0.12
-LEFT, BOTTOM, TOP, TITLE, GAP, LEGEND, LINES = 0.5, 0.45, 0.3, 0.2, 0.3, 1.5, 1.7
-"""Inches: around the maps, between them, beside them, and the height of the legend."""
+LEFT, BOTTOM, TOP, TITLE, GAP, LEGEND, LINES, BAR = 0.5, 0.45, 0.3, 0.2, 0.85, 1.2, 1.7, 0.08
+"""Inches: around the maps, above them, between them, beside them, the legend's height, the width of a colour bar."""
 
 
 @DRAWINGS.add(AttentionBehaviour)
 def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: str | None = None) -> Axes | Figure:
     """Draw the maps: what `AttentionBehaviour.plot` says."""
-    present = list(result.table["on"].unique())
+    run_on = list(result.table["on"].unique())
+    present = [*run_on, *(name for name in SHADES if result.heads[name].notna().any())]
     shown = present if on is None else [checked_name("on", on, present)]
     if ax is not None and len(shown) > 1:
         raise InputError("This figure has several panels: name one with on=, or leave ax= out.")
-    labels = {one: _labelled(result.table[result.table["on"] == one]) for one in shown}
     with style():
-        axes = [ax] if ax is not None else _axes(result, len(shown))
-        for one, place in zip(shown, axes, strict=True):
-            _draw(labels[one], place)
-            place.set_title(SEEN[one] if len(shown) > 1 else model_title(result.run, SEEN[one]))
-        axes[0].set_ylabel("Head")
+        axes = [ax] if ax is not None else _axes(result, shown)
+        for name, place in zip(shown, axes, strict=True):
+            _frame(result, place)
+            title = SEEN[name] if name in SEEN else SHADES[name].title
+            place.set_title(title if len(shown) > 1 else model_title(result.run, title))
+            if name in SHADES:
+                _shade(result.heads, name, place)
+        marked = {name: (place, _labelled(result.table[result.table["on"] == name]))
+                  for name, place in zip(shown, axes, strict=True) if name in SEEN}  # fmt: skip
+        for place, labelled in marked.values():
+            _mark_heads(labelled, place)
+        if marked:
+            _legend({name: labelled for name, (_, labelled) in marked.items()}, [*marked.values()][-1][0])
         if len(shown) > 1:
-            figure_of(axes[0]).suptitle(
-                model_title(result.run, "what heads attend to"), x=0.01, ha="left", size=9, weight="bold"
-            )
-        counts = {one: labels[one]["label"].value_counts() for one in shown}
-        axes[-1].legend(
-            handles=[
-                _mark(name, " / ".join(f"{counts[one].get(name, 0):,}" for one in shown))
-                for name in (*BEHAVIOURS, NOT_CALLED)
-            ],
-            title=f"heads ({' / '.join(shown)})\narea: excess" if len(shown) > 1 else "area: excess",
-            alignment="left",
-            loc="upper left",
-            bbox_to_anchor=(1.02, 1.0),
-            borderaxespad=0.0,
-            handletextpad=0.2,
-        )
+            title = model_title(result.run, "what heads attend to")
+            figure_of(axes[0]).suptitle(title, x=0.01, y=0.99, ha="left", va="top", size=9, weight="bold")
     return axes[0] if len(shown) == 1 else figure_of(axes[0])
+
+
+def _legend(labelled: dict[str, pd.DataFrame], ax: Axes) -> None:
+    """Say beside the last map what marks mean, and how many heads each names, map by map."""
+    counts = [one["label"].value_counts() for one in labelled.values()]
+    ax.legend(
+        handles=[
+            _mark(name, " / ".join(f"{count.get(name, 0):,}" for count in counts)) for name in (*BEHAVIOURS, NOT_CALLED)
+        ],
+        title=f"heads ({' / '.join(labelled)})\narea: excess" if len(labelled) > 1 else "area: excess",
+        alignment="left",
+        loc="upper left",
+        bbox_to_anchor=(1.02, 1.0),
+        borderaxespad=0.0,
+        handletextpad=0.2,
+    )
 
 
 def _labelled(table: pd.DataFrame) -> pd.DataFrame:
@@ -67,30 +99,69 @@ def _labelled(table: pd.DataFrame) -> pd.DataFrame:
     return named(table).merge(excess, on=["layer", "head", "label"], how="left")
 
 
-def _axes(result: AttentionBehaviour, maps: int) -> list[Axes]:
-    """Make a figure of fitting size with axes for each map, and room for the legend."""
-    n_layers, n_heads = int(result.heads["layer"].max()) + 1, int(result.heads["head"].max()) + 1
+def _extent(result: AttentionBehaviour) -> tuple[int, int]:
+    return int(result.heads["layer"].max()) + 1, int(result.heads["head"].max()) + 1
+
+
+def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
+    """Make a figure of fitting size with axes for each map, those with marks above, and room for the legend."""
+    (n_layers, n_heads), maps = _extent(result), len(shown)
+    rows = [row for row in ([n for n in shown if n in SEEN], [n for n in shown if n in SHADES]) if row]
     cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
-    width, height = max(n_layers * cell, 1.2), max(n_heads * cell, LINES)
-    top = TOP + (TITLE if maps > 1 else 0.0)
-    x, y = LEFT + maps * (width + GAP) + LEGEND, BOTTOM + height + top
+    width, height = max(n_layers * cell, 1.3), max(n_heads * cell, LINES)
+    x = LEFT + max(map(len, rows)) * (width + GAP) + LEGEND
+    y = len(rows) * (BOTTOM + height + TOP) + (TITLE if maps > 1 else 0.0)
     figure = plt.figure(figsize=(x, y))
-    lefts = [LEFT + number * (width + GAP) for number in range(maps)]
-    return [figure.add_axes((left / x, BOTTOM / y, width / x, height / y)) for left in lefts]
+    axes = []
+    for number, row in enumerate(rows):
+        bottom = BOTTOM + (len(rows) - 1 - number) * (BOTTOM + height + TOP)
+        for column in range(len(row)):
+            left = LEFT + column * (width + GAP)
+            axes.append(figure.add_axes((left / x, bottom / y, width / x, height / y)))
+            if column:
+                axes[-1].yaxis.label.set_visible(False)
+    return axes
 
 
-def _draw(heads: pd.DataFrame, ax: Axes) -> None:
-    n_layers, n_heads = int(heads["layer"].max()) + 1, int(heads["head"].max()) + 1
-    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer")
+def _frame(result: AttentionBehaviour, ax: Axes) -> None:
+    n_layers, n_heads = _extent(result)
+    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
     for axis in (ax.xaxis, ax.yaxis):
         whole_numbers(axis)
-    box = ax.get_window_extent()
-    points = min(72 / ax.figure.dpi * min(box.width / (n_layers + 0.4), box.height / (n_heads + 0.4)), 72 * CELL)
+
+
+def _points(ax: Axes) -> float:
+    """The size of a cell of a map, in points."""
+    box, (left, right), (low, high) = ax.get_window_extent(), ax.get_xlim(), ax.get_ylim()
+    return min(72 / ax.figure.dpi * min(box.width / (right - left), box.height / (high - low)), 72 * CELL)
+
+
+def _mark_heads(heads: pd.DataFrame, ax: Axes) -> None:
+    points = _points(ax)
     for name, rows in heads.groupby("label"):
         color, shape, area = _look(str(name))
         grown = NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * rows["excess"].clip(0, 1).fillna(1)
         sizes = area * (0.8 * points) ** 2 * grown
         ax.scatter(rows["layer"], rows["head"], s=sizes, c=color, marker=shape, linewidths=0, label=str(name))
+
+
+def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
+    """Colour each head by a number of its own, with a bar that says which."""
+    shade, values = SHADES[name], heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
+    ax.set_facecolor(UNSEEN)
+    held = np.ma.masked_invalid(values.to_numpy())
+    edges = [np.arange(n + 1) - 0.5 for n in held.shape]
+    mesh = ax.pcolormesh(*edges[::-1], held, cmap=shade.colors, vmin=shade.ticks[0], vmax=1.0, rasterized=True)
+    ax.set(xlim=(edges[1][0], edges[1][-1]), ylim=(edges[0][0], edges[0][-1]))
+    if name == "copying":
+        beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
+        size = (0.35 * _points(ax)) ** 2
+        ax.scatter(beyond["layer"], beyond["head"], s=size, c="white", edgecolors=INK, linewidths=0.5)
+        ax.set_xlabel("Layer (dot: beyond random heads)")
+    width = ax.get_window_extent().width / ax.figure.dpi
+    bar = ax.figure.colorbar(mesh, cax=ax.inset_axes((1 + BAR / width, 0.0, BAR / width, 1.0)), ticks=shade.ticks)
+    bar.outline.set_visible(False)
+    bar.set_label(shade.bar)
 
 
 def _look(name: str) -> tuple[str, str, float]:

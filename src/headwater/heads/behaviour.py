@@ -131,14 +131,15 @@ class AttentionBehaviour(Result):
         return [*said, "A head that attends to something need not move anything from there."]
 
     def plot(self, ax: Axes | None = None, *, on: str | None = None) -> Axes | Figure:
-        """Draw layer by head, a mark per head in the colour and shape of its strongest behaviour.
+        """Draw layer by head: what each head attends to on random tokens and on text, and what its parameters say.
 
         Args:
-            ax: where to draw one map; default: a new figure, with a map for random tokens and one for text.
-            on: "random" or "text" alone.
+            ax: where to draw one map; default: a new figure, with a map of each kind that there is.
+            on: one map alone: "random" or "text", with a mark per head in the colour and shape of what names it there;
+                "copying" or "position", with the numbers of `heads`.
 
         Raises:
-            InputError: there is no such kind of sequences, or `ax` was given for two maps.
+            InputError: there is no such map, or `ax` was given for several.
         """
         return self._drawn(ax, on=on)
 
