@@ -17,11 +17,12 @@ import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
 from headwater.heads import scores
 from headwater.heads.categories import CATEGORIES
-from headwater.heads.classify import classify_heads, published_embedding, published_k
+from headwater.heads.classify import classify_heads, published_k
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relation_tokens import tokenize_relations
 from headwater.heads.relations import Relation
 from headwater.models.shape import ModelShape
+from headwater.models.weights.effective_embedding import published_embedding
 from headwater.models.weights.opening import open_weights
 from headwater.stats.significance import wilson_interval
 from tests import chance

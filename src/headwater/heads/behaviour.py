@@ -29,7 +29,6 @@ from headwater.data.rows import read_texts
 from headwater.errors import HeadwaterError, ModelError
 from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, repeated_tokens, token_kinds
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
-from headwater.heads.classify import published_embedding
 from headwater.heads.copying import copying_scores
 from headwater.heads.patterns import (
     MOST_SEQUENCES,
@@ -43,7 +42,7 @@ from headwater.heads.patterns import (
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.tokens import Batch, Inputs, by_length
-from headwater.models.weights.effective_embedding import KINDS
+from headwater.models.weights.effective_embedding import KINDS, published_embedding
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out

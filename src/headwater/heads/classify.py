@@ -32,14 +32,12 @@ from headwater.heads.scores import LayerScorer, Null, relation_table, score_tabl
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of, weights_of
 from headwater.models.shape import ModelShape
-from headwater.models.weights.effective_embedding import KINDS
+from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY, published_embedding
 from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import describe, digest
-
-LLAMA_3_VOCABULARY = 128256
 
 
 def classify_heads(
@@ -181,12 +179,6 @@ def published_k(relation: Relation, shape: ModelShape) -> int:
     if shape.d_vocab == LLAMA_3_VOCABULARY:
         return 3 if relation.is_copying else 25
     return 1 if relation.is_copying else 10
-
-
-def published_embedding(shape: ModelShape) -> str:
-    """Return what heads read for a token in the publication: the first MLP's output, except for Llama-3.1-70B."""
-    is_llama_70b = (shape.n_layers, shape.d_model, shape.d_vocab) == (80, 8192, LLAMA_3_VOCABULARY)
-    return "raw" if is_llama_70b else "mlp0"
 
 
 def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> tuple[int | None, float]:

@@ -34,7 +34,6 @@ from headwater.heads.classify import (
     Usable,
     checked_scoring,
     hits_of,
-    published_embedding,
     scored_layers,
     usable_relations,
 )
@@ -43,6 +42,7 @@ from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scores import score_table
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
+from headwater.models.weights.effective_embedding import published_embedding
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, carry_out

@@ -22,14 +22,21 @@ from torch import Tensor, nn
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.families import family_of
-from headwater.models.shape import shape_of
+from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import Tokenizer
 from headwater.models.weights.conversion import block_model
 from headwater.models.weights.head_tensors import Read
 
 KINDS = ("raw", "mlp0", "embed+mlp0", "layer0")
+LLAMA_3_VOCABULARY = 128256
 WORKSPACE_ENTRIES = 2**23
 """How many entries of the MLP's hidden layer, or of attention scores, are computed at once (32 MB in float32)."""
+
+
+def published_embedding(shape: ModelShape) -> str:
+    """Return what heads read for a token in the publication: the first MLP's output, except for Llama-3.1-70B."""
+    is_llama_70b = (shape.n_layers, shape.d_model, shape.d_vocab) == (80, 8192, LLAMA_3_VOCABULARY)
+    return "raw" if is_llama_70b else "mlp0"
 
 
 def check_request(tokens: Int[Tensor, "source"], kind: str, d_vocab: int) -> None:
