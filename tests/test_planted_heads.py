@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import headwater as hw
+from headwater.heads.relations import Relation
 from headwater.planted import ignores_source, implements, plant_relations, suppresses
 from tests.planted_relations import relation
 
@@ -65,6 +66,26 @@ def test_exactly_the_planted_heads_are_found_under_both_rules(n_kv_heads, first_
         assert (planted_rows["score"] == 1.0).all()
         others = head_map.table[~(head_map.table["implemented"] | head_map.table["suppressed"])]
         assert (others[["score", "suppression"]] == 0.0).all(axis=None)
+
+
+def test_a_head_that_writes_the_token_that_tells_its_targets_apart_is_found_and_one_that_copies_is_not():
+    """Every target is two words of which the first is the same; the copied relation's second one is the source."""
+    longer = Relation("longer", "knowledge", tuple((s, (f"same {t[0]}",)) for s, t in CAPITAL.pairs))
+    echo = Relation("echo", "linguistic", tuple((s, (f"same {s}",)) for s, _ in PAST.pairs))
+    copies = [(source, (source,)) for source, _ in (*PAST.pairs, *CAPITAL.pairs)]
+    words = ["same", *(word for s, t in (*CAPITAL.pairs, *PAST.pairs) for word in (s, *t))]
+    planted = plant_relations(
+        {(1, 2): [implements(CAPITAL.pairs)], (2, 1): [implements(copies)]}, words=words, n_layers=3
+    )
+    model = hw.load(planted.model, tokenizer=planted.tokenizer)
+    asked = {"relations": [longer, echo], "embedding": "raw", "progress": False}
+    head_map = hw.classify_heads(model, multi_token="distinguishing", **asked)
+    assert found(head_map, "implemented") == {(1, 2, "longer")}
+    assert not found(head_map, "copying")
+    notes = head_map.relations.set_index("relation")["note"]
+    assert notes["echo"].startswith("left out: 0 of")
+    by_first = hw.classify_heads(model, multi_token="first", **asked)
+    assert not found(by_first, "implemented")
 
 
 @pytest.mark.parametrize("n_kv_heads", [4, 1])

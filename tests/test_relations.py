@@ -239,6 +239,41 @@ def test_first_tokens_stand_for_longer_words_when_asked(tokenizer):
         tokenize_relations([], tokenizer, multi_token="last")
 
 
+def test_a_target_of_several_tokens_is_scored_by_the_first_that_no_other_target_has(tokenizer):
+    """Words that are not in the vocabulary are cut into letters."""
+    pairs = (
+        ("France", ("Roma",)),  # R is of Rota too, o of both: m
+        ("Italy", ("Rota",)),  # t
+        ("cat", ("Rm",)),  # both letters are others' too
+        ("big", ("dog",)),  # one token, that is nobody else's business
+        ("dog", ("Roxa", "xylo")),  # x is of both, and both are accepted here: x stands for either
+        ("Sweden", ("Rome",)),  # a source of several tokens
+    )
+    (tokens,) = tokenize_relations([Relation("r", None, pairs)], tokenizer, multi_token="distinguishing")
+    spaced = {word: tokenizer.encode(" " + word, add_special_tokens=False) for word in WORDS}
+    letter = dict(zip("mtx", tokenizer.convert_tokens_to_ids(["m", "t", "x"]), strict=True))
+    assert tokens.source.tolist() == [spaced[word][0] for word in ("Italy", "big", "dog")]
+    assert tokens.targets == ((letter["t"],), (spaced["dog"][0],), (letter["x"],))
+    reasons = tokens.dropped.set_index("source")["reason"].to_dict()
+    assert reasons["France"] == "no token of 'Roma' tells it from the other targets"
+    assert reasons["Sweden"] == "'Sweden' is 6 tokens"
+    apart = tuple(pair for pair in pairs if pair[0] != "cat")
+    (tokens,) = tokenize_relations([Relation("r", None, apart)], tokenizer, multi_token="distinguishing")
+    assert tokens.targets[0] == (letter["m"],)
+
+
+def test_the_token_that_tells_a_target_is_never_the_sources_own_outside_copying(tokenizer):
+    spaced = {word: tokenizer.encode(" " + word, add_special_tokens=False) for word in WORDS}
+    (own,) = spaced["cat"]
+    spelled = tokenizer.encode(" cat s", add_special_tokens=False)
+    assert spelled[0] == own
+    for name, expected in (("r", spelled[-1]), ("r_copying", own)):
+        (tokens,) = tokenize_relations(
+            [Relation(name, None, (("cat", ("cat s",)),))], tokenizer, multi_token="distinguishing"
+        )
+        assert tokens.targets == ((expected,),)
+
+
 @pytest.mark.parametrize(("space", "splitter"), [("▁", "Metaspace"), ("Ġ", "ByteLevel")])
 def test_a_space_that_is_a_token_never_stands_for_a_word(space, splitter):
     vocabulary = {piece: i for i, piece in enumerate([space, *"Rome", "a"])}

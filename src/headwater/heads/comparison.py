@@ -173,7 +173,8 @@ def compare_heads(
         k: how many of the largest logits count as a hit; by default as published for each model's vocabulary.
         threshold: the chance-corrected score from which on a head implements a relation.
         embedding: what heads from layer 1 on read for a token, as in `classify_heads`.
-        multi_token: "first" lets the first token stand for a word of several; by default such words fall out.
+        multi_token: by default words of several tokens fall out. "first" lets the first token stand for a word,
+            "distinguishing" for a target the first one that no other target of the relation has (`relation_tokens`).
         norm_gain: fold the norms' gains into what heads read and write, as in `classify_heads`.
         device: where checkpoints are scored; default: a CUDA device if there is one, else the CPU.
         progress: show a bar for each model.

@@ -18,7 +18,8 @@ def relation_coverage(relations: Relations, tokenizer: object, *, multi_token: s
     Args:
         relations: what stands for relations (`load_relations`); a row each, in their order.
         tokenizer: the model's tokenizer.
-        multi_token: None drops a word of several tokens; "first" keeps its first token.
+        multi_token: None drops a word of several tokens; "first" keeps its first token, "distinguishing" of targets
+            the first that no other target has.
 
     Returns:
         relation, category, items (pairs the relation has), kept, dropped, usable (whether enough are kept for a

@@ -85,6 +85,11 @@ def relations_of(model: HookedModel, head_map: Scored, relations: Relations) -> 
     tokenized = tokenize_relations(wanted, model.tokenizer, same_words=same_words)
     found = {tokens.relation.name: tokens for tokens in tokenized}
     lacking = [name for name in used["relation"] if name not in found or not found[name].targets]
+    if lacking and (kind := head_map.run.options["multi_token"]) is not None and lacking[0] in found:
+        raise InputError(
+            f"The map's relation {lacking[0]!r} has no items of single tokens, only those that multi_token={kind!r} "
+            "scored by one token of several; a running model is asked for single tokens."
+        )
     if lacking:
         raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
     return {name: (found[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}

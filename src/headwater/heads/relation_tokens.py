@@ -9,6 +9,12 @@ would count evidence that is none:
   of several tokens may well begin alike. The published rule keeps those whose two words are the same (cut, cut).
 
 A relation is used when at least 30 pairs survive.
+
+`multi_token` says what stands for words of several tokens. "first" is their first token; many begin alike, and then it
+says little of the word. "distinguishing" is for targets alone, sources stay single tokens: the first token of the
+target that is in no target which the item does not accept ("York" of "New York" beside "New Delhi", however each is
+cut), and, outside copying relations, not the source's own token. A target of one token stands for itself; a target
+without such a token falls out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +34,7 @@ from headwater.options import shown
 MIN_PAIRS = 30
 
 
-MULTI_TOKEN = (None, "first")
+MULTI_TOKEN = (None, "first", "distinguishing")
 
 
 REPEATED = "says again, token for token, what an earlier pair says"
@@ -82,22 +88,28 @@ def tokenize_relations(
     Args:
         relations: the relations, all of them kept in the result, however few of their pairs survive.
         tokenizer: the model's tokenizer.
-        multi_token: None drops a word of several tokens; "first" keeps its first token that is more than the space.
+        multi_token: None drops a word of several tokens; "first" keeps its first token that is more than the space;
+            "distinguishing" keeps, of targets, the first token that tells them from all others, as the module says.
         same_words: keep, as the published rule does, pairs of a word with itself also outside copying relations.
 
     Raises:
         InputError: an unknown `multi_token`.
     """
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
-        raise InputError(f'multi_token={shown(multi_token)} is not known: it is None or "first".')
+        raise InputError(f'multi_token={shown(multi_token)} is not known: it is None, "first" or "distinguishing".')
     relations = tuple(relations)
     pairs = [pair for relation in relations for pair in relation.pairs]
     words = sorted({word for source, targets in pairs for word in (source, *targets)})
     tokens = dict(zip(words, word_tokens(tokenizer, words), strict=True))
-    if multi_token == "first":
+    if multi_token is not None:
         spaces = set(tokenizer.convert_tokens_to_ids(["▁", "Ġ"]))
-        tokens = {word: [token for token in ids if token not in spaces][:1] for word, ids in tokens.items()}
-    return tuple(_tokenize(relation, tokens, same_words) for relation in relations)
+        most = 1 if multi_token == "first" else None
+        tokens = {word: [token for token in ids if token not in spaces][:most] for word, ids in tokens.items()}
+    telling = multi_token == "distinguishing"
+    return tuple(
+        _tokenize(relation, Words(tokens, _holders(relation, tokens) if telling else None), same_words)
+        for relation in relations
+    )
 
 
 def shared_relations(
@@ -141,13 +153,44 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
 
 
-def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], same_words: bool) -> TokenRelation:
+@dataclass(frozen=True)
+class Words:
+    """The tokens of a relation's words, and which of a target's tokens stand for it."""
+
+    tokens: Mapping[str, Sequence[int]]
+    holders: Mapping[int, set[str]] | None
+    """Of each token the targets that hold it; None where only targets of one token are taken."""
+
+    def of_target(self, target: str, accepted: Sequence[str], own: Sequence[int]) -> Sequence[int]:
+        """Return the token that stands for a target, or those of it, or none, where no single one does.
+
+        Args:
+            target: the word.
+            accepted: all targets of its item.
+            own: tokens that stand for no target: those of the source, outside copying relations.
+        """
+        ids = self.tokens[target]
+        if self.holders is None or len(ids) < 2:
+            return ids
+        return [token for token in ids if token not in own and self.holders[token] <= set(accepted)][:1]
+
+
+def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[int, set[str]]:
+    """Return of each token the targets of the relation that hold it."""
+    holders: dict[int, set[str]] = {}
+    for target in {target for _, accepted in relation.pairs for target in accepted}:
+        for token in tokens[target]:
+            holders.setdefault(token, set()).add(target)
+    return holders
+
+
+def _tokenize(relation: Relation, words_of: Words, same_words: bool) -> TokenRelation:
     items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
     words: list[Pair] = []
     dropped = []
     for source, accepted in relation.pairs:
-        targets, reason = _targets(relation, source, accepted, tokens, same_words)
-        item = (tokens[source][0], frozenset(targets)) if targets else None
+        targets, reason = _targets(relation, source, accepted, words_of, same_words)
+        item = (words_of.tokens[source][0], frozenset(targets)) if targets else None
         if item is None or item in items:
             dropped.append((source, " | ".join(accepted), reason or REPEATED))
         else:
@@ -159,20 +202,26 @@ def _tokenize(relation: Relation, tokens: Mapping[str, Sequence[int]], same_word
 
 
 def _targets(
-    relation: Relation, source: str, accepted: Sequence[str], tokens: Mapping[str, Sequence[int]], same_words: bool
+    relation: Relation, source: str, accepted: Sequence[str], words_of: Words, same_words: bool
 ) -> tuple[dict[int, str], str]:
     """Return the target tokens of a pair, each once, with their words, or none of them and the reason."""
-    one_token = [target for target in accepted if len(tokens[target]) == 1]
-    if len(tokens[source]) != 1 or not one_token:
-        word = source if len(tokens[source]) != 1 else accepted[0]
-        return {}, f"{word!r} is {len(tokens[word])} tokens" if tokens[word] else f"{word!r} is not in the vocabulary"
-    own = tokens[source][0]
-    kept = [
-        target
-        for target in one_token
-        if tokens[target][0] != own or relation.is_copying or (same_words and target == source)
-    ]
+    tokens = words_of.tokens
+    own = tokens[source]
+    standing = {target: words_of.of_target(target, accepted, () if relation.is_copying else own) for target in accepted}
+    one_token = {target: ids[0] for target, ids in standing.items() if len(ids) == 1}
+    if len(own) != 1 or not one_token:
+        return {}, _why_not(source if len(own) != 1 else accepted[0], words_of, is_target=len(own) == 1)
     found: dict[int, str] = {}
-    for target in kept:
-        found.setdefault(tokens[target][0], target)
-    return found, "" if kept else OWN_TARGET
+    for target, token in one_token.items():
+        if token != own[0] or relation.is_copying or (same_words and target == source):
+            found.setdefault(token, target)
+    return found, "" if found else OWN_TARGET
+
+
+def _why_not(word: str, words_of: Words, *, is_target: bool) -> str:
+    """Say why no single token stands for a word."""
+    if not (ids := words_of.tokens[word]):
+        return f"{word!r} is not in the vocabulary"
+    if is_target and words_of.holders is not None:
+        return f"no token of {word!r} tells it from the other targets"
+    return f"{word!r} is {len(ids)} tokens"
