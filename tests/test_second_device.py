@@ -67,6 +67,12 @@ ON_TEXTS = {
     "states after a knockout": knocked_out,
     "classify and dynamic scores": dynamic,
     "attention classes": attention_classes,
+    "attention behaviour": lambda model: (
+        hw.attention_behaviour(model, CLEAN, sequences=4, length=6, progress=False).table
+    ),
+    "copying": lambda model: hw.attention_behaviour(model, sequences=4, length=6, progress=False).heads.drop(
+        columns=["behaviours", "label"]
+    ),
     "token statistics": lambda model: hw.token_statistics(model, CLEAN, layers="all", progress=False).table,
     "memorization scores": lambda model: (
         hw.memorization_scores(hw.token_statistics(model, CLEAN, progress=False)).table

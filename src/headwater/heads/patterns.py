@@ -174,7 +174,7 @@ def centred_scores(
 ) -> dict[str, Float[Tensor, "head kept kept"]]:
     """Sum over sequences the scores before the softmax, less their mean over a query's keys, and their squares."""
     span = slice(positions.start, positions.stop)
-    block, seen = pattern[:, :, span, span].double(), visible[:, None, span, span]
+    block, seen = pattern[:, :, span, span].cpu().double(), visible[:, None, span, span].cpu()
     seen = seen & (block > 0)
     logs = torch.where(seen, block, 1).log()
     mean = logs.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
