@@ -182,6 +182,11 @@ class Given:
         return hw.run_circuits(self.model, CLEAN, CORRUPTED, self.edges.circuit(3), metric=METRIC, **QUIET)
 
     @cached_property
+    def search(self) -> hw.CircuitSearch:
+        asked = {"metric": METRIC, "threshold": 0.5, "budget": 2, **QUIET}
+        return hw.find_circuit(self.model, CLEAN, CORRUPTED, **asked)
+
+    @cached_property
     def curve(self) -> hw.CircuitCurve:
         return hw.circuit_curve(self.model, self.all_edges, CLEAN, CORRUPTED, metric=METRIC, sizes=(0.1, 1), **QUIET)
 
@@ -517,6 +522,24 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 **QUIET,
             },
         ),
+        "heads.claim": lambda: (
+            hw.heads.claim,
+            {
+                "model": g.model,
+                "prompts": [CLEAN, CORRUPTED],
+                "heads": [(0, 1)],
+                "metric": METRIC,
+                "values": "zero",
+                "other": None,
+                "chosen_on": [CLEAN],
+                "placebos": 2,
+                "margin": 0.1,
+                "level": 0.9,
+                "seed": 0,
+                "progress": False,
+            },
+        ),
+        "CircuitSearch.summary": lambda: (g.search.summary, {"level": 0.9, "seed": 0}),
         "circuits.completeness": lambda: (
             hw.circuits.completeness,
             {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headwater.heads.categories import Category as Category
     from headwater.heads.circuit_vectors import SingularVectors as SingularVectors
     from headwater.heads.circuit_vectors import singular_vectors as singular_vectors
+    from headwater.heads.claims import claim as claim
     from headwater.heads.classify import classify_heads as classify_heads
     from headwater.heads.comparison import HeadComparison as HeadComparison
     from headwater.heads.comparison import compare_heads as compare_heads

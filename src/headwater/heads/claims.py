@@ -1,0 +1,145 @@
+"""A claim of heads: silencing them together changes the answer more than silencing other heads of their layers does.
+
+The effect of a set of heads on a prompt is that of `hw.ablate`: the metric when all of them are replaced at once, less
+that of the run as it is. Random sets are as many other heads of the same layers (`headwater.heads.ablation`); halves of
+the prompts are compared in how they rank the set among these; held out are the prompts that did not choose the heads.
+What is made of these numbers is `headwater.stats.claims`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from numpy import ndarray
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.heads.ablation import Heads, layer_matched
+from headwater.models.hooked import HookedModel, check_model
+from headwater.options import checked_count, checked_number, checked_seed
+from headwater.patching.ablation import ablate
+from headwater.patching.claims import TOO_FEW
+from headwater.patching.components import read_sets
+from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.prompts import Prompts, read_pairs
+from headwater.patching.sweep import Sweep
+from headwater.patching.values import Recipe
+from headwater.stats.claims import Claim, Evidence, claim_of
+
+CLAIMED = "claimed"
+MOST_PLACEBOS = 1000
+REDRAWS = 20
+"""So many draws for each random set that is wanted; a small model has fewer sets than are asked for."""
+
+
+def claim(
+    model: HookedModel,
+    prompts: Prompts,
+    heads: Any,
+    corrupted: Prompts | None = None,
+    *,
+    metric: Metric | Any,
+    values: str | Recipe | Tensor | Callable[..., Any] = "zero",
+    other: Any = "mean",
+    chosen_on: Prompts | None = None,
+    placebos: int = 100,
+    margin: float | Any = None,
+    level: float = 0.95,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> Claim:
+    """Judge whether some heads matter together, on prompts that did not choose them.
+
+    Args:
+        model: the model; it is left as it was.
+        prompts: one prompt, several, or token ids.
+        heads: pairs (layer, head), or rows with the columns `layer` and `head`, such as those of a head map's table.
+        corrupted: the other prompt of each, for values from the other run.
+        metric: one metric; see `hw.patch`.
+        values: what replaces the heads' outputs; see `hw.ablate`.
+        other: the other ablation, in a second run; None for none.
+        chosen_on: the prompts that chose the heads: those among `prompts` do not count as held out, which the claim
+            says. An empty list where no prompt did, as for heads that were classified from parameters.
+        placebos: how many random sets of other heads from the same layers; all where there are no more.
+        margin: how large an effect has to be to matter, in units of the metric; default: the 95 % quantile of the
+            random sets' sizes.
+        level: of the interval.
+        seed: of the random sets, the bootstrap, the halves, and of `resample`.
+        batch_size: see `hw.patch`.
+        progress: show progress bars.
+
+    Returns:
+        A `Claim`, as `Sweep.claim` gives it.
+
+    Raises:
+        InputError: there are no such heads, as many others, or several metrics; or another option cannot be used.
+    """
+    check_model(model)
+    chosen = _pairs(model, heads)
+    level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
+    margin = None if margin is None else checked_number("margin", margin, above=0.0)
+    placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
+    (name, *more) = [one.name for one in as_metrics(metric)]
+    if more:
+        raise InputError(f"A claim is on one metric; {1 + len(more)} were given.")
+    drawn = _random_sets(model, chosen, placebos, seed)
+    run: dict[str, Any] = {"metric": metric, "seed": seed, "batch_size": batch_size, "progress": progress}
+    sets = {CLAIMED: chosen} | {f"random {number}": one for number, one in enumerate(drawn)}
+    swept = ablate(model, prompts, corrupted, sets=sets, values=values, **run)
+    beside = None
+    if other is not None:
+        beside = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
+    effects = _effects(swept)
+    notes, held_out = [], None
+    if 0 < len(drawn) < TOO_FEW:
+        notes.append(f"only {len(drawn)} random sets are like it, so p is at least {1 / (1 + len(drawn)):.2g}")
+    if chosen_on is not None:
+        seen = _coinciding(model, swept, chosen_on)
+        held_out = np.delete(effects[0], seen)
+        if seen:
+            some = ", ".join(map(str, seen[:8]))
+            notes.append(f"{len(seen)} of the prompts chose the heads and are not held out ({some})")
+    evidence = Evidence(effects[0], effects[1:], beside, effects.T, held_out)
+    named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
+    what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
+    return claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
+
+
+def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:
+    """Return heads as pairs, each of the model's and named once."""
+    if isinstance(heads, pd.DataFrame):
+        if missing := [name for name in ("layer", "head") if name not in heads.columns]:
+            raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")
+        heads = list(heads[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
+    read_sets(model, {"heads": heads, "mlps": None, "neurons": None, "features": None}, None, False)
+    return [(int(layer), int(head)) for layer, head in heads]
+
+
+def _random_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
+    """Draw different sets of as many other heads of the same layers, or of the nearest where one has too few."""
+    generator, found = np.random.default_rng(seed), dict[tuple[tuple[int, int], ...], Heads]()
+    for _ in range(REDRAWS * n):
+        drawn = layer_matched(chosen, model.shape.n_layers, model.shape.n_heads, generator)
+        found.setdefault(tuple(sorted(drawn)), drawn)
+        if len(found) == n:
+            break
+    return list(found.values())
+
+
+def _effects(swept: Sweep) -> Float[ndarray, "draw example"]:
+    """Return the effect of each set on each prompt, the claimed one first."""
+    effects = swept.table.groupby(["set", "example"], sort=False)["effect"].mean().unstack("example")
+    return np.asarray(effects.to_numpy(), dtype=np.float64)
+
+
+def _coinciding(model: HookedModel, swept: Sweep, chosen_on: Prompts) -> list[int]:
+    """Return which prompts, by number, the heads were chosen on."""
+    if isinstance(chosen_on, list | tuple) and not len(chosen_on):
+        return []
+    seen = {tuple(prompt.ids) for prompt in read_pairs(model, chosen_on, None)[0]}
+    return [number for number, ids in enumerate(swept.run.options["prompts"][0]) if tuple(ids) in seen]

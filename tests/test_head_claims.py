@@ -1,0 +1,111 @@
+"""A claim of heads is judged beside other heads of their layers, on prompts that did not choose them."""
+
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.heads import claim
+from headwater.planted import circuits
+from tests import chance
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+
+NAMES = [("Anna", "Boris"), ("Clara", "David"), ("Emma", "Frank"), ("Grace", "Henry"), ("Irene", "Jacob")]
+CIRCUIT = [circuits.DUPLICATE_NAME_HEAD, circuits.INHIBITION_HEAD, circuits.NAME_MOVER_HEAD]
+PROMPTS = [" the capital of France is", " the capital of Italy is", " the dog of France in", " Paris is in A"]
+QUIET = {"metric": hw.logit_difference(5, 9), "progress": False}
+
+
+@cache
+def loaded(family: str) -> hw.HookedModel:
+    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+
+
+@cache
+def planted() -> hw.HookedModel:
+    made = circuits.name_mover()
+    return hw.load(made.model, tokenizer=made.tokenizer)
+
+
+def stories() -> tuple[list[str], hw.Metric]:
+    told = [f"When {a} and {b} went to the store {b} gave a drink to" for a, b in NAMES]
+    return told, hw.logit_difference([f" {a}" for a, _ in NAMES], [f" {b}" for _, b in NAMES])
+
+
+@pytest.mark.planted
+def test_the_heads_that_were_wired_matter_and_others_of_their_layers_do_not():
+    told, metric = stories()
+    asked = {"metric": metric, "progress": False, "placebos": 24, "chosen_on": told[:2]}
+    found = claim(planted(), told, CIRCUIT, **asked)
+    row = found.table.iloc[0]
+    assert found.holds
+    assert row["effect"] == pytest.approx(-10, abs=0.01)
+    assert row["held_out"] == pytest.approx(-10, abs=0.01)
+    assert row["p_value"] == pytest.approx(1 / 25)
+    assert "2 of the prompts chose the heads and are not held out (0, 1)" in found.sentence
+    idle = [(0, 0), (1, 2), (2, 1)]
+    assert not claim(planted(), told, idle, **asked).holds
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_numbers_are_those_of_ablating_the_heads(family):
+    model, heads = loaded(family), [(0, 1), (2, 3)]
+    found = claim(model, PROMPTS, heads, placebos=5, seed=3, **QUIET).table.iloc[0]
+    swept = hw.ablate(model, PROMPTS, heads=heads, **QUIET).table["effect"]
+    mean = hw.ablate(model, PROMPTS, heads=heads, values="mean", **QUIET).table["effect"]
+    assert found["effect"] == pytest.approx(swept.mean(), abs=1e-6)
+    assert found["other_ablation"] == pytest.approx(mean.mean(), abs=1e-6)
+    assert np.isnan(found["held_out"])
+    rows = pd.DataFrame({"layer": [0, 2, 2], "head": [1, 3, 3], "relation": ["a", "a", "b"]})
+    same = claim(model, PROMPTS, rows, placebos=5, seed=3, chosen_on=[], **QUIET).table.iloc[0]
+    assert same["held_out"] == same["effect"] == found["effect"]
+    assert same["placebo_high"] == found["placebo_high"]
+    few = claim(model, PROMPTS, [(1, 0)], other=None, **QUIET)  # three other heads in the layer
+    assert few.table["p_value"].item() >= 1 / 4
+    assert "only 3 random sets are like it, so p is at least 0.25" in few.sentence
+
+
+def held_on_shuffled_answers(times: int) -> int:
+    """How many claims hold of the head that does most on some prompts, on others; answers are drawn by lot."""
+    model, rng, held = hw.load(tiny_model("llama", seed=1), tokenizer=tiny_tokenizer()), chance.rng(), 0
+
+    def drawn() -> tuple[list[str], hw.Metric]:
+        prompts = [f" the{a} of{b}" for a, b in rng.choice([" " + word for word in WORDS], (10, 2))]
+        right, wrong = rng.integers(5, 60, 10), rng.integers(60, 120, 10)
+        return prompts, hw.logit_difference(right.tolist(), wrong.tolist())
+
+    for _ in range(times):
+        prompts, metric = drawn()
+        swept = hw.patch(model, prompts, values="zero", sites="z", metric=metric, progress=False).table
+        sizes = swept.groupby(["layer", "head"])["effect"].mean().abs().sort_values()
+        strongest = [(int(layer), int(head)) for layer, head in sizes.index[-2:]]
+        others, judged = drawn()
+        found = claim(
+            model, others, strongest, metric=judged, other=None, placebos=40, chosen_on=prompts, progress=False
+        )
+        held += found.holds
+    return held
+
+
+def test_on_shuffled_answers_hardly_any_claim_holds():
+    assert held_on_shuffled_answers(4) <= 1
+
+
+@pytest.mark.slow
+def test_on_shuffled_answers_at_most_one_claim_in_twenty_holds():
+    assert held_on_shuffled_answers(100) <= 5
+
+
+def test_what_is_no_set_of_heads_is_refused():
+    model = loaded("gpt2")
+    with pytest.raises(InputError, match="layer"):
+        claim(model, PROMPTS, [(7, 0)], **QUIET)
+    with pytest.raises(InputError, match="no column 'head'"):
+        claim(model, PROMPTS, pd.DataFrame({"layer": [0]}), **QUIET)
+    with pytest.raises(InputError, match="one metric; 2 were given"):
+        claim(model, PROMPTS, [(0, 0)], metric=[hw.log_probability(5), hw.logit_difference(5, 9)])
+    with pytest.raises(InputError, match="the model has no 8 others"):
+        claim(model, PROMPTS, [(layer, head) for layer in range(2) for head in range(4)], **QUIET)
