@@ -1,5 +1,6 @@
 """Shared fixtures: no test reaches the network."""
 
+import functools
 import os
 import sys
 
@@ -18,9 +19,10 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels then run on the CPU
 
+import headwater as hw
 from headwater import cli
 from tests import chance
-from tests.tiny import FAMILIES, tiny_folder
+from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -109,3 +111,15 @@ def close_figures():
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The tiny models of one file's tests by family, each loaded once."""
+    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def llama(models):
+    """The one of grouped heads."""
+    return models("llama")

@@ -12,7 +12,7 @@ from headwater.errors import InputError
 from headwater.patching import runners
 from headwater.patching.changes import draw
 from tests.plain_hooks import hooked_plainly
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_model
 
 PROMPTS = [[2, 40, 41, 42, 43, 44, 45], [2, 50, 41, 47, 43]]
 SUBJECTS = [{1, 2}, {1}]
@@ -20,16 +20,6 @@ SAMPLES, STD, SEED = 3, 3.0, 5
 METRIC = hw.logit_difference(5, 9)
 NOISE = hw.noise(STD, SAMPLES, SEED, positions=SUBJECTS)
 TEXTS = [" the cat of France is", " Paris is in France"]
-
-
-@pytest.fixture(scope="module")
-def models():
-    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
-
-
-@pytest.fixture
-def llama(models):
-    return models("llama")
 
 
 def traced(model, site, **options):

@@ -124,7 +124,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_with_both_figures_before_it_st
     free = 2**20
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": free}))
     monkeypatch.setattr(llama, "run", lambda *args, **options: pytest.fail("the model ran"))
-    with pytest.raises(InputError, match=r"would take 0\.3 GiB; the disk of .*out has 0\.0 GiB free"):
+    with pytest.raises(InputError, match=r"would take 0\.3 GiB; the disk of .*out has 1\.0 MiB free"):
         llama.cache([[5] * 60] * 15_000, sites="resid_post", out=tmp_path / "out", **QUIET)
     with pytest.raises(InputError, match="which are on no device"):
         llama.cache([5], out=tmp_path / "out", device="meta")

@@ -1,6 +1,5 @@
 """hw.edit writes features, roles and fixed positions as plain hooks on the transformers model do, in runs and texts."""
 
-import functools
 from contextlib import ExitStack
 
 import pytest
@@ -9,23 +8,13 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from tests.plain_hooks import hooked_plainly
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model
 
 FAMILIES = ("gpt2", "llama", "neox", "gemma2")
 PROMPTS = [[2, 40, 41, 42, 43, 44, 45], [2, 50, 41, 47]]
 TEXTS = [" the cat of France is", " Paris is in the capital of France"]
 LAYER, CHOSEN, STEPS = 1, [3, 7, 11], 5
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-@pytest.fixture(scope="module")
-def models():
-    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
-
-
-@pytest.fixture
-def llama(models):
-    return models("llama")
 
 
 class Dictionary:

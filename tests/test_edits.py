@@ -1,6 +1,5 @@
 """An edit means the same in a hook, in a sweep and in the transformers model itself; hooks do one another no harm."""
 
-import functools
 import warnings
 from functools import partial
 
@@ -16,23 +15,13 @@ from headwater.models.sites import SITES
 from headwater.patching import runners
 from headwater.patching.edge_knockout import knocked_out_states
 from tests.plain_hooks import hooked_plainly
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_model
 
 CLEAN, CORRUPTED = [2, 40, 41, 42, 43, 44, 45], [2, 40, 51, 42, 43, 44, 45]
 LAYER, POSITION, HEAD = 1, 3, 1
 METRIC = hw.logit_difference(5, 9)
 POSITIONAL = ("resid_pre", "attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-@pytest.fixture(scope="module")
-def models():
-    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
-
-
-@pytest.fixture(scope="module")
-def llama(models):
-    return models("llama")
 
 
 def where(site):

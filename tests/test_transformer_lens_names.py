@@ -5,7 +5,6 @@ by filter, words to tokens, refusals, and names that are not there.
 """
 
 import copy
-import functools
 import pickle
 
 import pytest
@@ -18,16 +17,6 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 TEXT, OTHER = " the capital of France is", " cat dog"
-
-
-@pytest.fixture(scope="module")
-def models():
-    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
-
-
-@pytest.fixture(scope="module")
-def llama(models):
-    return models("llama")
 
 
 @pytest.mark.oracle

@@ -1,6 +1,5 @@
 """What edits write: functions, tensors, directions, factors and noise do what plain hooks on a model do."""
 
-import functools
 import warnings
 from itertools import product
 
@@ -13,22 +12,12 @@ from headwater.models.sites import SITES
 from headwater.patching import runners
 from headwater.patching.changes import draw
 from tests.plain_hooks import hooked_plainly, pattern_plainly
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_model
 
 CLEAN, CORRUPTED = [2, 40, 41, 42, 43, 44, 45], [2, 40, 51, 42, 43, 44, 45]
 LAYER, POSITION, HEAD = 1, 3, 1
 METRIC = hw.logit_difference(5, 9)
 STD = 0.7
-
-
-@pytest.fixture(scope="module")
-def models():
-    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
-
-
-@pytest.fixture
-def llama(models):
-    return models("llama")
 
 
 def where(site):

@@ -38,9 +38,7 @@ def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) 
     """
     available = available_memory(device)
     if needed > available:
-        raise InputError(
-            f"{what} would take {needed / 2**30:,.1f} GiB; {device} has {available / 2**30:,.1f} GiB free. {advice}"
-        )
+        raise InputError(f"{what} would take {said_bytes(needed)}; {device} has {said_bytes(available)} free. {advice}")
 
 
 def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str) -> None:
@@ -54,9 +52,13 @@ def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str)
     free = shutil.disk_usage(above).free
     if needed > free + there:
         raise InputError(
-            f"{what} would take {needed / 2**30:,.1f} GiB; the disk of {folder} has {free / 2**30:,.1f} GiB free. "
-            f"{advice}"
+            f"{what} would take {said_bytes(needed)}; the disk of {folder} has {said_bytes(free)} free. {advice}"
         )
+
+
+def said_bytes(count: int) -> str:
+    """Name a number of bytes in GiB, or where that would be hardly any in MiB."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:,.1f} MiB"
 
 
 def how_many_fit(what: str, needed: int, device: torch.device, advice: str) -> int:

@@ -30,6 +30,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where, is_all
 from headwater.models.sites import Site, sites_named
 from headwater.options import checked_name, checked_seed, shown
+from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
 from headwater.patching.cells import SPANS, Asked, Window, cells_of, chosen, covered, lasting
 from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
@@ -37,7 +38,7 @@ from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell
 from headwater.patching.prompts import Prompts
-from headwater.patching.runners import Gradients, Wave
+from headwater.patching.runners import Wave
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.values import Recipe, recorded

@@ -2,14 +2,7 @@
 
     wavefront    one recorded run, then all variants of a wave in one walk down the layers (`headwater.patching.walk`)
     whole runs   one ordinary forward per variant, with hooks: what the walk must equal, and what serves every model
-    gradients    no variant is run: attribution patching, to first order (Nanda 2023; Syed et al. 2023)
-
-        effect ≈ Σ (value - activation) · ∂ metric / ∂ activation
-
-    one forward of the prompts that values come from and one of the prompts that are edited, one backward per metric for
-    the gradient at every site at once, and a cell sums the product over the layers, positions and heads that it covers.
-    Exact where the metric is linear in the activation, it can be far off where a softmax or a norm saturates:
-    `sweep.agreement(exact)` says how far.
+    gradients    no variant is run: attribution patching, in `headwater.patching.attribution`
 
 A cell that no read position can feel has effect 0, without a run.
 """
@@ -18,32 +11,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import ClassVar, NoReturn, TypeAlias
+from typing import ClassVar, NoReturn
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.errors import InputError, NumericsError
+from headwater.errors import NumericsError
 from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.checks import not_finite
-from headwater.models.edits import Hook, makes
-from headwater.models.gradients import refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import is_out_of_memory
 from headwater.models.positions import Prompt
-from headwater.models.sites import SITES, Site, Stage, hook_name, main_site, taken_as_recorded
-from headwater.patching.forwards import capture, run_edited, run_variant, visible_keys, written_into
-from headwater.patching.plan import Cell, Group, Kept, Plan, columns_of
+from headwater.models.sites import SITES, Stage, main_site, taken_as_recorded
+from headwater.patching.forwards import capture, run_edited, run_variant, visible_keys
+from headwater.patching.plan import Group, Kept, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.rows import Values
 from headwater.patching.values import Wanted, values_of
-from headwater.patching.variants import LOGITS, Deliver, Place, Replace, Variant
+from headwater.patching.variants import LOGITS, Deliver, Place, Variant
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
 
-Drawn: TypeAlias = tuple[str, int, int, int]
-"""A site, a layer, the layer of the values that are written there, and which draw of them."""
 TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
 """Tokens of a model of the width `WIDTH` given to a sublayer at once; halved when memory runs out."""
 WIDTH = 768
@@ -108,12 +96,12 @@ class Wave(Runner):
         if (answers := plan.only_answers) is not None:
             self._answers = answers[examples.start : examples.stop].to(plan.model.device)
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
-        names = [*_state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
+        names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         self.recording: Recording = self.blocks.record(
             self.group.batch(*self._sides), names, self.group.corrupting(*self._sides)
         )
         others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
-        self.values = _values(self.group, others)
+        self.values = values_written(self.group, others)
         base = self._read(self.recording.activations, plan.base, self.group.kept)
         other = self._read(others, plan.other, self.group.other_kept) if plan.other is not None else None
         self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
@@ -233,12 +221,12 @@ class Whole(Runner):
         group, model = self.group, plan.model
         self._prompts = group.batch(plan.base)
         before = group.corrupting(plan.base)
-        captured = capture(model, self._prompts, _state_names(group), columns_of(group.kept), before)
+        captured = capture(model, self._prompts, state_names(group), columns_of(group.kept), before)
         base = read_run(group, group.kept, *captured)
         longest = self._prompts.rows(group.longest, group.longest + 1)
         visible = visible_keys(model, longest, group.cut_layers) if group.cut_layers else {}
-        others, other = _other_run(group)
-        self.values = _values(group, others)
+        others, other = other_run(group)
+        self.values = values_written(group, others)
         self.readout = Readout(group, base, other, visible)
 
     def measure(self, cells: range) -> Measured:
@@ -254,106 +242,7 @@ class Whole(Runner):
                     deliver(reading, [index], read[None])
 
 
-class Gradients(Runner):
-    """One forward with a graph, a backward per metric, and for each cell the sum of what it covers.
-
-    Raises:
-        InputError: a metric reads the last edited layer (a gradient needs one layer for all cells), or has no gradient,
-            or the model was loaded under `torch.inference_mode()`.
-    """
-
-    name: ClassVar[str] = "gradients"
-    needs_graph: ClassVar[bool] = True
-
-    def __init__(self, plan: Plan, examples: range):
-        refuse_without_gradients(plan.model)
-        own_layer = [metric.name for metric in plan.metrics if metric.site != LOGITS and metric.layer is None]
-        if own_layer:
-            raise InputError(
-                f"The metric {own_layer[0]!r} reads each cell's own layer; attribution needs layer= a number."
-            )
-        self.plan, self.group = plan, Group(plan, examples)
-        held, base = self._run_with_graph()
-        others, other = _other_run(self.group)
-        self.values = _values(self.group, others)
-        self.readout = Readout(self.group, base, other, {})
-        self._products = [self._product(m, held) for m in range(len(plan.metrics))]
-
-    def measure(self, cells: range) -> Measured:
-        """Add to the unedited values what each cell covers."""
-        found = self.readout.unedited(cells)
-        for i, cell in enumerate(self.plan.cells[cells.start : cells.stop]):
-            row = cell.example - self.group.examples.start
-            effects = [_sum(product, cell, row) for product in self._products]
-            found.values[i] += torch.tensor(effects, dtype=torch.float64)
-        return found
-
-    def _run_with_graph(self) -> tuple[dict[str, Tensor], Reads]:
-        """Run the prompts that are edited, with gradients from the embeddings on; return what they are wanted at."""
-        held: dict[str, Tensor] = {}
-
-        def hold(activation: Tensor, hook: object, name: str) -> Tensor:
-            held[name] = activation
-            return activation
-
-        group, places = self.group, self.group.places
-        names = [*_state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
-        names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
-        begin = makes(lambda activation, hook: activation.detach().requires_grad_(True))
-        hooks: list[Hook] = [*group.corrupting(self.plan.base), (hook_name("embed"), begin)]
-        hooks += [(name, makes(partial(hold, name=name))) for name in dict.fromkeys(names)]
-        logits = self.plan.model.run(group.batch(self.plan.base), hooks, keep=columns_of(group.kept), grad=True)
-        with torch.enable_grad():
-            return held, read_run(group, group.kept, held, logits)
-
-    def _product(self, m: int, held: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
-        """By place, layer of the values and draw: (value - activation) · gradient of one metric.
-
-        Summed over the width; by key for a pattern.
-        """
-        metric, readout = self.plan.metrics[m], self.readout
-        reading = self.plan.reading(metric, ())
-        with torch.enable_grad():
-            measured = [readout.apply(m, reading, read[None], [i])[0] for i, read in enumerate(readout.base[reading])]
-            total = torch.stack(measured).sum()
-        if not total.requires_grad:
-            raise InputError(
-                f"The metric {metric.name!r} has no gradient; attribution needs one (a logit difference has)."
-            )
-        places = sorted(self.group.places)
-        sites = self.group.sites
-        ends = [held[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
-        slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
-        products = {}
-        for (site, layer), slope in zip(places, slopes, strict=True):
-            standing = held[sites[site].hook_name(layer)].detach()
-            slope = torch.zeros_like(standing) if slope is None else slope
-            for source, sample in sorted(self.group.drawn(site, layer)):
-                own = sites[site]
-                value = self._written(own.inner, layer, source, sample, own.read(standing))
-                product = sites[site].first_order(standing, slope, value)
-                products[site, layer, source, sample] = product
-                wrong = ~product.flatten(1).isfinite().all(1)
-                if bool(wrong.any()):
-                    raise NumericsError(
-                        f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
-                        f"{self.group.examples[int(wrong.nonzero()[0])]} ({self.plan.model.dtype}). Load the model "
-                        "with dtype='float32'."
-                    )
-        return products
-
-    def _written(self, site: Site, layer: int, source: int, sample: int, standing: Tensor) -> Tensor:
-        """Return what an edit of every token of every example would leave of what a site reads."""
-        values = self.values
-        if values.change is None:
-            return values.by_site[site.name, source]
-        edit = Replace(site, range(layer, layer + 1), source_layer=source, sample=sample)
-        with torch.no_grad():
-            edits = [(edit, example) for example in range(len(self.group.examples))]
-            return written_into(standing, None, edits, values, layer)
-
-
-def _state_names(group: Group) -> list[str]:
+def state_names(group: Group) -> list[str]:
     """Name the activations that something reads."""
     return [SITES[site].hook_name(layer) for site, layer in group.readings if site != LOGITS]
 
@@ -366,18 +255,18 @@ def _value_names(group: Group) -> dict[Place, str]:
     return {(site, layer): group.sites[site].hook_name(layer) for site, layer in group.sources}
 
 
-def _other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
+def other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
     """Run the other prompt of each pair, and keep what values are made of."""
     plan = group.plan
     if plan.other is None:
         return {}, None
-    names = [*_state_names(group), *_value_names(group).values()]
+    names = [*state_names(group), *_value_names(group).values()]
     kept, before = columns_of(group.other_kept), group.corrupting(plan.other)
     activations, logits = capture(plan.model, group.batch(plan.other), names, kept, before)
     return activations, read_run(group, group.other_kept, activations, logits)
 
 
-def _values(group: Group, others: Mapping[str, Tensor]) -> Values:
+def values_written(group: Group, others: Mapping[str, Tensor]) -> Values:
     """Return what edits write, given the other run's activations."""
     plan = group.plan
     if plan.source is None:
@@ -386,27 +275,3 @@ def _values(group: Group, others: Mapping[str, Tensor]) -> Values:
     other = {place: sites[place[0]].read(group.in_base(others[name], sites[place[0]])) for place, name in names.items()}
     wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
     return values_of(plan.source, wanted, group.lengths)
-
-
-def _carrying(site: Site) -> Site:
-    """Where a gradient is taken: at what carries an edit of the site, with respect to which it has the same slope."""
-    return SITES[site.carrier.at] if site.carrier else site
-
-
-def _sum(products: Mapping[Drawn, Tensor], cell: Cell, example: int) -> float:
-    """Add up what a cell covers."""
-    total = 0.0
-    for edit in cell.edits:
-        assert isinstance(edit, Replace)
-        for layer in edit.layers:
-            product = products[edit.site.name, layer, edit.read_at(layer), edit.sample][example]
-            if edit.site.has_keys:
-                product = (product if edit.keys is None else product[..., list(edit.keys)]).sum(-1).T
-            if edit.positions is not None:
-                product = product[list(edit.positions)]
-            if edit.heads is not None:
-                product = product[:, list(edit.heads)]
-            if edit.units is not None:
-                product = product[:, [*edit.units, -1]]
-            total += float(product.sum())
-    return total

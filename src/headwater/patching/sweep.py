@@ -16,6 +16,7 @@ import pandas as pd
 import torch
 
 from headwater.options import checked_kind
+from headwater.patching.attribution import Gradients
 from headwater.patching.averages import (
     chosen_rows,
     grid_axes,
@@ -30,7 +31,6 @@ from headwater.patching.cells import AXES, tokens_by_role
 from headwater.patching.claims import MATCH, Drawing, Swept, claim_on
 from headwater.patching.plan import Plan
 from headwater.patching.readout import Measured
-from headwater.patching.runners import Gradients
 from headwater.patching.sides import DIRECTIONS
 from headwater.runs.analysis import Run
 from headwater.runs.record import RunRecord

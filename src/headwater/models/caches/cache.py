@@ -12,7 +12,7 @@ long, `cache[site, layer]` is `batch head query key`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from headwater.axes import AttentionCache, ResidualCache
 from headwater.errors import InputError, did_you_mean
 from headwater.models.caches.activations import Activation
 from headwater.models.caches.layout import Layout
+from headwater.models.caches.names import Names, layers_said, ranges
 from headwater.models.caches.sequences import Sequences, asked_columns
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
@@ -101,12 +102,7 @@ class Cache(Result):
 
     def keys(self) -> list[str | tuple[str, int]]:
         """Return all that `cache[...]` answers to: ("z", 3) and "blocks.3.attn.hook_z"."""
-        short: list[str | tuple[str, int]] = []
-        full: list[str | tuple[str, int]] = []
-        for one in self.kept.values():
-            short += [(one.name, layer) for layer in one.layers] if one.layers else []
-            full += [] if one.is_read else [one.hook_name(layer) for layer in one.places]
-        return short + full
+        return self._names.keys()
 
     def axes(self, site: str) -> tuple[str, ...]:
         """Return the words for the axes of `cache[site, layer]`; those of `rows` begin with `token` in their place.
@@ -114,7 +110,7 @@ class Cache(Result):
         Raises:
             InputError: nothing of that name is kept.
         """
-        one, _ = self._found((site, None), any_layer=True)
+        one, _ = self._names.found((site, None), any_layer=True)
         if one.has_keys:
             return ("batch", *("query" if axis == "position" else axis for axis in one.axes))
         return ("batch", *one.axes)
@@ -127,7 +123,7 @@ class Cache(Result):
 
     def __contains__(self, key: object) -> bool:
         try:
-            self._found(key)
+            self._names.found(key)
         except InputError:
             return False
         return True
@@ -143,7 +139,7 @@ class Cache(Result):
         Raises:
             InputError: nothing of that name and layer is kept, or the texts differ in what is kept of them.
         """
-        one, place = self._found(key)
+        one, place = self._names.found(key)
         what = f"{one.name!r}, {one.layers[place]}" if one.layers else repr(one.name)
         if not self._layout.same_counts or (one.has_keys and not self._layout.same_lengths):
             counted = self._lengths if one.has_keys else self._counts
@@ -172,7 +168,7 @@ class Cache(Result):
         Raises:
             InputError: nothing of that name and layer is kept, or it has keys, of which texts have different numbers.
         """
-        one, place = self._found((site, layer))
+        one, place = self._names.found((site, layer))
         whole, of_role = self._layout.numbers(one, place), self._of_role(role)
         if not one.has_keys:
             return whole if of_role is None else whole[of_role]
@@ -191,7 +187,7 @@ class Cache(Result):
         Raises:
             InputError: nothing of that name and layer is kept, or there is no such text.
         """
-        one, place = self._found((site, layer))
+        one, place = self._names.found((site, layer))
         example = checked_count("example", example, least=0, most=len(self._counts) - 1)
         return self._layout.of_example(one, place, example).clone()
 
@@ -212,7 +208,7 @@ class Cache(Result):
         Raises:
             InputError: see `rows`.
         """
-        one, _ = self._found((site, layer))
+        one, _ = self._names.found((site, layer))
         numbers, of_role = self.to_numpy(site, layer, role=role), self._of_role(role)
         sizes = (*one.size, int(self._lengths[0])) if one.has_keys else one.size
         labels = [self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size)
@@ -312,7 +308,7 @@ class Cache(Result):
             "nothing is kept of padding."
         ]
         for one in self.kept.values():
-            layers = f" of {_layers_said(one.layers)}" if one.layers else ""
+            layers = f" of {layers_said(one.layers)}" if one.layers else ""
             said.append(f"{one.name}{layers}: {' '.join(self.axes(one.name))}, {one.dtype}.")
         return said
 
@@ -331,7 +327,7 @@ class Cache(Result):
         said = {"pattern": "attention"}  # as the attribute is called
         shapes = ", ".join(f"{said.get(one.name, one.name)} {self._said_shape(one)}" for one in self._in_order())
         size = self.nbytes / 2**20
-        layers = f"layers {_ranges(self.layers)}; " if any(one.layers for one in self.kept.values()) else ""
+        layers = f"layers {ranges(self.layers)}; " if any(one.layers for one in self.kept.values()) else ""
         return f"Cache({shapes}; {layers}{size:,.1f} MiB)"
 
     # Inside
@@ -362,6 +358,11 @@ class Cache(Result):
         return f"({', '.join(map(str, [len(one.places), len(self._counts), *sizes]))})"
 
     @cached_property
+    def _names(self) -> Names:
+        """What it answers to."""
+        return Names(self.kept, self.n_layers)
+
+    @cached_property
     def _layout(self) -> Layout:
         """Where the numbers lie."""
         return Layout(self.activations, self._counts, self._lengths)
@@ -376,36 +377,6 @@ class Cache(Result):
         counts = np.bincount(self.table["example"].to_numpy(dtype=np.int64), minlength=len(self.texts))
         return torch.tensor(counts.astype(np.int64))
 
-    def _found(self, key: object, any_layer: bool = False) -> tuple[Activation, int]:
-        """Return what a key means, and which of its places.
-
-        Raises:
-            InputError: nothing of that name and layer is kept.
-        """
-        name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
-        if not isinstance(name, str):
-            raise InputError(f"The cache holds no {shown(name)}: ask for one of cache.keys().")
-        for one in self.kept.values():
-            for place, at in enumerate(one.places):
-                if layer is None and not one.is_read and name == one.hook_name(at):
-                    return one, place
-        by_name = {one.hook.replace("{layer}", "*"): one for one in self.kept.values() if not one.is_read} | self.kept
-        named = by_name.get(name)
-        if named is None:
-            names = [*self.kept, *(key for key in self.keys() if isinstance(key, str))]
-            raise InputError(f"The cache holds no {shown(name)}.{did_you_mean(name, names)}")
-        one = named
-        if any_layer or (layer is None and len(one.places) == 1):
-            return one, 0
-        held = f"{one.name} is kept at {_layers_said(one.layers)}" if one.layers else f"{one.name} stands in no layer"
-        if layer is None:
-            raise InputError(f"{held}: name one of them, as in cache[{one.name!r}, {one.layers[-1]}].")
-        number = checked_count("layer", layer, least=-self.n_layers)
-        number += self.n_layers if number < 0 else 0
-        if number not in one.layers:
-            raise InputError(f"The cache holds no {one.name!r} of layer {layer}: {held}.")
-        return one, one.layers.index(number)
-
 
 def load_cache(folder: str | Path) -> Cache:
     """Read a cache that `save`, or `model.cache(..., out=folder)`, wrote; the numbers stay in its files.
@@ -414,12 +385,3 @@ def load_cache(folder: str | Path) -> Cache:
         RunFolderError: the folder holds no finished cache.
     """
     return Cache.load(folder)
-
-
-def _layers_said(layers: Sequence[int]) -> str:
-    return f"layer{'s' if len(layers) > 1 else ''} {_ranges(tuple(layers))}"
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    whole = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
