@@ -150,6 +150,30 @@ ablated = hw.ablate(
 ablated.summary()[["set", "mean", "low", "high", "q_value"]]
 
 # %% [markdown]
+# ## Causal tracing, with its control
+# Without a second prompt, the corrupted run can be the clean one with noise at the embeddings of the country (Meng et
+# al. 2022): where does restoring the clean state bring the answer back? Each prompt has five draws of noise. The
+# control is the same with noise at another token, " What", which is as long and is no country: what is restored there
+# too is not the country's. Restoring the noisy token at layer 0 undoes the noise, and so all of its effect.
+
+# %%
+places = {"country": [f" {name}" for name in names], "question": " What", "end": "last"}
+shares = {}
+for noisy in ("country", "question"):
+    traced = hw.patch(
+        model,
+        clean,
+        corrupted=hw.noise(3, samples=5, positions=noisy),
+        sites="resid_pre",
+        positions=places,
+        metric=hw.probability(right),
+    )
+    run = traced.table[["clean", "corrupted"]].mean()
+    print(f"noise at the {noisy}: probability of the answer {run['clean']:.2f}, and {run['corrupted']:.2f} under noise")
+    shares[f"noise at the {noisy}"] = traced.grid("layer", "role")
+pd.concat(shares, axis=1).round(2)
+
+# %% [markdown]
 # ## Edits outside of a sweep
 # `hw.edit` is a hook: the same edit as in a sweep, for `model.run`, `model.hooks` and `model.generate`. Here the
 # difference of the residual streams of Italy and France, added at every token. The answer leaves Paris; it does not

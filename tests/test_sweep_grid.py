@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.stats import false_discovery_control
 
@@ -22,7 +23,8 @@ def test_a_grid_holds_the_means_over_examples(sweep):
     assert (grid.index.name, grid.columns.tolist()) == ("layer", ["subject", "end"])
     rows = sweep.table.query("site == 'resid_pre' and layer == 1 and role == 'end'")
     assert grid.loc[1, "end"] == pytest.approx(rows["effect"].mean())
-    assert grid.attrs["examples"].loc[1, "end"] == 2
+    assert grid.attrs["examples"]["end"][1] == 2
+    assert pd.concat({"one": grid, "other": sweep.grid(site="resid_pre")}, axis=1).shape == (3, 4)
     turned = sweep.grid("head", "layer", site="z", role="subject")
     assert turned.shape == (4, 3)
     shares = sweep.grid(site="resid_pre", normalize="ratio of means")

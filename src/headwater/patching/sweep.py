@@ -123,7 +123,8 @@ class Sweep(Result):
 
         Returns:
             A frame indexed by `rows` with a column for each of `columns`; NaN where there is no such cell.
-            `attrs["examples"]` is a frame of how many examples each mean is of, `attrs["notes"]` what was warned of.
+            `attrs["examples"][column][row]` says how many examples each mean is of, `attrs["notes"]` what was warned
+            of; both are plain, so that grids can be put side by side and written to files.
 
         Raises:
             InputError: there is no such axis or value, or the sweep runs over another axis that is not fixed.
@@ -134,7 +135,7 @@ class Sweep(Result):
         notes = self.warn_of_averages(table, measure)
         grid = grid_of(table, down, across, measure)
         felt = table.dropna(subset=["effect"]).groupby([down, across])["example"].nunique().unstack(across)
-        grid.attrs["examples"] = felt.reindex_like(grid).fillna(0).astype(int)
+        grid.attrs["examples"] = felt.reindex_like(grid).fillna(0).astype(int).to_dict()
         grid.attrs["notes"] = notes
         return grid
 
