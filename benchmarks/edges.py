@@ -24,10 +24,11 @@ from transformer_lens.tools.analysis.attribution_patching import EdgeAttribution
 import headwater as hw
 from benchmarks import circuits
 from benchmarks.edge_task import LENGTH, Task, measured, model_with_gradients, named
+from benchmarks.live_bytes import live_bytes
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.patching import random_gpt2
 from benchmarks.report import Row
-from headwater.circuits.edge_effects import bytes_of_a_pair
+from headwater.circuits.footprint import Footprint
 from headwater.models.hooked import HookedModel
 
 SAMPLED = 24
@@ -171,19 +172,21 @@ def memory_row(task: Task) -> Row:
     """What the edges of the last layers take, beside the estimate made before the start."""
     shape = task.model.shape
     sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.d_model, "vocab_size": shape.d_vocab}
-    estimate = bytes_of_a_pair(task.model, LENGTH, LENGTH - task.start)
+    receivers = _some_receivers(task)
+    estimate = Footprint(task.model, LENGTH, LENGTH - task.start).edges(task.graph.among(None, receivers))
+    held = live_bytes(task.model, lambda: task.edges(receivers=receivers))
     peak = in_fresh_process(_peak, task.device, sizes)
     headwater_s = seconds(lambda: task.edges(receivers="logits"), task.device)
     return Row(
         name="edges: memory of one pair",
-        peer=f"the estimate made before the start, {estimate / 2**20:.0f} MB",
+        peer=f"the estimate made before the start, {estimate / 2**20:.0f} MB; tensors hold {held / 2**20:.0f} MB",
         floor_s=None,
         peer_s=None,
         headwater_s=headwater_s,
-        agrees=None if peak is None else 0.7 * estimate <= peak <= 1.5 * estimate,
+        agrees=0.7 * estimate <= held <= 1.5 * estimate,
         peak_bytes=peak,
-        target="0.7 to 1.5 of the estimate",
-        note="the receivers of the last but two layers; the time is of the edges to the logits",
+        target="what tensors hold is 0.7 to 1.5 of the estimate",
+        note="receivers of the last layer but two; workspace is the process's, with what its allocator keeps",
     )
 
 
@@ -299,6 +302,10 @@ def _peak(device: str, sizes: dict[str, int]) -> int | None:
     model = random_gpt2(device, **sizes)
     task = Task.of(model, 6, device)
     model.run([[1, 2]])  # what the libraries allocate once is not workspace
-    layer = max(0, model.shape.n_layers - 3)
-    receivers = [f"{kind} {layer}" for kind in ("q", "k", "v", "mlp")]
-    return peak_bytes(lambda: task.edges(receivers=receivers), device)
+    return peak_bytes(lambda: task.edges(receivers=_some_receivers(task)), device)
+
+
+def _some_receivers(task: Task) -> list[str]:
+    """Those of the last layer but two."""
+    layer = max(0, task.model.shape.n_layers - 3)
+    return [f"{kind} {layer}" for kind in ("q", "k", "v", "mlp")]

@@ -15,7 +15,7 @@ def test_every_row_of_the_suite_agrees_with_its_peer(monkeypatch):
     monkeypatch.setattr(edges, "SAMPLED", 6)
     with torch.inference_mode():
         rows = list(edges.quick(MACHINE, "cpu"))
-    assert [row.agrees for row in rows] == [True] * 5 + [None] + [True] * 3 + [None]
+    assert [row.agrees for row in rows] == [True] * 5 + [None] + [True] * 4
     assert all(row.headwater_s > 0 for row in rows)
     assert rows[0].floor_s < rows[1].floor_s
 

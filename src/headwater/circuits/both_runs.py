@@ -9,6 +9,7 @@ other run are 0, and nothing is recomputed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.circuits.graph import Graph
-from headwater.circuits.senders import Exchanged, hook_names, written
+from headwater.circuits.senders import Exchanged, hook_names, written_by_layer
 from headwater.errors import ModelError
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
@@ -114,13 +115,21 @@ class BothRuns:
         return self.wave.recording.activations[SITES[site].hook_name(layer)][row]
 
     def _changes(self) -> Float[Tensor, "sender position d_model"]:
-        def run(row: int) -> Tensor:
+        def run(row: int) -> Iterator[Tensor]:
             def recorded(site: str, layer: int) -> Tensor:
                 return self._recorded(site, layer, row)[self.start : self.stop]
 
-            return written(self.model, self.graph, self.weights, recorded)
+            return written_by_layer(self.model, self.graph, self.weights, recorded)
 
         if self.exchanged is None:
-            return run(1) - run(0)
+            changes, first = self.base("resid_pre", 0).new_empty(self._size), 0
+            for base, other in zip(run(0), run(1), strict=True):
+                changes[first : first + len(base)] = other - base
+                first += len(base)
+            return changes
         given = self.exchanged.of(self.example, len(self.plan.base[self.example]))
-        return given[:, self.start : self.stop] - run(0)
+        return given[:, self.start : self.stop] - torch.cat(list(run(0)))
+
+    @property
+    def _size(self) -> tuple[int, int, int]:
+        return len(self.graph.senders), self.stop - self.start, self.model.shape.d_model

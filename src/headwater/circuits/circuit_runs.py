@@ -234,6 +234,8 @@ def run_circuits(
         **outcome.options,
     }
 
+    outcome.refuse_what_is_too_much([circuit.edges for circuit in named.values()], 1 + placebos)
+
     def work(run: Run) -> CircuitRuns:
         return ran(outcome, Lineup.of(named, placebos, seed), run)
 

@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.circuits.exact import KINDS, NotFiniteRowError, Receivers, Rows
+from headwater.circuits.footprint import HELD_BYTES
 from headwater.circuits.graph import Indices
 from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import Outside
@@ -37,8 +38,6 @@ from headwater.errors import NumericsError
 from headwater.models.memory import in_halves
 from headwater.models.weights.loaded_weights import LoadedWeights
 
-HELD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 31}
-"""What a batch of circuits may hold: more runs out of the processor's caches and is no faster."""
 NEAR = 1e-4
 
 

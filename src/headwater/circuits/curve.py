@@ -222,6 +222,8 @@ def circuit_curve(
         **outcome.options,
     }
 
+    outcome.refuse_what_is_too_much([circuit.edges for circuit in named.values()], 1 + placebos)
+
     def work(run: Run) -> CircuitCurve:
         lineup = Lineup.of(named, placebos, seed)
         table = tabulated(outcome.metrics, lineup, *measured(outcome, [one.edges for one in lineup.all], run))

@@ -28,6 +28,7 @@ from torch import Tensor
 from headwater.circuits.carried import THROUGH
 from headwater.circuits.cost import default_method, refuse_what_takes_too_long
 from headwater.circuits.estimates import Slopes, gradient_scores, sublayer_scores
+from headwater.circuits.footprint import largest
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
 from headwater.circuits.places import Places
@@ -42,7 +43,6 @@ from headwater.patching.call import check_call
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
-from headwater.patching.runners import TILE_TOKENS
 from headwater.patching.values import Recipe, Source
 from headwater.runs.analysis import Run, carry_out
 
@@ -209,7 +209,7 @@ def refuse_without_path(source: Source, method: str) -> None:
 
 
 def refuse_what_does_not_fit(asked: Asked) -> None:
-    """Refuse what would not fit in memory: the numbers of all edges, and of one pair what every sender writes.
+    """Refuse what would not fit in memory: the numbers of all edges, and what one pair holds.
 
     Raises:
         InputError: with the figures.
@@ -218,26 +218,8 @@ def refuse_what_does_not_fit(asked: Asked) -> None:
     advice = "Give fewer pairs, fewer senders= or receivers=, or shorter prompts."
     cpu, numbers = torch.device("cpu"), 3 * 4 * int(np.prod(asked.size))
     refuse_too_large(f"What {len(asked.chosen):,} edges of {len(plan.base):,} pairs come to", numbers, cpu, advice)
-    needed = bytes_of_a_pair(plan.model, max(map(len, plan.base)))
-    refuse_too_large("What every sender writes in a pair of prompts", needed, plan.model.device, advice)
-
-
-def bytes_of_a_pair(model: HookedModel, length: int, changed: int | None = None) -> int:
-    """Return about how many bytes the edges of a pair of prompts take: what is recorded, and one tile on its way.
-
-    A tile takes about two and a half times what its MLP and its attention hold at once: what a step has freed is not
-    given back before the next.
-
-    Args:
-        model: whose edges.
-        length: tokens of a prompt.
-        changed: tokens from the first difference on; default: all.
-    """
-    shape, graph = model.shape, Graph.of(model.shape)
-    changed = length if changed is None else changed
-    recorded = 2 * length * shape.n_layers * 7 * shape.d_model + changed * len(graph.senders) * shape.d_model
-    tile = max(changed, TILE_TOKENS.get(model.device.type, TILE_TOKENS["cpu"]))
-    return (recorded + tile * (5 * shape.d_mlp + 20 * shape.d_model)) * model.dtype.itemsize
+    needed = largest(plan, asked.source).edges(asked.chosen)
+    refuse_too_large("What the edges of a pair of prompts hold", needed, plan.model.device, advice)
 
 
 class _Measuring:

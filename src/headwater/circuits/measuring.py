@@ -23,12 +23,15 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns
 from headwater.circuits.circuit_walk import CircuitWalk
+from headwater.circuits.cost import circuit_operations, warn_of_hours
 from headwater.circuits.exact import Rows, refuse_heads_that_meet
+from headwater.circuits.footprint import Footprint
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import of_other_run, of_values
 from headwater.errors import InputError, ModelError
 from headwater.models.hooked import HookedModel
+from headwater.models.memory import refuse_too_large
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
@@ -36,7 +39,7 @@ from headwater.patching.call import check_call, metric_options, prompt_options
 from headwater.patching.dataset_values import Resample
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Cell, Plan
-from headwater.patching.prompts import Prompts, read_pairs
+from headwater.patching.prompts import Prompts, first_difference, read_pairs
 from headwater.patching.values import Source, asked_source, recorded
 from headwater.patching.variants import LOGITS
 
@@ -103,6 +106,28 @@ class Outcome:
         cells = tuple(Cell(example, {}, ()) for example in range(len(first)))
         plan = Plan(model, first, second, True, cells, metrics, batch_size=batch_size)
         return cls(plan, source, options | {"metrics": metric_options(plan)})
+
+    def refuse_what_is_too_much(self, circuits: Sequence[Indices], each: int = 1) -> None:
+        """Refuse circuits that would not fit in memory, and warn of those that take more than an hour.
+
+        Args:
+            circuits: their edges.
+            each: how many run for each of them: itself, and random ones of its shape.
+
+        Raises:
+            InputError: with the figures.
+        """
+        plan, other, n_circuits = self.plan, self.plan.other, each * len(circuits)
+        assert other is not None
+        since = [
+            0 if self.source is not None else first_difference(*pair) for pair in zip(plan.base, other, strict=True)
+        ]
+        tokens = [max(1, kept[-1] + 1 - min(at, kept[0])) for at, kept in zip(since, plan.positions, strict=True)]
+        advice = "Give fewer circuits, placebos= or pairs."
+        needed = Footprint(plan.model, max(map(len, plan.base)), max(tokens)).circuits(circuits, n_circuits)
+        refuse_too_large("What the circuits of a pair of prompts hold", needed, plan.model.device, advice)
+        work = each * circuit_operations(plan.model, circuits, sum(tokens))
+        warn_of_hours(plan.model, f"{n_circuits:,} circuits of {len(plan.base):,} pairs", work, advice)
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ attention adds. Both are checked in every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -55,10 +55,21 @@ def written(
     Raises:
         ModelError: heads do not add up to what attention adds.
     """
-    parts = [recorded("resid_pre", 0)[None]]
+    return torch.cat(list(written_by_layer(model, graph, weights, recorded)))
+
+
+def written_by_layer(
+    model: HookedModel, graph: Graph, weights: LoadedWeights, recorded: Recorded
+) -> Iterator[Float[Tensor, "sender position d_model"]]:
+    """Yield what each sender adds in a run, some senders at a time.
+
+    Raises:
+        ModelError: heads do not add up to what attention adds.
+    """
+    yield recorded("resid_pre", 0)[None]
     for layer in range(graph.n_layers):
-        parts += [_by_heads(model, weights, recorded, layer), recorded("mlp_out", layer)[None]]
-    return torch.cat(parts)
+        yield _by_heads(model, weights, recorded, layer)
+        yield recorded("mlp_out", layer)[None]
 
 
 def _by_heads(

@@ -1,0 +1,140 @@
+"""What edges, paths and circuits hold at once is what was estimated before; what takes hours is said before."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from benchmarks.live_bytes import live_bytes
+
+import headwater as hw
+from headwater.circuits import cost
+from headwater.circuits.footprint import Footprint
+from headwater.errors import InputError
+from tests import chance
+
+OPTIONS = {"metric": hw.logit_difference(5, 9), "progress": False}
+SENDERS, RECEIVERS = ["head", "mlp 0"], ["mlp 1", "v 1"]
+SOME = ["embed -> mlp 0", "mlp -> logits", "embed -> v", "head -> mlp", "mlp -> q"]
+
+
+@cache
+def loaded(shape: str) -> hw.HookedModel:
+    torch.manual_seed(chance.seed_of(shape))
+    sizes = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+    if shape == "GPT-2":
+        made = tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=3, n_head=8, n_embd=64, n_positions=64, **sizes))
+    else:
+        made = tf.LlamaForCausalLM(
+            tf.LlamaConfig(
+                hidden_size=64,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=192,
+                num_hidden_layers=3,
+                max_position_embeddings=64,
+                **sizes,
+            )
+        )
+    return hw.load(made.eval())
+
+
+def pair(length: int, start: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Two prompts that are equal up to a position."""
+    clean, other = torch.randint(10, 290, (2, length)).tolist()
+    other[start] = clean[start] + 1
+    return [clean], [clean[:start] + other[start:]]
+
+
+@pytest.mark.parametrize(("length", "start"), [(12, 4), (40, 0)])
+@pytest.mark.parametrize("shape", ["GPT-2", "Llama"])
+def test_what_tensors_hold_is_within_the_estimate(shape, length, start):
+    model = loaded(shape)
+    texts = pair(length, start)
+    hw.edges(model, *texts, receivers="logits", **OPTIONS)  # what is checked once is checked
+    footprint = Footprint(model, length, length - start)
+    circuit = hw.Circuit.of(SOME, model)
+    several = [circuit, *circuit.placebos(11)]
+    every = np.arange(circuit.graph.n_edges)
+    n_senders = model.shape.n_layers * model.shape.n_heads + 1
+    taken = {
+        "edges": (lambda: hw.edges(model, *texts, **OPTIONS), footprint.edges(every)),
+        "paths": (
+            lambda: hw.path_patch(model, *texts, senders=SENDERS, receivers=RECEIVERS, **OPTIONS),
+            footprint.paths(n_senders, 2 * model.shape.n_heads + 1, 1, 1),
+        ),
+        "circuits": (
+            lambda: hw.run_circuits(model, *texts, several, **OPTIONS),
+            footprint.circuits([one.edges for one in several], len(several)),
+        ),
+        "the circuit of all edges": (
+            lambda: hw.run_circuits(model, *texts, [circuit | ~circuit], **OPTIONS),
+            footprint.circuits([every], 1),
+        ),
+    }
+    ratios = {name: live_bytes(model, work) / estimate for name, (work, estimate) in taken.items()}
+    assert all(0.7 <= ratio <= 1.5 for ratio in ratios.values()), ratios
+
+
+def test_what_lives_is_counted_and_what_is_gone_is_not():
+    model = loaded("GPT-2")
+
+    def work() -> None:
+        for _ in range(5):
+            first = torch.ones(1000)
+            second = first + 1
+            del first
+            (second.view(10, 100) * 2).sum()
+
+    assert live_bytes(model, work) == pytest.approx(
+        3 * 4000, abs=16
+    )  # the last round's is there until another has its name
+    assert live_bytes(model, lambda: model.raw.unembed.W_U.T * 1) == 4 * 300 * 64
+
+
+@pytest.mark.parametrize("hours", [0.5, 3.0])
+def test_paths_and_circuits_that_take_hours_are_said_to_with_the_figures(hours, monkeypatch, recwarn):
+    model, texts = loaded("Llama"), pair(12, 4)
+    circuit = hw.Circuit.of(SOME, model)
+    calls = {
+        "paths": lambda: hw.path_patch(model, *texts, senders=SENDERS, receivers=RECEIVERS, **OPTIONS),
+        "circuits": lambda: hw.run_circuits(model, *texts, [circuit], placebos=2, **OPTIONS),
+    }
+    monkeypatch.setattr(cost, "WORTH_TIMING", 0.0)
+    work = cost.circuit_operations(model, [circuit.edges], 8) * 3
+    monkeypatch.setattr(cost, "rate", lambda model: work / 3600 / hours)
+    if hours < 1:
+        calls["circuits"]()
+        assert not [one for one in recwarn if "hours" in str(one.message)]
+        return
+    with pytest.warns(
+        UserWarning, match=r"^3 circuits of 1 pairs, .* TFLOP, at the measured rate of .* 3 hours\. Give"
+    ):
+        calls["circuits"]()
+    monkeypatch.setattr(cost, "rate", lambda model: 1.0)
+    with pytest.warns(UserWarning, match=r"^19 paths of 1 pairs, .* TFLOP, at the measured rate of .* hours\. Give"):
+        calls["paths"]()
+
+
+@pytest.mark.parametrize("what", ["paths", "circuits"])
+def test_paths_and_circuits_that_do_not_fit_are_refused_before_any_run(what, monkeypatch):
+    model, texts = loaded("Llama"), pair(12, 4)
+    ends = {"senders": SENDERS, "receivers": RECEIVERS}
+    calls = {
+        "paths": lambda: hw.path_patch(model, *texts, **ends, **OPTIONS),
+        "circuits": lambda: hw.run_circuits(model, *texts, [hw.Circuit.of(SOME, model)], **OPTIONS),
+    }
+    monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: 1000)
+    monkeypatch.setattr(hw.HookedModel, "run", None)
+    with pytest.raises(InputError, match=f"the {what} of a pair .* would take .* GiB; cpu has .* GiB free"):
+        calls[what]()
+
+
+def test_the_operations_of_a_circuit_are_those_of_what_is_in_use():
+    model = loaded("GPT-2")
+    graph = hw.Circuit.of([], model).graph
+    one = hw.Circuit.of(["embed -> q 1.0", "head 1.0 -> logits"], model)
+    attention = sum(p.numel() for p in model.raw.blocks[1].attn.parameters())
+    assert cost.circuit_operations(model, [one.edges], 5) == 5 * 2 * (attention + 2 * 2 * 64)
+    assert cost.circuit_operations(model, [np.arange(graph.n_edges)], 5) > 4 * 5 * 2 * attention
