@@ -35,8 +35,9 @@ class CircuitReference(Reference):
 
     def outside_is_mean(self, prompts: Iterable[list[int]]) -> None:
         """Let all other edges carry the mean over prompts of one length."""
-        held = [self._record(torch.tensor([ids]))[0] for ids in prompts]
-        self._values({name: torch.stack([one[name] for one in held]).mean(0) for name in held[0]})
+        sent = [self._record(torch.tensor([ids]))[1] for ids in prompts]
+        self.outside = {name: torch.stack([one[name] for one in sent]).mean(0) for name in sent[0]}
+        self._inputs_from_senders()
 
     @torch.no_grad()
     def alone(self, edges: Iterable[str]) -> Tensor:
@@ -108,6 +109,18 @@ class CircuitReference(Reference):
                 self.outside[f"head {number}.{head}"] = share
             self.outside[f"mlp {number}"] = mlps[number]
         self._inputs_from(held["layer 0"], z, mlps)
+
+    @torch.no_grad()
+    def _inputs_from_senders(self) -> None:
+        """The same, of what each sender adds: the residual stream is their sum, with the biases of attention."""
+        self.entering, self.middle = [self.outside["embed"]], []
+        for number, layer in enumerate(self.layers):
+            shares = [self.outside[f"head {number}.{head}"] for head in range(self.n_heads)]
+            bias = getattr(layer.output, "bias", None)
+            assert bias is None or layer.post_norm is None
+            attended = self.entering[-1] + sum(shares) + (0 if bias is None else bias)
+            self.middle.append(self.entering[-1] if self.parallel else attended)
+            self.entering.append(attended + self.outside[f"mlp {number}"])
 
     @torch.no_grad()
     def _inputs_from(self, embedded: Tensor, z: list[Tensor], mlps: list[Tensor]) -> None:

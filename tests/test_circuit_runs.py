@@ -94,6 +94,20 @@ def test_the_full_circuit_less_one_edge_is_that_edges_effect_and_the_empty_one_t
     assert found[2:] - clean == pytest.approx(edges.effects[0, 0, :, 0].numpy(), abs=1e-5)
 
 
+@pytest.mark.parametrize("values", ["mean", "resample", "zero"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "neox"])
+def test_the_full_circuit_less_one_edge_is_that_edges_effect_under_other_values_too(family, values):
+    model, full = loaded(family), ~hw.Circuit.of([], loaded(family))
+    given = {"values": values, "seed": 1, "dataset": None if values == "zero" else PROMPTS, **QUIET}
+    edges = hw.edges(model, PROMPTS[:2], **given).effects[:, 0, :, 0].numpy()
+    some = full.edges[:: 13 if family == "gemma2" else 29]
+    less = {full.graph.name(edge): full - made(full.graph, np.array([edge])) for edge in some}
+    runs = hw.run_circuits(model, PROMPTS[:2], circuits=less, **given).table
+    found = (runs["value"] - runs["clean"]).to_numpy().reshape(2, -1)
+    assert found == pytest.approx(edges[:, some], abs=1e-5)
+    assert np.abs(edges[:, some]).max() > 1e-3
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "neox", "qwen3"])
 def test_the_full_circuit_less_all_edges_out_of_a_head_is_patching_its_output(family):
     model = loaded(family)

@@ -29,6 +29,7 @@ from headwater.circuits.footprint import Footprint
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import of_other_run, of_values
+from headwater.circuits.senders import Exchanged, refuse_other_kinds
 from headwater.errors import InputError, ModelError
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
@@ -99,6 +100,7 @@ class Outcome:
                 raise InputError(
                     "Outside of a circuit values cannot hang on what they replace: use 'zero', 'mean', ..."
                 )
+            refuse_other_kinds(source)
             options |= prompt_options(first, source.given.dataset) | {"values": recorded(source), "seed": seed}
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
@@ -151,6 +153,8 @@ class CircuitRunner:
         self.outcome, self.plan, self.keep = outcome, outcome.plan, keep
         self.graph = Graph.of(self.plan.model.shape)
         self._weights = LoadedWeights(self.plan.model, fingerprint)
+        source = outcome.source
+        self._exchanged = None if source is None else Exchanged(self.plan.model, source, self._weights)
         self._shares: list[HeadShares] = []
         self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
 
@@ -175,8 +179,10 @@ class CircuitRunner:
             if not self._shares:
                 layers = range(self.graph.n_layers)
                 self._shares = [HeadShares(self.plan.model, layer, self._weights) for layer in layers]
-            source, shares = self.outcome.source, self._shares
-            outside = of_other_run(runs, shares) if source is None else of_values(runs, shares, source)
+            shares = self._shares
+            outside = (
+                of_other_run(runs, shares) if self._exchanged is None else of_values(runs, shares, self._exchanged)
+            )
             walk = CircuitWalk(Rows(runs, outside.start), outside, shares, self._weights)
             self._walks[example] = walk, self._baselines(walk, check=example == 0)
         return self._walks[example]

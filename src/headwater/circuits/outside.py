@@ -2,19 +2,21 @@
 
     other run, resample    what each sender writes in another prompt's run
     zero                   nothing
-    mean                   the mean over a data set (of z, of MLP outputs, of the embeddings)
+    mean                   the mean over a data set of what each sender adds
 
 With s(O) for what a sender s writes of these values, a receiver outside of everything reads
 
     x(O) = Σ s(O) + the biases of attention,    over the senders before it
 
-In the other prompt's run that is its own residual stream. Where a norm stands behind attention, the heads' shares are
-those under the scale of the values themselves.
+In the other prompt's run that is its own residual stream, and with means the mean of the residual streams. What is
+exchanged is what `hw.edges` exchanges (`headwater.circuits.senders`): where a norm stands behind attention the mean of
+the heads' shares, each under the scale of its own run, not the shares of a mean z, whose scale is that of no run. So
+all edges but one come to that edge's effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -22,12 +24,7 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns
 from headwater.circuits.head_shares import HeadShares
-from headwater.models.sites import SITES
-from headwater.patching.values import Source, Wanted
-from headwater.patching.variants import Place
-
-SENT = ("z", "mlp_out")
-"""The sites whose values heads and MLPs send."""
+from headwater.circuits.senders import Exchanged
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,22 +62,16 @@ def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> Outside:
     return Outside(runs.start, True, entering[0], [*entering, last], middle, heads, mlps)
 
 
-def of_values(runs: BothRuns, shares: Sequence[HeadShares], source: Source) -> Outside:
+def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged) -> Outside:
     """Return what a kind of values has at the senders of an example."""
-    n_layers, blocks = runs.graph.n_layers, runs.wave.blocks
-    places: tuple[Place, ...] = (("resid_pre", 0), *((site, layer) for layer in range(n_layers) for site in SENT))
-    wanted = Wanted(
-        runs.model, range(runs.example, runs.example + 1), len(runs.plan.base[runs.example]), places, {}, SITES
-    )
-    values: Mapping[Place, Tensor] = source.values(wanted)
-
-    def of(site: str, layer: int) -> Tensor:
-        return values[site, layer][0, : runs.stop]
-
-    entering, middle = [of("resid_pre", 0)], []
-    for layer in range(n_layers):
-        attended = entering[-1] + blocks.project_heads(layer, of("z", layer))
-        middle.append(entering[-1] if blocks.parallel else attended)
-        entering.append(attended + of("mlp_out", layer))
-    heads = [shares[layer].of(of("z", layer)) for layer in range(n_layers)]
-    return Outside(0, False, entering[0], entering, middle, heads, [of("mlp_out", layer) for layer in range(n_layers)])
+    sent = exchanged.of(runs.example, len(runs.plan.base[runs.example]))[:, : runs.stop]
+    n_heads, parallel = runs.graph.n_heads, runs.wave.blocks.parallel
+    entering, middle, heads, mlps = [sent[0]], [], [], []
+    for layer, share in enumerate(shares):
+        first = 1 + layer * (n_heads + 1)
+        heads.append(sent[first : first + n_heads].movedim(0, 1))
+        mlps.append(sent[first + n_heads])
+        attended = entering[-1] + heads[-1].sum(1) + share.of_bias(runs.base("z", layer)[: runs.stop]).to(sent)
+        middle.append(entering[-1] if parallel else attended)
+        entering.append(attended + mlps[-1])
+    return Outside(0, False, sent[0], entering, middle, heads, mlps)
