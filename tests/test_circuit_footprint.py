@@ -127,7 +127,7 @@ def test_paths_and_circuits_that_do_not_fit_are_refused_before_any_run(what, mon
     }
     monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: 1000)
     monkeypatch.setattr(hw.HookedModel, "run", None)
-    with pytest.raises(InputError, match=f"the {what} of a pair .* would take .* GiB; cpu has .* GiB free"):
+    with pytest.raises(InputError, match=f"the {what} of a pair .* would take .* MiB; cpu has .* MiB free"):
         calls[what]()
 
 
