@@ -640,6 +640,14 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             ),
             {"site": "z", "layer": 1, "values": hw.scale(2.0), "positions": "all", "heads": None},
         ),
+        "edit.keys": lambda: (
+            lambda keys, place: [
+                g.model.run(CLEAN, [hw.edit("pattern", 1, "zero", keys=keys)]),
+                hw.patch(g.model, CLEAN, sites="pattern", values="zero", keys=keys, metric=METRIC, **QUIET),
+                hw.patch(g.model, CLEAN, sites="pattern", values="zero", keys={"a": place}, metric=METRIC, **QUIET),
+            ],
+            {"keys": 0, "place": 0},
+        ),
         "knockout": lambda: (hw.knockout, {"model": g.model, "prompts": CLEAN, "metric": METRIC, **BLOCK, **QUIET}),
         "knocked_out_states": lambda: (
             hw.knocked_out_states,
