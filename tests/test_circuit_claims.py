@@ -64,7 +64,8 @@ def test_the_planted_edges_are_the_strongest_and_hold_on_other_prompts(method):
     )
 
 
-def test_on_shuffled_answers_at_most_one_claim_in_twenty_holds():
+def held_on_shuffled_answers(times: int) -> int:
+    """How many claims hold of circuits that were chosen on some prompts, on others; answers are drawn by lot."""
     model, rng = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer()), chance.rng()
 
     def drawn() -> tuple[list[str], list[str], hw.Metric]:
@@ -76,13 +77,22 @@ def test_on_shuffled_answers_at_most_one_claim_in_twenty_holds():
         return clean, corrupted, hw.logit_difference(right.tolist(), wrong.tolist())
 
     held = []
-    for _ in range(6):
+    for _ in range(times):
         clean, corrupted, metric = drawn()
         edges = hw.edges(model, clean, corrupted, metric=metric, method="eap", progress=False)
         test = drawn()
         claim = edges.circuit(25).claim(model, *test[:2], metric=test[2], other=None, placebos=20, progress=False)
         held.append(claim.holds)
-    assert sum(held) <= 1
+    return sum(held)
+
+
+def test_on_shuffled_answers_hardly_any_claim_holds():
+    assert held_on_shuffled_answers(4) <= 1
+
+
+@pytest.mark.slow
+def test_on_shuffled_answers_at_most_one_claim_in_twenty_holds():
+    assert held_on_shuffled_answers(40) <= 2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
