@@ -81,7 +81,7 @@ memory.round(1)
 # ```
 #
 # Anchored pathways, saliency and detection on Llama-3.2-1B and 3B (PopQA brings its exact words along; other sets name
-# them in columns `subject` and `property`, or by `--extract URL MODEL`, an endpoint that is asked for them):
+# them in columns `subject` and `property`, or by `--extract rules`, or an endpoint):
 #
 # ```
 # headwater pathways meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/1b-pathways

@@ -46,21 +46,24 @@ QuestionSets = Annotated[
 ]
 
 
-def _endpoint(given: tuple[str, str]) -> EndpointExtractor:
+def _extractor(given: str) -> str | EndpointExtractor:
     from headwater.questions.extract import EndpointExtractor
 
-    return EndpointExtractor(*given)
+    named = given.split()
+    if len(named) > 2 or not named:
+        raise InputError(f'--extract {given!r} is no name and no "URL MODEL".')
+    return EndpointExtractor(named[0], named[1]) if len(named) == 2 else named[0]
 
 
 PROBED = {"site": "headwater.questions.states:PROBE_SITES", "token": "headwater.questions.states:PROBE_TOKENS"}
 KNOCKED_OUT = PROBED | {"variant": "VARIANTS"}
 EXTRACTOR = Shaped(
     "extractor",
-    tuple[str, str],
+    str,
     name="extract",
-    help="URL and MODEL of an OpenAI-compatible endpoint that names the exact words. Without it the exact answer is "
-    "all of the answer.",
-    read=_endpoint,
+    help='What names the exact words: rules, or "URL MODEL" of an OpenAI-compatible endpoint. Without it the exact '
+    "answer is all of the answer.",
+    read=_extractor,
 )
 READ = Of(
     "headwater.questions.sources:load_questions",
@@ -179,8 +182,8 @@ def saliency(
 
     **Example**
 
-    `headwater saliency meta-llama/Meta-Llama-3-8B --questions triviaqa.json --sample 4000 --extract
-    http://localhost:8000/v1 my-model --out runs/saliency`
+    `headwater saliency meta-llama/Meta-Llama-3-8B --questions triviaqa.json --sample 4000 --extract rules
+    --out runs/saliency`
     """
     with continues(out):
         from headwater.pathways.attention_saliency import saliency as run

@@ -36,7 +36,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
 from headwater.options import checked_count
 from headwater.questions.asking import SLOT, Frame, ask, question_frame
-from headwater.questions.extract import Extractor, check_extractor
+from headwater.questions.extract import Extractor, extractor_of
 from headwater.questions.formats import columns_found
 from headwater.questions.labels import CONTAINS, Label, Verdict, check_label
 from headwater.questions.outcomes import (
@@ -162,7 +162,7 @@ def answer(
     label: Label = CONTAINS,
     max_new_tokens: int = 32,
     batch_size: int = 64,
-    extractor: Extractor | None = None,
+    extractor: str | Extractor | None = None,
     hooks: Iterable[Hook | PromptHook] = (),
     progress: bool = True,
     out: str | Path | None = None,
@@ -180,9 +180,10 @@ def answer(
         max_new_tokens: an answer that has not ended after this many tokens, the line break or end token counted, is cut
             off, and drops out.
         batch_size: prompts in one run.
-        extractor: called with (question, answer) for every answer that can be used; see
-            `headwater.questions.extract`. It names E_A, and E_Q where the question table says nothing of subject and
-            property. Without one, questions without these are dropped, and E_A is the whole answer.
+        extractor: "rules" (no model: `headwater.questions.rules`), or a callable of (question, answer), such as
+            `EndpointExtractor`; asked about every answer that can be used. It names E_A, and E_Q where the question
+            table says nothing of subject and property. Without one, questions without these are dropped, and E_A is the
+            whole answer.
         hooks: watched or edited activations while the model answers, at every step as in `model.generate`; part of the
             record. Prompts run shortest first; `headwater.models.reading.now_reading().rows` has each row's place in
             the table. What is later computed from the answers is computed without them.
@@ -195,7 +196,7 @@ def answer(
     """
     _check_options(model, questions, max_new_tokens, batch_size)
     check_label(label)
-    check_extractor(extractor)
+    extractor = extractor_of(extractor)
     frame, listed = question_frame(model, prompt=prompt), listed_hooks(hooks)
     options = {
         "questions": questions.table,
@@ -271,7 +272,7 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
     if not prompts:
         raise InputError(
             f"None of the {len(questions):,} questions says where its subject and property stand. Give the columns "
-            "subject and property, or an extractor: extractor= (headwater.questions.extract), --extract URL MODEL. "
+            "subject and property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
             f"{columns_found({str(name): None for name in questions.table}, *SPAN_COLUMNS)}"
         )
     return prompts

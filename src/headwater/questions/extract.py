@@ -1,4 +1,4 @@
-"""Exact words from outside: a callable, or a language model behind an OpenAI-compatible endpoint.
+"""Exact words from outside: rules, a callable, or a language model behind an OpenAI-compatible endpoint.
 
 An extractor is called with a question and the answer a model gave, and returns a mapping with any of `subject`,
 `property` (words of the question) and `answer` (words of the answer): a text, a list of texts, or None where there is
@@ -19,8 +19,11 @@ from typing import TypeAlias
 from headwater.errors import HeadwaterError, InputError
 from headwater.options import shown
 from headwater.questions.words import Span, find_words
+from headwater.registry import Registry
 
 Extractor: TypeAlias = Callable[[str, str], Mapping[str, object]]
+EXTRACTORS: Registry[str, Extractor] = Registry("extractor", "headwater.questions.rules")
+"""Those that are asked for by name."""
 PARTS = ("subject", "property", "answer")
 INSTRUCTION = (
     "You mark words. You are given a question and an answer that somebody gave to it; the answer may be wrong, and you "
@@ -137,10 +140,17 @@ def json_object(text: str) -> dict[str, object] | None:
     return None
 
 
-def check_extractor(extractor: object) -> None:
-    """Refuse what cannot be called."""
-    if extractor is not None and not callable(extractor):
-        raise InputError(f"extractor must be a callable (question, answer), found {shown(extractor)}.")
+def extractor_of(given: object) -> Extractor | None:
+    """Return the extractor that is meant: a callable as it is, or one of `EXTRACTORS` by its name.
+
+    Raises:
+        InputError: it cannot be called, or there is none of this name.
+    """
+    if isinstance(given, str):
+        return EXTRACTORS[given]
+    if given is not None and not callable(given):
+        raise InputError(f"extractor must be a name or a callable (question, answer), found {shown(given)}.")
+    return given
 
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:

@@ -57,7 +57,7 @@ def reproduce_pathways(
     methods: Sequence[str] = tuple(METHODS),
     token: str = "exact_answer_last",
     seeds: int = 3,
-    extractor: Extractor | None = None,
+    extractor: str | Extractor | None = None,
     batch_size: int = 64,
     progress: bool = True,
     out: str | Path | None = None,

@@ -1,0 +1,126 @@
+"""Exact words by rules: what they find in questions and answers, and how often that is what question sets name."""
+
+import re
+
+import pytest
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.questions.extract import EXTRACTORS, call_extractor
+from headwater.questions.rules import agreement, by_rules
+from headwater.questions.templates import WORDINGS
+from tests.test_sweep_cli import run
+
+NAMES = (
+    "Henry Feilden", "Kings of Leon", "The Lord of the Rings", "A Star Is Born", "Duke of Wellington", "South Carolina",
+    "Of Mice and Men", "War and Peace", "Jean-Luc Godard", "O. Henry", "Ma vlast", "21 Jump Street", "Romeo + Juliet",
+    "E.T. the Extra-Terrestrial",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("question", "subject", "asked"),
+    [
+        ("What is the capital of South Carolina?", ["South Carolina"], ["capital"]),
+        ("Who wrote Hamlet?", ["Hamlet"], ["wrote"]),
+        ("When did the Titanic sink?", ["Titanic"], ["sink"]),
+        ("In what city was Ann Lee born?", ["Ann Lee"], ["city", "born"]),
+        ("What is Henry Feilden's occupation?", ["Henry Feilden"], ["occupation"]),
+        ("What is Uri the capital of?", ["Uri"], ["capital of"]),
+        ('Who directed "the third man"?', ["the third man"], ["directed"]),
+        ("How many players are in a football team?", ["football team"], ["players"]),
+        ("What is the capital of the native country of Ann Lee?", ["Ann Lee"], ["capital", "native country"]),
+        ("what country is the duke of Wellington from", ["Wellington"], None),
+        ("¿?", None, None),
+    ],
+)
+def test_the_entity_and_what_is_asked_of_it_are_found(question, subject, asked):
+    found = by_rules(question, "")
+    assert found.get("subject") == subject
+    if asked is not None:
+        assert found.get("property") == asked
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "exact"),
+    [
+        ("What is the capital of South Carolina?", "It is Columbia, a hub of trade.", "Columbia"),
+        ("What is the capital of South Carolina?", "It is Charleston, a hub of trade.", "Charleston"),
+        ("Who wrote Hamlet?", "William Shakespeare", "William Shakespeare"),
+        ("When did the Titanic sink?", "The Titanic sank on 15 April 1912.", "15 April 1912"),
+        ("How many players are in a football team?", "There are eleven players.", "eleven"),
+        (
+            "Which magazine came first, Arthur's Magazine or First?",
+            "Arthur's Magazine came first.",
+            "Arthur's Magazine",
+        ),
+        ("What is he?", "He was a politician and soldier.", "politician"),
+        ("What is he?", "the doctor", "doctor"),
+        ("What is it?", " ... ", None),
+        ("What is it?", "", None),
+    ],
+)
+def test_the_exact_answer_is_found_in_one_way_whether_it_is_right_or_wrong(question, answer, exact):
+    assert by_rules(question, answer).get("answer") == exact
+
+
+def test_every_part_is_a_piece_of_the_text_also_of_odd_ones():
+    odd = ["", "?", "'s", "Is", "WHO", "of of of", "“”", "A\n\nB's 3", "ﬁne Ünal of Ωmega's 12-3", "the " * 40]
+    for question in odd:
+        for answer in odd:
+            for part, text in (("subject", question), ("property", question), ("answer", answer)):
+                value = by_rules(question, answer).get(part, [])
+                assert all(words and words in text for words in ([value] if isinstance(value, str) else value))
+            call_extractor(by_rules, question, answer)
+
+
+def test_most_words_of_popqas_wordings_are_found_also_of_awkward_titles():
+    hits = {"subject": [], "property": []}
+    for wording in WORDINGS.values():
+        for name in NAMES:
+            filled = wording.replace("{s}", name)
+            found = by_rules(filled.replace("[", "").replace("]", ""), "")
+            hits["subject"].append(found.get("subject") == [name])
+            hits["property"].append(found.get("property") == re.findall(r"\[([^]]+)\]", filled))
+    assert sum(hits["subject"]) >= 0.85 * len(hits["subject"])
+    assert sum(hits["property"]) >= 0.95 * len(hits["property"])
+
+
+def test_the_agreement_with_words_that_a_set_names_is_measured_set_by_set():
+    sets = hw.load_questions("properties"), hw.load_questions("paraphrased")
+    plain, rephrased = (agreement(questions).iloc[0] for questions in sets)
+    assert plain["questions"] == len(sets[0])
+    assert plain["subject"] > 0.98
+    assert plain["property"] > 0.9
+    assert rephrased["property"] < plain["property"]
+    nothing = agreement(sets[0], lambda question, answer: {}).iloc[0]
+    assert (nothing["subject"], nothing["property"], nothing["found"], nothing["overlap"]) == (0, 0, 0, 0)
+
+
+def test_answers_are_extracted_by_the_name_of_the_rules_without_any_service():
+    model, questions = hw.load(), hw.load_questions("properties", sample=40)
+    named = hw.answer(model, questions, extractor="rules", progress=False)
+    called = hw.answer(model, questions, extractor=by_rules, progress=False)
+    assert named.table.equals(called.table)
+    assert len(named.table)
+    with pytest.raises(InputError, match=r"no extractor 'rulez'.*rules"):
+        hw.answer(model, questions, extractor="rulez", progress=False)
+
+
+def test_an_extractor_of_ones_own_is_asked_for_by_its_name():
+    def first_word(question, answer):
+        return {"answer": answer.split()[0]} if answer.split() else {}
+
+    EXTRACTORS.add("first word", first_word)
+    try:
+        found = hw.answer(hw.load(), hw.load_questions("properties", sample=20), extractor="first word", progress=False)
+        assert len(found.table)
+    finally:
+        del EXTRACTORS._rows["first word"]
+
+
+@pytest.mark.parametrize(("given", "message"), [("a b c", "URL MODEL"), ("rulez", "rules")])
+def test_what_names_no_extractor_on_the_command_line_is_one_line(given, message, capsys, monkeypatch):
+    code, _, err = run(capsys, monkeypatch, "saliency", "--sample", "20", "--extract", given, "--quiet")
+    assert code != 0
+    assert message in err
