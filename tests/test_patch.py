@@ -576,7 +576,7 @@ def test_a_sweep_that_cannot_fit_is_refused_with_the_figure_before_the_model_run
     monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: available[0])
     monkeypatch.setattr(model.raw, "forward", None)
     available[:] = [10_000]
-    with pytest.raises(InputError, match=r"one example at a time, would take \d.*; cpu has .* GiB free. Give shorter"):
+    with pytest.raises(InputError, match=r"one example at a time, would take \d.*; cpu has 0.0 MiB free. Give shorter"):
         hw.patch(model, clean, corrupted, **options | {"layers": 0, "heads": 0})
     with pytest.raises(InputError, match=r"list of this sweep's 11,568 cells would take"):
         hw.patch(
