@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, graph_of, made
 from headwater.circuits.circuit_claims import claim_on_runs
 from headwater.circuits.faithfulness import of_examples, summarized
@@ -29,12 +30,11 @@ from headwater.patching.prompts import Prompts, read_pairs
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import table_html
 from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    pass
 
 COLUMNS = (
     *("example", "circuit", "edges", "edges_on_a_path", "metric", "value", "clean", "corrupted", "faithfulness"),
@@ -44,7 +44,7 @@ MOST_PLACEBOS = 1000
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CircuitRuns(Result):
+class CircuitRuns(ByMetric):
     """What `hw.run_circuits` found."""
 
     table: pd.DataFrame
@@ -154,18 +154,6 @@ class CircuitRuns(Result):
             level=level,
             seed=seed,
         )
-
-    def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-        """Draw the faithfulness of each circuit with its interval, the placebos beside it.
-
-        Args:
-            ax: where to draw.
-            metric: which; default: the first.
-
-        Raises:
-            InputError: there is no such metric.
-        """
-        return self._drawn(ax, metric=metric)
 
     def __repr__(self) -> str:
         n_circuits, n_examples = self.table["circuit"].nunique(), self.table["example"].nunique()

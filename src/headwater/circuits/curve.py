@@ -25,6 +25,7 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
+from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.circuit import graph_of, said
 from headwater.circuits.circuit_runs import (
     MOST_PLACEBOS,
@@ -53,12 +54,11 @@ from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import table_html
 from headwater.stats.resample import interval
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    pass
 
 SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 AREAS = ("cpr", "cmd", "log_area", "least_size")
@@ -67,7 +67,7 @@ ENOUGH = 0.9
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CircuitCurve(Result):
+class CircuitCurve(ByMetric):
     """What `hw.circuit_curve` found."""
 
     table: pd.DataFrame
@@ -135,18 +135,6 @@ class CircuitCurve(Result):
         if left := said_of_gaps(self.table):
             said.append(left)
         return [*said, *said_of_discovery(self.run)]
-
-    def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-        """Draw faithfulness by size with its interval, and the placebos as a band.
-
-        Args:
-            ax: where to draw.
-            metric: which; default: the first.
-
-        Raises:
-            InputError: there is no such metric.
-        """
-        return self._drawn(ax, metric=metric)
 
     def __repr__(self) -> str:
         sizes, examples = self.table["size"].nunique(), self.table["example"].nunique()

@@ -11,17 +11,17 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.places import Places
 from headwater.errors import InputError
 from headwater.options import checked_count, checked_name
 from headwater.patching.averages import summarize
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import table_html
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    pass
 
 GLANCE = 20
 """Paths in a summary."""
@@ -30,7 +30,7 @@ WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads fr
 
 
 @dataclass(frozen=True, repr=False)
-class PathEffects(Result):
+class PathEffects(ByMetric):
     """What `hw.path_patch` found."""
 
     table: pd.DataFrame
@@ -121,18 +121,6 @@ class PathEffects(Result):
         by_example = own.groupby(["example", "receiver", "sender"], sort=False)["effect"].sum()
         means = by_example.groupby(level=["receiver", "sender"], sort=False).mean().unstack("sender")
         return means.reindex(index=own["receiver"].unique(), columns=own["sender"].unique())
-
-    def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-        """Draw the mean over examples as a map, senders across and receivers down, centred at 0.
-
-        Args:
-            ax: where to draw.
-            metric: which; default: the first.
-
-        Raises:
-            InputError: there is no such metric.
-        """
-        return self._drawn(ax, metric=metric)
 
     def __repr__(self) -> str:
         senders, receivers = (self.table[end].nunique() for end in ("sender", "receiver"))

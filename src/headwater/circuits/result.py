@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.circuit import Circuit, made
 from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
@@ -25,13 +26,12 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching.averages import summarize
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import table_html
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.significance import most_of_a_share
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    pass
 
 Numbers = NDArray[np.float64]
 GLANCE = 20
@@ -43,7 +43,7 @@ RANKED_BY = ("size", "signed")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class EdgeEffects(Result):
+class EdgeEffects(ByMetric):
     """What `hw.edges` found."""
 
     run: RunRecord
@@ -251,18 +251,6 @@ class EdgeEffects(Result):
             low, high = np.percentile(overlaps, [2.5, 97.5])
             rows.append([metric, len(values), float(np.mean(overlaps)), low, high, float(np.mean(ranks))])
         return pd.DataFrame(rows, columns=["metric", "examples", "overlap", "low", "high", "spearman"])
-
-    def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
-        """Draw the mean over examples as a map, senders across and receivers down, centred at 0.
-
-        Args:
-            ax: where to draw.
-            metric: which; default: the first.
-
-        Raises:
-            InputError: there is no such metric.
-        """
-        return self._drawn(ax, metric=metric)
 
     @property
     def method(self) -> str:

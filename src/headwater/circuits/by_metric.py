@@ -1,0 +1,27 @@
+"""A result with several metrics, of which a figure shows one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwater.runs.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class ByMetric(Result):
+    """Drawn one metric at a time."""
+
+    def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
+        """Draw one metric; what is drawn is described where it is drawn (`headwater.figures`).
+
+        Args:
+            ax: where to draw.
+            metric: which; default: the first.
+
+        Raises:
+            InputError: there is no such metric.
+        """
+        return self._drawn(ax, metric=metric)
