@@ -2,12 +2,13 @@
 
 A row is a stretch of one example's positions. Norms, MLPs and the residual stream take the tokens of all rows end to
 end (`token`), without padding; attention takes them as `row position`, padded to the longest row, with the recorded
-keys of the positions before the longest prefix in front.
+keys of the positions before the longest prefix in front. Which rows there are follows from the variants; which of them
+stand side by side, from what they take as recorded, and their lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,6 +19,12 @@ from torch import Tensor
 
 from headwater.models.blocks import Recording, SharedPrefix
 from headwater.models.sites import Stage
+from headwater.patching.variants import Variant
+
+PREFIX_SHARE = 4
+"""A key before a row counts as this part of a token of its own."""
+PADDING_SHARE = 16
+"""At most this part of a large tile is padding."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +119,56 @@ class Tile:
     @cached_property
     def _within(self) -> Int[Tensor, "row position"]:
         return torch.minimum(self._columns, self.lengths[:, None] - 1)
+
+
+def rows_joining(variants: Sequence[Variant]) -> dict[int, list[Row]]:
+    """Say which rows join at which layer; a variant that follows its trunk wherever it is read has none."""
+    arrivals: list[tuple[int, Stage, int, int]] = []
+    for index, variant in enumerate(variants):
+        if not variant.is_felt:
+            continue
+        if variant.trunk is None:
+            arrivals.append((variant.first_layer, variant.stage, variant.first_position, index))
+            continue
+        leaves = variant.stop_layer < variants[variant.trunk].stop_layer
+        if leaves and any(layer >= variant.stop_layer for _, layer in variant.readings):
+            arrivals.append((variant.stop_layer, Stage.BLOCK_INPUT, variant.first_position, index))
+    joining: dict[int, list[Row]] = {}
+    offset = 0
+    for layer, stage, start, index in sorted(arrivals):
+        variant = variants[index]
+        row = Row(index, variant.example, start, variant.stop_position - start, offset, layer, stage)
+        joining.setdefault(layer, []).append(row)
+        offset += row.length
+    return joining
+
+
+def tiled(rows: Iterable[Row], taken: Callable[[Row], Hashable], tile_tokens: Callable[[], int]) -> Iterator[list[Row]]:
+    """Cut rows into tiles that take the same as recorded and are of similar length.
+
+    Args:
+        rows: all rows of a layer.
+        taken: what of the layer a row takes as it was recorded.
+        tile_tokens: the size of the next tile; it shrinks where memory runs out.
+    """
+    alike: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        alike.setdefault(taken(row), []).append(row)
+    for waiting in alike.values():
+        waiting.sort(key=lambda row: (row.length, row.start))
+        while waiting:
+            tile = [waiting.pop()]
+            filled = tile[0].length
+            while waiting and _fits(tile, waiting[-1], filled, tile_tokens()):
+                filled += waiting[-1].length
+                tile.append(waiting.pop())
+            yield tile
+
+
+def _fits(tile: Sequence[Row], row: Row, filled: int, tile_tokens: int) -> bool:
+    """Whether a shorter row may join a tile: within its size, and with little padding once it is large."""
+    width, rows = tile[0].length, len(tile) + 1
+    size = rows * (width + row.start // PREFIX_SHARE)
+    padding = rows * width - filled - row.length
+    tight = padding <= rows * width // PADDING_SHARE or size <= tile_tokens // 8
+    return tight and size <= tile_tokens

@@ -32,7 +32,7 @@ from headwater.models.edits import Hook, Trusted, makes
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
 from headwater.patching.rows import Stretch, Values, write_pattern, write_tokens
-from headwater.patching.tile import Row, Tile
+from headwater.patching.tile import Row, Tile, rows_joining, tiled
 from headwater.patching.variants import (
     LOGITS,
     Deliver,
@@ -42,11 +42,6 @@ from headwater.patching.variants import (
     Replace,
     Variant,
 )
-
-PREFIX_SHARE = 4
-"""A key before a row counts as this part of a token of its own."""
-PADDING_SHARE = 16
-"""At most this part of a large tile is padding."""
 
 
 class NotFiniteError(Exception):
@@ -85,7 +80,7 @@ class Walk:
                 self.readers.setdefault(reading, []).append(index)
         edited = (edit.site for variant in variants for edit in variant.edits if isinstance(edit, Replace))
         self.sites: dict[str, Site] = dict(SITES) | {site.name: site for site in edited}
-        self.joining = self._plan()
+        self.joining = rows_joining(variants)
         self._busy: dict[Stage, list[Site]] = {}
         self.rows: dict[int, Row] = {}
         self._tile: tuple[int, Tile] | None = None
@@ -102,32 +97,11 @@ class Walk:
             for layer in self.layers[: self.last_layer + 1]:
                 self._join(layer)
                 self._busy = self._busy_at(layer)
-                for rows in self._tiles(layer):
+                for rows in tiled(self.rows.values(), partial(self._taken, layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
         self._check_that_all_is_finite()
         self._read_logits()
         self._check_that_every_edit_was_made()
-
-    def _plan(self) -> dict[int, list[Row]]:
-        """Say which rows join at which layer; a variant that follows its trunk wherever it is read has none."""
-        arrivals: list[tuple[int, Stage, int, int]] = []
-        for index, variant in enumerate(self.variants):
-            if not variant.is_felt:
-                continue
-            if variant.trunk is None:
-                arrivals.append((variant.first_layer, variant.stage, variant.first_position, index))
-                continue
-            leaves = variant.stop_layer < self.variants[variant.trunk].stop_layer
-            if leaves and any(layer >= variant.stop_layer for _, layer in variant.readings):
-                arrivals.append((variant.stop_layer, Stage.BLOCK_INPUT, variant.first_position, index))
-        joining: dict[int, list[Row]] = {}
-        offset = 0
-        for layer, stage, start, index in sorted(arrivals):
-            variant = self.variants[index]
-            row = Row(index, variant.example, start, variant.stop_position - start, offset, layer, stage)
-            joining.setdefault(layer, []).append(row)
-            offset += row.length
-        return joining
 
     def _join(self, layer: int) -> None:
         """Take in the rows that start here: from the recorded residual stream, or from the trunk they leave."""
@@ -144,29 +118,6 @@ class Walk:
     def _stream(self, row: Row) -> Float[Tensor, "position d_model"]:
         """A row's part of the residual stream."""
         return self.residual[row.offset : row.offset + row.length]
-
-    def _tiles(self, layer: int) -> Iterator[list[Row]]:
-        """Cut the rows into tiles that take the same as recorded and are of similar length."""
-        alike: dict[tuple[Stage, ...], list[Row]] = {}
-        for row in self.rows.values():
-            alike.setdefault(self._taken(layer, row), []).append(row)
-        for waiting in alike.values():
-            waiting.sort(key=lambda row: (row.length, row.start))
-            while waiting:
-                tile = [waiting.pop()]
-                filled = tile[0].length
-                while waiting and self._fits(tile, waiting[-1], filled):
-                    filled += waiting[-1].length
-                    tile.append(waiting.pop())
-                yield tile
-
-    def _fits(self, tile: Sequence[Row], row: Row, filled: int) -> bool:
-        """Whether a shorter row may join a tile: within its size, and with little padding once it is large."""
-        width, rows = tile[0].length, len(tile) + 1
-        size = rows * (width + row.start // PREFIX_SHARE)
-        padding = rows * width - filled - row.length
-        tight = padding <= rows * width // PADDING_SHARE or size <= self.tile_tokens // 8
-        return tight and size <= self.tile_tokens
 
     def _taken(self, layer: int, row: Row) -> tuple[Stage, ...]:
         """What a row takes in a layer as it was recorded."""
