@@ -216,7 +216,7 @@ def run_circuits(
         model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
     )
     options = {
-        "circuits": {name: circuit.edges.tolist() for name, circuit in named.items()},
+        "circuits": {name: circuit.edges for name, circuit in named.items()},
         "placebos": placebos,
         "discovery": {name: [list(ids) for ids in circuit.seen] for name, circuit in named.items()},
         **outcome.options,

@@ -162,10 +162,14 @@ class _Projection:
         weight, bias = self._factors[kind]
         assert weight is not None
         found = normed.new_empty(*normed.shape[:2], weight.shape[2])
-        for head in heads.unique().tolist():
-            mine = (heads == head).nonzero()[:, 0]
-            made = normed[mine].to(weight) @ weight[head]
-            found[mine] = (made if bias is None else made + bias[head]).to(found)
+        order = heads.argsort(stable=True)
+        rows = normed[order].to(weight)
+        start = 0
+        for head, count in zip(*(one.tolist() for one in heads.unique(return_counts=True)), strict=True):
+            made = rows[start : start + count].flatten(0, 1) @ weight[head]
+            made = made if bias is None else made + bias[head]
+            found[order[start : start + count]] = made.view(count, *found.shape[1:]).to(found)
+            start += count
         return found
 
 
@@ -175,10 +179,10 @@ class _Batch:
     def __init__(self, walk: CircuitWalk, circuits: Sequence[Indices]):
         self.walk, self.outside, graph = walk, walk.outside, walk.graph
         self.graph, self.n_circuits = graph, len(circuits)
-        self.circuit = np.repeat(np.arange(len(circuits)), [len(edges) for edges in circuits])
         edges = np.concatenate(circuits) if circuits else np.zeros(0, dtype=np.int64)
+        self.circuit = np.repeat(np.arange(len(circuits)), [len(one) for one in circuits])
         self.receiver, self.sender = graph.receiver[edges], graph.sender[edges]
-        self.kind, self.stage = graph.receivers.kind[self.receiver], graph.stage[edges]
+        self.begins = np.concatenate([[0], np.cumsum([len(one) for one in circuits])])
         self.used = np.unique(self.sender)
         self.slot = np.full(len(graph.senders), -1)
         self.slot[self.used] = np.arange(len(self.used))
@@ -198,7 +202,8 @@ class _Batch:
             self._mlp(layer)
         kept = self.walk.rows.kept
         states = self.outside.entering[-1][kept].expand(self.n_circuits, -1, -1).clone()
-        mixed = self._mixed(self.stage == len(layers), self.outside.entering[-1], kept)
+        logits = len(self.graph.receivers) - 1
+        mixed = self._mixed(range(logits, logits + 1), self.outside.entering[-1], kept)
         states[mixed.circuit] = mixed.inputs
         return states
 
@@ -210,7 +215,7 @@ class _Batch:
         if not len(rows):
             return
         projection = self.walk.projection(layer)
-        mixed = self._mixed((self.stage == layer) & (self.kind < len(KINDS)), self.outside.entering[layer])
+        mixed = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
         place = torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))
         given = {kind: made.expand(len(rows), -1, -1, -1).clone() for kind, made in projection.outside.items()}
         for number, kind in enumerate(KINDS):
@@ -233,29 +238,47 @@ class _Batch:
         outside, blocks = self.outside.middle[layer], self.walk.rows
         kept = self.walk.rows.kept if layer == self.graph.n_layers - 1 else list(range(len(outside)))
         inputs = outside[kept].expand(len(rows), -1, -1).clone()
-        mixed = self._mixed((self.stage == layer) & (self.kind == len(KINDS)), outside, kept)
+        mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
         inputs[torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))] = mixed.inputs
         changes = inputs.new_zeros(len(rows), *outside.shape)
         changes[:, kept] = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
         self._write(rows, heard[rows], sender, changes[:, None])
 
-    def _mixed(self, which: Bool[np.ndarray, " edge"], outside: Tensor, kept: list[int] | None = None) -> Mixed:
-        """Return what the receivers of some edges read, a circuit at a time; at some positions, or at all."""
-        circuit, receiver, slot = self.circuit[which], self.receiver[which], self.slot[self.sender[which]]
+    def _reading(self, layer: int) -> range:
+        """The receivers of a layer: q, k and v of its heads, then its MLP."""
+        n_receivers = self.graph.n_heads + 2 * self.graph.n_kv_heads + 1
+        return range(layer * n_receivers, (layer + 1) * n_receivers)
+
+    def _mixed(self, receivers: range, outside: Tensor, kept: list[int] | None = None) -> Mixed:
+        """Return what some receivers read in each circuit that has edges into them; at some positions, or at all.
+
+        The edges of a circuit are in the order of their receivers, so those into neighbours stand together.
+        """
         outside = outside if kept is None else outside[kept]
-        parts, circuits, receivers = [outside.new_zeros(0, *outside.shape)], [], []
-        for one in np.unique(circuit):
-            mine = circuit == one
-            found, row = np.unique(receiver[mine], return_inverse=True)
-            reach = int(slot[mine].max()) + 1
-            carried = outside.new_zeros(len(found), reach)
-            carried[torch.from_numpy(row), torch.from_numpy(slot[mine])] = 1
+        parts = [self._entering(one, receivers) for one in range(self.n_circuits)]
+        counts = [len(found) for found, _, _ in parts]
+        inputs = outside.new_empty(sum(counts), *outside.shape)
+        for one, (found, row, slot), stop in zip(
+            range(self.n_circuits), parts, np.cumsum(counts).tolist(), strict=True
+        ):
+            if not len(found):
+                continue
+            reach = int(slot.max()) + 1
+            carried = np.zeros((len(found), reach), dtype=np.float32)
+            carried[row, slot] = 1
             now = self.now[one, :reach] if kept is None else self.now[one, :reach][:, kept]
-            parts.append((carried @ now.flatten(1)).view(len(found), *outside.shape) + outside)
-            circuits += [int(one)] * len(found)
-            receivers.append(found)
-        joined = np.concatenate([np.zeros(0, dtype=np.int64), *receivers])
-        return Mixed(torch.tensor(circuits, dtype=torch.int64), joined, torch.cat(parts))
+            mine = inputs[stop - len(found) : stop].flatten(1)
+            torch.mm(torch.from_numpy(carried).to(now), now.flatten(1), out=mine)
+        circuits = torch.from_numpy(np.repeat(np.arange(self.n_circuits), counts))
+        return Mixed(circuits, np.concatenate([found for found, _, _ in parts]), inputs.add_(outside))
+
+    def _entering(self, circuit: int, receivers: range) -> tuple[Indices, Indices, Indices]:
+        """Return the receivers that edges of a circuit enter, and of each edge the place of its receiver, and slot."""
+        begin, end = self.begins[circuit], self.begins[circuit + 1]
+        bounds = np.searchsorted(self.receiver[begin:end], [receivers.start, receivers.stop]) + begin
+        receiver = self.receiver[bounds[0] : bounds[1]]
+        is_new = np.diff(receiver, prepend=-1) > 0
+        return receiver[is_new], np.cumsum(is_new) - 1, self.slot[self.sender[bounds[0] : bounds[1]]]
 
     def _write(self, rows: Indices, heard: Bool[np.ndarray, "row sender"], first: int, changes: Tensor) -> None:
         """Keep what senders from a first one on write now, less what they write outside, where they are heard."""

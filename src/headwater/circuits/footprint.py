@@ -23,7 +23,7 @@ from headwater.patching.plan import Plan
 from headwater.patching.runners import TILE_TOKENS
 from headwater.patching.values import Source
 
-HELD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 31}
+HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
 """What a batch of circuits may hold: more runs out of the processor's caches and is no faster."""
 
 

@@ -157,6 +157,7 @@ class CircuitRunner:
         self._exchanged = None if source is None else Exchanged(self.plan.model, source, self._weights)
         self._shares: list[HeadShares] = []
         self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
+        self._is_checked = False
 
     def measure(self, example: int, circuits: Sequence[Indices]) -> dict[str, Tensor]:
         """Return the metrics of circuits on an example, `circuit metric`, and its `baselines`, `metric 3`.
@@ -167,8 +168,12 @@ class CircuitRunner:
         """
         with torch.no_grad(), self.plan.model.lock:
             walk, baselines = self._walk(example)
-            values = walk.measure(circuits, self.plan.batch_size)
-        return {"values": values, "baselines": baselines}
+            check = example == 0 and not self._is_checked
+            asked = [*circuits, np.arange(self.graph.n_edges)] if check else circuits
+            values = walk.measure(asked, self.plan.batch_size)
+            if check:
+                self._refuse_another_model(walk, values[-1], baselines[:, 0])
+        return {"values": values[: len(circuits)], "baselines": baselines}
 
     def _walk(self, example: int) -> tuple[CircuitWalk, Float[Tensor, "metric 3"]]:
         """Return what runs circuits on an example, made now unless it is kept, and its baselines."""
@@ -184,29 +189,34 @@ class CircuitRunner:
                 of_other_run(runs, shares) if self._exchanged is None else of_values(runs, shares, self._exchanged)
             )
             walk = CircuitWalk(Rows(runs, outside.start), outside, shares, self._weights)
-            self._walks[example] = walk, self._baselines(walk, check=example == 0)
+            if example == 0:
+                refuse_heads_that_meet(walk.rows)
+            self._walks[example] = walk, self._baselines(walk)
         return self._walks[example]
 
-    def _baselines(self, walk: CircuitWalk, check: bool) -> Float[Tensor, "metric 3"]:
+    def _baselines(self, walk: CircuitWalk) -> Float[Tensor, "metric 3"]:
         runs, example = walk.runs, walk.runs.example
         found = runs.wave.readout.unedited(range(example, example + 1))
         clean, corrupted = found.unedited[0], found.other[0]
         if self.outcome.source is not None:
             corrupted = walk.measure([np.zeros(0, dtype=np.int64)])[0]
-        last = walk.rows.base("resid_post", self.graph.n_layers - 1)[None, walk.rows.kept]
-        largest = float(runs.wave.logits(last[0], 0).abs().max())
-        floor = ROUNDING * torch.finfo(self.plan.model.dtype).eps * max(1.0, largest)
-        if check:
-            self._refuse_another_model(walk, clean, max(largest, 1.0))
+        floor = ROUNDING * torch.finfo(self.plan.model.dtype).eps * _largest_logit(walk)
         return torch.stack([clean, corrupted, torch.full_like(clean, floor)], -1)
 
-    def _refuse_another_model(self, walk: CircuitWalk, clean: Tensor, largest: float) -> None:
-        """Check once that heads do not meet, and that all edges together are the clean run."""
-        refuse_heads_that_meet(walk.rows)
-        full = walk.measure([np.arange(self.graph.n_edges)])[0]
-        allowed = max(TOLERANCE, 64 * torch.finfo(self.plan.model.dtype).eps) * largest
+    def _refuse_another_model(
+        self, walk: CircuitWalk, full: Float[Tensor, " metric"], clean: Float[Tensor, " metric"]
+    ) -> None:
+        """Check once that all edges together, run beside the first circuits, are the clean run."""
+        self._is_checked = True
+        allowed = max(TOLERANCE, 64 * torch.finfo(self.plan.model.dtype).eps) * _largest_logit(walk)
         if not float((full - clean).abs().max()) <= allowed:
             raise ModelError(
                 f"The circuit of all edges of {self.plan.model.name} is not its clean run: {float(full[0]):.4g} "
                 f"against {float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
             )
+
+
+def _largest_logit(walk: CircuitWalk) -> float:
+    """The size of the clean run's logits, at least 1: what rounding is relative to."""
+    last = walk.rows.base("resid_post", walk.graph.n_layers - 1)[walk.rows.kept]
+    return max(1.0, float(walk.runs.wave.logits(last, 0).abs().max()))
