@@ -58,7 +58,7 @@ passes.sort_values("expected", ascending=False).head(6)[
 # its `excess`. The interval (`low`, `high`) is that of the share itself. The label still hangs on the threshold:
 
 # %%
-controlled.sensitivity()
+_ = controlled.sensitivity().plot()
 
 # %% [markdown]
 # ## What else does a head write about?

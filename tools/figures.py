@@ -105,6 +105,7 @@ def membership() -> hw.Membership:
 
 FIGURES: dict[str, Callable] = {
     "head_map": lambda: hw.classify_heads(model()),
+    "attention_behaviour": lambda: hw.attention_behaviour(model()),
     "head_sensitivity": lambda: hw.classify_heads(model()).sensitivity(),
     "correlations": lambda: dynamic_scores(model(), few_heads(), relations=few_relations()),
     "ablation": ablated,
