@@ -40,7 +40,7 @@ TILE_NUMBERS = 2**22
 FACTOR_NUMBERS = 2**23
 """Most numbers of one factor converted at a time (64 MB in float64) on a CPU."""
 CACHED_NUMBERS = 2**17
-"""How many logits are compared at a time where each is read several times (0.5 MB, and as much for what is counted)."""
+"""How many logits a thread compares at a time where each is read several times: 0.5 MB, and as much for the counts."""
 FEW_ROWS = 64
 CUDA_WORKSPACE = 16
 """How many times as much on a CUDA device."""
@@ -280,7 +280,7 @@ def count_products(
     margin: Float[Tensor, "row"],
 ) -> tuple[Float[Tensor, "row"], Float[Tensor, "row"]]:
     """Count as `count_beyond` does the logits z W, as many rows at a time as leave them in the processor's cache."""
-    n_rows = max(1, CACHED_NUMBERS // W.shape[1])
+    n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // W.shape[1])
     parts = zip(*(part.split(n_rows) for part in (z, own, margin)), strict=True)
     above, below = zip(*(count_beyond(rows @ W, *bounds) for rows, *bounds in parts), strict=True)
     return torch.cat(above), torch.cat(below)

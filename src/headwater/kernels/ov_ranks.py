@@ -73,7 +73,7 @@ def _count_tile(
 ) -> Int[Tensor, "block 2 pair"]:
     """Count for some heads the logits z W certainly above and certainly below each pair's own."""
     value = [maps.value_head(head) for head in heads]
-    longest = torch.linalg.vector_norm(W, dim=1).amax(1)
+    longest = W.square().sum(1).amax(1).sqrt()
     margin = (ROUNDING * size[value] * longest[:, None] + tie).float()
     if runs_triton(W):
         from headwater.kernels import ov_triton
