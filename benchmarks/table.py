@@ -27,22 +27,26 @@ def results_table(documents: Iterable[Mapping[str, Any]], suites: Iterable[str])
 
 def _section(device: str, documents: list[Mapping[str, Any]], rows: Mapping[tuple[str, str], Any]) -> str:
     newest = documents[-1]
-    machine, versions = newest["machine"], newest["versions"]
-    half = machine.get("half_rate")
-    rates = f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in float32" + (
-        f", {half / 1e12:,.0f} TFLOP/s in bfloat16" if half else ""
-    )
+    measured = dict.fromkeys(_measured_on(document) for document in documents)
     lines = [
         f"### {device}\n",
-        f"{machine['threads']} threads, {rates}, {machine['bandwidth'] / 1e9:,.1f} GB/s; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}"
-        + (f"; {newest['date']}" if "date" in newest else "")
-        + ".\n",
+        f"{newest['machine']['threads']} threads; {'; '.join(measured)}. Newest: "
+        f"{', '.join(f'{name} {version}' for name, version in newest['versions'].items())}.\n",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
     ]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows.values()]
     return "\n".join(lines) + "\n"
+
+
+def _measured_on(document: Mapping[str, Any]) -> str:
+    """Which suites were measured when, and the rates of the machine then."""
+    machine, half = document["machine"], document["machine"].get("half_rate")
+    rates = f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in float32" + (
+        f", {half / 1e12:,.0f} TFLOP/s in bfloat16" if half else ""
+    )
+    day = f", {document['date']}" if "date" in document else ""
+    return f"{document['suite']}: {rates}, {machine['bandwidth'] / 1e9:,.1f} GB/s{day}"
 
 
 def _number(value: float) -> str:
