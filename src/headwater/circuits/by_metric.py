@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwater.runs.result import Result
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from headwater.runs.result import Result as Surface
+else:
+    Surface = object
 
-class ByMetric(Result):
-    """Drawn one metric at a time."""
+
+class ByMetric(Surface):
+    """What such a result adds to `Result`: it is drawn one metric at a time."""
 
     def plot(self, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
         """Draw one metric; what is drawn is described where it is drawn (`headwater.figures`).

@@ -30,7 +30,7 @@ from headwater.patching.prompts import Prompts, read_pairs
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import table_html
+from headwater.runs.result import Result, table_html
 from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ MOST_PLACEBOS = 1000
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CircuitRuns(ByMetric):
+class CircuitRuns(ByMetric, Result):
     """What `hw.run_circuits` found."""
 
     table: pd.DataFrame

@@ -54,7 +54,7 @@ from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import table_html
+from headwater.runs.result import Result, table_html
 from headwater.stats.resample import interval
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ ENOUGH = 0.9
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CircuitCurve(ByMetric):
+class CircuitCurve(ByMetric, Result):
     """What `hw.circuit_curve` found."""
 
     table: pd.DataFrame

@@ -18,7 +18,7 @@ from headwater.options import checked_count, checked_name
 from headwater.patching.averages import summarize
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import table_html
+from headwater.runs.result import Result, table_html
 
 if TYPE_CHECKING:
     pass
@@ -30,7 +30,7 @@ WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads fr
 
 
 @dataclass(frozen=True, repr=False)
-class PathEffects(ByMetric):
+class PathEffects(ByMetric, Result):
     """What `hw.path_patch` found."""
 
     table: pd.DataFrame

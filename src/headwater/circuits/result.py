@@ -26,7 +26,7 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching.averages import summarize
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import table_html
+from headwater.runs.result import Result, table_html
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.significance import most_of_a_share
 
@@ -43,7 +43,7 @@ RANKED_BY = ("size", "signed")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class EdgeEffects(ByMetric):
+class EdgeEffects(ByMetric, Result):
     """What `hw.edges` found."""
 
     run: RunRecord
