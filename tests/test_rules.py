@@ -111,12 +111,10 @@ def test_an_extractor_of_ones_own_is_asked_for_by_its_name():
     def first_word(question, answer):
         return {"answer": answer.split()[0]} if answer.split() else {}
 
-    EXTRACTORS.add("first word", first_word)
-    try:
-        found = hw.answer(hw.load(), hw.load_questions("properties", sample=20), extractor="first word", progress=False)
-        assert len(found.table)
-    finally:
-        del EXTRACTORS._rows["first word"]
+    questions = hw.load_questions("properties", sample=20)
+    with EXTRACTORS.with_row("first word", first_word):
+        found = hw.answer(hw.load(), questions, extractor="first word", progress=False)
+    assert len(found.table)
 
 
 @pytest.mark.parametrize(("given", "message"), [("a b c", "URL MODEL"), ("rulez", "rules")])

@@ -17,8 +17,7 @@ from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed
-from headwater.patching.claims import TOO_FEW
-from headwater.stats.claims import Claim, Evidence, claim_of
+from headwater.stats.claims import Claim, Evidence, claim_of, notes_of_few, notes_of_seen
 
 
 def claim_on_runs(
@@ -55,15 +54,8 @@ def claim_on_runs(
     effects = _effects(table, name, metric)
     drawn, own = effects[1:], effects[0]
     n_edges = int(table.loc[table["circuit"] == name, "edges"].iloc[0])
-    notes = []
-    if 0 < len(drawn) < TOO_FEW:
-        notes.append(f"only {len(drawn)} random circuits, so p is at least {1 / (1 + len(drawn)):.2g}")
-    held_out = None
-    if seen is not None:
-        held_out = np.delete(own, list(seen))
-        if len(seen):
-            some = ", ".join(map(str, list(seen)[:8]))
-            notes.append(f"{len(seen)} of the prompts chose the circuit and are not held out ({some})")
+    held_out = None if seen is None else np.delete(own, list(seen))
+    notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
     beside = None if other is None else _effects(other, _chosen(other, "circuit", circuit), metric)[0]
     evidence = Evidence(own, drawn, beside, effects.T, held_out)
     what = f"The circuit {name} of {n_edges:,} edges"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Metric
-from headwater.patching.prompts import Prompts, read_pairs
+from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
@@ -361,5 +362,4 @@ def said_of_discovery(run: RunRecord) -> list[str]:
 
 def coinciding(run: RunRecord) -> list[int]:
     """Return which of a run's (clean) prompts, by number, one of its circuits was chosen on."""
-    seen = {tuple(ids) for prompts in run.options["discovery"].values() for ids in prompts}
-    return [number for number, ids in enumerate(run.options["prompts"][0]) if tuple(ids) in seen]
+    return places_among(run.options["prompts"][0], chain.from_iterable(run.options["discovery"].values()))

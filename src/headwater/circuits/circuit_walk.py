@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.circuits.exact import KINDS, NotFiniteRowError, Receivers, Rows
-from headwater.circuits.footprint import HELD_BYTES
+from headwater.circuits.footprint import Footprint
 from headwater.circuits.graph import Indices
 from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import Outside
@@ -103,13 +103,12 @@ class CircuitWalk:
 
     def _at_once(self, live: Sequence[Indices]) -> int:
         """How many of the next circuits fit: what each of their senders writes, and what a layer's heads read."""
-        budget = HELD_BYTES.get(self.runs.model.device.type, HELD_BYTES["cpu"])
-        width = self.outside.embedded.numel() * self.runs.model.dtype.itemsize
-        heads = self.graph.n_heads + 2 * self.graph.n_kv_heads
+        changed = len(self.outside.embedded)
+        footprint = Footprint(self.runs.model, self.outside.start + changed, changed)
         used, fit = np.zeros(len(self.graph.senders), dtype=bool), 0
         for edges in live:
             used[self.graph.sender[edges]] = True
-            if fit and (fit + 1) * (int(used.sum()) + heads) * width > budget:
+            if fit and fit + 1 > footprint.circuits_at_once(int(used.sum())):
                 break
             fit += 1
         return fit

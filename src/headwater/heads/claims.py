@@ -22,13 +22,12 @@ from headwater.heads.ablation import Heads, layer_matched
 from headwater.models.hooked import HookedModel, check_model
 from headwater.options import checked_count, checked_number, checked_seed
 from headwater.patching.ablation import ablate
-from headwater.patching.claims import TOO_FEW
 from headwater.patching.components import read_sets
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.prompts import Prompts, read_pairs
+from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.sweep import Sweep
 from headwater.patching.values import Recipe
-from headwater.stats.claims import Claim, Evidence, claim_of
+from headwater.stats.claims import Claim, Evidence, claim_of, notes_of_few, notes_of_seen
 
 CLAIMED = "claimed"
 MOST_PLACEBOS = 1000
@@ -95,15 +94,9 @@ def claim(
     if other is not None:
         beside = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
     effects = _effects(swept)
-    notes, held_out = [], None
-    if 0 < len(drawn) < TOO_FEW:
-        notes.append(f"only {len(drawn)} random sets are like it, so p is at least {1 / (1 + len(drawn)):.2g}")
-    if chosen_on is not None:
-        seen = _coinciding(model, swept, chosen_on)
-        held_out = np.delete(effects[0], seen)
-        if seen:
-            some = ", ".join(map(str, seen[:8]))
-            notes.append(f"{len(seen)} of the prompts chose the heads and are not held out ({some})")
+    seen = [] if chosen_on is None else _coinciding(model, swept, chosen_on)
+    held_out = None if chosen_on is None else np.delete(effects[0], seen)
+    notes = notes_of_few(len(drawn)) + notes_of_seen(seen, "heads")
     evidence = Evidence(effects[0], effects[1:], beside, effects.T, held_out)
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
@@ -141,5 +134,4 @@ def _coinciding(model: HookedModel, swept: Sweep, chosen_on: Prompts) -> list[in
     """Return which prompts, by number, the heads were chosen on."""
     if isinstance(chosen_on, list | tuple) and not len(chosen_on):
         return []
-    seen = {tuple(prompt.ids) for prompt in read_pairs(model, chosen_on, None)[0]}
-    return [number for number, ids in enumerate(swept.run.options["prompts"][0]) if tuple(ids) in seen]
+    return places_among(swept.run.options["prompts"][0], (one.ids for one in read_pairs(model, chosen_on, None)[0]))

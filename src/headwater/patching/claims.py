@@ -21,12 +21,11 @@ from numpy import ndarray
 from headwater.errors import InputError
 from headwater.options import checked_count, checked_name, checked_number, checked_seed, shown
 from headwater.patching.cells import tokens_by_role
+from headwater.patching.prompts import places_among
 from headwater.runs.record import RunRecord
-from headwater.stats.claims import Claim, Evidence, claim_of
+from headwater.stats.claims import Claim, Evidence, claim_of, notes_of_few
 
 MATCH = ("layer", "site")
-TOO_FEW = 19
-"""With fewer placebos no p is 0.05 or less."""
 
 
 class Cells:
@@ -178,7 +177,8 @@ def claim_on(
     here = Cells(sweep.table, sweep.coordinates, value, metric)
     chosen = here.chosen(cells)
     drawn = here.placebos(chosen, drawing)
-    notes = [too_few(len(drawn), drawing.match)] if 0 < len(drawn) < TOO_FEW else []
+    wider = "; match='site' draws from all layers" if drawing.match == MATCH[0] else ""
+    notes = notes_of_few(len(drawn), advice=wider)
     same: dict[str, Float[ndarray, " _"]] = {}
     for option, one in others.items():
         if value not in one.table.columns:
@@ -211,11 +211,4 @@ def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> 
 def shared_prompts(first: RunRecord, second: RunRecord) -> list[int]:
     """Return which prompts of a second run, by number, the first one has too (of pairs, the same clean prompt)."""
     mine, theirs = ((record.options.get("prompts") or [[]])[0] or [] for record in (first, second))
-    seen = {tuple(ids) for ids in mine}
-    return [i for i, ids in enumerate(theirs) if tuple(ids) in seen]
-
-
-def too_few(sets: int, match: str) -> str:
-    """Say that there are too few random sets for a small p."""
-    wider = "; match='site' draws from all layers" if match == MATCH[0] else ""
-    return f"only {sets} random sets are like it, so p is at least {1 / (1 + sets):.2g}{wider}"
+    return places_among(theirs, mine)

@@ -114,6 +114,12 @@ class Spot:
     """The same in the other prompt; without one, those of `base`."""
 
 
+def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]) -> list[int]:
+    """Return which prompts, by number, are among others, token for token."""
+    known = {tuple(ids) for ids in seen}
+    return [number for number, ids in enumerate(prompts) if tuple(ids) in known]
+
+
 def aligned_positions(
     where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ from headwater.stats.correlation import spearman
 from headwater.stats.resample import Draws, interval
 
 LARGEST_P = 0.05
+TOO_FEW = 19
+"""With fewer random sets no p is 0.05 or less."""
 PLACEBO_QUANTILE = 0.95
 RESAMPLES = 2000
 SPLITS = 100
@@ -129,6 +131,23 @@ def claim_of(
     table = pd.DataFrame([[row[name] for name in COLUMNS]], columns=list(COLUMNS))
     counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
     return Claim(table, _sentence(what, row, counts, level, [*failed, *notes]), tuple(notes))
+
+
+def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = "") -> list[str]:
+    """Say that random sets are too few for a small p; nothing where there are enough, or none.
+
+    Args:
+        sets: how many there are.
+        are: what they are called.
+        advice: how to have more.
+    """
+    return [f"only {sets} {are}, so p is at least {1 / (1 + sets):.2g}{advice}"] if 0 < sets < TOO_FEW else []
+
+
+def notes_of_seen(seen: Sequence[int], what: str) -> list[str]:
+    """Say which prompts, by number, chose what is claimed, and so are not held out; nothing where none did."""
+    some = ", ".join(map(str, seen[:8]))
+    return [f"{len(seen)} of the prompts chose the {what} and are not held out ({some})"] if len(seen) else []
 
 
 def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
