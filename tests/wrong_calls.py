@@ -394,6 +394,15 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             hw.patch,
             {"model": g.model, "clean": CLEAN, "corrupted": CORRUPTED, "sites": "z", "metric": METRIC, **QUIET},
         ),
+        "board": lambda: (hw.board, {"model": g.model, "clean": CLEAN, "corrupted": CORRUPTED, "metric": METRIC}),
+        "Board.click": lambda: (
+            hw.board(g.model, CLEAN, CORRUPTED, metric=METRIC).click,
+            {"layer": 1, "position": 3, "head": 1, "key": 2, "how": "zero"},
+        ),
+        "Board.change": lambda: (
+            hw.board(g.model, CLEAN, CORRUPTED, metric=METRIC).change,
+            {"nodes": [{"site": "z", "layer": 1, "head": 0}], "how": "denoise"},
+        ),
         "ablate": lambda: (
             hw.ablate,
             {"model": g.model, "prompts": CLEAN, "heads": [(0, 1)], "metric": METRIC, **QUIET},

@@ -17,7 +17,7 @@ another prompt's (resampling).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from headwater.patching.prompts import Prompts
 from headwater.patching.runners import Wave
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.together import patch_together
 from headwater.patching.values import Recipe, recorded
 from headwater.runs.analysis import Run, carry_out
 
@@ -52,8 +53,9 @@ def patch(
     clean: Prompts | pd.DataFrame | Path,
     corrupted: Prompts | Recipe | None = None,
     *,
-    sites: str | Site | Iterable[str | Site],
+    sites: str | Site | Iterable[str | Site] | None = None,
     metric: Metric | Any,
+    together: Any = None,
     over: str | Iterable[str] | None = None,
     direction: str = "denoise",
     values: str | Recipe | Tensor | Callable[..., Any] = "other run",
@@ -84,6 +86,9 @@ def patch(
             features of a dictionary, as `hw.features` and `hw.load_sae` give them.
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
             `row kept d_vocab` at the last position that gives a number per row.
+        together: in place of `sites`, nodes that are patched at once, as one cell: a list of mappings such as `{"site":
+            "z", "layer": 3, "head": 2}` or `{"site": "resid_pre", "layer": 2, "position": 5}`; an attention edge is
+            `{"site": "pattern", "layer": 3, "head": 2, "position": 5, "key": 2}`. What is not named is covered whole.
         over: the axes to run over, of `layer`, `position`, `head`, for `pattern` `key`, and for a dictionary `feature`.
             Default: layer and head where a site has heads, layer and feature of a dictionary, layer and position
             otherwise. What is not run over is patched all at once.
@@ -122,6 +127,16 @@ def patch(
     checked_name("direction", direction, DIRECTIONS)
     checked_name("method", method, METHODS)
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
+    if together is not None:
+        where: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
+        where |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
+        _refuse_beside_together(where | {"keys": None if is_all(keys) else keys}, method)
+        return patch_together(
+            model, clean, corrupted, together, metrics=as_metrics(metric), direction=direction, values=values,
+            dataset=dataset, seed=seed, batch_size=batch_size, progress=progress, out=out,
+        )  # fmt: skip
+    if sites is None:
+        raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
     over, layers, heads, from_layer = lasting(over), lasting(layers), lasting(heads), lasting(from_layer)
     ask = Asked(over, layers, positions, heads, window, spans, from_layer, keys)
     sides = read_sides(model, clean, corrupted, ask, direction)
@@ -173,3 +188,15 @@ def patch(
         return sweep_of(plan, measure(plan, run, Gradients if method == "attribution" else Wave), run)
 
     return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
+
+
+def _refuse_beside_together(where: Mapping[str, object], method: str) -> None:
+    """Refuse what says elsewhere where nodes are that say it themselves.
+
+    Raises:
+        InputError: one of these was given.
+    """
+    if given := [name for name, value in where.items() if value is not None]:
+        raise InputError(f"together= and {given[0]}= were both given: a node says its site, layer and place itself.")
+    if method != METHODS[0]:
+        raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")

@@ -91,7 +91,7 @@ class Readout:
         answers: Int[Tensor, "example answer"] | None = None,
     ):
         self.group, self.plan, self.examples = group, group.plan, group.examples
-        self.base, self._visible, self._answer_tokens = base, visible, answers
+        self.base, self.other, self._visible, self._answer_tokens = base, other, visible, answers
         self._clean = base if self.plan.base_is_clean else other
         with torch.no_grad():
             self._of_base = self._baseline(base)

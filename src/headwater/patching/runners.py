@@ -112,9 +112,10 @@ class Wave(Runner):
 
     def measure(self, cells: range) -> Measured:
         """Measure some of the group's cells, all in one walk."""
-        return self.readout.collect(cells, self._walk)
+        return self.readout.collect(cells, self.run)
 
-    def _walk(self, variants: list[Variant], deliver: Deliver) -> None:
+    def run(self, variants: list[Variant], deliver: Deliver) -> None:
+        """Deliver what is read of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
         answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
         walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
@@ -136,7 +137,7 @@ class Wave(Runner):
         middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
         variant = Variant(longest, (), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
         try:
-            self._walk([variant], lambda reading, indices, read: found.append(read[0, 0]))
+            self.run([variant], lambda reading, indices, read: found.append(read[0, 0]))
         except NumericsError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -231,9 +232,10 @@ class Whole(Runner):
 
     def measure(self, cells: range) -> Measured:
         """Measure some of the group's cells, each by a forward of its own."""
-        return self.readout.collect(cells, self._run)
+        return self.readout.collect(cells, self.run)
 
-    def _run(self, variants: list[Variant], deliver: Deliver) -> None:
+    def run(self, variants: list[Variant], deliver: Deliver) -> None:
+        """Deliver what is read of variants of the group's runs, a forward for each."""
         for index, variant in enumerate(variants):
             if variant.is_felt:
                 prompt = self._prompts.rows(variant.example, variant.example + 1)

@@ -1,0 +1,185 @@
+"""A bench: both runs of one pair, recorded once, in which any nodes are then changed at once in one short walk.
+
+1. Both prompts are run once. What every layer holds at the sites asked for is kept, as a sweep keeps it.
+2. For some nodes, and for each of several other sets of nodes beside them, one variant of the edited run goes down the
+   layers from its first change on (`headwater.patching.walk`): the numbers are those of `hw.patch`.
+3. The residual stream behind every layer is read at the positions of the metric. Through the last norm and the
+   unembedding it gives the metric by layer (logit lens), and at the end the answers with their probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.sites import sites_named
+from headwater.models.unembedding import unembedding_head
+from headwater.patching.metrics import Metric
+from headwater.patching.nodes import Node
+from headwater.patching.plan import Plan
+from headwater.patching.prompts import Prompts
+from headwater.patching.runners import CannotStepError, Wave, Whole
+from headwater.patching.sides import Sides, plan_of
+from headwater.patching.together import joint_cell
+from headwater.patching.variants import LOGITS, Reading, Variant
+
+STATE = "resid_post"
+"""What is read behind each layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """What some nodes did, and each of the other sets by itself."""
+
+    value: float
+    """The metric after the change."""
+    parts: tuple[float, ...]
+    """The same after the change of each other set."""
+    states: Float[Tensor, "layer kept d_model"]
+    """Behind each layer, at the positions of the metric."""
+
+
+class Bench:
+    """Two recorded runs of a pair, one of which is edited with values of one kind.
+
+    Args:
+        model: the model; it is left as it was.
+        sides: one pair, and which of its runs is edited.
+        metric: of the logits.
+        values: what is written: `other run`, `zero`, `mean`, ...; values that are drawn several times are not for this.
+        dataset: the prompts of `mean`.
+        sites: the names of those at which nodes may lie.
+
+    Raises:
+        InputError: there are several pairs, or the metric reads no logits.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        sides: Sides,
+        metric: Metric,
+        *,
+        values: Any = "other run",
+        dataset: Prompts | None = None,
+        sites: Sequence[str],
+    ):
+        if len(sides.prompts) != 1:
+            raise InputError(f"One pair of prompts was wanted; {len(sides.prompts)} were given.")
+        if metric.site != LOGITS:
+            raise InputError(f"The metric {metric.name!r} reads {metric.site}; one of the logits was wanted.")
+        self.model, self.sides, self.metric = model, sides, metric
+        named = sites_named(sites, model)
+        self.source = sides.source(model, values, dataset, named, seed=0)
+        every = [Node(site.name, layer) for site in named for layer in site.layers(model.shape)]
+        cells = [joint_cell([node], 0, self.source) for node in every]
+        plan = plan_of(model, sides, cells, (metric,), self.source, matched=[None], batch_size=None)
+        layers = range(model.shape.n_layers)
+        self.plan: Plan = replace(plan, states=tuple((STATE, layer) for layer in layers), states_at=metric.at)
+        self.normalise, self.head = unembedding_head(model)
+        self._fingerprint = model.fingerprint
+        with torch.inference_mode(), model.lock:
+            self._runner = self._recorded()
+
+    def _recorded(self) -> Wave | Whole:
+        try:
+            return Wave(self.plan, range(1))
+        except CannotStepError:
+            return Whole(self.plan, range(1))
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The positions of the edited prompt that the metric reads."""
+        return self.plan.kept[0][0]
+
+    @property
+    def unedited(self) -> tuple[float, float]:
+        """The metric of the run that is edited, and of the other."""
+        found = self._runner.readout.unedited(range(1))
+        return float(found.unedited[0, 0]), float(found.other[0, 0])
+
+    @property
+    def states(self) -> Float[Tensor, "layer kept d_model"]:
+        """What stands behind each layer of the run that is edited, at the positions of the metric."""
+        base = self._runner.readout.base
+        return torch.stack([base[reading][0] for reading in self.plan.states])[:, self._columns]
+
+    def look(self, nodes: Sequence[Node], parts: Sequence[Sequence[Node]] = ()) -> Looked:
+        """Change nodes together, and each of the other sets by itself, in one walk.
+
+        Raises:
+            InputError: the model has changed since its runs were recorded.
+        """
+        if self.model.fingerprint != self._fingerprint:
+            raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
+        runner, end = self._runner, (LOGITS, self.model.shape.n_layers)
+        cells = [joint_cell(one, 0, self.source) for one in (nodes, *parts)]
+        before, _ = self.unedited
+        values = [before] * len(cells)
+        states: dict[Reading, Tensor] = {reading: runner.readout.base[reading][0] for reading in self.plan.states}
+
+        def deliver(reading: Reading, indices: list[int], read: Tensor) -> None:
+            if reading == end:
+                measured = runner.readout.apply(0, reading, read, [0] * len(indices))
+                for index, value in zip(indices, measured.tolist(), strict=True):
+                    values[index] = value
+            elif 0 in indices:
+                states[reading] = read[indices.index(0)]
+
+        with torch.inference_mode(), self.model.lock:
+            whole, *others = runner.group.variants(cells)
+            runner.run([whole, *(_at_the_end(one, end) for one in others)], deliver)
+            kept = torch.stack([states[reading] for reading in self.plan.states])[:, self._columns]
+        return Looked(values[0], tuple(values[1:]), kept)
+
+    def by_layer(self, states: Float[Tensor, "layer kept d_model"]) -> list[float]:
+        """Return the metric as each layer would have it, were it the last (logit lens).
+
+        A metric that is against the clean run is against that run's logits at the end.
+        """
+        with torch.inference_mode():
+            logits = self.logits(states)
+            answers = [ids[:1].to(logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
+            clean = self._clean().expand_as(logits) if self.metric.against_clean else None
+            return self.metric.measure(logits, answers, clean).double().tolist()
+
+    def logits(self, states: Float[Tensor, "layer kept d_model"]) -> Float[Tensor, "layer kept d_vocab"]:
+        """Return the logits that states behind some layers would give."""
+        with torch.inference_mode(), self.model.lock:
+            hidden = self.normalise(states.flatten(0, 1)).to(self.head.W_U.device).float()
+            return self.head.logits(hidden, slice(None)).view(*states.shape[:2], -1)
+
+    def _clean(self) -> Float[Tensor, "1 kept d_vocab"]:
+        last = self.plan.states[-1]
+        readout = self._runner.readout
+        run = readout.base if self.plan.base_is_clean else readout.other
+        assert run is not None
+        return self.logits(run[last][0][None][:, self._columns])
+
+    @property
+    def _columns(self) -> list[int]:
+        """Where the positions of the metric stand among all that are read."""
+        return [self.plan.positions[0].index(position) for position in self.kept]
+
+    def likeliest(
+        self, states: Float[Tensor, "layer kept d_model"], count: int
+    ) -> tuple[list[int], Float[Tensor, " d_vocab"]]:
+        """Return the likeliest tokens at the last position of the metric, given what stands behind each layer.
+
+        Returns:
+            Their ids, and the probabilities of all tokens.
+        """
+        logits = self.logits(states[-1:])[0, -1].double()
+        return logits.topk(min(count, len(logits))).indices.tolist(), logits.softmax(-1)
+
+
+def _at_the_end(variant: Variant, end: Reading) -> Variant:
+    """Return a variant of which the logits alone are read."""
+    return replace(variant, readings=(end,))
