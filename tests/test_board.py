@@ -8,7 +8,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.views.board import HOWS
+from headwater.views.clicks import HOWS
 from tests.tiny import tiny_model
 
 FAMILIES = ("gpt2", "llama", "gemma2", "neox")

@@ -1,0 +1,294 @@
+"""Clicks on one pair of prompts: what is clicked is changed, and the exact effect is there at once.
+
+What is clicked is a cell (a layer at a token), a head (at one token or at all), an attention edge (a token that reads
+another), or a set of these, which is always changed together: effects do not add up. How it is changed:
+
+    denoise   the clean run's values into the corrupted run
+    noise     the corrupted run's values into the clean run
+    zero      nothing into the clean run
+    mean      the mean over `dataset` (default: both prompts) into the clean run
+
+Every number is that of `hw.patch`, and `Patched.code` is the call that gives it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_flag, checked_name
+from headwater.patching.bench import Bench, Looked
+from headwater.patching.metrics import Metric
+from headwater.patching.nodes import Node, read_nodes, set_name
+from headwater.patching.prompts import Prompts
+from headwater.patching.sides import Sides
+
+HOWS = {
+    "denoise": ("denoise", "other run"),
+    "noise": ("noise", "other run"),
+    "zero": ("noise", "zero"),
+    "mean": ("noise", "mean"),
+}
+"""What a board offers to do, as `direction=` and `values=` of `hw.patch`."""
+CELLS = ("resid_pre", "attn_out", "mlp_out")
+"""The sites whose cells a board shows, where the model has them."""
+HEADS, EDGES = "z", "pattern"
+TOP = 8
+"""How many answers are listed, before and after together."""
+
+
+@dataclass(frozen=True)
+class Patched:
+    """What a click did."""
+
+    nodes: tuple[Node, ...]
+    """What was changed together."""
+    how: str
+    """`denoise`, `noise`, `zero` or `mean`."""
+    before: float
+    """The metric of the run that is edited."""
+    after: float
+    """The metric with the nodes changed."""
+    goal: float
+    """The metric of the other run."""
+    top: pd.DataFrame
+    """The likeliest answers, before and after: `token, before, after, change`, in probability."""
+    layers: pd.DataFrame
+    """What it does downstream: the metric as each layer would have it by the logit lens: `layer, before, after,
+    change`."""
+    parts: pd.DataFrame
+    """Each by itself: of a cell its layer's heads at that token, of a head what it reads at its token (or at the last
+    one that the metric reads): `head, position, key, effect, normalized_effect`; empty for sets and edges."""
+    seconds: float = field(compare=False)
+    """From the click to these numbers."""
+    code: str = ""
+    """The call that gives the effect, with the names `model, clean, corrupted, metric` as given to `hw.board`."""
+
+    @property
+    def effect(self) -> float:
+        """The metric after, minus the metric before."""
+        return self.after - self.before
+
+    @property
+    def normalized_effect(self) -> float:
+        """The effect as a share of the way to the other run; NaN where the runs do not differ."""
+        return share(self.effect, self.goal - self.before)
+
+    @property
+    def answer(self) -> str:
+        """The likeliest answer after the change."""
+        return str(self.top["token"].iloc[self.top["after"].argmax()])
+
+    def __repr__(self) -> str:
+        done = f"{self.how} {set_name(self.nodes)}: {self.effect:+.3f} ({self.normalized_effect:.0%} of the way)"
+        return f"Patched({done}; {self.before:.3f} -> {self.after:.3f})"
+
+
+def share(effect: float, gap: float) -> float:
+    """Return an effect as a share of a gap; NaN where there is none."""
+    return effect / gap if abs(gap) > 1e-9 else float("nan")
+
+
+class Clicks:
+    """One pair of prompts whose nodes are changed by clicks, each kept until it is undone."""
+
+    def __init__(
+        self,
+        model: HookedModel,
+        clean: Prompts,
+        corrupted: Prompts,
+        sides: Sides,
+        metric: Metric,
+        dataset: Prompts | None,
+        sites: tuple[str, ...],
+        how: str,
+    ):
+        self.model, self.clean, self.corrupted, self.metric = model, clean, corrupted, metric
+        self.dataset, self.sites, self._how = dataset, sites, how
+        self.clicks: list[Patched] = []
+        """What was clicked and not undone, the latest last."""
+        self._sides = sides
+        self._benches: dict[str, Bench] = {}
+        self._known: dict[tuple[str, tuple[Node, ...]], Patched] = {}
+
+    @property
+    def how(self) -> str:
+        """What a click does: `denoise`, `noise`, `zero` or `mean`."""
+        return self._how
+
+    @how.setter
+    def how(self, value: str) -> None:
+        self._how = checked_name("how", value, tuple(HOWS))
+
+    def tokens(self, how: str) -> tuple[str, ...]:
+        """Return the tokens of the prompt whose run is edited."""
+        return self.bench(how).sides.prompts[0].strings
+
+    def bench(self, how: str) -> Bench:
+        """Return the recorded runs for one kind of change, made once."""
+        if how not in self._benches:
+            direction, values = HOWS[how]
+            sides = Sides(self._sides.clean, self._sides.corrupted, direction)
+            names = [*self.sites, HEADS, EDGES]
+            dataset = self.mean_of if values == "mean" else None
+            self._benches[how] = Bench(self.model, sides, self.metric, values=values, dataset=dataset, sites=names)
+        return self._benches[how]
+
+    @property
+    def mean_of(self) -> Prompts:
+        """The prompts of `mean`: by default both."""
+        if self.dataset is not None:
+            return self.dataset
+        return [list(prompts[0].ids) for prompts in (self._sides.clean, self._sides.corrupted or ())]
+
+    def click(
+        self,
+        layer: int,
+        position: int | None = None,
+        *,
+        head: int | None = None,
+        key: int | None = None,
+        site: str | None = None,
+        how: str | None = None,
+        add: bool = False,
+    ) -> Patched:
+        """Change a cell, a head or an attention edge, and see what comes of it.
+
+        Args:
+            layer: the layer.
+            position: the token; of an edge, the one that reads. Default: all of them.
+            head: a head instead of the cell.
+            key: with `head` and `position`, the token that is read: an attention edge.
+            site: of a cell; default: the first that the board shows.
+            how: see `hw.board`; it stays chosen.
+            add: to what was clicked last: all of it is then changed together.
+
+        Raises:
+            InputError: there is no such place.
+        """
+        default = EDGES if key is not None else HEADS if head is not None else self.sites[0]
+        node = {"site": default if site is None else site, "layer": layer, "position": position}
+        clicked = [node | {"head": head, "key": key}]
+        before = [one.described() for one in self.clicks[-1].nodes] if checked_flag("add", add) and self.clicks else []
+        return self.change([*before, *clicked], how)
+
+    def change(self, nodes: Any, how: str | None = None) -> Patched:
+        """Change several nodes together; each is a mapping with `site`, `layer`, `position`, `head`, `key` as meant.
+
+        Raises:
+            InputError: there is no such node, or one stands twice.
+        """
+        how = self._how if how is None else checked_name("how", how, tuple(HOWS))
+        bench = self.bench(how)
+        read = read_nodes(self.model, nodes, bench.sides.prompts)
+        if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:
+            raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
+        self._how = how
+        asked = (how, read)
+        if asked not in self._known:
+            self._known[asked] = self._look(bench, read, how)
+        self.clicks.append(self._known[asked])
+        return self.clicks[-1]
+
+    def undo(self) -> Patched | None:
+        """Take the latest click back; return the one before it, or None."""
+        if self.clicks:
+            self.clicks.pop()
+        return self.clicks[-1] if self.clicks else None
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The clicks: `nodes, how, effect, normalized_effect, before, after, answer, seconds, code`."""
+        names = ["nodes", "how", "effect", "normalized_effect", "before", "after", "answer", "seconds", "code"]
+        rows = [
+            (set_name(c.nodes), c.how, c.effect, c.normalized_effect, c.before, c.after, c.answer, c.seconds, c.code)
+            for c in self.clicks
+        ]
+        return pd.DataFrame(rows, columns=names)
+
+    def code(self, nodes: Sequence[Mapping[str, object]], how: str) -> str:
+        """Return the call of `hw.patch` that changes nodes together, with the names given to `hw.board`.
+
+        Args:
+            nodes: as `Node.described` gives them.
+            how: of `HOWS`.
+        """
+        direction, values = HOWS[how]
+        said = [f"direction={direction!r}"] + ([f"values={values!r}"] if values != "other run" else [])
+        both = "[clean, corrupted]" if isinstance(self.clean, str) else "[*clean, *corrupted]"
+        said += [f"dataset={both if self.dataset is None else 'dataset'}"] * (values == "mean")
+        if len(nodes) > 1:
+            where = [f"together={[dict(node) for node in nodes]!r}"]
+        else:
+            (node,) = nodes
+            where = [f"sites={node['site']!r}"]
+            where += [f"{axis}s={node[axis]}" for axis in ("layer", "position", "head", "key") if axis in node]
+            if not {"position", "head"} & set(node):
+                where.append("over='layer'")
+            elif node["site"] == EDGES and "head" not in node:
+                where.append("over=('layer', 'position')")
+        return f"hw.patch(model, clean, corrupted, {', '.join([*where, 'metric=metric', *said])})"
+
+    def _look(self, bench: Bench, nodes: tuple[Node, ...], how: str) -> Patched:
+        since = time.perf_counter()
+        (before, goal), parts = bench.unedited, self._parts(bench, nodes)
+        looked = bench.look(nodes, [[part] for part in parts])
+        return Patched(
+            nodes, how, before, looked.value, goal,
+            top=self._top(bench, looked),
+            layers=_layers(bench, looked),
+            parts=_parts_table(parts, looked, before, goal),
+            seconds=time.perf_counter() - since,
+            code=self.code([node.described() for node in nodes], how),
+        )  # fmt: skip
+
+    def _parts(self, bench: Bench, nodes: tuple[Node, ...]) -> list[Node]:
+        """List what a single node is made of: of a cell its layer's heads there, of a head what it reads."""
+        if len(nodes) > 1 or nodes[0].key is not None:
+            return []
+        (node,) = nodes
+        if node.site == HEADS and node.head is not None:
+            query = bench.kept[-1] if node.position is None else node.position
+            last = len(bench.sides.prompts[0]) if self.model.looks_ahead else query + 1
+            return [Node(EDGES, node.layer, query, node.head, key) for key in range(last)]
+        if node.site in self.sites and node.position is not None:
+            return [Node(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
+        return []
+
+    def _top(self, bench: Bench, looked: Looked) -> pd.DataFrame:
+        """List the likeliest answers of both runs, those that gained most first."""
+        first, before = bench.likeliest(bench.states, TOP // 2)
+        then, after = bench.likeliest(looked.states, TOP)
+        ids = list(dict.fromkeys([*then[: TOP // 2], *first, *then]))[:TOP]
+        table = pd.DataFrame({"token": self.model.token_strings(ids)})
+        table["before"], table["after"] = before[ids].numpy(), after[ids].numpy()
+        table["change"] = table["after"] - table["before"]
+        return table.sort_values("after", ascending=False, kind="stable").reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        held = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {len(self.clicks)} clicks"
+        return f"{type(self).__name__}({self.model.name}: {held})"
+
+
+def _layers(bench: Bench, looked: Looked) -> pd.DataFrame:
+    """Say what the metric is behind each layer, before and after."""
+    before, after = bench.by_layer(bench.states), bench.by_layer(looked.states)
+    table = pd.DataFrame({"layer": range(len(before)), "before": before, "after": after})
+    return table.assign(change=table["after"] - table["before"])
+
+
+def _parts_table(parts: Sequence[Node], looked: Looked, before: float, goal: float) -> pd.DataFrame:
+    """Lay out what each part does by itself."""
+    columns = ["head", "position", "key", "effect", "normalized_effect"]
+    rows = [
+        [part.head, part.position, part.key, value - before, share(value - before, goal - before)]
+        for part, value in zip(parts, looked.parts, strict=True)
+    ]
+    table = pd.DataFrame(rows, columns=columns)
+    return table.astype(dict.fromkeys(columns[:3], "Int64"))
