@@ -89,7 +89,7 @@ def test_other_messages_are_answered_too_and_wrong_ones_with_a_line():
 def test_the_same_board_shows_the_same_numbers_and_is_kept_as_one_file(tmp_path):
     file = board().save_html(tmp_path / "deep" / "board.html", ["denoise", "zero"])
     again = View(file.read_text(encoding="utf-8"))
-    assert json.dumps(spec_in(again)) == json.dumps(spec_in(still()))
+    assert spec_in(again) | {"first": ""} == spec_in(still()) | {"first": ""}
     with pytest.raises(InputError, match="Did you mean 'noise'"):
         board().view("nois")
     with pytest.raises(InputError, match="is empty"):

@@ -113,4 +113,5 @@ class Board(Clicks):
         """Return what a notebook shows: the widget where there is one, and a page for when there is no kernel."""
         still = self.view(self.how)
         shown = {"text/plain": repr(self), "text/html": still._repr_html_()}
-        return shown | (widget_of(self)._repr_mimebundle_() if has_widgets() else {})
+        live = widget_of(self)._repr_mimebundle_() if has_widgets() else {}
+        return shown | dict(live[0] if isinstance(live, tuple) else live or {})
