@@ -60,7 +60,10 @@ class Page(HTMLParser):
 
 
 def assert_self_contained(page):
-    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    """Scripts run in frames alone, which can reach nothing of the page."""
+    assert not {"script", "link", "object", "embed"} & set(page.tags)
+    sandboxed = [value for name, value in page.attributes if name == "sandbox"]
+    assert sandboxed == ["allow-scripts allow-downloads"] * page.tags.count("iframe")
     for name, value in page.attributes:
         assert not name.startswith("on")
         if name in ("src", "href"):
@@ -83,8 +86,10 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
     text = (tmp_path / "index.html").read_text()
     page = Page(text)
     assert_self_contained(page)
-    assert "http" not in text
+    assert "http://" not in text
     assert page.tags.count("img") == 3
+    assert page.tags.count("iframe") == 2  # heads and patching can be looked into
+    assert "What was found" in page.text
     shown = "".join(page.text)
     for name, kind in (("heads", HeadMap), ("answers", None), ("patching", None)):
         assert STEPS[name].title in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import fmean
 from typing import NamedTuple
 
 import pandas as pd
@@ -11,6 +12,8 @@ from headwater.detection.evaluation import NAMES
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import Result
 
+APART = 0.05
+"""How far a share or an AUC is from its control, at least, not to be called weak."""
 QUESTION = "question"
 """The method that needs no model."""
 
@@ -20,6 +23,8 @@ class Number(NamedTuple):
 
     found: str
     control: str = ""
+    weak: bool = False
+    """Whether the two are not apart."""
 
 
 def heads(result: Result) -> Number:
@@ -32,6 +37,7 @@ def heads(result: Result) -> Number:
         f"{classified} of {found['heads']} heads have a label; the strongest maps {_percent([best['best_score']])} of "
         f"{best['relation']} right",
         f"by its habits alone {_percent([best['best_expected']])}",
+        weak=best["best_excess"] < APART or not classified,
     )
 
 
@@ -45,10 +51,12 @@ def pathways(result: Result) -> Number:
     """How often the knockout flips the probe; as many random words."""
     sets = result.findings()["datasets"]
     survive = sum(bool(row["two_modes_survive"]) for row in sets)
-    exact, random = (_percent(row[name] for row in sets) for name in ("flip_rate", "flip_rate_random"))
+    flips = [[row[name] for row in sets] for name in ("flip_rate", "flip_rate_random")]
+    exact, random = map(_percent, flips)
     return Number(
         f"without the question's exact words {exact} of the probe's predictions flip",
         f"without as many random ones {random}; two modes survive the controls on {survive} of {len(sets)} sets",
+        weak=fmean(flips[0]) - fmean(flips[1]) < APART,
     )
 
 
@@ -65,7 +73,9 @@ def detection(result: Result) -> Number:
     fitted = [max(auc for name, auc in one.items() if name != QUESTION and auc is not None) for one in sets]
     alone = [one[QUESTION] for one in sets if one.get(QUESTION) is not None]
     return Number(
-        f"the best detector of a set has AUC {_range(fitted)}", f"the question alone, without a model, {_range(alone)}"
+        f"the best detector of a set has AUC {_range(fitted)}",
+        f"the question alone, without a model, {_range(alone)}",
+        weak=bool(alone) and fmean(fitted) - fmean(alone) < APART,
     )
 
 
@@ -83,6 +93,7 @@ def patching(result: Sweep) -> Number:
     return Number(
         f"one place of the residual stream brings {_percent([most['resid_pre']])} of the answer back",
         f"a single head at most {_percent([most['z']])}",
+        weak=bool(most["resid_pre"] < 0.5),
     )
 
 

@@ -15,6 +15,7 @@ import pandas as pd
 
 from headwater.demo.steps import STEPS
 from headwater.runs.storage import write_atomically
+from headwater.runs.view import View
 from headwater.views.page import made_by, page_of, picture_of, table_of, text_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,16 @@ class Section:
     """The number, in a few words."""
     control: str = ""
     """What it is held against."""
+    weak: bool = False
+    """Whether what was found does not stand out from its control."""
+    view: View | None = None
+    """What can be looked into, shown in place of the first figure."""
+
+
+LEGEND = (
+    '<p class="asks">Each line is a number of this run and, after it, the control that it is held against. '
+    "<em>Weak</em>: the two are not apart.</p>"
+)
 
 
 def leading(said: Sequence[str], beginnings: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -78,37 +89,61 @@ def write_index(sections: Sequence[Section], file: Path, *, title: str, run: Run
     """
     contents = "".join(_entry(number, section) for number, section in enumerate(sections))
     body = "".join(_section(number, section, file.parent) for number, section in enumerate(sections))
-    page = page_of(title, f"<nav><ol>{contents}</ol></nav>\n{body}", run)
+    found = f'<nav aria-label="What was found"><h2>What was found</h2>{LEGEND}<ol>{contents}</ol></nav>'
+    page = page_of(title, f"{found}\n<main>{body}</main>", run)
     write_atomically(file, lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return file
 
 
 def _entry(number: int, section: Section) -> str:
     """Return a section's place among the contents: its title, and the number beside its control."""
-    said = "; ".join(filter(None, (section.found, section.control)))
-    found = f'<br><span class="asks">{text_of(said[:1].upper() + said[1:])}.</span>' if said else ""
     failed = " (failed)" if section.failure else ""
-    return f'<li><a href="#part{number}">{text_of(section.title)}</a>{failed}{found}</li>'
+    return f'<li><a href="#part{number}">{text_of(section.title)}</a>{failed}{_found(section)}</li>'
+
+
+def _found(section: Section) -> str:
+    """Return the number and, beside it, its control, with a word where the two are not apart."""
+    if not section.found:
+        return ""
+    weak = "<em>weak:</em> " if section.weak else ""
+    control = f'<br><span class="asks">Control: {text_of(section.control)}.</span>' if section.control else ""
+    return f"<p>{weak}{text_of(section.found[:1].upper() + section.found[1:])}.{control}</p>"
 
 
 def _section(number: int, section: Section, folder: Path) -> str:
-    parts = [
-        f'<section id="part{number}"><h2>{text_of(section.title)}</h2><p class="asks">{text_of(section.question)}</p>'
-    ]
+    parts = [f'<section id="part{number}"><h2>{text_of(section.title)}</h2>']
     if section.failure is not None:
         parts.append(f'<p class="failed">This analysis failed, the others were kept: {text_of(section.failure)}</p>')
-    if section.lead:
-        parts.append(f"<p>{text_of(' '.join(section.lead))}</p>")
-    parts += [picture_of(image.read_bytes(), caption) for image, caption in section.figures]
+    parts.append(_found(section))
+    pictures = [picture_of(image.read_bytes(), caption) for image, caption in section.figures]
+    if section.view is not None:
+        parts.append(_looked_into(section.view, section.title))
+        parts += [_folded("The same as a figure", pictures.pop(0))] if pictures else []
+    parts.append(f'<div class="beside">{"".join(pictures)}</div>' if len(pictures) > 1 else "".join(pictures))
     if section.table is not None and len(section.table):
-        parts.append(table_of(section.table))
+        parts.append(_folded("Numbers", table_of(section.table)))
+    parts.append(_folded("What is asked, and how", f'<p class="asks">{text_of(section.question)}</p>'))
+    if section.lead:
+        parts.append(_folded("What is seen, in words", f"<p>{text_of(' '.join(section.lead))}</p>"))
     if section.further:
         further = "".join(f"<li>{text_of(one)}</li>" for one in section.further)
-        summary = f"What else was found ({len(section.further)} sentences)"
-        parts.append(f"<details><summary>{summary}</summary><ul>{further}</ul></details>")
+        parts.append(_folded(f"What else was found ({len(section.further)} sentences)", f"<ul>{further}</ul>"))
     if section.folder is not None:
         parts.append(f"<p>Tables and vector figures: <code>{text_of(_relative(section.folder, folder))}</code></p>")
     return "".join(parts) + "</section>\n"
+
+
+def _folded(name: str, inside: str) -> str:
+    """Return HTML that unfolds under a name, which is text."""
+    return f"<details><summary>{text_of(name)}</summary>{inside}</details>"
+
+
+def _looked_into(view: View, title: str) -> str:
+    """Return a view in a frame that can reach nothing of the page."""
+    return (
+        f'<iframe sandbox="allow-scripts allow-downloads" title="{text_of(title)}" '
+        f'srcdoc="{text_of(view.page)}" style="height:{view.height}px"></iframe>'
+    )
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -72,6 +72,8 @@ class Tour:
             step.asks,
             found=number.found,
             control=number.control,
+            weak=number.weak,
+            view=result.view() if result.is_explored else None,
             lead=conclusion + lead,
             further=further,
             figures=[
