@@ -39,11 +39,12 @@ from headwater.models.memory import in_halves
 from headwater.models.weights.loaded_weights import LoadedWeights
 
 NEAR = 1e-4
+ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
-    """What some receivers of one kind of layer read: a row for each receiver of each circuit that an edge enters."""
+    """What some receivers of a layer read: a row for each that an edge of a circuit enters, receiver by receiver."""
 
     circuit: Int[Tensor, " row"]
     receiver: Indices
@@ -63,6 +64,7 @@ class CircuitWalk:
     def __init__(self, rows: Rows, outside: Outside, shares: Sequence[HeadShares], weights: LoadedWeights):
         self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
         self.runs, self.graph = rows.runs, rows.runs.graph
+        self.receivers = [Receivers(rows, layer) for layer in range(self.graph.n_layers)]
         self._projections: dict[int, _Projection] = {}
 
     def measure(self, circuits: Sequence[Indices], batch_size: int | None = None) -> Float[Tensor, "circuit metric"]:
@@ -78,7 +80,8 @@ class CircuitWalk:
         def run(some: list[int]) -> None:
             found[torch.tensor(some)] = self._measured(live, some)
 
-        with self.rows.blocks.fused():
+        hooks = [hook for receivers in self.receivers for hook in receivers.hooks]
+        with self.rows.blocks.fused(), self.runs.model.hooks(hooks):
             first, at_once = 0, 0
             while first < len(order):
                 at_once = batch_size or self._at_once([live[i] for i in order[first:]])
@@ -125,10 +128,9 @@ class _Projection:
 
     def __init__(self, walk: CircuitWalk, layer: int):
         self.walk, self.layer = walk, layer
-        self.receivers = Receivers(walk.rows, layer)
+        self.receivers = walk.receivers[layer]
         outside = walk.outside.entering[layer]
-        with self.receivers.hooked():
-            made = self.receivers.projected(outside[None])
+        made = self.receivers.projected(outside[None])
         self.outside = {kind: made[kind].clone() for kind in KINDS}
         normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
         every = {kind: torch.arange(made[kind].shape[2]) for kind in KINDS}
@@ -140,11 +142,10 @@ class _Projection:
     def of(
         self, kind: str, inputs: Float[Tensor, "row position d_model"], heads: Int[Tensor, " row"]
     ) -> Float[Tensor, "row position d_head"]:
-        """Return of each row the q (k, v) of its own head."""
+        """Return of each row the q (k, v) of its own head; rows stand head by head."""
         if self.by_weights:
             return self._columns(kind, self.walk.rows.blocks.normed(self.layer, inputs, mlp=False), heads)
-        with self.receivers.hooked():
-            made = self.receivers.projected(inputs)[kind]
+        made = self.receivers.projected(inputs)[kind]
         return made[torch.arange(len(heads)), :, heads]
 
     @cached_property
@@ -161,13 +162,12 @@ class _Projection:
         weight, bias = self._factors[kind]
         assert weight is not None
         found = normed.new_empty(*normed.shape[:2], weight.shape[2])
-        order = heads.argsort(stable=True)
-        rows = normed[order].to(weight)
-        start = 0
-        for head, count in zip(*(one.tolist() for one in heads.unique(return_counts=True)), strict=True):
-            made = rows[start : start + count].flatten(0, 1) @ weight[head]
-            made = made if bias is None else made + bias[head]
-            found[order[start : start + count]] = made.view(count, *found.shape[1:]).to(found)
+        rows, start = normed.to(weight), 0
+        for head, count in zip(*(one.tolist() for one in heads.unique_consecutive(return_counts=True)), strict=True):
+            mine = slice(start, start + count)
+            made = rows[mine].flatten(0, 1) @ weight[head]
+            made = made if bias is None else made.add_(bias[head])
+            found[mine] = made.view(count, *found.shape[1:])
             start += count
         return found
 
@@ -217,13 +217,12 @@ class _Batch:
         mixed = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
         place = torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))
         given = {kind: made.expand(len(rows), -1, -1, -1).clone() for kind, made in projection.outside.items()}
-        for number, kind in enumerate(KINDS):
-            mine = np.flatnonzero(self.graph.receivers.kind[mixed.receiver] == number)
+        bounds = np.searchsorted(self.graph.receivers.kind[mixed.receiver], range(len(KINDS) + 1))
+        for kind, mine in zip(KINDS, map(slice, bounds[:-1], bounds[1:]), strict=True):
             heads = torch.from_numpy(self.graph.receivers.head[mixed.receiver[mine]])
-            if len(mine):
+            if len(heads):
                 given[kind][place[mine], :, heads] = projection.of(kind, mixed.inputs[mine], heads).to(given[kind])
-        with projection.receivers.hooked():
-            z = projection.receivers.heads_of(given)
+        z = projection.receivers.heads_of(given)
         changes = self.walk.shares[layer].of(z) - self.outside.heads[layer]
         self._write(rows, heard[rows], first, changes.movedim(2, 1))
 
@@ -235,12 +234,13 @@ class _Batch:
         if not len(rows):
             return
         outside, blocks = self.outside.middle[layer], self.walk.rows
-        kept = self.walk.rows.kept if layer == self.graph.n_layers - 1 else list(range(len(outside)))
+        kept = self.walk.rows.leaving(layer)
         inputs = outside[kept].expand(len(rows), -1, -1).clone()
         mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
         inputs[torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))] = mixed.inputs
-        changes = inputs.new_zeros(len(rows), *outside.shape)
-        changes[:, kept] = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
+        changes = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
+        if isinstance(kept, list):
+            changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, torch.tensor(kept), changes)
         self._write(rows, heard[rows], sender, changes[:, None])
 
     def _reading(self, layer: int) -> range:
@@ -248,28 +248,29 @@ class _Batch:
         n_receivers = self.graph.n_heads + 2 * self.graph.n_kv_heads + 1
         return range(layer * n_receivers, (layer + 1) * n_receivers)
 
-    def _mixed(self, receivers: range, outside: Tensor, kept: list[int] | None = None) -> Mixed:
+    def _mixed(self, receivers: range, outside: Tensor, kept: list[int] | slice = ALL) -> Mixed:
         """Return what some receivers read in each circuit that has edges into them; at some positions, or at all.
 
         The edges of a circuit are in the order of their receivers, so those into neighbours stand together.
         """
-        outside = outside if kept is None else outside[kept]
+        outside = outside[kept]
         parts = [self._entering(one, receivers) for one in range(self.n_circuits)]
-        counts = [len(found) for found, _, _ in parts]
-        inputs = outside.new_empty(sum(counts), *outside.shape)
-        for one, (found, row, slot), stop in zip(
-            range(self.n_circuits), parts, np.cumsum(counts).tolist(), strict=True
-        ):
+        circuits = np.repeat(np.arange(self.n_circuits), [len(found) for found, _, _ in parts])
+        entered = np.concatenate([found for found, _, _ in parts])
+        order = np.argsort(entered, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        inputs = outside.new_empty(len(order), *outside.shape)
+        for one, (found, row, slot) in enumerate(parts):
+            mine, place = place[: len(found)], place[len(found) :]
             if not len(found):
                 continue
             reach = int(slot.max()) + 1
             carried = np.zeros((len(found), reach), dtype=np.float32)
             carried[row, slot] = 1
-            now = self.now[one, :reach] if kept is None else self.now[one, :reach][:, kept]
-            mine = inputs[stop - len(found) : stop].flatten(1)
-            torch.mm(torch.from_numpy(carried).to(now), now.flatten(1), out=mine)
-        circuits = torch.from_numpy(np.repeat(np.arange(self.n_circuits), counts))
-        return Mixed(circuits, np.concatenate([found for found, _, _ in parts]), inputs.add_(outside))
+            now = self.now[one, :reach][:, kept].flatten(1)
+            _product(torch.from_numpy(carried).to(now), now, inputs.flatten(1), mine)
+        return Mixed(torch.from_numpy(circuits[order]), entered[order], inputs.add_(outside))
 
     def _entering(self, circuit: int, receivers: range) -> tuple[Indices, Indices, Indices]:
         """Return the receivers that edges of a circuit enter, and of each edge the place of its receiver, and slot."""
@@ -284,6 +285,15 @@ class _Batch:
         row, sender = map(torch.from_numpy, np.nonzero(heard))
         slots = torch.from_numpy(self.slot)[first + sender]
         self.now[torch.from_numpy(rows)[row], slots] = changes[row, sender].to(self.now)
+
+
+def _product(a: Float[Tensor, "row s"], b: Float[Tensor, "s width"], into: Tensor, rows: Indices) -> None:
+    """Write a product into some rows of a matrix: straight where these are at equal distances, else by a copy."""
+    step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
+    if (np.diff(rows) == step).all():
+        torch.mm(a, b, out=into[int(rows[0]) : int(rows[-1]) + 1 : step])
+    else:
+        into[torch.from_numpy(rows)] = a @ b
 
 
 def _near(a: Tensor, b: Tensor) -> bool:

@@ -32,7 +32,7 @@ from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.graph import RECEIVERS, Indices
 from headwater.errors import ModelError, NumericsError
 from headwater.models.blocks import SharedPrefix
-from headwater.models.edits import makes
+from headwater.models.edits import Hook, makes
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
 from headwater.patching.runners import TILE_TOKENS
@@ -165,10 +165,13 @@ class Receivers:
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         """Watch and exchange the layer's q, k, v and z."""
-        model = self.rows.runs.model
-        hooks = [(SITES[site].hook_name(self.layer), makes(_exchanged(self, site))) for site in (*KINDS, "z")]
-        with model.hooks(hooks):
+        with self.rows.runs.model.hooks(self.hooks):
             yield
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """What watches and exchanges the layer's q, k, v and z, for as long as it is attached."""
+        return [(SITES[site].hook_name(self.layer), makes(_exchanged(self, site))) for site in (*KINDS, "z")]
 
     def exchanged(self, site: str, activation: Tensor) -> Tensor | None:
         """Keep what passes through a site, and put in its place what is given, if anything is."""
