@@ -9,6 +9,7 @@ other run are 0, and nothing is recomputed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,11 +20,24 @@ from torch import Tensor
 from headwater.circuits.graph import Graph
 from headwater.circuits.senders import Exchanged, hook_names, written_by_layer
 from headwater.errors import ModelError
-from headwater.models.sites import SITES
+from headwater.models.gradients import refuse_without_gradients
+from headwater.models.sites import SITES, hook_name
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import first_difference
 from headwater.patching.runners import CannotStepError, Wave
+
+READ = ("q", "k", "v", "mlp_in")
+"""Where the gradients at receivers are taken."""
+WRITTEN = ("z", "attn_out", "mlp_out")
+"""Where the gradients at what they write are taken."""
+
+
+def sloped_names(n_layers: int) -> list[str]:
+    """Name all places where gradients are taken, by hook name; the first comes before the others."""
+    names = [hook_name("resid_pre", layer) for layer in range(n_layers)]
+    names += [hook_name(site, layer) for layer in range(n_layers) for site in (*READ, *WRITTEN)]
+    return [*names, hook_name("resid_post", n_layers - 1)]
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,7 @@ class BothRuns:
         example: which pair.
         weights: the model's, opened once for all pairs.
         exchanged: what stands for the other run, where that is not a run of the other prompt.
+        sloped: whether gradients in the base run will be taken: at `sloped_names`.
 
     Attributes:
         graph: the model's.
@@ -56,14 +71,25 @@ class BothRuns:
         ModelError: the model's blocks cannot be stepped through, or heads do not add up to what attention adds.
     """
 
-    def __init__(self, plan: Plan, example: int, weights: LoadedWeights, exchanged: Exchanged | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        example: int,
+        weights: LoadedWeights,
+        exchanged: Exchanged | None = None,
+        sloped: bool = False,
+    ):
         self.exchanged = exchanged
         self.plan, self.example, self.model, self.weights = plan, example, plan.model, weights
         if self.model.looks_ahead:
             raise ModelError(f"The edges of {self.model.name} cannot be computed: its attention reads later tokens.")
         self.graph = Graph.of(plan.model.shape)
+        if sloped:
+            refuse_without_gradients(self.model)
         try:
-            self.wave = Wave(plan, range(example, example + 1), hook_names(self.graph))
+            held = sloped_names(self.graph.n_layers) if sloped else ()
+            with torch.inference_mode(False) if sloped else contextlib.nullcontext():
+                self.wave = Wave(plan, range(example, example + 1), hook_names(self.graph), held)
         except CannotStepError as error:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
         self.kept = plan.positions[example]

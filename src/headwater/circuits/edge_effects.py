@@ -227,7 +227,8 @@ class _Measuring:
 
     def __init__(self, asked: Asked, run: Run):
         self.asked, self.plan, self.graph, self.run = asked, asked.plan, asked.graph, run
-        self.pairs = Pairs(asked.plan, asked.source, run.record.fingerprint)
+        sloped = asked.how.shares == (0.0,) and asked.how.method != "exact"
+        self.pairs = Pairs(asked.plan, asked.source, run.record.fingerprint, sloped)
 
     def result(self) -> EdgeEffects:
         """Measure all, and lay it out."""

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns, Place
+from headwater.circuits.both_runs import BothRuns, Place, sloped_names
 from headwater.circuits.exact import KINDS, Exact, Receivers
 from headwater.circuits.graph import Indices
 from headwater.errors import InputError, NumericsError
@@ -35,10 +35,6 @@ from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 from headwater.patching.variants import LOGITS
 
-READ = (*KINDS, "mlp_in")
-"""Where the gradients at receivers are taken."""
-WRITTEN = ("z", "attn_out", "mlp_out")
-"""Where the gradients at what they write are taken."""
 SMALLEST = 1e-6
 """A gradient at the last residual stream below this is none."""
 
@@ -62,24 +58,35 @@ class Slopes:
         self._n_layers = runs.graph.n_layers
         self._final = hook_name("resid_post", self._n_layers - 1)
         with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
-            self._totals = self._run()
+            recorded = runs.wave.recording.held if shares == (0.0,) else {}
+            self._totals = self._totals_of(self._logits_recorded(recorded) if recorded else self._run())
         self.by_metric = [self._gradients(m) for m in range(len(self._totals))]
 
     def at(self, m: int, site: str, layer: int) -> Float[Tensor, "step position ..."]:
         """Return the gradient of a metric at a site of a layer, at the positions that are recomputed."""
-        return self.by_metric[m][hook_name(site, layer)][:, self.runs.start : self.runs.stop]
+        return self.by_metric[m][hook_name(site, layer)][self._rows, self.runs.start : self.runs.stop]
 
     def input_of(self, layer: int, mlp: bool) -> Float[Tensor, "step position d_model"]:
         """Return what a layer's attention, or its MLP, reads, before its norm."""
         entering = self.held[hook_name("resid_pre", layer)]
         if mlp and not self.runs.wave.blocks.parallel:
             entering = entering + self.held[hook_name("attn_out", layer)]
-        return entering[:, self.runs.start : self.runs.stop].detach()
+        return entering[self._rows, self.runs.start : self.runs.stop].detach()
 
-    def _run(self) -> list[Tensor]:
-        runs, graph_names = self.runs, [hook_name("resid_pre", layer) for layer in range(self._n_layers)]
-        graph_names += [hook_name(site, layer) for layer in range(self._n_layers) for site in (*READ, *WRITTEN)]
-        first, last = hook_name("resid_pre", 0), self._final
+    @property
+    def _rows(self) -> slice:
+        """The rows of what is held that are of this pair: the other run may stand behind the base run."""
+        return slice(len(self.shares))
+
+    def _logits_recorded(self, held: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
+        """The logits of the base run as it was recorded, with its graph, which serves once."""
+        self.held = dict(held)
+        held.clear()
+        return self.runs.wave.logits(self.held[self._final][0, list(self.runs.kept)], 0)[None]
+
+    def _run(self) -> Float[Tensor, "step kept d_vocab_or_answer"]:
+        """Run the prompt with embeddings on the way to the other run's, and return its logits, with their graph."""
+        runs, first = self.runs, hook_name("resid_pre", 0)
 
         def begin(activation: Tensor, hook: object) -> Tensor:
             start, change = runs.base("resid_pre", 0), torch.zeros_like(runs.base("resid_pre", 0))
@@ -93,14 +100,16 @@ class Slopes:
             return self.held[name]
 
         hooks: list[Hook] = [(first, makes(begin))]
-        hooks += [(name, makes(partial(fork, name=name))) for name in (*graph_names, last) if name != first]
+        hooks += [(name, makes(partial(fork, name=name))) for name in sloped_names(self._n_layers)[1:]]
         prompt = runs.plan.base[runs.example]
         batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
         logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
-        reading, owners = (LOGITS, self._n_layers), [0] * len(self.shares)
         answers = runs.plan.only_answers
-        if answers is not None:
-            logits = logits[:, :, answers[runs.example].to(logits.device)]
+        return logits if answers is None else logits[:, :, answers[runs.example].to(logits.device)]
+
+    def _totals_of(self, logits: Float[Tensor, "step kept d_vocab_or_answer"]) -> list[Tensor]:
+        """Return each metric, summed over the runs."""
+        runs, reading, owners = self.runs, (LOGITS, self._n_layers), [0] * len(self.shares)
         metrics = range(len(runs.plan.metrics))
         totals = [runs.wave.readout.apply(m, reading, logits, owners).sum() for m in metrics]
         for m, total in enumerate(totals):

@@ -99,9 +99,11 @@ class Pairs:
         plan: the pairs.
         source: what senders' outputs are exchanged for.
         fingerprint: of the model's weights as they are.
+        sloped: whether gradients in the base runs will be taken.
     """
 
-    def __init__(self, plan: Plan, source: Source, fingerprint: str):
+    def __init__(self, plan: Plan, source: Source, fingerprint: str, sloped: bool = False):
+        self._sloped = sloped
         self._weights = LoadedWeights(plan.model, fingerprint)
         self._exchanged = None if source.takes_other_run else Exchanged(plan.model, source, self._weights)
         self.plan, self.graph = plan, Graph.of(plan.model.shape)
@@ -114,7 +116,7 @@ class Pairs:
         """Return the two runs of a pair, made now unless they are the last ones."""
         if self._runs is None or self._runs.example != example:
             self._runs = None
-            self._runs = BothRuns(self.plan, example, self._weights, self._exchanged)
+            self._runs = BothRuns(self.plan, example, self._weights, self._exchanged, self._sloped)
         return self._runs
 
     def tile(self, runs: BothRuns, place: Place) -> int | None:

@@ -32,7 +32,7 @@ from transformers.activations import NewGELUActivation
 
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.checks import finite_output
-from headwater.models.edits import Hook, looks
+from headwater.models.edits import Hook, looks, makes
 from headwater.models.forward import leaves_logits_out, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.norms import logit_scale, residual_scale
@@ -61,6 +61,8 @@ class Recording:
     """By layer: which keys a query may see (causal, and within the window where the layer slides)."""
     last_logits: Float[Tensor, "batch d_vocab"]
     """At the last column of the batch."""
+    held: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """By hook name, what gradients are taken at: with a graph, each a fork of what went on in the run."""
 
 
 class _KeyValueTap:
@@ -236,10 +238,13 @@ class Blocks:
     def _capped(self, logits: Tensor) -> Tensor:
         return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits
 
-    def record(self, batch: Batch, names: Iterable[str], before: Sequence[Hook] = ()) -> Recording:
+    def record(
+        self, batch: Batch, names: Iterable[str], before: Sequence[Hook] = (), held: Sequence[str] = ()
+    ) -> Recording:
         """Run a batch once and keep the named activations, the keys and values and the calls.
 
-        `before` are hooks that act before anything is kept, such as noise at the embeddings.
+        `before` are hooks that act before anything is kept, such as noise at the embeddings; `held` names where
+        gradients will be taken: the run has a graph then, which begins at the first of them.
 
         Raises:
             NumericsError: the residual stream after the last block holds NaN or infinity.
@@ -248,8 +253,16 @@ class Blocks:
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
 
+        forked: dict[str, Tensor] = {}
+
         def keep(activation: Tensor, hook: object, name: str) -> None:
             activations[name] = activation.detach().clone()
+
+        def fork(activation: Tensor, hook: object, name: str) -> Tensor:
+            forked[name] = (
+                activation.view_as(activation) if forked else activation.detach().clone().requires_grad_(True)
+            )
+            return forked[name]
 
         def tapped(layer: int) -> Callable[..., Any]:
             def before(_: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -260,7 +273,8 @@ class Blocks:
 
         own = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
         wanted = dict.fromkeys([*names, last, *(own if self._own is not None else [])])
-        hooks = [(name, looks(functools.partial(keep, name=name))) for name in wanted]
+        hooks = [(name, makes(functools.partial(fork, name=name))) for name in held]
+        hooks += [(name, looks(functools.partial(keep, name=name))) for name in wanted]
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
         options |= {"logits_to_keep": 1} if leaves_logits_out(self.model.raw) else {}
         options |= padding_option(self.model, batch) if self.model.looks_ahead else {}
@@ -270,12 +284,14 @@ class Blocks:
                 stack.callback(handle.remove)
             stack.enter_context(self.model.hooks([*before, *hooks]))
             stack.enter_context(self.fused())
-            logits = self.model.raw(tokens, **options)
+            stack.enter_context(torch.enable_grad() if held else contextlib.nullcontext())
+            logits = self.model.raw(tokens, **options).detach()
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
-            return self._recorded_by_hooks(activations, logits[:, -1])
+            return dataclasses.replace(self._recorded_by_hooks(activations, logits[:, -1]), held=forked)
         visible = {layer: _visible(options.get("attention_mask"), tokens) for layer, (_, options) in calls.items()}
-        return Recording(activations, tap.keys, tap.values, calls, visible, logits[:, -1])
+        keys, values = ({layer: one.detach() for layer, one in made.items()} for made in (tap.keys, tap.values))
+        return Recording(activations, keys, values, calls, visible, logits[:, -1], forked)
 
     def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor) -> Recording:
         """Make the recording of a model whose attention takes no cache: keys and values are what passed its hooks."""

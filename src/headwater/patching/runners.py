@@ -75,6 +75,7 @@ class Wave(Runner):
         plan: the sweep.
         examples: whose runs are made.
         also: further activations to record of both sides, by hook name.
+        held: where gradients will be taken, by hook name; the first comes before the others.
 
     Raises:
         CannotStepError: the walk is not for this model; the first time, a row without any edit is sent down, whose
@@ -84,7 +85,7 @@ class Wave(Runner):
     name: ClassVar[str] = "wavefront"
     needs_graph: ClassVar[bool] = False
 
-    def __init__(self, plan: Plan, examples: range, also: Iterable[str] = ()):
+    def __init__(self, plan: Plan, examples: range, also: Iterable[str] = (), held: Sequence[str] = ()):
         self.plan = plan
         if reason := cannot_step(plan.model):
             raise CannotStepError(reason)
@@ -98,7 +99,7 @@ class Wave(Runner):
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         self.recording: Recording = self.blocks.record(
-            self.group.batch(*self._sides), names, self.group.corrupting(*self._sides)
+            self.group.batch(*self._sides), names, self.group.corrupting(*self._sides), held
         )
         others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
         self.values = values_written(self.group, others)
