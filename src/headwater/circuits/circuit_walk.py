@@ -287,7 +287,7 @@ class _Batch:
         self.now[torch.from_numpy(rows)[row], slots] = changes[row, sender].to(self.now)
 
 
-def _product(a: Float[Tensor, "row s"], b: Float[Tensor, "s width"], into: Tensor, rows: Indices) -> None:
+def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], into: Tensor, rows: Indices) -> None:
     """Write a product into some rows of a matrix: straight where these are at equal distances, else by a copy."""
     step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
     if (np.diff(rows) == step).all():
