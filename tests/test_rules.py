@@ -6,8 +6,9 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.questions.agreement import agreement
 from headwater.questions.extract import EXTRACTORS, call_extractor
-from headwater.questions.rules import agreement, by_rules
+from headwater.questions.rules import by_rules
 from headwater.questions.templates import WORDINGS
 from tests.test_sweep_cli import run
 
@@ -95,6 +96,9 @@ def test_the_agreement_with_words_that_a_set_names_is_measured_set_by_set():
     assert rephrased["property"] < plain["property"]
     nothing = agreement(sets[0], lambda question, answer: {}).iloc[0]
     assert (nothing["subject"], nothing["property"], nothing["found"], nothing["overlap"]) == (0, 0, 0, 0)
+    whole = agreement(sets[0]).iloc[1]
+    assert (whole["extractor"], whole["overlap"], whole["no_reply"]) == ("whole question", 1, 0)
+    assert whole["named"] < plain["named"]
 
 
 def test_answers_are_extracted_by_the_name_of_the_rules_without_any_service():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from headwater.cli.asked import JUDGE
 from headwater.cli.command import (
     LOAD,
     AsJson,
@@ -40,16 +41,9 @@ GRAPH = Of(
     "headwater.likelihood.graph:load_depth_graph",
     shaped=(Shaped("source", Path, name="data"), Shaped("predictions", str)),
 )
-JUDGE = Shaped(
-    "judge",
-    bool,
-    name="label",
-    help="Score answers by label match, 5 or 1, whatever scores the data hold.",
-    read=lambda by_label: "label" if by_label else None,
-)
 PROFILE = Of(
     "headwater.likelihood.profile:memorization",
-    offers="span context aggregate k answers controls seed batch_size",
+    offers="span context aggregate k answers max_new_tokens controls seed batch_size",
     shaped=(Shaped("layers", str, help="final, all, or layers such as 0,4,8.", read=_layers), JUDGE),
     choices={
         "span": "SPANS",
@@ -61,7 +55,6 @@ PROFILE = Of(
     left_out={
         "lens": "takes a function or a result",
         "prompt": "several lines, or messages of a chat",
-        "max_new_tokens": "the world's and the published data's answers are short",
         "quartiles": "the other reading is a question for a notebook",
     },
 )

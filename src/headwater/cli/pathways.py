@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from headwater.cli.asked import EXTRACTOR
 from headwater.cli.command import (
     EMBEDDED,
     LOAD,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
     from headwater.probes.linear import Probe
     from headwater.questions.answers import AnsweredQuestions
-    from headwater.questions.extract import EndpointExtractor
     from headwater.questions.sources import Questions
     from headwater.runs.result import Result
 
@@ -46,25 +46,8 @@ QuestionSets = Annotated[
 ]
 
 
-def _extractor(given: str) -> str | EndpointExtractor:
-    from headwater.questions.extract import EndpointExtractor
-
-    named = given.split()
-    if len(named) > 2 or not named:
-        raise InputError(f'--extract {given!r} is no name and no "URL MODEL".')
-    return EndpointExtractor(named[0], named[1]) if len(named) == 2 else named[0]
-
-
 PROBED = {"site": "headwater.questions.states:PROBE_SITES", "token": "headwater.questions.states:PROBE_TOKENS"}
 KNOCKED_OUT = PROBED | {"variant": "VARIANTS"}
-EXTRACTOR = Shaped(
-    "extractor",
-    str,
-    name="extract",
-    help='What names the exact words: rules, or "URL MODEL" of an OpenAI-compatible endpoint. Without it the exact '
-    "answer is all of the answer.",
-    read=_extractor,
-)
 READ = Of(
     "headwater.questions.sources:load_questions",
     offers="seed",
@@ -84,10 +67,9 @@ ANSWER = Of(
 )
 TRACE = Of(
     "headwater.pathways.trace:trace_pathways",
-    offers="token site variant window seeds controls batch_size",
-    choices=KNOCKED_OUT,
+    offers="token site variant edges window seeds controls batch_size",
+    choices=KNOCKED_OUT | {"edges": "QUERIES"},
     filled="answered",
-    left_out={"edges": "the other reading is a question for a notebook"},
 )
 STATES = Of(
     "headwater.questions.states:probe_states", offers="site token batch_size", choices=PROBED, filled="answered"
@@ -229,9 +211,9 @@ def _answered(
     """Load the model, and let it answer the questions."""
     from headwater.questions.answers import answer
 
-    questions = _questions(model, sources, options)
+    questions, given = _questions(model, sources, options), options.of("answer")
     loaded, folder = load_model(model, options), _part(out, "answers")
-    return loaded, answer(loaded, questions, progress=progress, out=folder, **options.of("answer"))
+    return loaded, answer(loaded, questions, progress=progress, out=folder, **given)
 
 
 def _questions(model: str | None, sources: list[str] | None, options: Options) -> Questions:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from headwater.cli.asked import EXTRACTOR, JUDGE
 from headwater.cli.command import (
     EMBEDDED,
     LOAD,
@@ -21,9 +22,8 @@ from headwater.cli.command import (
     report,
     write,
 )
-from headwater.cli.memorization import GRAPH, JUDGE
+from headwater.cli.memorization import GRAPH
 from headwater.cli.offered import Of, Options, Shaped, command
-from headwater.cli.pathways import EXTRACTOR
 from headwater.errors import InputError
 
 if TYPE_CHECKING:

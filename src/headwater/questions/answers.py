@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import tee
 from pathlib import Path
@@ -36,7 +35,8 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
 from headwater.options import checked_count
 from headwater.questions.asking import SLOT, Frame, ask, question_frame
-from headwater.questions.extract import Extractor, extractor_of
+from headwater.questions.endpoint import Silence
+from headwater.questions.extract import Extractor, call_extractor_on, extractor_of, workers_of
 from headwater.questions.formats import columns_found
 from headwater.questions.labels import CONTAINS, Label, Verdict, check_label
 from headwater.questions.outcomes import (
@@ -45,7 +45,7 @@ from headwater.questions.outcomes import (
     TOO_LONG,
     AskedQuestion,
     GivenAnswer,
-    ask_extractor,
+    cause_of,
     first_line,
     labelled,
     outcome_of,
@@ -162,7 +162,7 @@ def answer(
     label: Label = CONTAINS,
     max_new_tokens: int = 32,
     batch_size: int = 64,
-    extractor: str | Extractor | None = None,
+    extractor: str | Extractor | HookedModel | None = None,
     hooks: Iterable[Hook | PromptHook] = (),
     progress: bool = True,
     out: str | Path | None = None,
@@ -180,7 +180,8 @@ def answer(
         max_new_tokens: an answer that has not ended after this many tokens, the line break or end token counted, is cut
             off, and drops out.
         batch_size: prompts in one run.
-        extractor: "rules" (no model: `headwater.questions.rules`), or a callable of (question, answer), such as
+        extractor: "rules" (no model: `headwater.questions.rules`), "model" (this model, shown examples:
+            `headwater.questions.model_extractor`), another loaded model, or a callable of (question, answer), such as
             `EndpointExtractor`; asked about every answer that can be used. It names E_A, and E_Q where the question
             table says nothing of subject and property. Without one, questions without these are dropped, and E_A is the
             whole answer.
@@ -196,7 +197,7 @@ def answer(
     """
     _check_options(model, questions, max_new_tokens, batch_size)
     check_label(label)
-    extractor = extractor_of(extractor)
+    extractor = extractor_of(extractor, model)
     frame, listed = question_frame(model, prompt=prompt), listed_hooks(hooks)
     options = {
         "questions": questions.table,
@@ -259,8 +260,10 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
     """Tokenize the prompts, by their place in the table: all, or those of questions with exact words.
 
     Raises:
-        InputError: there are none.
+        InputError: a question set has none.
     """
+    if must_have_words:
+        _check_words(questions)
     prompts = {}
     for place, row in enumerate(questions.table.to_dict("records")):
         if must_have_words and not (row["subject"] or row["property"]):
@@ -269,13 +272,28 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
         tokens, offsets = encode(model.tokenizer, text, model.bos)  # type: ignore[arg-type]
         named = {str(key): value for key, value in row.items()}
         prompts[place] = AskedQuestion(named, text, len(frame.before), tokens, offsets or ())
-    if not prompts:
-        raise InputError(
-            f"None of the {len(questions):,} questions says where its subject and property stand. Give the columns "
-            "subject and property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
-            f"{columns_found({str(name): None for name in questions.table}, *SPAN_COLUMNS)}"
-        )
     return prompts
+
+
+def _check_words(questions: Questions) -> None:
+    """Refuse a question set that says of none of its questions where subject and property stand.
+
+    Raises:
+        InputError: names the set, and its first row.
+    """
+    table = questions.table
+    has_words = (table["subject"].map(len) > 0) | (table["property"].map(len) > 0)
+    for name, rows in has_words.groupby(table["dataset"], sort=False):
+        if rows.any():
+            continue
+        first = int(rows.index[0])
+        others = "" if len(questions.datasets) == 1 else " Answer it apart from the others."
+        raise InputError(
+            f"None of the {len(rows):,} questions of {name!r} says where its subject and property stand, beginning "
+            f"with row {first + 1} ({table['id'][first]}: {table['question'][first]!r}).{others} Give the columns "
+            "subject and property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
+            f"{columns_found({str(column): None for column in table}, *SPAN_COLUMNS)}"
+        )
 
 
 def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) -> Iterator[list[GivenAnswer]]:
@@ -297,22 +315,45 @@ def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) 
 
 def _extracted(
     batches: Iterable[Sequence[GivenAnswer]], extractor: Extractor | None, run: Run
-) -> Iterator[list[dict[str, tuple[Span, ...]]]]:
-    """Ask the extractor about the answers of each batch that can be used; empty for the others."""
+) -> Iterator[list[dict[str, tuple[Span, ...]] | None]]:
+    """Ask the extractor about the answers of each batch that can be used; empty for the others, None for no reply.
+
+    What it said is kept as often as it is asked: every request may cost money.
+    """
     if extractor is None:
         for answers in batches:
             yield [{} for _ in answers]
         return
-    ask = extractor
+    ask, silence, workers = extractor, Silence(), workers_of(extractor)
 
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
-        with ThreadPoolExecutor(max_workers=max(1, getattr(ask, "workers", 1))) as pool:
-            found = list(pool.map(lambda a: ask_extractor(ask, a), answers))
+        usable = [place for place, one in enumerate(answers) if cause_of(one) is None]
+        pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
+        said = dict(zip(usable, call_extractor_on(ask, pairs, silence), strict=True))
+        found = [said.get(place, {}) for place in range(len(answers))]
         return {"json": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}
 
-    for made in run.pieces("extracted", batches, compute):
-        found = json.loads(bytes(made["json"].tolist()))
-        yield [{part: tuple((a, b) for a, b in spans) for part, spans in one.items()} for one in found]
+    lengths, asked = tee(batches)
+    parts = (
+        one[at : at + size]
+        for one in asked
+        for size in [_asked_at_once(workers, one)]
+        for at in range(0, len(one), size)
+    )
+    pieces = run.pieces("extracted", parts, compute)
+    for answers in lengths:
+        found: list[dict[str, list[list[int]]] | None] = []
+        while len(found) < len(answers):
+            found += json.loads(bytes(next(pieces)["json"].tolist()))
+        yield [
+            None if one is None else {part: tuple((a, b) for a, b in spans) for part, spans in one.items()}
+            for one in found
+        ]
+
+
+def _asked_at_once(workers: int, answers: Sequence[GivenAnswer]) -> int:
+    """Return how many answers make a piece: as many as are asked at a time; all where one is, which costs nothing."""
+    return workers if workers > 1 else len(answers)
 
 
 def _result(questions: Questions, rows: Sequence[dict[str, Any] | str], run: RunRecord) -> AnsweredQuestions:

@@ -1,4 +1,4 @@
-"""Exact words from outside: rules, a callable, or a language model behind an OpenAI-compatible endpoint.
+"""Exact words from outside: rules, a loaded model, an OpenAI-compatible endpoint, or a function of one's own.
 
 An extractor is called with a question and the answer a model gave, and returns a mapping with any of `subject`,
 `property` (words of the question) and `answer` (words of the answer): a text, a list of texts, or None where there is
@@ -7,23 +7,33 @@ a question whose subject or property is given does not count, nor what is no sub
 `exact_words` checks that.
 """
 
-import json
-import re
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from headwater.errors import HeadwaterError, InputError
+from headwater.models.hooked import HookedModel
 from headwater.options import shown
+from headwater.questions.endpoint import ChatEndpoint, Silence, json_object
 from headwater.questions.words import Span, find_words
 from headwater.registry import Registry
 
 Extractor: TypeAlias = Callable[[str, str], Mapping[str, object]]
-EXTRACTORS: Registry[str, Extractor] = Registry("extractor", "headwater.questions.rules")
+EXTRACTORS: Registry[str, Extractor] = Registry(
+    "extractor", "headwater.questions.rules", "headwater.questions.model_extractor"
+)
 """Those that are asked for by name."""
+
+
+@runtime_checkable
+class ReadsMany(Protocol):
+    """An extractor that is better asked about several examples at once."""
+
+    def many(self, pairs: Sequence[tuple[str, str]]) -> Sequence[Mapping[str, object]]:
+        """Return the exact words of each question and answer."""
+        ...
+
+
 PARTS = ("subject", "property", "answer")
 INSTRUCTION = (
     "You mark words. You are given a question and an answer that somebody gave to it; the answer may be wrong, and you "
@@ -34,6 +44,15 @@ INSTRUCTION = (
     'Example: question "What is the capital of South Carolina?", answer "It is Columbia, a hub of trade." gives '
     '{"subject": "South Carolina", "property": "capital", "answer": "Columbia"}'
 )
+
+
+@runtime_checkable
+class AsksModel(Protocol):
+    """An extractor that asks a model, which the one whose answers they are may be."""
+
+    def of_model(self, model: HookedModel | None) -> Extractor:
+        """Return the extractor that asks `model` where this one names none."""
+        ...
 
 
 def exact_words(found: object, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
@@ -57,32 +76,12 @@ def exact_words(found: object, question: str, answer: str) -> dict[str, tuple[Sp
 
 
 @dataclass(frozen=True)
-class EndpointExtractor:
+class EndpointExtractor(ChatEndpoint):
     """Asks a chat model for the exact words (Orgad et al. 2024; Luo et al. 2026), at most `tries` times per example.
 
     A reply that is no JSON object, or names words that are no substrings, is asked for again; what is valid of the last
-    reply is returned. So is a request that the endpoint could not serve (429, 5xx, no connection), after a pause.
-
-    Raises:
-        InputError: the endpoint refuses the request, or cannot be reached in `tries` tries.
+    reply is returned. An example without any reply drops out, counted (`headwater.questions.endpoint`).
     """
-
-    url: str
-    """Where the interface begins, such as "http://localhost:8000/v1"."""
-    model: str
-    """The endpoint's name of the model."""
-    api_key: str | None = field(default=None, repr=False)
-    tries: int = 5
-    timeout: float = 60.0
-    pause: float = 1.0
-    """Seconds before the second try where the endpoint could not serve; twice as long before each further one."""
-    workers: int = 4
-    """How many examples are asked at a time."""
-
-    @property
-    def identity(self) -> str:
-        """What stands for it in the record of a run: never its key."""
-        return f"{self.model} at {self.url}"
 
     def __call__(self, question: str, answer: str) -> dict[str, object]:
         """Return the valid parts of the last reply."""
@@ -90,66 +89,35 @@ class EndpointExtractor:
             {"role": "system", "content": INSTRUCTION},
             {"role": "user", "content": f"Question: {question}\nAnswer: {answer}"},
         ]
-        best: dict[str, object] = {}
-        for attempt in range(self.tries):
-            reply = self._reply(messages, is_last=attempt == self.tries - 1, wait=self.pause * 2**attempt)
-            if reply is None:
-                continue
+
+        def read(reply: str) -> tuple[dict[str, object], str]:
             found = json_object(reply)
             wrong = _wrong_parts(found, question, answer)
-            best = {part: value for part, value in (found or {}).items() if part in PARTS and part not in wrong}
-            if not wrong:
-                break
+            valid = {part: value for part, value in (found or {}).items() if part in PARTS and part not in wrong}
             complaint = f"Not words of the text, or missing: {', '.join(wrong)}. Reply with the corrected JSON object."
-            messages = [*messages[:2], {"role": "assistant", "content": reply}, {"role": "user", "content": complaint}]
-        return best
+            return valid, complaint if wrong else ""
 
-    def _reply(self, messages: list[dict[str, str]], *, is_last: bool, wait: float) -> str | None:
-        """Send one request; None when it should be tried again."""
-        body = {"model": self.model, "messages": messages, "temperature": 0}
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        target = self.url.rstrip("/") + "/chat/completions"
-        request = urllib.request.Request(target, json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                return str(json.load(response)["choices"][0]["message"]["content"] or "")
-        except urllib.error.HTTPError as error:
-            reason = f"answered {error.code} {error.reason}"
-            error.close()
-            is_passing = error.code == 429 or error.code >= 500
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            reason, is_passing = f"cannot be reached ({getattr(error, 'reason', error)})", True
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            reason, is_passing = "does not speak the chat completions protocol", False
-        if not is_passing or is_last:
-            raise InputError(f"The extractor's endpoint {target} {reason}.")
-        time.sleep(wait)
-        return None
+        return self.ask(messages, read) or {}
 
 
-def json_object(text: str) -> dict[str, object] | None:
-    """Return the first JSON object in a text, whatever stands around it."""
-    for start in re.finditer(r"\{", text):
-        try:
-            value, _ = json.JSONDecoder().raw_decode(text, start.start())
-        except (ValueError, RecursionError):
-            continue
-        return value
-    return None
+def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
+    """Return the extractor that is meant: a callable as it is, one of `EXTRACTORS` by its name, or another model.
 
-
-def extractor_of(given: object) -> Extractor | None:
-    """Return the extractor that is meant: a callable as it is, or one of `EXTRACTORS` by its name.
+    Args:
+        given: a name, a callable of question and answer, or a loaded model.
+        model: the model whose answers they are, which "model" means; None where there is none.
 
     Raises:
-        InputError: it cannot be called, or there is none of this name.
+        InputError: it cannot be called, there is none of this name, or "model" means none.
     """
     if isinstance(given, str):
-        return EXTRACTORS[given]
+        given = EXTRACTORS[given]
+    if isinstance(given, HookedModel):
+        model, given = given, EXTRACTORS["model"]
+    if isinstance(given, AsksModel):
+        return given.of_model(model)
     if given is not None and not callable(given):
-        raise InputError(f"extractor must be a name or a callable (question, answer), found {shown(given)}.")
+        raise InputError(f"extractor must be a name, a model or a callable (question, answer), found {shown(given)}.")
     return given
 
 
@@ -157,6 +125,7 @@ def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str
     """Ask an extractor about one example.
 
     Raises:
+        NoReplyError: it asks an endpoint that did not reply.
         InputError: it raised an error, or returned no mapping.
     """
     try:
@@ -169,6 +138,28 @@ def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str
             f"{type(error).__name__}: {error}"
         ) from error
     return exact_words(found, question, answer)
+
+
+def call_extractor_on(
+    extractor: Extractor, pairs: Sequence[tuple[str, str]], silence: Silence
+) -> list[dict[str, tuple[Span, ...]] | None]:
+    """Ask an extractor about several examples: all at once where it has `many`, else `workers` of them at a time.
+
+    Returns:
+        What it said of each; None where it did not reply.
+
+    Raises:
+        InputError: as `call_extractor`, or nothing has replied for long.
+    """
+    if isinstance(extractor, ReadsMany):
+        found = extractor.many(pairs)
+        return [exact_words(one, *pair) for one, pair in zip(found, pairs, strict=True)]
+    return silence.each(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
+
+
+def workers_of(extractor: Extractor) -> int:
+    """Return how many examples an extractor is asked about at a time, 1 where it says nothing."""
+    return max(1, getattr(extractor, "workers", 1))
 
 
 def _wrong_parts(found: Mapping[str, object] | None, question: str, answer: str) -> list[str]:

@@ -7,7 +7,9 @@ answer is judged once, and with `out=` what was said is kept.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -15,10 +17,16 @@ from torch import Tensor
 
 from headwater.errors import HeadwaterError, InputError
 from headwater.options import shown
+from headwater.questions.endpoint import ChatEndpoint, Silence, json_object
 from headwater.questions.labels import match
 from headwater.runs.analysis import Run
 
 LABEL = "label"
+JUDGING = (
+    "You score answers. You are given a question, a reference answer that deserves 5, and an answer to score for being "
+    "correct, accurate and factual: 1 is wrong throughout, 2 mostly wrong, 3 half right, 4 right with small mistakes, "
+    '5 right throughout. Neither length nor style counts. Reply with one JSON object: {"score": N}.'
+)
 LOWEST_SCORE, HIGHEST_SCORE = 1, 5
 JUDGED_AT_ONCE = 64
 """How many answers are judged, and their scores kept, at a time."""
@@ -62,18 +70,59 @@ def checked_score(score: object, where: str) -> float:
     return float(score)
 
 
+@dataclass(frozen=True)
+class EndpointJudge(ChatEndpoint):
+    """Asks a chat model for a score from 1 to 5 beside an accepted answer, at most `tries` times per answer.
+
+    Ko et al., EMNLP 2024, let GPT-4 score so, at temperature 1; here it is 0. A reply without a whole number from 1 to
+    5 is asked for again; an answer without a score after that has none, and is counted.
+    """
+
+    def __call__(self, question: str, accepted: Sequence[str], answer: str) -> float | None:
+        """Return the score; None where no reply had one."""
+        text = f"Question: {question}\nReference answer: {' / '.join(accepted)}\nAnswer to score: {answer}"
+        messages = [{"role": "system", "content": JUDGING}, {"role": "user", "content": text}]
+
+        def read(reply: str) -> tuple[float | None, str]:
+            score = score_in(reply)
+            return score, "" if score is not None else 'Reply with one JSON object such as {"score": 3}, from 1 to 5.'
+
+        return self.ask(messages, read)
+
+
+def score_in(reply: str) -> float | None:
+    """Return the score of a judge's reply: of its JSON object, else the number behind "score", else a lone number."""
+    found = json_object(reply)
+    given = found.get("score") if found is not None else None
+    if given is None:
+        stated = re.search(r"score[^\d\n]{0,12}(\d+(?:\.\d+)?)", reply, re.IGNORECASE)
+        given = stated[1] if stated else reply.strip().rstrip(".")
+    try:
+        number = float(str(given))
+    except ValueError:
+        return None
+    return number if number in range(LOWEST_SCORE, HIGHEST_SCORE + 1) else None
+
+
 def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
-    """Return the score of each key, NaN where there is none, or what an earlier run was told."""
-    different = list(dict.fromkeys(keys))
-    parts = [different[start : start + JUDGED_AT_ONCE] for start in range(0, len(different), JUDGED_AT_ONCE)]
+    """Return the score of each key, NaN where there is none, or what an earlier run was told.
+
+    Raises:
+        InputError: the judge failed, gave no score, or an endpoint refuses requests or has not replied for long.
+    """
+    different, workers, silence = list(dict.fromkeys(keys)), max(1, getattr(scorer, "workers", 1)), Silence()
+    size = workers if workers > 1 else JUDGED_AT_ONCE
+    parts = [different[start : start + size] for start in range(0, len(different), size)]
     with run.bar("Judging", "answer", len(different)) as bar:
 
         def compute(part: Sequence[Key]) -> dict[str, Tensor]:
-            scores = []
-            for key in part:
-                scores.append(_score(scorer, *key))
+            def one(key: Key) -> float:
+                found = _score(scorer, *key)
                 bar.update()
-            return {"score": torch.tensor(scores, dtype=torch.float64)}
+                return found
+
+            said = silence.each(one, part, workers)
+            return {"score": torch.tensor([math.nan if one is None else one for one in said], dtype=torch.float64)}
 
         made = run.pieces("judged", parts, compute, bar, len)
         found = [score for piece in made for score in piece["score"].tolist()]

@@ -16,12 +16,11 @@ from headwater.errors import InputError
 from headwater.models.generation.loop import continuation_offsets
 from headwater.models.tokens import Offsets, Tokenizer
 from headwater.questions.asking import Written
-from headwater.questions.extract import Extractor, call_extractor
 from headwater.questions.labels import NO_VERDICT, Label, Verdict, is_refusal, verdict
 from headwater.questions.spans import shifted, tokens_of
 from headwater.questions.words import Span
 
-NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS = (
+NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS, NO_REPLY = (
     "no exact words of the question",
     "prompt too long",
     "empty answer",
@@ -30,6 +29,7 @@ NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS = (
     "not judged",
     "no exact words of the answer",
     "exact words without tokens",
+    "no reply of the extractor",
 )
 
 
@@ -95,17 +95,22 @@ def cause_of(answered: GivenAnswer) -> str | None:
     return UNJUDGED if answered.verdict.is_right is None else None
 
 
-def ask_extractor(extractor: Extractor, answered: GivenAnswer) -> dict[str, tuple[Span, ...]]:
-    """Ask an extractor for the exact words of an answer that can be used, be it right or wrong, and of its question."""
-    return {} if cause_of(answered) else call_extractor(extractor, answered.prompt.row["question"], answered.text)
+def outcome_of(
+    answered: GivenAnswer, found: dict[str, tuple[Span, ...]] | None, whole_answer: bool
+) -> dict[str, Any] | str:
+    """Return the row of an answered question, or the cause why it cannot be used.
 
-
-def outcome_of(answered: GivenAnswer, found: dict[str, tuple[Span, ...]], whole_answer: bool) -> dict[str, Any] | str:
-    """Return the row of an answered question, or the cause why it cannot be used."""
+    Args:
+        answered: the question and what the model said.
+        found: what the extractor named; None where it did not reply.
+        whole_answer: E_A is all of the answer.
+    """
     prompt, row = answered.prompt, answered.prompt.row
     cause = cause_of(answered)
     if cause is not None:
         return cause
+    if found is None:
+        return NO_REPLY
     is_given = bool(row["subject"] or row["property"])
     words = {part: row[part] if is_given else found.get(part, ()) for part in ("subject", "property")}
     if not any(words.values()):

@@ -10,20 +10,15 @@
    number; else the first noun phrase behind "is", "was", ...; short answers are taken whole. Whether it is right does
    not matter.
 
-`agreement` says how often these are the words that a question set names itself. Rules know nothing: titles without a
-capital, questions of several clauses and other languages are beyond them.
+`headwater.questions.agreement` says how often these are the words that a question set names itself. Rules know nothing:
+titles without a capital, questions of several clauses and other languages are beyond them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-import pandas as pd
-
-from headwater.errors import InputError
-from headwater.questions.extract import EXTRACTORS, Extractor, call_extractor
-from headwater.questions.sources import Questions
+from headwater.questions.extract import EXTRACTORS
 from headwater.questions.words import Span
 
 ASKING = frozenset("who whom whose what which when where why how".split())  # noqa: SIM905
@@ -98,44 +93,6 @@ def by_rules(question: str, answer: str) -> dict[str, object]:
     if exact := _answer(question, answer):
         found["answer"] = exact
     return found
-
-
-def agreement(questions: Questions, extractor: Extractor = by_rules) -> pd.DataFrame:
-    """Compare an extractor with the words that question sets name themselves, such as PopQA's by its wordings.
-
-    Args:
-        questions: with subject and property.
-        extractor: called with each question and no answer.
-
-    Returns:
-        A row per set: `dataset, questions`, and as shares `subject`, `property` (the very characters), `found` (any
-        word of either), and `overlap` (the mean share of the named characters that were found).
-
-    Raises:
-        InputError: no question names its words.
-    """
-    table = questions.table
-    known = table[(table["subject"].map(len) > 0) | (table["property"].map(len) > 0)]
-    if known.empty:
-        raise InputError("No question names its subject or property: there is nothing to compare with.")
-    asked = zip(known["question"], known["subject"], known["property"], strict=True)
-    rows = [_compared(question, subject, prop, extractor) for question, subject, prop in asked]
-    compared = pd.DataFrame(rows, columns=["subject", "property", "found", "overlap"])
-    each = compared.groupby(known["dataset"].to_numpy(), sort=False)
-    counts = each.size().rename("questions")
-    return pd.concat([counts, each.mean()], axis=1).rename_axis("dataset").reset_index()
-
-
-def _compared(
-    question: str, subject: Iterable[Span], prop: Iterable[Span], extractor: Extractor
-) -> tuple[bool, bool, bool, float]:
-    spans = call_extractor(extractor, question, "")
-    named = [{place for start, end in part for place in range(start, end)} for part in (subject, prop)]
-    found = [
-        {place for start, end in spans.get(part, ()) for place in range(start, end)} for part in ("subject", "property")
-    ]
-    every, got = named[0] | named[1], found[0] | found[1]
-    return named[0] == found[0], named[1] == found[1], bool(got), len(every & got) / len(every)
 
 
 def _subjects(text: str, words: list[_Word]) -> list[Span]:

@@ -1,0 +1,189 @@
+"""A chat model behind an OpenAI-compatible endpoint: one request, its retries, and what becomes of silence.
+
+1. A request that could not be served (429, 5xx, no connection, no reply in time, a reply that does not speak the
+   protocol) is sent again after a pause that doubles; one that is refused (another 4xx) is an error at once.
+2. What no try brought a reply to is `NoReplyError`: whoever asked counts it, and goes on.
+3. Where one thing after another brings none, nobody is there: `Silence` ends the run, which keeps what it was told.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from headwater.errors import InputError
+from headwater.options import checked_count, checked_number, shown
+
+T = TypeVar("T")
+U = TypeVar("U")
+SILENT = 16
+"""So many things asked in a row without a reply end a run."""
+CHUNK = 2**16
+
+
+class NoReplyError(InputError):
+    """An endpoint did not reply in any of its tries."""
+
+
+@dataclass(frozen=True)
+class ChatEndpoint:
+    """Where a chat model is asked, and how patiently.
+
+    Raises:
+        InputError: the address, the name of the model or a number cannot be used, or no such environment variable is
+            set.
+    """
+
+    url: str
+    """Where the interface begins, such as "http://localhost:8000/v1"."""
+    model: str
+    """The endpoint's name of the model."""
+    api_key: str | None = field(default=None, repr=False)
+    tries: int = 5
+    timeout: float = 60.0
+    """Seconds that a reply may take, to its last byte."""
+    pause: float = 1.0
+    """Seconds before the second try where the endpoint could not serve; twice as long before each further one."""
+    workers: int = 4
+    """How many things are asked at a time; what they brought is kept before the next are asked."""
+    key_from: str | None = None
+    """The environment variable that holds the key, in place of `api_key`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
+            raise InputError(f"url={shown(self.url)} is no address: it must begin with http:// or https://.")
+        if not isinstance(self.model, str) or not self.model:
+            raise InputError(f"model={shown(self.model)} must be the endpoint's name of a model: a text.")
+        checked_count("tries", self.tries)
+        checked_count("workers", self.workers)
+        checked_number("timeout", self.timeout, above=0.0)
+        if self.key_from is not None and not os.environ.get(self.key_from):
+            raise InputError(f"The environment variable {shown(self.key_from)}, which is to hold the key, is not set.")
+
+    @property
+    def identity(self) -> str:
+        """What stands for it in the record of a run: never its key."""
+        return f"{self.model} at {self.url}"
+
+    def request(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Send messages once, and return the reply.
+
+        Raises:
+            NoReplyError: it could not be served; another try may be.
+            InputError: it is refused.
+        """
+        body = {"model": self.model, "messages": list(messages), "temperature": 0}
+        headers = {"Content-Type": "application/json"}
+        key = os.environ.get(self.key_from) if self.key_from is not None else self.api_key
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        target = self.url.rstrip("/") + "/chat/completions"
+        asked = urllib.request.Request(target, json.dumps(body).encode(), headers)
+        try:
+            return str(json.loads(self._read(asked))["choices"][0]["message"]["content"] or "")
+        except urllib.error.HTTPError as error:
+            error.close()
+            kind = NoReplyError if error.code == 429 or error.code >= 500 else InputError
+            raise kind(f"The endpoint {target} answered {error.code} {error.reason}.") from None
+        except (OSError, http.client.HTTPException) as error:  # a broken connection, or none in time
+            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+            raise NoReplyError(f"The endpoint {target} cannot be reached ({reason}).") from None
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            raise NoReplyError(f"The endpoint {target} does not speak the chat completions protocol.") from None
+
+    def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], tuple[T | None, str]]) -> T | None:
+        """Ask until a reply can be read, at most `tries` times; the model is told what was wrong with its reply.
+
+        Args:
+            messages: what is asked.
+            read: makes of a reply what it says (None for nothing), and the complaint about it, "" where it is fine.
+
+        Returns:
+            What the last readable reply says.
+
+        Raises:
+            NoReplyError: no try brought any reply.
+            InputError: the endpoint refuses the request.
+        """
+        best: T | None = None
+        asked, failure = list(messages), None
+        for attempt in range(self.tries):
+            try:
+                reply = self.request(asked)
+            except NoReplyError as error:
+                failure = error
+                if attempt < self.tries - 1:
+                    time.sleep(self.pause * 2**attempt)
+                continue
+            found, complaint = read(reply)
+            best = best if found is None else found
+            if not complaint:
+                return best
+            asked = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": complaint}]
+        if len(asked) == len(messages) and failure is not None:
+            raise failure
+        return best
+
+    def _read(self, request: urllib.request.Request) -> bytes:
+        """Read a reply to its end, for as long as it may take: bytes that come one by one are no reply either."""
+        end = time.monotonic() + self.timeout
+        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            parts: list[bytes] = []
+            while part := response.read1(CHUNK):
+                parts.append(part)
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no reply in {self.timeout:g} seconds")
+        return b"".join(parts)
+
+
+def json_object(text: str) -> dict[str, object] | None:
+    """Return the first JSON object in a text, whatever stands around it."""
+    for start in re.finditer(r"\{", text):
+        try:
+            value, _ = json.JSONDecoder().raw_decode(text, start.start())
+        except (ValueError, RecursionError):
+            continue
+        return value
+    return None
+
+
+class Silence:
+    """Counts what brought no reply, and ends a run where nothing has for long."""
+
+    def __init__(self) -> None:
+        self._unheard = 0
+
+    def each(self, ask: Callable[[T], U], things: Sequence[T], workers: int = 1) -> list[U | None]:
+        """Ask about each thing, `workers` at a time; None for what brought no reply.
+
+        Raises:
+            InputError: a request was refused, or nothing replied for `SILENT` things in a row.
+        """
+        failures: list[NoReplyError] = []
+
+        def one(thing: T) -> tuple[bool, Any]:
+            try:
+                return True, ask(thing)
+            except NoReplyError as error:
+                failures.append(error)
+                return False, None
+
+        with ThreadPoolExecutor(max_workers=workers) as pool:
+            said = list(pool.map(one, things))
+        for heard, _ in said:
+            self._unheard = 0 if heard else self._unheard + 1
+        if self._unheard >= SILENT:
+            raise InputError(
+                f"Nothing replied {self._unheard} times in a row: {failures[-1]} What was said before is kept where "
+                "out= names a folder: the same call goes on from there."
+            )
+        return [found for _, found in said]
