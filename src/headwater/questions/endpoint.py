@@ -177,8 +177,11 @@ class Silence:
                 failures.append(error)
                 return False, None
 
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            said = list(pool.map(one, things))
+        if workers == 1:  # nothing is asked behind what fails
+            said = [one(thing) for thing in things]
+        else:
+            with ThreadPoolExecutor(max_workers=workers) as pool:
+                said = list(pool.map(one, things))
         for heard, _ in said:
             self._unheard = 0 if heard else self._unheard + 1
         if self._unheard >= SILENT:
