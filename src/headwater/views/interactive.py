@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Literal
 
@@ -48,12 +48,14 @@ def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
     return {"dtype": encoding, "shape": list(values.shape), "deflate": deflate, "data": data}
 
 
-def interactive(result: Result, script: str, spec: Mapping[str, object], height: int = 620) -> View:
+def interactive(
+    result: Result, scripts: str | Sequence[str], spec: Mapping[str, object], height: int = 620
+) -> View:
     """Return the page of a result that is drawn by a script.
 
     Args:
         result: what is shown.
-        script: the file in `assets/` that draws it.
+        scripts: the files in `assets/` that draw it, the last one of all; `core.js` stands before them.
         spec: what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads the page.
         height: of the frame in a notebook, in pixels.
 
@@ -65,6 +67,7 @@ def interactive(result: Result, script: str, spec: Mapping[str, object], height:
         raise InputError(f"This view would take {len(held) / 2**20:.0f} MB: choose fewer layers, heads or examples.")
     for mark in "<>&":
         held = held.replace(mark, f"\\u{ord(mark):04x}")
+    drawing = "".join(map(asset, [scripts] if isinstance(scripts, str) else scripts))
     title, picture = text_of(str(spec["title"])), drawn(result)
     said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     page = (
@@ -76,7 +79,7 @@ def interactive(result: Result, script: str, spec: Mapping[str, object], height:
         f"<details><summary>what it says</summary>{said}{table_of(result.summary())}"
         f'<p class="faint">{text_of(made_by(result.run))}</p></details>\n'
         f'<script type="application/json" id="spec">{held}</script>\n'
-        f"<script>{asset('core.js')}</script>\n<script>{asset(script)}</script></body></html>\n"
+        f"<script>{asset('core.js')}</script>\n<script>{drawing}</script></body></html>\n"
     )
     return View(page, height, None if isinstance(picture, str) else picture)
 

@@ -47,6 +47,8 @@ hw.token = (text) => {
 
 hw.number = (value, digits = 3) => (Number.isFinite(value) ? (Object.is(value, -0) ? 0 : value).toFixed(digits) : "–");
 hw.signed = (value, digits = 3) => (value > 0 ? "+" : "") + hw.number(value, digits);
+// A number of a table as it is, to six digits.
+hw.exact = (value) => (Number.isFinite(value) ? Number(Number(value).toPrecision(6)) : "–");
 hw.small = (value) => (!Number.isFinite(value) ? "–" : value < 0.001 ? "< 0.001" : value.toFixed(3));
 
 // Colours.
@@ -66,6 +68,17 @@ const LIGHT = [[255, 255, 255], [198, 219, 239], [107, 174, 214], [33, 113, 181]
 const DARK = [[27, 27, 29], [24, 58, 104], [40, 104, 170], [110, 170, 225], [225, 240, 255]];
 hw.diverging = (share) => between(SIGNED, (share + 1) / 2); // -1 to 1
 hw.sequential = (share) => between(hw.isDark() ? DARK : LIGHT, share); // 0 to 1
+// How unlikely a token is: 0 certain, 1 at the darkest; the same in light and dark, with its own ink.
+const UNLIKELY = [[255, 255, 229], [255, 247, 188], [254, 227, 145], [254, 196, 79], [254, 153, 41], [236, 112, 20], [204, 76, 2], [153, 52, 4], [102, 37, 6]];
+hw.unlikely = (share) => between(UNLIKELY, share);
+hw.overUnlikely = (share) => (share > 0.65 ? "#ffffff" : "#262626");
+// A colour of the figures as it can be seen on the page's paper: the darkest ones are lifted on dark paper.
+hw.onPaper = (color) => {
+  const parts = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16)), light = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+  if (!hw.isDark() || light > 120) return color;
+  const lift = (125 - light) / 255;
+  return `rgb(${parts.map((one) => Math.round(one + (255 - one) * lift)).join(",")})`;
+};
 hw.overSequential = (share) => ((share > 0.55) !== hw.isDark() ? "#ffffff" : "#111111");
 
 // Marks, as matplotlib names them.
@@ -147,6 +160,13 @@ hw.choice = (label, names, act) => {
   return hw.element("label", {}, `${label} `, select);
 };
 
+hw.slider = (label, low, high, at, act) => {
+  const slide = hw.element("input", { type: "range", min: low, max: high, value: at, ariaLabel: label });
+  const now = hw.element("output", {}, String(at));
+  slide.addEventListener("input", () => { now.textContent = slide.value; act(Number(slide.value)); });
+  return hw.element("label", {}, `${label} `, slide, " ", now);
+};
+
 hw.toggle = (name, on, act) => {
   const button = hw.element("button", { type: "button", className: on ? "on" : "" }, name);
   button.setAttribute("aria-pressed", on);
@@ -186,6 +206,14 @@ hw.tools = (below, numbers) => {
   });
   below.append(held);
   return hw.element("span", { className: "controls", style: "margin:0" }, theme, table, file);
+};
+
+// A view from top to bottom: title and buttons, what can be chosen, what is drawn, and the table that its button opens.
+hw.lay = (root, title, numbers, choices, ...parts) => {
+  root.append(hw.element("header", {}, hw.element("h1", {}, title), hw.tools(root, numbers)),
+    hw.element("div", { className: "controls" }, ...choices), ...parts);
+  root.append(root.firstChild); // the table
+  hw.repaint();
 };
 
 // Draw the view; where that fails, the picture below stays, with a line that says why.

@@ -1,0 +1,75 @@
+"""The view of pathways: ΔP against the layer by question set and mode, with the knockout of random tokens as control."""
+
+from __future__ import annotations
+
+from headwater.colors import FAINT
+from headwater.figures.pathway_curves import COLORS, DASHES, MARKS, VALUES
+from headwater.pathways.interventions import RANDOM
+from headwater.pathways.mean_effects import ALL
+from headwater.pathways.modes import MODES
+from headwater.pathways.trace import Pathways
+from headwater.runs.result import VIEWS
+from headwater.runs.view import View
+from headwater.views.interactive import interactive
+from headwater.views.lines import line_of
+
+
+@VIEWS.add(Pathways)
+def view_pathways(pathways: Pathways) -> View:
+    """Show the curves of every way to split the examples, and the control, with their intervals."""
+    return interactive(pathways, ("chart.js", "curves.js", "lines.js"), spec_of(pathways), height=620)
+
+
+def spec_of(pathways: Pathways) -> dict[str, object]:
+    """Return what the script draws: a chart for each way to split and each value."""
+    splits = list(dict.fromkeys(pathways.curves["split_by"]))
+    windowed = pathways.run.options["window"] is not None
+    title = f"Pathways of {pathways.run.model}: change of the probe when answers may not look at the question's words"
+    return {
+        "title": title,
+        "said": {"title": title, "x": "layer", "count": "examples"},
+        "x": {"label": "Layer around which edges are severed" if windowed else "Layer", "whole": True},
+        "choices": [{"label": "modes", "names": splits}, {"label": "value", "names": list(VALUES.values())}],
+        "charts": [
+            {"y": said, "lines": _lines(pathways, split, value) + _controls(pathways, value)}
+            for split in splits
+            for value, said in VALUES.items()
+        ],
+    }
+
+
+def _lines(pathways: Pathways, split: str, value: str) -> list[dict[str, object]]:
+    curves, columns = pathways.curves[pathways.curves["split_by"] == split], _columns(value)
+    lines = []
+    for mode in MODES:
+        for place, name in enumerate(pathways.datasets):
+            rows = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
+            look = COLORS[mode][place % len(MARKS)], MARKS[place % len(MARKS)]
+            dashed = DASHES[mode] != "-"
+            if len(rows):
+                lines.append(
+                    line_of(rows, columns, name=f"{name}, {mode}", look=look, dashed=dashed, count="examples")
+                )
+    return lines
+
+
+def _controls(pathways: Pathways, value: str) -> list[dict[str, object]]:
+    """As many random tokens of the question knocked out, over all examples."""
+    table, columns = pathways.controls, _columns(value)
+    drawn = table[(table["intervention"] == RANDOM) & (table["group"] == ALL)]
+    return [
+        line_of(
+            drawn[drawn["dataset"] == name].sort_values("layer"),
+            columns,
+            name=f"{name}, {RANDOM} (control)",
+            look=(FAINT, MARKS[place % len(MARKS)]),
+            control=True,
+            count="examples",
+        )
+        for place, name in enumerate(pathways.datasets)
+        if (drawn["dataset"] == name).any()
+    ]
+
+
+def _columns(value: str) -> tuple[str, str, str, str]:
+    return "layer", value, f"{value}_low", f"{value}_high"
