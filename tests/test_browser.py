@@ -12,7 +12,7 @@ import pytest
 
 from headwater.views.interactive import packed
 from tests import chance
-from tests.test_views import HOSTILE, SHOWN, attended, mapped, swept
+from tests.test_views import HOSTILE, SHOWN, attended, mapped, profiled, read, swept, traced, wired
 
 pytestmark = pytest.mark.browser
 
@@ -153,6 +153,105 @@ def test_a_token_shows_what_it_reads(browser, tmp_path):
     key = int(lines[0].split("(")[2].split(")")[0])
     assert abs(float(lines[0].rsplit(": ", 1)[1]) - float(exact[6, key])) < 0.011
     look.is_well()
+
+
+def test_a_token_says_how_likely_it_is_and_another_layer_and_score_colour_it_anew(browser, tmp_path):
+    look = Look(browser, read().view(), tmp_path)
+    rows = read().table.query("text == 0 and layer == layer.max()").reset_index(drop=True)
+    token = look.page.locator(".token").nth(4)
+    token.hover()
+    lines = look.page.locator(".tip div").all_inner_texts()
+    assert lines[0].endswith(f"({rows['position'][4]}): log p {rows['log_probability'][4]:.3f}")
+    assert lines[1].startswith(f"rank {rows['rank'][4]}")
+    plus = (rows["log_probability"] + rows["entropy"]) / np.sqrt(rows["variance"].clip(lower=1e-8))
+    assert lines[3] == f"deviation {plus[4]:+.2f} standard deviations"
+    token.click()
+    assert "locked" in token.get_attribute("class")
+    lowest = rows["log_probability"].nsmallest(max(1, int(0.2 * len(rows)))).index
+    assert {i for i in rows.index if "lowest" in look.page.locator(".token").nth(i).get_attribute("class")} == set(
+        lowest
+    )
+    before = token.get_attribute("style")
+    look.page.get_by_label("colour", exact=True).select_option("2")
+    look.page.get_by_label("layer", exact=True).select_option("0")
+    assert token.get_attribute("style") != before
+    look.page.get_by_label("text", exact=True).select_option("1")
+    assert "nothing was scored" in look.seen()
+    look.is_well()
+
+
+def test_a_point_of_a_curve_says_its_interval_and_its_line_can_stand_alone(browser, tmp_path):
+    look = Look(browser, traced().view(), tmp_path)
+    canvas = look.page.locator("[data-main]")
+    canvas.press("ArrowRight")
+    said = look.page.locator("[aria-live]").inner_text()
+    row = traced().curves.query("split_by == 'per layer' and mode == 'Q-anchored'").sort_values("layer").iloc[0]
+    assert said.startswith(f"natural, Q-anchored, layer {row['layer']}: {row['delta_p']:+.3f}")
+    lines, place = look.find(620, 330, f"natural, Q-anchored, layer {row['layer']}:", step=12)
+    assert lines[1] == f"95 % interval {row['delta_p_low']:+.3f} to {row['delta_p_high']:+.3f}"
+    box = canvas.bounding_box()
+    look.page.mouse.click(box["x"] + place[0], box["y"] + place[1])
+    pressed = look.page.locator("[data-line]").evaluate_all("all => all.map(one => one.ariaPressed)")
+    assert pressed == ["true", "false", "true"]  # the control stays
+    look.is_well()
+
+
+def test_a_box_says_its_quartiles_and_a_dot_opens_its_questions(browser, tmp_path):
+    look = Look(browser, profiled().view(), tmp_path)
+    values = -profiled().depthwise.query("depth == 2")[profiled().main].dropna()
+    canvas = look.page.locator("[data-main]")
+    canvas.press("ArrowRight")
+    canvas.press("ArrowRight")
+    said = look.page.locator("[aria-live]").inner_text()
+    assert said.startswith(f"Depth 2: median {values.median():.3f}")
+    assert f"quartiles {values.quantile(0.25):.3f} and {values.quantile(0.75):.3f}" in said
+    canvas.press("ArrowUp")
+    canvas.press("Enter")
+    lowest = profiled().depthwise.loc[values.idxmin()]
+    card = look.page.locator(".card").inner_text()
+    assert card.startswith(f"graph {lowest['group']}, depth 2: {values.min():.3f}")
+    rows = profiled().table[(profiled().table["group"] == lowest["group"]) & (profiled().table["depth"] == 2)]
+    assert rows["question"].iloc[0] in card
+    look.is_well()
+
+
+def test_an_edge_says_its_effect_and_placebo_a_node_shows_its_edges_and_a_slider_how_many(browser, tmp_path):
+    look = Look(browser, wired().view(), tmp_path)
+    canvas, top = look.page.locator("[data-main]"), wired().summary().iloc[0]
+    canvas.press("ArrowRight")
+    said = look.page.locator("[aria-live]").inner_text()
+    name = wired().graph.name(int(wired().circuit(1).edges[0]))
+    assert said.startswith(f"{name}: {top['mean']:+.3f}, 95 % interval ")
+    assert "other edges of its shape are at most" in said or "no other edge of its shape" in said
+    lines, _ = look.find(500, 500, "mlp 0 -> ", step=12)
+    row = wired().top(200).set_index("edge").loc[lines[0].split(": ")[0]]
+    assert lines[0].endswith(f": {row['effect']:+.3f}")
+    canvas.press("Enter")
+    card = look.page.locator(".card").inner_text()
+    assert card.startswith(name.split(" -> ")[0] + ": ")
+    assert name in card
+    before = canvas.screenshot()
+    look.page.get_by_label("edges", exact=True).fill("3")
+    assert canvas.screenshot() != before
+    look.page.get_by_role("button", name="table").click()
+    assert look.page.locator(".scroll table tbody").last.locator("tr").count() == 3
+    look.is_well()
+
+
+def test_hostile_texts_stay_inert_in_strips_and_cards(browser, tmp_path):
+    stats, profile = read(), profiled()
+    tokens = [HOSTILE[i % len(HOSTILE)] for i in range(len(stats.table))]
+    texts = stats.texts.assign(content=HOSTILE[0])
+    names = [HOSTILE[i % 4] for i in range(len(profile.table))]
+    asked = profile.table.assign(question=names, model_answer=names, answer=names)
+    for hostile in (replace(stats, table=stats.table.assign(token=tokens), texts=texts), replace(profile, table=asked)):
+        look = Look(browser, hostile.view(), tmp_path)
+        canvas = look.page.locator("[data-main]")
+        for key in ("ArrowRight", "ArrowUp", "Enter"):
+            canvas.press(key)
+        assert look.page.evaluate("window.PWNED") is None
+        assert look.page.locator("img").count() == 1
+        look.is_well()
 
 
 def test_a_page_of_hostile_texts_stays_inert(browser, tmp_path):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 import zlib
 from dataclasses import replace
@@ -41,7 +42,42 @@ def attended():
     return hw.load().cache(list(PAIR), sites=["pattern", "resid_pre"], layers=[1, 3], progress=False)
 
 
-SHOWN = {"heads": mapped, "sweep": swept, "attention": attended}
+@cache
+def read():
+    texts = [PAIR[0], "", "The capital of Italy is Rome."]
+    return hw.token_statistics(hw.load(), texts, layers=[1, -1], progress=False)
+
+
+@cache
+def traced():
+    model = hw.load()
+    answered = hw.answer(model, hw.load_questions("natural", sample=100), progress=False)
+    return hw.trace_pathways(model, answered, token="before_answer", seeds=1, progress=False)
+
+
+@cache
+def profiled():
+    graph = hw.load_depth_graph()
+    few = replace(graph, table=graph.table.head(90))
+    return hw.memorization(hw.load(), few, controls=False, layers=[0, -1], progress=False)
+
+
+@cache
+def wired():
+    metric = hw.logit_difference(" Paris", " Rome")
+    clean = [PAIR[0], PAIR[0].replace("France", "Spain")]
+    return hw.edges(hw.load(), clean, [PAIR[1]] * 2, metric=metric, receivers=["mlp", "logits"], progress=False)
+
+
+SHOWN = {
+    "edges": wired,
+    "heads": mapped,
+    "sweep": swept,
+    "attention": attended,
+    "likelihood": read,
+    "pathways": traced,
+    "memorization": profiled,
+}
 
 
 def spec_in(view):
@@ -107,6 +143,67 @@ def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
         for place, layer in enumerate(spec["layers"]):
             exact = attended().example("pattern", layer, example).numpy()[:, rows, columns]
             assert np.abs(shown[place] - exact).max() <= 0.004
+
+
+def test_the_page_of_token_statistics_holds_every_token_of_every_layer():
+    spec = spec_in(read().view())
+    assert [one["number"] for one in spec["texts"]] == [0, 1, 2]
+    assert spec["texts"][1] | {"tokens": [], "note": "empty text"} == spec["texts"][1]
+    rows = read().table.sort_values(["text", "layer", "position"])
+    for name in ("log_probability", "entropy", "variance", "rank"):
+        np.testing.assert_array_equal(unpacked(spec[name]), rows[name].to_numpy(dtype=np.float32))
+    some = spec_in(read().view(texts=2))
+    assert [one["number"] for one in some["texts"]] == [2]
+    assert len(unpacked(some["rank"])) == (read().table["text"] == 2).sum()
+
+
+def test_the_page_of_pathways_holds_their_curves_and_the_control_of_random_tokens():
+    spec, curves = spec_in(traced().view()), traced().curves
+    splits = spec["choices"][0]["names"]
+    assert len(spec["charts"]) == 2 * len(splits)
+    for row in curves.sample(30, random_state=chance.seed_of("rows")).itertuples():
+        chart = spec["charts"][2 * splits.index(row.split_by)]
+        line = next(one for one in chart["lines"] if one["name"] == f"{row.dataset}, {row.mode}")
+        at = line["at"].index(row.layer)
+        shown = [math.nan if line[key][at] is None else line[key][at] for key in ("value", "low", "high")]
+        np.testing.assert_allclose(shown, [row.delta_p, row.delta_p_low, row.delta_p_high], rtol=1e-6)
+    for chart in spec["charts"]:
+        assert sum(one["control"] for one in chart["lines"]) == 1
+
+
+def test_the_page_of_memorization_holds_the_values_of_its_boxes_and_the_words_of_its_questions():
+    spec, profile = spec_in(profiled().view()), profiled()
+    values = unpacked(spec["values"])
+    for number, score in enumerate(spec["scores"]):
+        np.testing.assert_array_equal(values[number], profile.depthwise[score].to_numpy(dtype=np.float32))
+    assert spec["rows"]["depth"] == profile.depthwise["depth"].tolist()
+    assert [one["question"] for one in spec["questions"]] == profile.table["question"].tolist()
+    scored = [one for one, n in zip(spec["questions"], profile.table["scored"], strict=True) if n]
+    assert scored
+    assert all(one["tokens"] for one in scored)
+    first = spec["by_layer"]["charts"][0]["lines"][0]
+    rows = profile.by_layer[(profile.by_layer["score"] == profile.main) & (profile.by_layer["depth"] == 1)]
+    np.testing.assert_allclose(first["value"], -rows["value"], rtol=1e-6)
+    assert all(low <= high for low, high in zip(first["low"], first["high"], strict=True) if low is not None)
+
+
+def test_the_page_of_edges_holds_the_strongest_with_intervals_and_what_edges_of_their_shape_do():
+    spec, edges = spec_in(wired().view(n=30)), wired()
+    top = edges.summary().head(10)
+    names = [edges.graph.name(int(edge)) for edge in edges.circuit(30).edges]
+    assert sorted(spec["edges"]["name"]) == sorted(names)
+    np.testing.assert_allclose(spec["edges"]["effect"][:10], top["mean"], rtol=1e-5)
+    means = edges.effects[:, 0, :, 0].double().mean(0).numpy()
+    shapes = edges.graph.stratum[edges.chosen.numpy()]
+    for place in (0, 7, 29):
+        edge = edges.graph.edge_named(spec["edges"]["name"][place])
+        alike = (shapes == edges.graph.stratum[edge]) & (edges.chosen.numpy() != edge)
+        assert spec["edges"]["others"][place] == alike.sum()
+        if alike.any():
+            expected = np.quantile(np.abs(means[alike]), 0.95)
+            np.testing.assert_allclose(spec["edges"]["placebo"][place], expected, rtol=1e-6)
+        both = edges.effects[:, 0, edges.chosen.numpy() == edge, 0].flatten().tolist()
+        assert min(both) - 1e-6 <= spec["edges"]["low"][place] <= spec["edges"]["high"][place] <= max(both) + 1e-6
 
 
 def test_norms_of_what_keys_write_are_those_of_values_through_the_heads_output():
@@ -184,6 +281,10 @@ def test_a_result_without_a_view_of_its_own_shows_its_table_in_a_notebook():
         ("attention", {"example": 2}, "example"),
         ("attention", {"layers": [0]}, "keeps no pattern of layer 0"),
         ("sweep", {"colour": 1}, "it takes none"),
+        ("edges", {"n": 10**6}, "n="),
+        ("edges", {"metric": "nothing"}, "metric"),
+        ("likelihood", {"texts": 3}, "texts"),
+        ("likelihood", {"texts": "first"}, "must be the index of a text"),
     ],
 )
 def test_a_choice_that_a_view_does_not_offer_is_refused(kind, what, said):

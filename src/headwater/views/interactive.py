@@ -48,9 +48,7 @@ def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
     return {"dtype": encoding, "shape": list(values.shape), "deflate": deflate, "data": data}
 
 
-def interactive(
-    result: Result, scripts: str | Sequence[str], spec: Mapping[str, object], height: int = 620
-) -> View:
+def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str, object], height: int = 620) -> View:
     """Return the page of a result that is drawn by a script.
 
     Args:

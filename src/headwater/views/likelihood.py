@@ -1,4 +1,4 @@
-"""The view of token statistics: a text as its tokens, coloured by how likely the model finds each; the lowest framed."""
+"""The view of token statistics: a text as its tokens, in the colours of how likely each is; the lowest are framed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec_of(stats: TextStatistics, texts: Sequence[int]) -> dict[str, object]:
     rows = table[table["text"].isin(texts)].sort_values(["text", "layer", "position"], kind="stable")
     first = rows[rows["layer"] == layers[0]]
     known = stats.texts.set_index("text")
-    parts = {text: part for text, part in first.groupby("text", sort=False)}
+    parts = dict(list(first.groupby("text", sort=False)))
     left = len(stats.texts) - len(texts)
     return {
         "title": f"How likely {stats.run.model} finds each token: {len(texts):,} of {len(stats.texts):,} texts"

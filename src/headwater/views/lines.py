@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
+import numpy as np
 import pandas as pd
 
 DIGITS = 7
@@ -39,6 +39,6 @@ def line_of(
     return line | {"at": rows[at].tolist()} | held | counted
 
 
-def rounded(numbers: Iterable[float]) -> list[float | None]:
+def rounded(numbers: pd.Series | np.ndarray) -> list[float | None]:
     """Return numbers as JSON has them: to seven digits, and None where there is none."""
     return [float(f"{one:.{DIGITS}g}") if math.isfinite(one) else None for one in map(float, numbers)]

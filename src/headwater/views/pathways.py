@@ -1,4 +1,4 @@
-"""The view of pathways: ΔP against the layer by question set and mode, with the knockout of random tokens as control."""
+"""The view of pathways: ΔP against the layer by question set and mode, with random tokens knocked out as control."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def _lines(pathways: Pathways, split: str, value: str) -> list[dict[str, object]
             look = COLORS[mode][place % len(MARKS)], MARKS[place % len(MARKS)]
             dashed = DASHES[mode] != "-"
             if len(rows):
-                lines.append(
-                    line_of(rows, columns, name=f"{name}, {mode}", look=look, dashed=dashed, count="examples")
-                )
+                lines.append(line_of(rows, columns, name=f"{name}, {mode}", look=look, dashed=dashed, count="examples"))
     return lines
 
 
