@@ -161,7 +161,7 @@ def test_the_page_of_pathways_holds_their_curves_and_the_control_of_random_token
     spec, curves = spec_in(traced().view()), traced().curves
     splits = spec["choices"][0]["names"]
     assert len(spec["charts"]) == 2 * len(splits)
-    for row in curves.sample(30, random_state=chance.seed_of("rows")).itertuples():
+    for row in curves.itertuples():
         chart = spec["charts"][2 * splits.index(row.split_by)]
         line = next(one for one in chart["lines"] if one["name"] == f"{row.dataset}, {row.mode}")
         at = line["at"].index(row.layer)
@@ -203,7 +203,8 @@ def test_the_page_of_edges_holds_the_strongest_with_intervals_and_what_edges_of_
             expected = np.quantile(np.abs(means[alike]), 0.95)
             np.testing.assert_allclose(spec["edges"]["placebo"][place], expected, rtol=1e-6)
         both = edges.effects[:, 0, edges.chosen.numpy() == edge, 0].flatten().tolist()
-        assert min(both) - 1e-6 <= spec["edges"]["low"][place] <= spec["edges"]["high"][place] <= max(both) + 1e-6
+        low, high = (spec["edges"][end][place] for end in ("low", "high"))
+        assert min(both) - 1e-5 <= low <= high <= max(both) + 1e-5
 
 
 def test_norms_of_what_keys_write_are_those_of_values_through_the_heads_output():
@@ -284,7 +285,7 @@ def test_a_result_without_a_view_of_its_own_shows_its_table_in_a_notebook():
         ("edges", {"n": 10**6}, "n="),
         ("edges", {"metric": "nothing"}, "metric"),
         ("likelihood", {"texts": 3}, "texts"),
-        ("likelihood", {"texts": "first"}, "must be the index of a text"),
+        ("likelihood", {"texts": []}, "must be the index of a text"),
     ],
 )
 def test_a_choice_that_a_view_does_not_offer_is_refused(kind, what, said):
