@@ -59,7 +59,7 @@ def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
     none = profile.tokens.head(0)
     found = []
     for text, row in zip(texts, table.to_dict("records"), strict=True):
-        part = tokens.get(owners.get(text), none)
+        part = tokens[owners[text]] if text in owners else none
         said, score = row.get("model_answer"), row.get("score", math.nan)
         found.append(
             {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -44,7 +45,7 @@ def spec_of(stats: TextStatistics, texts: Sequence[int]) -> dict[str, object]:
     layers = sorted(table["layer"].unique().tolist())
     rows = table[table["text"].isin(texts)].sort_values(["text", "layer", "position"], kind="stable")
     first = rows[rows["layer"] == layers[0]]
-    known = stats.texts.set_index("text")
+    known = dict(zip(stats.texts["text"].tolist(), stats.texts.to_dict("records"), strict=True))
     parts = dict(list(first.groupby("text", sort=False)))
     left = len(stats.texts) - len(texts)
     return {
@@ -52,11 +53,11 @@ def spec_of(stats: TextStatistics, texts: Sequence[int]) -> dict[str, object]:
         if left
         else f"How likely {stats.run.model} finds each token",
         "layers": ["final"] if "layer" not in stats.table else layers,
-        "texts": [_text(text, parts.get(text, first.head(0)), known.loc[text]) for text in texts],
+        "texts": [_text(text, parts.get(text, first.head(0)), known[text]) for text in texts],
     } | {name: packed(rows[name].to_numpy(dtype=float), "f4") for name in STATISTICS}
 
 
-def _text(number: int, rows: pd.DataFrame, known: pd.Series) -> dict[str, object]:
+def _text(number: int, rows: pd.DataFrame, known: Mapping[Hashable, Any]) -> dict[str, object]:
     return {
         "number": number,
         "begins": " ".join(str(known["content"]).split())[:BEGINS],
