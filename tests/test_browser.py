@@ -29,6 +29,19 @@ def browser():
         running.close()
 
 
+FIRST_PLACE = """([width, height, step, begin]) => {
+  const canvas = document.querySelector("[data-main]"), box = canvas.getBoundingClientRect();
+  for (let y = 2; y < height; y += step)
+    for (let x = 2; x < width; x += step) {
+      const at = { bubbles: true, clientX: box.left + x, clientY: box.top + y };
+      canvas.dispatchEvent(new PointerEvent("pointermove", at));
+      const said = document.querySelector(".tip div");
+      if (said && said.innerText.startsWith(begin)) return [x, y];
+    }
+  return null;
+}"""
+
+
 class Look:
     """A view in a page of the browser, with everything it complains of and asks for."""
 
@@ -49,12 +62,10 @@ class Look:
         return tip.locator("div").all_inner_texts() if tip.count() and tip.is_visible() else []
 
     def find(self, width, height, begin, step=4):
-        """Return what is said at the first place whose tooltip begins so."""
-        for y in range(2, height, step):
-            for x in range(2, width, step):
-                if (lines := self.at(x, y)) and lines[0].startswith(begin):
-                    return lines, (x, y)
-        raise AssertionError(f"nothing says {begin!r}")
+        """Return what is said at the first place whose tooltip begins so: the page looks, then the mouse goes."""
+        place = self.page.evaluate(FIRST_PLACE, [width, height, step, begin])
+        assert place, f"nothing says {begin!r}"
+        return self.at(*place), tuple(place)
 
     def seen(self):
         return self.page.locator("body").inner_text()

@@ -103,6 +103,7 @@ PATCH = Of(
         "dataset": "a mean over other prompts than these is a question for a notebook",
         "seed": "of resample alone",
         "from_layer": "all layers are written from themselves",
+        "together": "nodes picked by hand, for a notebook or the patch board",
     },
 )
 KNOCKOUT = Of(
