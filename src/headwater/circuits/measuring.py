@@ -37,9 +37,10 @@ from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
 from headwater.patching.call import check_call, metric_options, prompt_options
+from headwater.patching.cell import Cells
 from headwater.patching.dataset_values import Resample
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Cell, Plan
+from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, first_difference, read_pairs
 from headwater.patching.values import Source, asked_source, recorded
 from headwater.patching.variants import LOGITS
@@ -105,7 +106,7 @@ class Outcome:
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
         second = first if source is not None or second is None else second
-        cells = tuple(Cell(example, {}, ()) for example in range(len(first)))
+        cells = Cells.unedited(len(first))
         plan = Plan(model, first, second, True, cells, metrics, batch_size=batch_size)
         return cls(plan, source, options | {"metrics": metric_options(plan)})
 

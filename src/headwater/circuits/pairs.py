@@ -28,8 +28,9 @@ from headwater.models.positions import Where
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_name
 from headwater.patching.call import metric_options, prompt_options
+from headwater.patching.cell import Cells
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Cell, Plan
+from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, read_pairs
 from headwater.patching.sides import DIRECTIONS
 from headwater.patching.values import Source, asked_source
@@ -61,7 +62,7 @@ def plan_of(
     if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
         raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; edges are measured at the logits.")
     base, other = (first, second) if direction == "noise" or second is None else (second, first)
-    cells = tuple(Cell(example, {}, ()) for example in range(len(base)))
+    cells = Cells.unedited(len(base))
     return Plan(model, base, other, base is first, cells, metrics, batch_size=batch_size)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import psutil
 import torch
@@ -92,7 +92,16 @@ def failures_named(what: str) -> Iterator[None]:
         raise InputError(f"{what} failed: {type(error).__name__}: {said}") from error
 
 
-def in_halves(items: Sequence[Any], work: Callable[[Any], Value]) -> list[Value]:
+@runtime_checkable
+class Items(Protocol):
+    """Things in a row that can be taken in parts: a sequence, or what holds an array for each of their numbers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
+def in_halves(items: Items, work: Callable[[Any], Value]) -> list[Value]:
     """Do the work on all items at once; when memory runs out, on one half and then the other, and so on.
 
     The work must leave nothing behind when it fails.

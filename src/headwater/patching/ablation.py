@@ -25,12 +25,12 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_flag, checked_seed
 from headwater.patching.call import check_call, metric_options, recorded_roles
+from headwater.patching.cell import Cells, Kind
 from headwater.patching.cells import Asked
 from headwater.patching.components import read_sets
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Cell
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
@@ -103,7 +103,7 @@ def ablate(
     matched = sides.matched(spots, named)
     refuse_too_many_cells(sum(map(len, spots)) * len(chosen) * len(metrics) * (source.samples or 1) * sides.draws)
     common = {"site": "complement" if complement else "ablation"} | ({"values": source.label} if source.label else {})
-    cells = []
+    rows = []
     for example, prompt in enumerate(sides.base):
         i = example // sides.draws
         since = source.since(example) if matched[i] is None else 0
@@ -113,8 +113,8 @@ def ablate(
             for one, sample in product(chosen, range(source.samples or 1)):
                 own = {"set": one.name} | ({"sample": sample} if source.samples is not None else {})
                 edits = tuple(replace(part.edit(at, since), sample=sample) for part in one.parts)
-                cells.append(Cell(example, labels | own, edits))
-    plan = plan_of(model, sides, cells, metrics, source, matched=matched, batch_size=batch_size)
+                rows.append((example, [Kind(labels | own, edits)]))
+    plan = plan_of(model, sides, Cells.of(rows), metrics, source, matched=matched, batch_size=batch_size)
     options = {
         "sets": [one.described() for one in chosen],
         "complement": complement,

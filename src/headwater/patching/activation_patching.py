@@ -17,8 +17,8 @@ another prompt's (resampling).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from itertools import product
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,17 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Where, is_all
+from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, sites_named
 from headwater.options import checked_name, checked_seed, shown
 from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
-from headwater.patching.cells import SPANS, Asked, Window, cells_of, chosen, covered, lasting
+from headwater.patching.cell import Cells, Kind
+from headwater.patching.cells import SPANS, Asked, Step, Window, chosen, covered, kinds_of, lasting
 from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Cell
-from headwater.patching.prompts import Prompts
+from headwater.patching.prompts import Prompts, Spot
 from headwater.patching.runners import Wave
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
@@ -153,18 +153,22 @@ def patch(
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
     base, draws = sides.prompts, sides.draws
     matched = sides.matched(spots, named, attended if ask.keys_by_role else None)
-    places = list(zip(base, spots, attended, strict=True))
-    planned = [(i, site, ask.steps(model, site, *places[i])) for i in range(len(base)) for site in named]
+    planned = _planned(ask, model, named, base, spots, attended)
     if method == "exact":
         refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
     n_each = len(metrics) * (source.samples or 1) * len(ask.sources(model)) * draws
     refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * n_each)
-    cells: list[Cell] = []
-    for i in range(len(base)):
-        own = [(site, steps) for example, site, steps in planned if example == i]
-        for example, (site, steps) in product(range(i * draws, (i + 1) * draws), own):
-            in_line = matched[i] is None
-            cells += cells_of(base[i], example, site, steps, ask.sizes(site), source, in_line, ask.sources(model))
+    sizes, sources = {site.name: ask.sizes(site) for site in named}, ask.sources(model)
+    made: dict[tuple[int, int], list[Kind]] = {}
+    rows: list[tuple[int, Sequence[Kind]]] = []
+    for i, own in groupby(planned, key=lambda one: one[0]):
+        in_line = matched[i] is None
+        for example, (_, site, steps) in product(range(i * draws, (i + 1) * draws), list(own)):
+            first = source.since(example) if in_line else 0
+            if (kinds := made.get((id(steps), first))) is None:
+                kinds = made[id(steps), first] = list(kinds_of(site, steps, sizes[site.name], source, first, sources))
+            rows.append((example, kinds))
+    cells = Cells.of(rows)
     plan = plan_of(model, sides, cells, metrics, source, matched=matched, batch_size=batch_size)
     options = {
         "sites": [site.described for site in named],
@@ -200,3 +204,22 @@ def _refuse_beside_together(where: Mapping[str, object], method: str) -> None:
         raise InputError(f"together= and {given[0]}= were both given: a node says its site, layer and place itself.")
     if method != METHODS[0]:
         raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")
+
+
+def _planned(
+    ask: Asked,
+    model: HookedModel,
+    sites: Sequence[Site],
+    base: Sequence[Prompt],
+    spots: Sequence[Mapping[str, Spot]],
+    keys: Sequence[Mapping[str, Spot]],
+) -> list[tuple[int, Site, dict[str, list[Step]]]]:
+    """List by example and site the places on each axis; those of examples that have the same ones are one object."""
+    listed: dict[Hashable, dict[str, list[Step]]] = {}
+    planned = []
+    for (i, prompt), site in product(enumerate(base), sites):
+        same = (site.name, len(prompt), tuple(spots[i].items()), tuple(keys[i].items()))
+        if same not in listed:
+            listed[same] = ask.steps(model, site, prompt, spots[i], keys[i])
+        planned.append((i, site, listed[same]))
+    return planned

@@ -21,8 +21,9 @@ from headwater.errors import InputError, NumericsError
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
+from headwater.patching.cell import Cell
 from headwater.patching.forwards import written_into
-from headwater.patching.plan import Cell, Group, Plan, columns_of
+from headwater.patching.plan import Group, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.runners import Runner, other_run, state_names, values_written
 from headwater.patching.variants import LOGITS, Replace
@@ -59,7 +60,7 @@ class Gradients(Runner):
     def measure(self, cells: range) -> Measured:
         """Add to the unedited values what each cell covers."""
         found = self.readout.unedited(cells)
-        for i, cell in enumerate(self.plan.cells[cells.start : cells.stop]):
+        for i, cell in enumerate(self.plan.cells.part(cells)):
             row = cell.example - self.group.examples.start
             effects = [_sum(product, cell, row) for product in self._products]
             found.values[i] += torch.tensor(effects, dtype=torch.float64)

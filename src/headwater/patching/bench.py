@@ -21,14 +21,15 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.models.unembedding import unembedding_head
+from headwater.patching.cell import Cells
 from headwater.patching.metrics import Metric
 from headwater.patching.nodes import Node
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.runners import CannotStepError, Wave, Whole
 from headwater.patching.sides import Sides, plan_of
-from headwater.patching.together import joint_cell
-from headwater.patching.variants import LOGITS, Reading, Variant
+from headwater.patching.together import joint_kind
+from headwater.patching.variants import LOGITS, Indices, Reading
 
 STATE = "resid_post"
 """What is read behind each layer."""
@@ -79,7 +80,7 @@ class Bench:
         named = sites_named(sites, model)
         self.source = sides.source(model, values, dataset, named, seed=0)
         every = [Node(site.name, layer) for site in named for layer in site.layers(model.shape)]
-        cells = [joint_cell([node], 0, self.source) for node in every]
+        cells = Cells.of([(0, [joint_kind([node], 0, self.source) for node in every])])
         plan = plan_of(model, sides, cells, (metric,), self.source, matched=[None], batch_size=None)
         layers = range(model.shape.n_layers)
         self.plan: Plan = replace(plan, states=tuple((STATE, layer) for layer in layers), states_at=metric.at)
@@ -120,22 +121,26 @@ class Bench:
         if self.model.fingerprint != self._fingerprint:
             raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
         runner, end = self._runner, (LOGITS, self.model.shape.n_layers)
-        cells = [joint_cell(one, 0, self.source) for one in (nodes, *parts)]
+        cells = Cells.of([(0, [joint_kind(one, 0, self.source) for one in (nodes, *parts)])])
         before, _ = self.unedited
         values = [before] * len(cells)
         states: dict[Reading, Tensor] = {reading: runner.readout.base[reading][0] for reading in self.plan.states}
 
-        def deliver(reading: Reading, indices: list[int], read: Tensor) -> None:
+        def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
             if reading == end:
                 measured = runner.readout.apply(0, reading, read, [0] * len(indices))
-                for index, value in zip(indices, measured.tolist(), strict=True):
+                for index, value in zip(indices.tolist(), measured.tolist(), strict=True):
                     values[index] = value
             elif 0 in indices:
-                states[reading] = read[indices.index(0)]
+                states[reading] = read[indices.tolist().index(0)]
 
         with torch.inference_mode(), self.model.lock:
-            whole, *others = runner.group.variants(cells)
-            runner.run([whole, *(_at_the_end(one, end) for one in others)], deliver)
+            variants = runner.group.variants(cells)
+            changes = (
+                change if number == variants.which[0] else replace(change, readings=(end,))
+                for number, change in enumerate(variants.changes)
+            )
+            runner.run(replace(variants, changes=tuple(changes)), deliver)
             kept = torch.stack([states[reading] for reading in self.plan.states])[:, self._columns]
         return Looked(values[0], tuple(values[1:]), kept)
 
@@ -178,8 +183,3 @@ class Bench:
         """
         logits = self.logits(states[-1:])[0, -1].double()
         return logits.topk(min(count, len(logits))).indices.tolist(), logits.softmax(-1)
-
-
-def _at_the_end(variant: Variant, end: Reading) -> Variant:
-    """Return a variant of which the logits alone are read."""
-    return replace(variant, readings=(end,))

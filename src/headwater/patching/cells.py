@@ -19,7 +19,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_name, one_or_several, shown, whole_numbers
-from headwater.patching.plan import Cell
+from headwater.patching.cell import Kind
 from headwater.patching.prompts import Spot, role_spots, spot_of
 from headwater.patching.values import Source
 from headwater.patching.variants import Replace
@@ -294,23 +294,21 @@ def _places(spots: Mapping[str, Spot]) -> list[int]:
     return sorted({position for spot in spots.values() for position in spot.base})
 
 
-def cells_of(
-    prompt: Prompt,
-    example: int,
+def kinds_of(
     site: Site,
     listed: Mapping[str, list[Step]],
     sizes: Mapping[str, int | str],
     source: Source,
-    in_line: bool = True,
+    first: int,
     source_layers: Sequence[int | None] = (None,),
-) -> Iterator[Cell]:
-    """Yield one example's cells of one site, a set of them for each layer that values come from and each draw.
+) -> Iterator[Kind]:
+    """Yield what is edited of one site, a set of kinds for each layer that values come from and each draw.
 
-    `in_line`: the two prompts of the pair align token by token.
+    `first`: before this position the values of a layer are those that stand there.
     """
     values = {"values": source.label} if source.label else {}
     for from_layer, sample, step in product(source_layers, range(source.samples or 1), grid(listed)):
-        since = source.since(example) if in_line and from_layer is None else 0
+        since = first if from_layer is None else 0
         covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
         at, of, to, units = (covers[axis] for axis in ("position", "head", "key", "feature"))
         runs = layer_runs(covers["layer"] or ())
@@ -319,17 +317,14 @@ def cells_of(
             labels["from_layer"] = from_layer
         if source.samples is not None:
             labels["sample"] = sample
-        if "position" in labels:
-            labels["token"] = prompt.strings[labels["position"]]
-        elif "role" in labels:
-            labels["token"] = "".join(prompt.strings[position] for position in at or ())
+        token_at = (labels["position"],) if "position" in labels else (at or ()) if "role" in labels else None
         if "head" in labels:
             labels[site.head_column] = labels.pop("head")
         nested = "layer" in sizes and len(runs) == 1
         others = tuple((step[axis].label, step[axis].role) for axis in listed if axis != "layer")
         family = (site.name, *others, runs[0].start, from_layer, sample) if nested else None
         edits = tuple(Replace(site, run, at, of, to, units, since, from_layer, sample) for run in runs)
-        yield Cell(example, labels, edits, family)
+        yield Kind(labels, edits, family, token_at)
 
 
 def covered(listed: Sequence[Step], length: int) -> tuple[int, ...] | str:

@@ -31,10 +31,11 @@ from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, sites_named
 from headwater.options import checked_name, shown
 from headwater.patching.call import check_call, metric_options, prompt_options
+from headwater.patching.cell import Cells, Kind
 from headwater.patching.cells import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
 from headwater.patching.measure import collect_states, measure
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Cell, Plan
+from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.readout import Measured
 from headwater.patching.sweep import Sweep, sweep_of
@@ -135,13 +136,12 @@ def knockout(
     axes = axes_of(over, ("layer",), ("layer", "head"), "A knockout")
     sizes = windows_of(window, axes)
     named = edges_by_role(named_edges(block))
-    cells = [
-        cell
+    cells = Cells.of(
+        (example, _kinds(model, labels, edges, base, example, axes, sizes, layers, variant))
         for example in range(len(base))
         for labels, edges in named
-        for cell in _cells(model, labels, edges, base, example, axes, sizes, layers, variant)
-    ]
-    plan = Plan(model, base, None, True, tuple(cells), metrics, batch_size=batch_size)
+    )
+    plan = Plan(model, base, None, True, cells, metrics, batch_size=batch_size)
     options = {
         "block": [" ".join(labels.values()) for labels, _ in named],
         "matrices": [
@@ -225,7 +225,7 @@ def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edge
     return found
 
 
-def _cells(
+def _kinds(
     model: HookedModel,
     labels: Mapping[str, str],
     edges: Edges,
@@ -235,8 +235,8 @@ def _cells(
     sizes: Mapping[str, int | str],
     layers: Iterable[int] | int | None,
     variant: str,
-) -> list[Cell]:
-    """List one prompt's cells of one set of edges."""
+) -> list[Kind]:
+    """List what is severed in one prompt of one set of edges."""
     shape = model.shape
     matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead).to(model.device)
     heads = chosen(edges.heads, shape.n_heads, "head")
@@ -244,14 +244,14 @@ def _cells(
         "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),
         "layer": steps(chosen(layers, shape.n_layers, "layer"), "layer" in axes, sizes.get("layer"), False),
     }
-    cells = []
+    kinds = []
     for step in grid(listed):
         covers = step["head"].covers
         edits = tuple(Cut(run, matrix, covers, variant == "zero") for run in layer_runs(step["layer"].covers or ()))
         nested = "layer" in sizes and len(edits) == 1
         family = (*labels.values(), step["head"].label, edits[0].layers.start) if nested else None
-        cells.append(Cell(example, dict(labels) | labels_of(step, sizes), edits, family))
-    return cells
+        kinds.append(Kind(dict(labels) | labels_of(step, sizes), edits, family))
+    return kinds
 
 
 def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, ...]:
@@ -301,9 +301,9 @@ def knocked_out_states(
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
     shape, names = model.shape, _states_named(sites, model)
-    cells = [cell for i in range(len(base)) for cell in _cells(model, EDGES, edges, base, i, (), {}, layers, variant)]
+    cells = Cells.of((i, _kinds(model, EDGES, edges, base, i, (), {}, layers, variant)) for i in range(len(base)))
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
-    plan = Plan(model, base, None, True, tuple(cells), (), batch_size=batch_size, states=readings, states_at=at)
+    plan = Plan(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
     for done, found in collect_states(plan, progress):
         for name, layer in readings:
@@ -343,18 +343,20 @@ def windowed_states(
     _states_named(site, model)
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
-    listed = [
-        cell
-        for example in range(len(base))
-        for cell in _cells(model, EDGES, edges, base, example, ("layer",), {"layer": window}, None, variant)
-    ]
-    cells = tuple(cell for cell in listed if min(edit.layers.start for edit in cell.edits) <= max(read))
+    listed = (
+        (i, _kinds(model, EDGES, edges, base, i, ("layer",), {"layer": window}, None, variant))
+        for i in range(len(base))
+    )
+    cells = Cells.of(
+        (i, [kind for kind in kinds if min(edit.layers.start for edit in kind.edits) <= max(read)])
+        for i, kinds in listed
+    )
     readings = tuple((site, layer) for layer in read)
     plan = Plan(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
     above = sorted(set(range(model.shape.n_layers)) - {cell.labels["layer"] for cell in cells})
     found = torch.empty(model.shape.n_layers, len(read), len(base), model.shape.d_model)
     for done, measured in collect_states(plan, progress=False):
-        part = cells[done.start : done.stop]
+        part = cells.part(done)
         windows, examples = [cell.labels["layer"] for cell in part], [cell.example for cell in part]
         for place, reading in enumerate(readings):
             found[windows, place, examples] = measured.after[reading].float().cpu()

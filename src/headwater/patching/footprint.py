@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from headwater.errors import InputError
@@ -24,7 +25,8 @@ from headwater.models.gradients import graph_bytes
 from headwater.models.memory import how_many_fit, refuse_too_large
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site
-from headwater.patching.plan import WAVE_TOKENS, Cell, Plan, tokens_of
+from headwater.patching.cell import Kind
+from headwater.patching.plan import WAVE_TOKENS, Plan, tokens_of
 from headwater.patching.variants import Replace
 
 MOST_FEATURES = 4096
@@ -80,35 +82,50 @@ def examples_at_once(plan: Plan, gradients: bool = False) -> int:
     """
     if plan.model.spread:
         return len(plan.base)
-    cells: list[list[Cell]] = [[] for _ in plan.base]
-    for cell in plan.cells:
-        cells[cell.example].append(cell)
-    largest = max(example_bytes(plan, example, own, gradients) for example, own in enumerate(cells))
+    tokens = np.bincount(plan.cells.example, tokens_of(plan), len(plan.base)).astype(np.int64).tolist()
+    widths: dict[bytes, int] = {}
+    largest = 0
+    for example, n_tokens in enumerate(tokens):
+        kinds = plan.cells.part(plan.cells.among(range(example, example + 1))).kind
+        length = max(len(side[example]) for side in (plan.base, plan.other) if side is not None)
+        same = kinds.tobytes() + length.to_bytes(8)
+        if same not in widths:
+            widths[same] = _replaced(plan, [plan.cells.kinds[number] for number in np.unique(kinds)], length)
+        largest = max(largest, example_bytes(plan, example, length, widths[same], n_tokens, gradients))
     advice = "Give shorter prompts, fewer sites or layers, or load the model in bfloat16, which takes half of float32."
     return how_many_fit("This sweep, one example at a time,", largest, plan.model.device, advice)
 
 
-def example_bytes(plan: Plan, example: int, cells: Sequence[Cell], gradients: bool = False) -> int:
-    """Estimate what one example with its cells takes on the model's device."""
-    shape, length = plan.model.shape, max(len(side[example]) for side in (plan.base, plan.other) if side is not None)
+def example_bytes(plan: Plan, example: int, length: int, replaced: int, n_tokens: int, gradients: bool = False) -> int:
+    """Estimate what one example with its cells takes on the model's device.
+
+    Args:
+        plan: the sweep.
+        example: which example.
+        length: of the longer of its prompts.
+        replaced: how many numbers the activations have that its edits write.
+        n_tokens: how many tokens the rows of its cells have.
+        gradients: whether autograd keeps every layer.
+    """
+    shape = plan.model.shape
     sides = 1 if plan.other is None else 2
     per_token = 12 * shape.d_model + 4 * shape.d_mlp + 3 * shape.n_heads * length
-    numbers = _replaced(plan, cells, length) + sides * length * per_token
+    numbers = replaced + sides * length * per_token
     logits = 3 * len(plan.positions[example]) * plan.model.n_logits
     if gradients:
         graph = shape.n_layers * graph_bytes(plan.model, length, length)
         return (numbers + logits) * plan.model.dtype.itemsize + graph
     recorded = shape.n_layers * (3 * shape.d_model + 2 * shape.n_kv_heads * shape.d_head)
-    rows = min(sum(tokens_of(plan, cell) for cell in cells), WAVE_TOKENS) * shape.d_model
+    rows = min(n_tokens, WAVE_TOKENS) * shape.d_model
     numbers += sides * length * recorded + rows + (logits if plan.only_answers is None else 0)
     return numbers * plan.model.dtype.itemsize
 
 
-def _replaced(plan: Plan, cells: Sequence[Cell], length: int) -> int:
+def _replaced(plan: Plan, kinds: Sequence[Kind], length: int) -> int:
     """Count the numbers of the activations that edits write, with the runs that they come from."""
     if plan.source is None:
         return 0
-    edits = [edit for cell in cells for edit in cell.edits if isinstance(edit, Replace)]
+    edits = [edit for kind in kinds for edit in kind.edits if isinstance(edit, Replace)]
     places = {(edit.site.name, layer): edit.site for edit in edits for layer in edit.layers}
     widths = (site.width(plan.model.shape, length) for site in places.values())
     return plan.source.copies * length * sum(widths)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -28,9 +29,12 @@ from headwater.patching.variants import (
 
 
 def run_variant(
-    model: HookedModel, prompt: Batch, variant: Variant, values: Values, before: Sequence[Hook] = ()
+    model: HookedModel, prompt: Batch, variant: Variant, example: int, values: Values, before: Sequence[Hook] = ()
 ) -> dict[Reading, Tensor]:
-    """Run one prompt with hooks and a variant's edits; return each reading at the kept positions, `kept width`."""
+    """Run one prompt with hooks and a variant's edits; return each reading at the kept positions, `kept width`.
+
+    `example` is which of the group the prompt is.
+    """
     n_layers = model.shape.n_layers
     deepest = max(layer + (site != LOGITS) for site, layer in variant.readings)
     read: dict[Reading, Tensor] = {}
@@ -38,7 +42,7 @@ def run_variant(
     def take(activation: Tensor, hook: object, reading: Reading) -> None:
         read[reading] = activation[0, list(variant.kept)].clone()
 
-    hooks = [*before, *_edits(variant, values, deepest)]
+    hooks = [*before, *_edits(variant, example, values, deepest)]
     for site, layer in variant.readings:
         if site != LOGITS:
             hooks.append((SITES[site].hook_name(layer), looks(partial(take, reading=(site, layer)))))
@@ -51,11 +55,11 @@ def run_variant(
 
 
 def run_edited(
-    model: HookedModel, prompt: Batch, variant: Variant, values: Values, before: Sequence[Hook] = ()
+    model: HookedModel, prompt: Batch, variant: Variant, example: int, values: Values, before: Sequence[Hook] = ()
 ) -> None:
     """Run one prompt with a variant's edits after other hooks, for what the model's own checks say of it."""
     n_layers = model.shape.n_layers
-    model.run(prompt, [*before, *_edits(variant, values, n_layers)], stop_at=n_layers)
+    model.run(prompt, [*before, *_edits(variant, example, values, n_layers)], stop_at=n_layers)
 
 
 def capture(
@@ -98,15 +102,15 @@ def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> 
     return visible
 
 
-def _edits(variant: Variant, values: Values, deepest: int) -> list[Hook]:
+def _edits(variant: Variant, example: int, values: Values, deepest: int) -> list[Hook]:
     """Return the hooks that make a variant's edits in the layers before one."""
     layers = [(edit, layer) for edit in variant.edits for layer in edit.layers if layer < deepest]
-    return [hook for edit, layer in layers for hook in _hooks(edit, layer, variant, values)]
+    return [hook for edit, layer in layers for hook in _hooks(edit, layer, example, values)]
 
 
-def _hooks(edit: Edit, layer: int, variant: Variant, values: Values) -> list[Hook]:
+def _hooks(edit: Edit, layer: int, example: int, values: Values) -> list[Hook]:
     if isinstance(edit, Replace):
-        written = partial(written_into, edits=[(edit, variant.example)], values=values, layer=layer)
+        written = partial(written_into, edits=[(edit, example)], values=values, layer=layer)
         return [(edit.site.hook_name(layer), makes(written))]
     pattern = main_site(Stage.PATTERN).hook_name(layer)
     if edit.zero:
@@ -127,7 +131,7 @@ def written_into(
     site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]
     lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
     stretches = [
-        Stretch(edit, example, 0, held, i * length)
+        Stretch(edit, np.array([example]), 0, held, np.array([i * length]))
         for i, ((edit, example), held) in enumerate(zip(edits, lengths, strict=True))
     ]
     if not site.has_keys:

@@ -79,9 +79,8 @@ class _Measuring:
         found: list[tuple[range, Measured]] = []
 
         def do(part: range) -> None:
-            own = [cell for cell in cells if self.plan.cells[cell].example in part]
-            if own:
-                among = range(own[0], own[-1] + 1)
+            own = self.plan.cells.among(part)
+            if among := range(max(own.start, cells.start), min(own.stop, cells.stop)):
                 found.append((among, self._runner_of(part).measure(among)))
 
         most = min(self._most, len(examples))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
@@ -22,11 +23,12 @@ from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import Site, sites_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count
+from headwater.patching.cell import Cells, Kind
 from headwater.patching.corruption import Corruption
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import Spot, spot_of
 from headwater.patching.values import Source
-from headwater.patching.variants import LOGITS, Cut, Edit, Place, Reading, Replace, Variant
+from headwater.patching.variants import LOGITS, Cut, Edit, Place, Reading, Replace, Variant, Variants
 
 Kept: TypeAlias = Sequence[tuple[int, ...]]
 """By example: the positions that something reads."""
@@ -34,18 +36,6 @@ WAVE_TOKENS = 1 << 15
 """The most tokens that travel down the layers together."""
 GROUP_FLOATS = 1 << 26
 """About how many numbers the recorded activations of a group of examples may hold."""
-
-
-@dataclass(frozen=True, eq=False)
-class Cell:
-    """One cell of the sweep on one example."""
-
-    example: int
-    labels: Mapping[str, Any]
-    """Its coordinates, as they stand in the table."""
-    edits: tuple[Edit, ...]
-    family: tuple[Any, ...] | None = None
-    """Cells of one family (adjacent, of one example) begin at one layer and end ever later: they share a trunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +48,7 @@ class Plan:
     other: tuple[Prompt, ...] | None
     """The other prompt of each pair."""
     base_is_clean: bool
-    cells: tuple[Cell, ...]
+    cells: Cells
     metrics: tuple[Metric, ...]
     source: Source | None = None
     batch_size: int | None = None
@@ -174,8 +164,9 @@ class Group:
         self.lengths = [len(plan.base[i]) for i in examples]
         self.kept: Kept = [plan.positions[i] for i in examples]
         self.other_kept: Kept = [plan.other_positions[i] for i in examples] if plan.other is not None else []
-        self.cells = [cell for cell in plan.cells if cell.example in examples]
-        self.readings = sorted({*plan.states, *(plan.reading(m, c.edits) for m in plan.metrics for c in self.cells)})
+        self.cells = plan.cells.part(plan.cells.among(examples))
+        self.kinds = self.cells.used
+        self.readings = sorted({*plan.states, *(plan.reading(m, k.edits) for m in plan.metrics for k in self.kinds)})
 
     @property
     def longest(self) -> int:
@@ -185,30 +176,30 @@ class Group:
     @cached_property
     def places(self) -> set[Place]:
         """Where edits write."""
-        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
+        edits = [edit for kind in self.kinds for edit in kind.edits if isinstance(edit, Replace)]
         return {(edit.site.name, layer) for edit in edits for layer in edit.layers}
 
     @cached_property
     def sites(self) -> dict[str, Site]:
         """The sites where edits write, by name."""
-        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
+        edits = [edit for kind in self.kinds for edit in kind.edits if isinstance(edit, Replace)]
         return {edit.site.name: edit.site for edit in edits}
 
     @cached_property
     def sources(self) -> set[Place]:
         """Where the values are taken that edits write."""
-        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
+        edits = [edit for kind in self.kinds for edit in kind.edits if isinstance(edit, Replace)]
         return {(edit.site.name, edit.read_at(layer)) for edit in edits for layer in edit.layers}
 
     def drawn(self, site: str, layer: int) -> set[tuple[int, int]]:
         """Return the layers that values of a place are taken from, and which draws of them, as pairs."""
-        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Replace)]
+        edits = [edit for kind in self.kinds for edit in kind.edits if isinstance(edit, Replace)]
         return {(e.read_at(layer), e.sample) for e in edits if e.site.name == site and layer in e.layers}
 
     @cached_property
     def cut_layers(self) -> set[int]:
         """Where edits sever edges."""
-        edits = [edit for cell in self.cells for edit in cell.edits if isinstance(edit, Cut)]
+        edits = [edit for kind in self.kinds for edit in kind.edits if isinstance(edit, Cut)]
         return {layer for edit in edits for layer in edit.layers}
 
     def in_base(
@@ -259,18 +250,36 @@ class Group:
         """Whether a side, which is the plan's `base` or `other` itself, holds the clean runs."""
         return (side is self.plan.base) == self.plan.base_is_clean
 
-    def variants(self, cells: Sequence[Cell]) -> list[Variant]:
+    def variants(self, cells: Cells) -> Variants:
         """Turn cells into variants of the examples' runs."""
-        trunks = {(cell.example, cell.family): i for i, cell in enumerate(cells) if cell.family is not None}
-        variants = []
-        for i, cell in enumerate(cells):
-            trunk = trunks.get((cell.example, cell.family), i) if cell.family is not None else i
-            readings = {*self.plan.states, *(self.plan.reading(metric, cell.edits) for metric in self.plan.metrics)}
-            example = cell.example - self.examples.start
-            trunk_of = trunk if trunk != i else None
-            kept, whole = self.kept[example], self.lengths[example] if self.plan.model.looks_ahead else None
-            variants.append(Variant(example, cell.edits, kept, tuple(sorted(readings)), trunk_of, whole=whole))
-        return variants
+        example = cells.example - self.examples.start
+        ends = {kept: number for number, kept in enumerate(dict.fromkeys(self._ends))}
+        end = np.array([ends[one] for one in self._ends])[example]
+        pairs, which = np.unique(np.stack([cells.kind, end]), axis=1, return_inverse=True)
+        listed = list(ends)
+        changes = tuple(self._variant(cells.kinds[kind], *listed[place]) for kind, place in pairs.T)
+        return Variants(changes, which.reshape(-1), example, _trunks(cells))
+
+    @cached_property
+    def _ends(self) -> list[tuple[tuple[int, ...], int | None]]:
+        """By example: the positions that are read and, where attention looks ahead, the prompt's length."""
+        ahead = self.plan.model.looks_ahead
+        return [(kept, length if ahead else None) for kept, length in zip(self.kept, self.lengths, strict=True)]
+
+    def _variant(self, kind: Kind, kept: tuple[int, ...], whole: int | None) -> Variant:
+        readings = {*self.plan.states, *(self.plan.reading(metric, kind.edits) for metric in self.plan.metrics)}
+        return Variant(kind.edits, kept, tuple(sorted(readings)), whole=whole)
+
+
+def _trunks(cells: Cells) -> Int[np.ndarray, " cell"]:
+    """Return which cell each follows: the last of its family; -1 for those that follow none."""
+    trunk = np.full(len(cells), -1)
+    of_family = np.array([kind.family is not None for kind in cells.kinds], dtype=bool)[cells.kind]
+    followed: dict[tuple[Any, ...], int] = {}
+    for i in np.flatnonzero(of_family)[::-1].tolist():
+        last = followed.setdefault((int(cells.example[i]), cells.kinds[cells.kind[i]].family), i)
+        trunk[i] = last if last != i else -1
+    return trunk
 
 
 def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
@@ -280,16 +289,11 @@ def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
 
 def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     """Cut a sweep into groups of examples and waves of cells: (examples of the group, cells of the wave)."""
-    per_example = [0] * len(plan.base)
-    activations: set[tuple[str, int]] = set()
-    for cell in plan.cells:
-        per_example[cell.example] += tokens_of(plan, cell)
-        activations |= {(e.site.name, layer) for e in cell.edits if isinstance(e, Replace) for layer in e.layers}
+    per_example = np.bincount(plan.cells.example, tokens_of(plan), len(plan.base)).astype(np.int64).tolist()
+    edits = [edit for kind in plan.cells.used for edit in kind.edits if isinstance(edit, Replace)]
+    activations = {(edit.site.name, layer) for edit in edits for layer in edit.layers}
     shape = plan.model.shape
     recorded = len(activations) * (2 if plan.source is not None else 1) + 2 * shape.n_layers
-    by_example: list[list[int]] = [[] for _ in plan.base]
-    for index, cell in enumerate(plan.cells):
-        by_example[cell.example].append(index)
     groups: list[list[int]] = []
     width, live = 0, 0
     for example, prompt in enumerate(plan.base):
@@ -303,29 +307,29 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
         width, live = wider, live + per_example[example]
     for group in groups:
         examples = range(group[0], group[-1] + 1)
-        first = by_example[examples.start][0] if by_example[examples.start] else 0
-        last = first + sum(len(by_example[i]) for i in examples)
-        yield from ((examples, wave) for wave in _cut(plan, range(first, last)))
+        yield from ((examples, wave) for wave in _cut(plan, plan.cells.among(examples)))
 
 
 def _cut(plan: Plan, cells: range) -> Iterator[range]:
     """Cut a group's cells into waves of at most `WAVE_TOKENS` tokens, families left whole."""
-    start, live = cells.start, 0
-    for index in cells:
-        cell = plan.cells[index]
-        tokens = tokens_of(plan, cell)
-        before = plan.cells[index - 1] if index > start else None
-        same_family = before is not None and cell.family is not None and before.family == cell.family
-        if before is not None and live + tokens > WAVE_TOKENS and not same_family:
-            yield range(start, index)
-            start, live = index, 0
-        live += tokens
-    if start < cells.stop:
-        yield range(start, cells.stop)
+    part = plan.cells.part(cells)
+    filled = np.cumsum(tokens_of(plan)[cells.start : cells.stop])
+    families = {family: number for number, family in enumerate(dict.fromkeys(kind.family for kind in part.used))}
+    of_kind = [-1 if kind.family is None else families.get(kind.family, -1) for kind in part.kinds]
+    family = np.array(of_kind, dtype=np.int64)[part.kind]
+    begins = 1 + np.flatnonzero((family[1:] < 0) | (family[1:] != family[:-1]))
+    start, before = 0, 0
+    while start < len(part):
+        over = int(np.searchsorted(filled, before + WAVE_TOKENS, side="right"))
+        later = begins[np.searchsorted(begins, max(over, start + 1)) :]
+        stop = int(later[0]) if over < len(part) and len(later) else len(part)
+        yield range(cells.start + start, cells.start + stop)
+        start, before = stop, int(filled[stop - 1])
 
 
-def tokens_of(plan: Plan, cell: Cell) -> int:
-    """Count the tokens of a cell's row."""
-    if plan.model.looks_ahead:
-        return len(plan.base[cell.example])
-    return max(0, plan.positions[cell.example][-1] + 1 - min(edit.first_position for edit in cell.edits))
+def tokens_of(plan: Plan) -> Int[np.ndarray, " cell"]:
+    """Count the tokens of each cell's row."""
+    ahead = plan.model.looks_ahead
+    stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(plan.base, plan.positions, strict=True)])
+    tokens = stop[plan.cells.example]
+    return tokens if ahead else (tokens - plan.cells.first_position).clip(0)

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.sites import SITES
+from headwater.patching.cell import Cells, Kind
 from headwater.patching.metrics import Metric
-from headwater.patching.plan import Cell, Group, Kept, columns_of
-from headwater.patching.variants import LOGITS, Cut, Deliver, Reading, Variant
+from headwater.patching.plan import Group, Kept, columns_of
+from headwater.patching.variants import LOGITS, Cut, Deliver, Indices, Reading, Variants
 
 Reads: TypeAlias = dict[Reading, list[Tensor]]
 """By reading, each example's values at its kept positions."""
@@ -93,59 +95,60 @@ class Readout:
         self.group, self.plan, self.examples = group, group.plan, group.examples
         self.base, self.other, self._visible, self._answer_tokens = base, other, visible, answers
         self._clean = base if self.plan.base_is_clean else other
+        self._places = [self._places_of(m) for m in range(len(self.plan.metrics))]
         with torch.no_grad():
             self._of_base = self._baseline(base)
             self._of_other = self._baseline(other) if other is not None else None
 
     def unedited(self, cells: range) -> Measured:
         """Return what cells measure on the unedited runs, as if their edits changed nothing."""
-        chosen, n_metrics = self.plan.cells[cells.start : cells.stop], len(self.plan.metrics)
-        found = Measured.empty(len(chosen), n_metrics)
-        rows = [cell.example - self.examples.start for cell in chosen]
+        chosen = self.plan.cells.part(cells)
+        found = Measured.empty(len(chosen), len(self.plan.metrics))
+        rows = chosen.example - self.examples.start
         found.unedited = self._of(self._of_base, chosen, rows)
         if self._of_other is not None:
             found.other = self._of(self._of_other, chosen, rows)
-        for i, cell in enumerate(chosen if n_metrics else ()):
-            if any(isinstance(edit, Cut) for edit in cell.edits):
-                found.edges[i] = self._visible_edges(cell)
+        cutting = [any(isinstance(edit, Cut) for edit in kind.edits) for kind in chosen.kinds]
+        for i in np.flatnonzero(np.array(cutting)[chosen.kind]) if self.plan.metrics else ():
+            found.edges[i] = self._visible_edges(chosen.kinds[chosen.kind[i]])
         found.values = found.unedited.clone()
         found.before = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
         found.after = {reading: states.clone() for reading, states in found.before.items()}
         return found
 
-    def collect(self, cells: range, run: Callable[[list[Variant], Deliver], None]) -> Measured:
+    def collect(self, cells: range, run: Callable[[Variants, Deliver], None]) -> Measured:
         """Return what cells measure when `run` delivers what is read of their variants."""
-        chosen = self.plan.cells[cells.start : cells.stop]
+        chosen = self.plan.cells.part(cells)
         variants = self.group.variants(chosen)
         found = self.unedited(cells)
+        readings = [[self.plan.reading(metric, kind.edits) for metric in self.plan.metrics] for kind in chosen.kinds]
 
-        def deliver(reading: Reading, indices: list[int], read: Tensor) -> None:
-            for m, metric in enumerate(self.plan.metrics):
-                asking = [k for k, i in enumerate(indices) if self.plan.reading(metric, chosen[i].edits) == reading]
-                if asking:
-                    owners = [variants[indices[k]].example for k in asking]
-                    part = read if len(asking) == len(indices) else read[asking]
-                    found.values[[indices[k] for k in asking], m] = self.apply(m, reading, part, owners)
+        def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
+            for m in range(len(self.plan.metrics)):
+                asks = np.array([own[m] == reading for own in readings])[chosen.kind[indices]]
+                if asks.any():
+                    asking, part = (indices, read) if asks.all() else (indices[asks], read[torch.from_numpy(asks)])
+                    measured = self.apply(m, reading, part, variants.example[asking])
+                    found.values[torch.from_numpy(asking), m] = measured
             if reading in found.after:
-                found.after[reading][indices] = read[:, -1]
+                found.after[reading][torch.from_numpy(indices)] = read[:, -1]
 
         run(variants, deliver)
         return found
 
-    def apply(self, m: int, reading: Reading, read: Tensor, owners: list[int]) -> Float[Tensor, " row"]:
+    def apply(self, m: int, reading: Reading, read: Tensor, owners: Indices | Sequence[int]) -> Float[Tensor, " row"]:
         """Apply one metric to rows that belong to these examples of the group.
 
         Raises:
             InputError: it makes NaN or infinity of finite values, or mixes the rows.
         """
-        metric = self.plan.metrics[m]
+        metric, owners = self.plan.metrics[m], np.asarray(owners)
         measured = torch.empty(len(owners), dtype=torch.float64)
-        by_count: dict[int, list[int]] = {}
-        for row, owner in enumerate(owners):
-            by_count.setdefault(len(self.plan.kept[self.examples[owner]][m]), []).append(row)
-        for rows in by_count.values():
-            part = read if len(rows) == len(owners) else read[rows]
-            who = [owners[row] for row in rows]
+        counts = self._places[m][1][owners]
+        for count in np.unique(counts):
+            rows = np.flatnonzero(counts == count)
+            part = read if len(rows) == len(owners) else read[torch.from_numpy(rows)]
+            who = owners[rows]
             values = self._metric_positions(m, part, who)
             answers = self._answers(m, reading, who, read.device)
             clean = None
@@ -153,7 +156,7 @@ class Readout:
                 held = torch.stack([self._clean[reading][i].detach() for i in who])
                 clean = self._metric_positions(m, held, who)
             self._check_metric(metric, values, answers, clean)
-            measured[rows] = metric.measure(values, answers, clean).double().cpu()
+            measured[torch.from_numpy(rows)] = metric.measure(values, answers, clean).double().cpu()
             self._refuse_no_number(metric, values, measured, rows, who)
         return measured
 
@@ -170,17 +173,14 @@ class Readout:
             table[reading] = columns
         return table
 
-    def _of(
-        self, baseline: Mapping[Reading, Tensor], cells: Sequence[Cell], rows: list[int]
-    ) -> Float[Tensor, "cell metric"]:
+    def _of(self, baseline: Mapping[Reading, Tensor], cells: Cells, rows: Indices) -> Float[Tensor, "cell metric"]:
         """What each cell's metrics gave on an unedited run of its example."""
         found = torch.full((len(cells), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
         for m, metric in enumerate(self.plan.metrics):
-            by_reading: dict[Reading, list[int]] = {}
-            for i, cell in enumerate(cells):
-                by_reading.setdefault(self.plan.reading(metric, cell.edits), []).append(i)
-            for reading, among in by_reading.items():
-                found[among, m] = baseline[reading][[rows[i] for i in among], m]
+            readings = [self.plan.reading(metric, kind.edits) for kind in cells.kinds]
+            for reading in {readings[number] for number in np.unique(cells.kind)}:
+                among = np.flatnonzero(np.array([one == reading for one in readings])[cells.kind])
+                found[torch.from_numpy(among), m] = baseline[reading][torch.from_numpy(rows[among]), m]
         return found
 
     def _check_metric(self, metric: Metric, values: Tensor, answers: list[Tensor], clean: Tensor | None) -> None:
@@ -191,14 +191,14 @@ class Readout:
             self.plan.checked.add(metric.name)
 
     def _refuse_no_number(
-        self, metric: Metric, values: Tensor, measured: Tensor, rows: list[int], owners: list[int]
+        self, metric: Metric, values: Tensor, measured: Tensor, rows: Indices, owners: Indices
     ) -> None:
         """Refuse NaN and infinity that a metric makes of finite values.
 
         Raises:
             InputError: with the metric and the example.
         """
-        for i in (~measured[rows].isfinite()).nonzero().flatten().tolist():
+        for i in (~measured[torch.from_numpy(rows)].isfinite()).nonzero().flatten().tolist():
             if bool(values[i].isfinite().all()):
                 raise InputError(
                     f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
@@ -206,27 +206,38 @@ class Readout:
                     "of log(softmax), no division by 0)."
                 )
 
-    def _answers(self, m: int, reading: Reading, owners: list[int], device: torch.device) -> list[Tensor]:
+    def _answers(self, m: int, reading: Reading, owners: Indices, device: torch.device) -> list[Tensor]:
         """Where a metric's answers stand in what was read: token ids, or columns where only answers were read."""
         answers = self.plan.answers[m]
         if self._answer_tokens is None or reading[0] != LOGITS:
-            return [ids[[self.examples[i] for i in owners]].to(device) for ids in answers]
+            among = torch.from_numpy(owners + self.examples.start)
+            return [ids[among].to(device) for ids in answers]
         pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
         before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
         return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
 
-    def _metric_positions(self, m: int, read: Tensor, owners: list[int]) -> Tensor:
-        """Of the positions kept for all metrics, take one metric's."""
-        kept = self.group.kept
-        places = [[kept[i].index(p) for p in self.plan.kept[self.examples[i]][m]] for i in owners]
-        if all(place == list(range(read.shape[1])) for place in places):
-            return read
-        index = torch.tensor(places, device=read.device)
-        return read[torch.arange(len(read), device=read.device)[:, None], index]
+    def _places_of(self, m: int) -> tuple[Int[np.ndarray, "example place"], Indices]:
+        """By example: where one metric's positions stand among those kept for all metrics, and how many they are."""
+        own = [self.plan.kept[i][m] for i in self.examples]
+        counts = np.array([len(positions) for positions in own])
+        places = np.zeros((len(own), max(counts, default=0)), dtype=np.int64)
+        for i, positions in enumerate(own):
+            places[i, : len(positions)] = [self.group.kept[i].index(position) for position in positions]
+        return places, counts
 
-    def _visible_edges(self, cell: Cell) -> float:
-        """Count the visible edges that a cell severs, over its layers and heads; NaN for cells that sever none."""
-        cuts: Sequence[Cut] = [edit for edit in cell.edits if isinstance(edit, Cut)]
+    def _metric_positions(self, m: int, read: Tensor, owners: Indices) -> Tensor:
+        """Of the positions kept for all metrics, take one metric's, of examples that have as many of them."""
+        places, counts = self._places[m]
+        count = int(counts[owners[0]]) if len(owners) else 0
+        index = places[owners, :count]
+        if count == read.shape[1] and bool((index == np.arange(count)).all()):
+            return read
+        rows = torch.arange(len(read), device=read.device)[:, None]
+        return read[rows, torch.from_numpy(index).to(read.device)]
+
+    def _visible_edges(self, kind: Kind) -> float:
+        """Count the visible edges that a cell of a kind severs, over its layers and heads; NaN where it severs none."""
+        cuts: Sequence[Cut] = [edit for edit in kind.edits if isinstance(edit, Cut)]
         if not cuts:
             return float("nan")
         total = 0

@@ -7,10 +7,9 @@ a function of rows, which is called once for all rows that are written together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from headwater.models.sites import Site
-from headwater.patching.variants import Place, Replace
+from headwater.patching.variants import Indices, Place, Replace
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,26 +75,32 @@ class Values:
         return torch.tensor(self.examples, device=example.device)[example]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stretch:
-    """A stretch of one example's tokens, as an activation holds it, and an edit of it."""
+    """A stretch of tokens of one or more examples, as an activation holds it, and an edit of it."""
 
     edit: Replace
-    example: int
-    """Which example of the group."""
+    example: Indices
+    """Which examples of the group."""
     start: int
-    """The position of its first token."""
+    """The position of the first token."""
     length: int
-    offset: int
-    """Where its first token lies among the tokens of the activation."""
+    offset: Indices
+    """Where each example's first token lies among the tokens of the activation."""
 
     @property
-    def positions(self) -> Sequence[int]:
+    def positions(self) -> Int[np.ndarray, " position"]:
         """The positions that are edited and held here."""
+        if self.edit.positions is None:
+            return np.arange(self.start, self.start + self.length)
         held = range(self.start, self.start + self.length)
-        return (
-            held if self.edit.positions is None else [position for position in self.edit.positions if position in held]
-        )
+        return np.array([position for position in self.edit.positions if position in held], dtype=np.int64)
+
+    def each(self) -> Iterator[Stretch]:
+        """Yield the stretch of every example by itself."""
+        for i in range(len(self.example)):
+            one = slice(i, i + 1)
+            yield Stretch(self.edit, self.example[one], self.start, self.length, self.offset[one])
 
 
 def write_tokens(
@@ -201,19 +206,20 @@ def write_pattern(
         InterventionError: a change returns what cannot stand there.
     """
     edit, known = stretch.edit, columns >= 0
-    queries = torch.tensor(list(stretch.positions), dtype=torch.long, device=held.device)
+    queries = torch.from_numpy(stretch.positions).to(held.device)
     rows = queries - stretch.start
     heads = torch.tensor(range(held.shape[0]) if edit.heads is None else edit.heads, device=held.device)
     if not len(queries):
         return
-    example, sample = (torch.full((1, 1), number, device=held.device) for number in (stretch.example, edit.sample))
+    of = int(stretch.example[0])
+    example, sample = (torch.full((1, 1), number, device=held.device) for number in (of, edit.sample))
     taken = values.taken(site, edit.read_at(layer), example, sample, heads[:, None], queries[None])
     standing = held[heads[:, None], rows[None]]
     if values.change is None:
         assert taken is not None
         written = taken[..., columns.clamp_min(0)].masked_fill(~known, 0.0)
     else:
-        length = values.lengths[stretch.example]
+        length = values.lengths[of]
         ordered = standing.new_zeros(*standing.shape[:2], length)
         ordered[..., columns[known]] = standing[..., known]
         n = len(heads) * len(queries)
@@ -230,26 +236,24 @@ def write_pattern(
 
 def _indices(stretches: Sequence[Stretch], device: torch.device) -> list[Tensor]:
     """Return token, example, position, sample and, where heads are chosen, head of each row."""
-    found = [stretch.positions for stretch in stretches]
-    counts = np.array([len(positions) for positions in found])
-    positions = np.fromiter(chain.from_iterable(found), np.int64, int(counts.sum()))
-    of_stretch = [(stretch.offset - stretch.start, stretch.example, stretch.edit.sample) for stretch in stretches]
-    shift, example, sample = np.array(of_stretch, dtype=np.int64).repeat(counts, 0).T
-    index = [positions + shift, example, positions, sample]
-    if stretches[0].edit.heads is not None:
-        heads = [stretch.edit.heads or () for stretch in stretches]
-        among = np.array([len(chosen) for chosen in heads]).repeat(counts)
-        tiled = [chosen * int(count) for chosen, count in zip(heads, counts, strict=True)]
-        index = [one.repeat(among) for one in index]
-        index.append(np.fromiter(chain.from_iterable(tiled), np.int64, int(among.sum())))
-    return list(torch.from_numpy(np.stack(index)).to(device))
+    parts = []
+    for stretch in stretches:
+        positions, heads = stretch.positions, stretch.edit.heads
+        of_example = np.stack([stretch.offset - stretch.start, stretch.example])[:, :, None, None]
+        shape = (len(stretch.example), len(positions), 1 if heads is None else len(heads))
+        shift, example = np.broadcast_to(of_example, (2, *shape))
+        position = np.broadcast_to(positions[:, None], shape)
+        index = [position + shift, example, position, np.full(shape, stretch.edit.sample)]
+        index += [] if heads is None else [np.broadcast_to(np.array(heads, dtype=np.int64), shape)]
+        parts.append(np.stack(index).reshape(len(index), -1))
+    return list(torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts, 1)).to(device))
 
 
 def _units(stretches: Sequence[Stretch], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return, of the entries that are written, the number of the row among those of `_indices`, and which it is."""
     rows, units, before = [], [], 0
     for stretch in stretches:
-        length, chosen = len(stretch.positions), np.array(stretch.edit.units)
+        length, chosen = len(stretch.example) * len(stretch.positions), np.array(stretch.edit.units)
         rows.append(np.repeat(np.arange(before, before + length), len(chosen)))
         units.append(np.tile(chosen, length))
         before += length

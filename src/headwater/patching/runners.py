@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, NoReturn
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -29,7 +30,7 @@ from headwater.patching.plan import Group, Kept, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.rows import Values
 from headwater.patching.values import Wanted, values_of
-from headwater.patching.variants import LOGITS, Deliver, Place, Variant
+from headwater.patching.variants import LOGITS, Deliver, Place, Variant, Variants
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
 
 TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
@@ -90,7 +91,7 @@ class Wave(Runner):
         if reason := cannot_step(plan.model):
             raise CannotStepError(reason)
         self.group, self.blocks = Group(plan, examples), Blocks(plan.model)
-        if reason := not_walked(edit for cell in self.group.cells for edit in cell.edits):
+        if reason := not_walked(edit for kind in self.group.kinds for edit in kind.edits):
             raise CannotStepError(reason)
         self._tile = plan.batch_size * max(self.group.lengths) if plan.batch_size else None
         self._answers: Tensor | None = None
@@ -115,7 +116,7 @@ class Wave(Runner):
         """Measure some of the group's cells, all in one walk."""
         return self.readout.collect(cells, self.run)
 
-    def run(self, variants: list[Variant], deliver: Deliver) -> None:
+    def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver what is read of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
         answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
@@ -123,7 +124,7 @@ class Wave(Runner):
         try:
             walk.run()
         except NotFiniteError as found:
-            self._name_not_finite(variants[found.variant], found.position)
+            self._name_not_finite(variants[found.variant], int(variants.example[found.variant]), found.position)
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
 
     def _distrust(self) -> str | None:
@@ -136,9 +137,9 @@ class Wave(Runner):
         last = lengths[longest] - 1
         found: list[Tensor] = []
         middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
-        variant = Variant(longest, (), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
+        variant = Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
         try:
-            self.run([variant], lambda reading, indices, read: found.append(read[0, 0]))
+            self.run(Variants.one(variant, longest), lambda reading, indices, read: found.append(read[0, 0]))
         except NumericsError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -159,17 +160,17 @@ class Wave(Runner):
             else None
         )
 
-    def _name_not_finite(self, variant: Variant, position: int) -> NoReturn:
+    def _name_not_finite(self, variant: Variant, example: int, position: int) -> NoReturn:
         """Say in which layer an edited run went wrong, by making it once more as a whole run."""
-        model, batch = self.plan.model, self.group.batch(*self._sides).rows(variant.example, variant.example + 1)
-        run_edited(model, batch, variant, self.values, self.group.corrupting_one(variant.example, *self._sides))
+        model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
+        run_edited(model, batch, variant, example, self.values, self.group.corrupting_one(example, *self._sides))
         token = int(batch.tokens[0, position])
         raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
 
     def _joined_names(self) -> list[str]:
         """Name the activations of the base run with which rows start."""
         names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
-        variants = [Variant(0, cell.edits, (0,), ()) for cell in self.group.cells if cell.edits]
+        variants = [Variant(kind.edits, (0,), ()) for kind in self.group.kinds if kind.edits]
         for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
             sites = [main_site(stage) for stage in taken_as_recorded(entered, self.blocks.parallel)]
             there = [site for site in sites if site.absent(self.plan.model.shape) is None]
@@ -183,7 +184,7 @@ class Wave(Runner):
         if (LOGITS, n_layers) in group.readings:
             residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
             read[LOGITS, n_layers] = self._logits_at(residual, kept)
-            if not bool(torch.stack([logits[:, :1].isfinite().all() for logits in read[LOGITS, n_layers]]).all()):
+            if not bool(torch.cat(read[LOGITS, n_layers])[:, :1].isfinite().all()):
                 for i, logits in enumerate(read[LOGITS, n_layers]):
                     self._refuse_not_finite(logits, side, i, kept)
         return read
@@ -235,14 +236,15 @@ class Whole(Runner):
         """Measure some of the group's cells, each by a forward of its own."""
         return self.readout.collect(cells, self.run)
 
-    def run(self, variants: list[Variant], deliver: Deliver) -> None:
+    def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver what is read of variants of the group's runs, a forward for each."""
-        for index, variant in enumerate(variants):
-            if variant.is_felt:
-                prompt = self._prompts.rows(variant.example, variant.example + 1)
-                before = self.group.corrupting_one(variant.example, self.plan.base)
-                for reading, read in run_variant(self.plan.model, prompt, variant, self.values, before).items():
-                    deliver(reading, [index], read[None])
+        for index, example in enumerate(variants.example.tolist()):
+            if (variant := variants[index]).is_felt:
+                prompt = self._prompts.rows(example, example + 1)
+                before = self.group.corrupting_one(example, self.plan.base)
+                read_of = run_variant(self.plan.model, prompt, variant, example, self.values, before)
+                for reading, read in read_of.items():
+                    deliver(reading, np.array([index]), read[None])
 
 
 def state_names(group: Group) -> list[str]:

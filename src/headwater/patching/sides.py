@@ -17,10 +17,11 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import Site
 from headwater.patching.call import prompt_options
+from headwater.patching.cell import Cells
 from headwater.patching.cells import Asked, matched_positions
 from headwater.patching.corruption import Corruption, corruption_of
 from headwater.patching.metrics import Metric
-from headwater.patching.plan import Cell, Plan
+from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, Spot, matches, read_pairs, read_prompts, refuse_other_order
 from headwater.patching.values import Recipe, Roles, Source, asked_source
 
@@ -166,7 +167,7 @@ def read_sides(model: HookedModel, clean: Any, corrupted: object, ask: Asked, di
 def plan_of(
     model: HookedModel,
     sides: Sides,
-    cells: Sequence[Cell],
+    cells: Cells,
     metrics: tuple[Metric, ...],
     source: Source,
     *,
@@ -180,7 +181,7 @@ def plan_of(
         sides.base,
         sides.other,
         sides.base_is_clean,
-        tuple(cells),
+        cells,
         metrics,
         source,
         batch_size=batch_size,

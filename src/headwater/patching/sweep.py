@@ -271,15 +271,21 @@ def sweep_of(plan: Plan, measured: Measured, run: Run) -> Sweep:
 def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     """Lay cells and metrics out as rows."""
     n_cells, n_metrics = measured.values.shape
-    examples = np.repeat([cell.example for cell in plan.cells], n_metrics)
+    cells, kinds = plan.cells, plan.cells.kinds
+    examples, kind = np.repeat(cells.example, n_metrics), np.repeat(cells.kind, n_metrics)
     columns: dict[str, Any] = {"example": examples // plan.draws}
     for name in COORDINATES[:-1]:
         if name == "sample" and plan.corruption is not None:
             columns[name] = examples % plan.draws
-        elif any(name in cell.labels for cell in plan.cells):
-            listed = [cell.labels.get(name) for cell in plan.cells for _ in range(n_metrics)]
-            is_index = name in (*AXES, "kv_head", "from_layer", "sample")
-            columns[name] = pd.array(listed, dtype="Int64" if None in listed else "int64") if is_index else listed
+        elif name == "token" and any(one.token_at is not None for one in kinds):
+            columns[name] = _tokens(plan, n_metrics)
+        elif any(name in one.labels for one in cells.used):
+            listed = [one.labels.get(name) for one in kinds]
+            if name in (*AXES, "kv_head", "from_layer", "sample"):
+                some = any(one is None for one in (listed[number] for number in np.unique(kind)))
+                columns[name] = pd.array(listed, dtype="Int64").take(kind).astype("Int64" if some else "int64")
+            else:
+                columns[name] = [listed[number] for number in kind.tolist()]
     columns["metric"] = [metric.name for metric in plan.metrics] * n_cells
     effect = measured.values - measured.unedited
     columns["effect"] = effect.flatten().numpy()
@@ -296,3 +302,14 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     if not bool(measured.edges.isnan().all()):
         columns["edges"] = np.repeat(measured.edges.numpy(), n_metrics).astype(np.int64)
     return pd.DataFrame(columns)
+
+
+def _tokens(plan: Plan, n_metrics: int) -> list[str | None]:
+    """Return the tokens that the table shows of each cell, once for every metric."""
+    at, pairs = [kind.token_at for kind in plan.cells.kinds], zip(plan.cells.example, plan.cells.kind, strict=True)
+    strings = [prompt.strings for prompt in plan.base]
+    shown = [
+        None if (places := at[kind]) is None else "".join([strings[example][place] for place in places])
+        for example, kind in pairs
+    ]
+    return [token for token in shown for _ in range(n_metrics)]

@@ -8,18 +8,18 @@ stand side by side, from what they take as recorded, and their lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.models.blocks import Recording, SharedPrefix
 from headwater.models.sites import Stage
-from headwater.patching.variants import Variant
+from headwater.patching.variants import Indices, Variants
 
 PREFIX_SHARE = 4
 """A key before a row counts as this part of a token of its own."""
@@ -27,35 +27,46 @@ PADDING_SHARE = 16
 """At most this part of a large tile is padding."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One variant on its way down the layers."""
+@dataclass(frozen=True, eq=False)
+class Lanes:
+    """Rows on their way down the layers, a number of each by row."""
 
-    variant: int
-    example: int
-    start: int
+    variant: Indices
+    which: Indices
+    """Which change its variant is."""
+    example: Indices
+    start: Indices
     """Its first position."""
-    length: int
-    offset: int
+    length: Indices
+    offset: Indices
     """Where its tokens begin among those of all rows."""
-    layer: int
-    """Where it joins, and how far into that layer."""
-    stage: Stage
+    layer: Indices
+    """Where it joins."""
+    stage: Indices
+    """How far into that layer."""
 
-    def stage_in(self, layer: int) -> Stage:
-        """How far into a layer it is as it was recorded."""
-        return self.stage if self.layer == layer else Stage.BLOCK_INPUT
+    def __len__(self) -> int:
+        return len(self.variant)
+
+    def __getitem__(self, rows: slice | Indices | Bool[np.ndarray, _]) -> Lanes:
+        return Lanes(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def stage_in(self, layer: int) -> Indices:
+        """How far into a layer each is as it was recorded."""
+        return np.where(self.layer == layer, self.stage, int(Stage.BLOCK_INPUT))
 
 
 class Tile:
     """Some rows, and where their tokens lie."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device):
+    def __init__(self, rows: Lanes, device: torch.device):
         self.rows = rows
-        self.ends = list(accumulate(row.length for row in rows))
-        layout = torch.tensor([[row.start, row.length, row.offset, row.example] for row in rows], device=device)
-        self.starts, self.lengths, self._offsets, self._examples = layout.unbind(1)
-        self._columns = torch.arange(max(row.length for row in rows), device=device)
+        ends = np.cumsum(rows.length)
+        self.begins, self.n_tokens = ends - rows.length, int(ends[-1])
+        """Where each row's tokens begin among those of the tile, and how many there are."""
+        layout = torch.from_numpy(np.stack([rows.start, rows.length, rows.offset, rows.example])).to(device)
+        self.starts, self.lengths, self._offsets, self._examples = layout.unbind()
+        self._columns = torch.arange(int(rows.length.max()), device=device)
 
     @cached_property
     def held(self) -> Bool[Tensor, "row position"]:
@@ -82,22 +93,18 @@ class Tile:
     @property
     def prefix_length(self) -> int:
         """How many recorded keys stand before the rows' own."""
-        return max(row.start for row in self.rows)
-
-    def tokens_of(self, i: int) -> slice:
-        """Where the tokens of one row lie among those of the tile."""
-        return slice(self.ends[i] - self.rows[i].length, self.ends[i])
+        return int(self.rows.start.max())
 
     def padded(self, tokens: Float[Tensor, "token d"]) -> Float[Tensor, "row position d"]:
         """Lay tokens out as rows of one length."""
         if len(tokens) == self.held.numel():
             return tokens.view(*self.held.shape, -1)
-        begins = torch.tensor(self.ends, device=tokens.device) - self.lengths
+        begins = torch.from_numpy(self.begins).to(tokens.device)
         return tokens[begins[:, None] + self._within]
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
         """Lay rows end to end again."""
-        return rows.flatten(0, 1) if self.ends[-1] == self.held.numel() else rows[self.held]
+        return rows.flatten(0, 1) if self.n_tokens == self.held.numel() else rows[self.held]
 
     def recorded(self, activation: Tensor) -> Tensor:
         """Take what a recorded activation, `example position ...`, holds at each token."""
@@ -108,7 +115,8 @@ class Tile:
         """Return the recorded keys and values of the positions before the rows; None when there are none."""
         if self.prefix_length == 0:
             return None
-        example, *others = {row.example for row in self.rows}
+        example = int(self.rows.example[0])
+        others = bool((self.rows.example != example).any())
         shared = []
         for cache in (recording.keys[layer], recording.values[layer]):
             before = cache[:, :, : self.prefix_length]
@@ -121,54 +129,49 @@ class Tile:
         return torch.minimum(self._columns, self.lengths[:, None] - 1)
 
 
-def rows_joining(variants: Sequence[Variant]) -> dict[int, list[Row]]:
-    """Say which rows join at which layer; a variant that follows its trunk wherever it is read has none."""
-    arrivals: list[tuple[int, Stage, int, int]] = []
-    for index, variant in enumerate(variants):
-        if not variant.is_felt:
-            continue
-        if variant.trunk is None:
-            arrivals.append((variant.first_layer, variant.stage, variant.first_position, index))
-            continue
-        leaves = variant.stop_layer < variants[variant.trunk].stop_layer
-        if leaves and any(layer >= variant.stop_layer for _, layer in variant.readings):
-            arrivals.append((variant.stop_layer, Stage.BLOCK_INPUT, variant.first_position, index))
-    joining: dict[int, list[Row]] = {}
-    offset = 0
-    for layer, stage, start, index in sorted(arrivals):
-        variant = variants[index]
-        row = Row(index, variant.example, start, variant.stop_position - start, offset, layer, stage)
-        joining.setdefault(layer, []).append(row)
-        offset += row.length
-    return joining
+def rows_of(variants: Variants) -> Lanes:
+    """Return the rows of a walk in the order in which they join; a variant that never leaves its trunk has none."""
+    followed = variants.trunk
+    felt, stop = variants.each(lambda one: one.is_felt).astype(bool), variants.each(lambda one: one.stop_layer)
+    read = variants.each(lambda one: max((layer for _, layer in one.readings), default=-1))
+    leaves = (followed >= 0) & (stop < stop[followed]) & (read >= stop)
+    index = np.flatnonzero(felt & ((followed < 0) | leaves))
+    alone = followed[index] < 0
+    layer = np.where(alone, variants.each(lambda one: one.first_layer if one.is_felt else 0)[index], stop[index])
+    entered = variants.each(lambda one: int(one.stage) if one.is_felt else 0)[index]
+    stage = np.where(alone, entered, int(Stage.BLOCK_INPUT))
+    start = variants.each(lambda one: one.first_position)[index]
+    length = variants.each(lambda one: one.stop_position)[index] - start
+    order = np.lexsort((index, start, stage, layer))
+    index, length = index[order], length[order]
+    offset = np.cumsum(length) - length
+    joined = (start[order], length, offset, layer[order], stage[order])
+    return Lanes(index, variants.which[index], variants.example[index], *joined)
 
 
-def tiled(rows: Iterable[Row], taken: Callable[[Row], Hashable], tile_tokens: Callable[[], int]) -> Iterator[list[Row]]:
+def tiled(rows: Lanes, taken: Indices, tile_tokens: Callable[[], int]) -> Iterator[Lanes]:
     """Cut rows into tiles that take the same as recorded and are of similar length.
 
     Args:
         rows: all rows of a layer.
-        taken: what of the layer a row takes as it was recorded.
+        taken: by row, a number for what of the layer it takes as it was recorded.
         tile_tokens: the size of the next tile; it shrinks where memory runs out.
     """
-    alike: dict[Hashable, list[Row]] = {}
-    for row in rows:
-        alike.setdefault(taken(row), []).append(row)
-    for waiting in alike.values():
-        waiting.sort(key=lambda row: (row.length, row.start))
-        while waiting:
-            tile = [waiting.pop()]
-            filled = tile[0].length
-            while waiting and _fits(tile, waiting[-1], filled, tile_tokens()):
-                filled += waiting[-1].length
-                tile.append(waiting.pop())
-            yield tile
+    for same in np.unique(taken):
+        waiting = rows[np.flatnonzero(taken == same)]
+        waiting = waiting[np.lexsort((waiting.start, waiting.length))[::-1]]
+        while len(waiting):
+            n = _how_many_fit(waiting, tile_tokens())
+            yield waiting[:n]
+            waiting = waiting[n:]
 
 
-def _fits(tile: Sequence[Row], row: Row, filled: int, tile_tokens: int) -> bool:
-    """Whether a shorter row may join a tile: within its size, and with little padding once it is large."""
-    width, rows = tile[0].length, len(tile) + 1
-    size = rows * (width + row.start // PREFIX_SHARE)
-    padding = rows * width - filled - row.length
-    tight = padding <= rows * width // PADDING_SHARE or size <= tile_tokens // 8
-    return tight and size <= tile_tokens
+def _how_many_fit(rows: Lanes, tile_tokens: int) -> int:
+    """Return how many rows, the longest first, go into a tile: within its size, with little padding if it is large."""
+    length, start = rows.length[: max(1, tile_tokens)], rows.start[: max(1, tile_tokens)]
+    width, count = int(length[0]), np.arange(1, len(length) + 1)
+    size = count * (width + start // PREFIX_SHARE)
+    padding = count * width - np.cumsum(length)
+    fits = ((padding <= count * width // PADDING_SHARE) | (size <= tile_tokens // 8)) & (size <= tile_tokens)
+    fits[0] = True
+    return len(fits) if fits.all() else int(fits.argmin())

@@ -16,11 +16,12 @@ from typing import Any
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.patching.call import metric_options
+from headwater.patching.cell import Cells, Kind
 from headwater.patching.cells import Asked
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric
 from headwater.patching.nodes import Node, read_nodes, set_name
-from headwater.patching.plan import Cell, Plan
+from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import Sides, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
@@ -31,13 +32,13 @@ WHOLE = Asked((), None, "all", None, None)
 """What is asked for of prompts where nodes name positions themselves."""
 
 
-def joint_cell(nodes: Sequence[Node], example: int, source: Source, sample: int = 0) -> Cell:
-    """Return the cell in which nodes of one example are replaced together."""
+def joint_kind(nodes: Sequence[Node], example: int, source: Source, sample: int = 0) -> Kind:
+    """Return what is edited where nodes of one example are replaced together."""
     labels: dict[str, Any] = {"site": "together", "set": set_name(nodes)}
     labels |= {"values": source.label} if source.label else {}
     labels |= {} if source.samples is None else {"sample": sample}
     since = source.since(example)
-    return Cell(example, labels, tuple(replace(node.edit(since), sample=sample) for node in nodes))
+    return Kind(labels, tuple(replace(node.edit(since), sample=sample) for node in nodes))
 
 
 def joint_plan(
@@ -49,12 +50,11 @@ def joint_plan(
     batch_size: int | None = None,
 ) -> Plan:
     """Return the plan of a cell for each set of nodes, draw and example."""
-    cells = [
-        joint_cell(nodes, example, source, sample)
+    draws = range(source.samples or 1)
+    cells = Cells.of(
+        (example, [joint_kind(nodes, example, source, sample) for nodes in sets for sample in draws])
         for example in range(len(sides.base))
-        for nodes in sets
-        for sample in range(source.samples or 1)
-    ]
+    )
     return plan_of(model, sides, cells, metrics, source, matched=[None] * len(sides.prompts), batch_size=batch_size)
 
 

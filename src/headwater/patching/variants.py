@@ -1,4 +1,4 @@
-"""One cell of a sweep as a change to one example's run: which edits, where they start, what is read afterwards.
+"""The cells of a sweep as changes to examples' runs: which edits, where they start, what is read afterwards.
 
 An edit acts on a range of layers. `Replace` writes an activation taken from elsewhere; `Cut` severs attention edges.
 Both ways of running a sweep, whole runs and the wavefront, take the same variants and write them by
@@ -7,12 +7,13 @@ Both ways of running a sweep, whole runs and the wavefront, take the same varian
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from jaxtyping import Bool
+import numpy as np
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from headwater.models.sites import Site, Stage
@@ -77,26 +78,23 @@ class Cut:
 
 
 Edit = Replace | Cut
+Indices: TypeAlias = Int[np.ndarray, "_"]
 Place: TypeAlias = tuple[str, int]
 """A site and a layer."""
 Reading: TypeAlias = Place
 """Where a metric reads; `("logits", n_layers)` for the logits."""
-Deliver: TypeAlias = Callable[[Reading, list[int], Tensor], None]
+Deliver: TypeAlias = Callable[[Reading, Indices, Tensor], None]
 """Takes a reading, the variants read and their values, `variant kept width`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One example with some edits."""
+    """Some edits of a run, of as many examples as have them."""
 
-    example: int
-    """Which example of the group."""
     edits: tuple[Edit, ...]
     kept: tuple[int, ...]
     """The positions that metrics read, ascending."""
     readings: tuple[Reading, ...]
-    trunk: int | None = None
-    """Another variant of the group that has these edits and, in later layers, more of them."""
     start: tuple[int, int] | None = None
     """Overrides the layer and position from which the run is recomputed."""
     whole: int | None = None
@@ -152,3 +150,39 @@ class Variant:
     def cutting(self, layer: int, zero: bool) -> list[Cut]:
         """Return the edits that sever edges of a layer, before the softmax or after it."""
         return [e for e in self.edits if isinstance(e, Cut) and e.zero == zero and layer in e.layers]
+
+
+@dataclass(frozen=True, eq=False)
+class Variants:
+    """The runs of a wave: an example each, and one of a few changes."""
+
+    changes: tuple[Variant, ...]
+    which: Indices
+    """By run: which of the changes."""
+    example: Indices
+    """By run: which example of the group."""
+    trunk: Indices
+    """By run: another that has these edits and, in later layers, more of them; -1 where it follows none."""
+
+    @classmethod
+    def one(cls, change: Variant, example: int) -> Variants:
+        """Return a single run."""
+        return cls((change,), np.array([0]), np.array([example]), np.array([-1]))
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, index: int) -> Variant:
+        return self.changes[self.which[index]]
+
+    def each(self, number: Callable[[Variant], int]) -> Indices:
+        """Return a number of each run's change, by run."""
+        return np.array([number(change) for change in self.changes], dtype=np.int64)[self.which]
+
+
+def padded_kept(changes: Sequence[Variant]) -> tuple[Int[np.ndarray, "change kept"], Bool[np.ndarray, "change kept"]]:
+    """Return the positions that are read of each change, the last one again where others read more; and which count."""
+    most = max((len(change.kept) for change in changes), default=0)
+    positions = np.array([(*change.kept, *change.kept[-1:] * (most - len(change.kept))) for change in changes])
+    counts = np.array([len(change.kept) for change in changes])
+    return positions, np.arange(most) < counts[:, None]

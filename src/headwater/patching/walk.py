@@ -18,10 +18,11 @@ MLP the walk holds the tensor itself; within them a hook writes while a tile goe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -29,18 +30,20 @@ from torch import Tensor
 from headwater.errors import InterventionError
 from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, Trusted, makes
-from headwater.models.memory import in_halves
+from headwater.models.memory import Items, in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
 from headwater.patching.rows import Stretch, Values, write_pattern, write_tokens
-from headwater.patching.tile import Row, Tile, rows_joining, tiled
+from headwater.patching.tile import Lanes, Tile, rows_of, tiled
 from headwater.patching.variants import (
     LOGITS,
     Deliver,
     Edit,
+    Indices,
     Place,
     Reading,
     Replace,
-    Variant,
+    Variants,
+    padded_kept,
 )
 
 
@@ -59,7 +62,7 @@ class Walk:
         self,
         blocks: Blocks,
         recording: Recording,
-        variants: Sequence[Variant],
+        variants: Variants,
         values: Values,
         deliver: Deliver,
         tile_tokens: int,
@@ -68,36 +71,41 @@ class Walk:
         self.blocks, self.recording, self.variants, self.values = blocks, recording, variants, values
         self.deliver, self.tile_tokens, self.answers = deliver, tile_tokens, answers
         self.layers = sorted(recording.calls)
-        needed = [layer if site != LOGITS else self.layers[-1] for v in variants for site, layer in v.readings]
+        changes = variants.changes
+        needed = [layer if site != LOGITS else self.layers[-1] for one in changes for site, layer in one.readings]
         self.last_layer = max(needed, default=-1)
         self.writers: dict[tuple[str, int], set[int]] = {}
-        self.readers: dict[Reading, list[int]] = {}
-        for index, variant in enumerate(variants):
-            for edit in (edit for edit in variant.edits if isinstance(edit, Replace)):
+        self.readers: dict[Reading, set[int]] = {}
+        for number, change in enumerate(changes):
+            for edit in (edit for edit in change.edits if isinstance(edit, Replace)):
                 for layer in edit.layers:
-                    self.writers.setdefault((edit.site.name, layer), set()).add(index)
-            for reading in variant.readings if variant.is_felt else ():
-                self.readers.setdefault(reading, []).append(index)
-        edited = (edit.site for variant in variants for edit in variant.edits if isinstance(edit, Replace))
+                    self.writers.setdefault((edit.site.name, layer), set()).add(number)
+            for reading in change.readings if change.is_felt else ():
+                self.readers.setdefault(reading, set()).add(number)
+        edited = (edit.site for change in changes for edit in change.edits if isinstance(edit, Replace))
         self.sites: dict[str, Site] = dict(SITES) | {site.name: site for site in edited}
-        self.joining = rows_joining(variants)
+        self.joining = rows_of(variants)
+        self.rows = self.joining[:0]
+        self._row = np.full(len(variants), -1)
+        """By variant: its row, once it joined; -1 before, and where it has none."""
+        self._kept = padded_kept(changes)
         self._busy: dict[Stage, list[Site]] = {}
-        self.rows: dict[int, Row] = {}
         self._tile: tuple[int, Tile] | None = None
         self._hooked: dict[str, set[int]] = {"attention": set(), "mlp": set()}
         """The layers within whose attention or MLP something is edited."""
-        self._applied: set[tuple[int, int, int]] = set()
+        self._applied: dict[tuple[int, int], list[Indices]] = {}
+        """By edit and layer: the variants in which it was made."""
 
     def run(self) -> None:
         """Walk down the layers and deliver every reading of every variant that is felt where it is read."""
         start = self._recorded(Stage.BLOCK_INPUT, 0)
-        size = sum(row.length for rows in self.joining.values() for row in rows)
+        size = int(self.joining.length.sum())
         self.residual = start.new_empty(size, start.shape[-1])
         with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
             for layer in self.layers[: self.last_layer + 1]:
                 self._join(layer)
                 self._busy = self._busy_at(layer)
-                for rows in tiled(self.rows.values(), partial(self._taken, layer), lambda: self.tile_tokens):
+                for rows in tiled(self.rows, self._alike(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
         self._check_that_all_is_finite()
         self._read_logits()
@@ -105,23 +113,30 @@ class Walk:
 
     def _join(self, layer: int) -> None:
         """Take in the rows that start here: from the recorded residual stream, or from the trunk they leave."""
-        joining = self.joining.get(layer, [])
-        if alone := [row for row in joining if self.variants[row.variant].trunk is None]:
+        begin, end = np.searchsorted(self.joining.layer, [layer, layer + 1])
+        joining, followed = self.joining[begin:end], self.variants.trunk[self.joining.variant[begin:end]]
+        if len(alone := joining[followed < 0]):
             tile = Tile(alone, self.residual.device)
             self.residual[tile.places] = tile.recorded(self._recorded(Stage.BLOCK_INPUT, layer))
-        for row in joining:
-            trunk = self.variants[row.variant].trunk
-            if trunk is not None:
-                self._stream(row).copy_(self._stream(self.rows[trunk]))
-            self.rows[row.variant] = row
+        for i in np.flatnonzero(followed >= 0):
+            self._stream(int(begin + i)).copy_(self._stream(int(self._row[followed[i]])))
+        self.rows = self.joining[:end]
+        self._row[joining.variant] = np.arange(begin, end)
 
-    def _stream(self, row: Row) -> Float[Tensor, "position d_model"]:
+    def _stream(self, row: int) -> Float[Tensor, "position d_model"]:
         """A row's part of the residual stream."""
-        return self.residual[row.offset : row.offset + row.length]
+        offset = int(self.joining.offset[row])
+        return self.residual[offset : offset + int(self.joining.length[row])]
 
-    def _taken(self, layer: int, row: Row) -> tuple[Stage, ...]:
-        """What a row takes in a layer as it was recorded."""
-        return taken_as_recorded(row.stage_in(layer), self.blocks.parallel)
+    def _alike(self, layer: int) -> Indices:
+        """By row: the first stage with which a row takes the same of a layer as it was recorded."""
+        first: dict[tuple[Stage, ...], int] = {}
+        alike = [first.setdefault(self._taken(stage), int(stage)) for stage in Stage]
+        return np.array(alike)[self.rows.stage_in(layer)]
+
+    def _taken(self, stage: int) -> tuple[Stage, ...]:
+        """What a row takes as it was recorded of the layer that it enters at a stage."""
+        return taken_as_recorded(Stage(stage), self.blocks.parallel)
 
     def _busy_at(self, layer: int) -> dict[Stage, list[Site]]:
         """The sites of a layer, outside attention and MLP, that are written or read, by stage."""
@@ -132,9 +147,9 @@ class Walk:
                 busy.setdefault(site.stage, []).append(site)
         return busy
 
-    def _step(self, layer: int, rows: Sequence[Row]) -> None:
+    def _step(self, layer: int, rows: Lanes) -> None:
         """Take the rows of one tile through one block; the residual stream is written last, and only then."""
-        tile, taken = Tile(rows, self.residual.device), self._taken(layer, rows[0])
+        tile, taken = Tile(rows, self.residual.device), self._taken(int(rows[:1].stage_in(layer)[0]))
         residual = self._at(Stage.BLOCK_INPUT, layer, tile, self.residual[tile.places])
         attended = self._at(Stage.ATTENTION_OUTPUT, layer, tile, self._attention(layer, tile, residual, taken))
         before_mlp = residual + attended
@@ -179,15 +194,16 @@ class Walk:
         positions, keys = tile.positions, tile.key_positions
         allowed = self.recording.visible[layer][positions[:, :, None], keys.clamp_min(0)[:, None, :]]
         allowed = (allowed & (keys >= 0)[:, None, :])[:, None]
-        variants = [self.variants[row.variant] for row in tile.rows]
-        cuts = [(i, cut) for i, variant in enumerate(variants) for cut in variant.cutting(layer, zero=False)]
+        changes = self.variants.changes
+        cutting = {number: changes[number].cutting(layer, zero=False) for number in np.unique(tile.rows.which)}
+        cuts = [(i, cut) for i, number in enumerate(tile.rows.which) for cut in cutting[number]]
         if any(cut.heads is not None for _, cut in cuts):
             allowed = allowed.repeat(1, self.blocks.model.shape.n_heads, 1, 1)
         for i, cut in cuts:
             severed = cut.edges[positions[i]][:, keys[i].clamp_min(0)]
             heads: Any = slice(None) if cut.heads is None else list(cut.heads)
             allowed[i, heads] &= ~severed
-            self._note(tile.rows[i], cut, layer)
+            self._note(tile.rows.variant[i : i + 1], cut, layer)
         if cuts and not bool(allowed.any(-1).all()):
             raise InterventionError(_no_key_left(layer, tile, allowed))
         mask = torch.zeros(allowed.shape, dtype=self.residual.dtype, device=allowed.device)
@@ -202,16 +218,11 @@ class Walk:
         if self._needs_all(layer, tile, "mlp"):
             with self._inside(layer, tile):
                 return self.blocks.feed_forward(layer, middle)
-        kept = [token for i in range(len(tile.rows)) for token in self._kept_tokens(tile, i)]
+        positions, read = self._kept[0][tile.rows.which], self._kept[1][tile.rows.which]
+        kept = torch.from_numpy((positions + (tile.begins - tile.rows.start)[:, None])[read]).to(middle.device)
         mlp_out = torch.zeros_like(middle)
         mlp_out[kept] = self.blocks.feed_forward(layer, middle[kept])
         return mlp_out
-
-    def _kept_tokens(self, tile: Tile, i: int, index: int | None = None) -> list[int]:
-        """Where the positions that a row's variant (or one that follows it) reads lie in a tile."""
-        row = tile.rows[i]
-        variant = self.variants[row.variant if index is None else index]
-        return [tile.tokens_of(i).start + position - row.start for position in variant.kept]
 
     def _needs_all(self, layer: int, tile: Tile, sublayer: Literal["attention", "mlp"]) -> bool:
         """Whether a sublayer is needed where nothing is read: layers follow, or an edit within or after it looks."""
@@ -219,27 +230,28 @@ class Walk:
             return True
         after = Stage.HEAD_OUTPUT if sublayer == "attention" else Stage.NEURONS
         later = [site for site, at in self.writers if at == layer and (self.sites[site].stage or 0) > after]
-        return any(row.variant in self.writers[site, layer] for site in later for row in tile.rows)
+        written = {number for site in later for number in self.writers[site, layer]}
+        return not written.isdisjoint(tile.rows.which.tolist())
 
     def _kept_columns(self, tile: Tile) -> Int[Tensor, "row kept"]:
         """Which places of a tile's rows are read; rows that read fewer than others name one again."""
-        columns = [[position - row.start for position in self.variants[row.variant].kept] for row in tile.rows]
-        most = max(map(len, columns))
-        padded = [one + one[-1:] * (most - len(one)) for one in columns]
-        return torch.tensor(padded, device=self.residual.device)
+        columns = self._kept[0][tile.rows.which] - tile.rows.start[:, None]
+        most = int(self._kept[1][tile.rows.which].sum(1).max())
+        return torch.from_numpy(columns[:, :most]).to(self.residual.device)
 
     def _hooks(self) -> list[Hook]:
         """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
         wanted: dict[Place, Site] = {}
-        for row in (variant for variant in self.variants if variant.is_felt and variant.trunk is None):
-            taken = taken_as_recorded(row.stage, self.blocks.parallel)
-            for edit in row.edits:
+        for number in np.unique(self.variants.which[self.variants.trunk < 0]):
+            change = self.variants.changes[number]
+            taken = self._taken(change.stage) if change.is_felt else ()
+            for edit in change.edits if change.is_felt else ():
                 site = edit.site if isinstance(edit, Replace) else main_site(Stage.PATTERN) if edit.zero else None
                 if site is None or site.within is None:
                     continue
                 passed = Stage.MLP_OUTPUT in taken if site.within == "mlp" else bool(taken)
                 for layer in edit.layers:
-                    if layer <= self.last_layer and not (passed and layer == row.first_layer):
+                    if layer <= self.last_layer and not (passed and layer == change.first_layer):
                         wanted[site.name, layer] = site
         for (_, layer), site in wanted.items():
             self._hooked[str(site.within)].add(layer)
@@ -253,10 +265,10 @@ class Walk:
             edited = activation.clone(memory_format=torch.contiguous_format)
             if site.has_keys:
                 for stretch in self._stretches(site, layer, tile, 1):
-                    i = stretch.offset
-                    write_pattern(edited[i], stretch, tile.key_positions[i], self.values, site, layer)
-                for i, row in enumerate(tile.rows):
-                    self._zero_edges(layer, row, edited[i, :, : row.length], tile.key_positions[i])
+                    for one in stretch.each():
+                        i = int(one.offset[0])
+                        write_pattern(edited[i], one, tile.key_positions[i], self.values, site, layer)
+                self._zero_edges(layer, tile, edited)
             else:
                 width = edited.shape[1] if site.within == "attention" else None
                 write_tokens(edited.flatten(0, 1), self._stretches(site, layer, tile, width), self.values, site, layer)
@@ -273,77 +285,90 @@ class Walk:
                 self._read((site.name, layer), tile, activation)
         return activation
 
-    def _is_own(self, row: Row, layer: int) -> bool:
-        """Whether a row's edits are still to be made; one that left its trunk had them made there."""
-        return self.variants[row.variant].trunk is None or layer < row.layer
-
     def _stretches(self, site: Site, layer: int, tile: Tile, width: int | None = None) -> list[Stretch]:
-        """List the edits of a tile's rows at a site, where its tokens lie end to end or, with a width, padded to it."""
-        found = []
-        writers = self.writers.get((site.name, layer), ())
-        for i, row in enumerate(tile.rows):
-            if row.variant not in writers or not self._is_own(row, layer):
+        """List the edits of a tile's rows at a site, where its tokens lie end to end or, with a width, padded to it.
+
+        A row that left its trunk had its edits made there.
+        """
+        found, rows = [], tile.rows
+        offset = tile.begins if width is None else np.arange(len(rows)) * width
+        own = (self.variants.trunk[rows.variant] < 0) | (layer < rows.layer)
+        for number in sorted(self.writers.get((site.name, layer), ())):
+            if not len(among := np.flatnonzero(own & (rows.which == number))):
                 continue
-            offset = tile.tokens_of(i).start if width is None else i * width
-            for edit in self.variants[row.variant].replacing(site, layer):
-                found.append(Stretch(edit, row.example, row.start, row.length, offset))
-                self._note(row, edit, layer)
+            start, length = int(rows.start[among[0]]), int(rows.length[among[0]])
+            for edit in self.variants.changes[number].replacing(site, layer):
+                found.append(Stretch(edit, rows.example[among], start, length, offset[among]))
+                self._note(rows.variant[among], edit, layer)
         return found
 
-    def _zero_edges(self, layer: int, row: Row, held: Tensor, key_positions: Tensor) -> None:
-        for cut in self.variants[row.variant].cutting(layer, zero=True):
-            severed = cut.edges[row.start : row.start + row.length][:, key_positions.clamp_min(0)]
-            heads: Any = slice(None) if cut.heads is None else list(cut.heads)
-            held[heads] = held[heads].masked_fill(severed, 0.0)
-            self._note(row, cut, layer)
+    def _zero_edges(self, layer: int, tile: Tile, patterns: Tensor) -> None:
+        rows = tile.rows
+        for i, number in enumerate(rows.which):
+            start, length = int(rows.start[i]), int(rows.length[i])
+            for cut in self.variants.changes[number].cutting(layer, zero=True):
+                severed = cut.edges[start : start + length][:, tile.key_positions[i].clamp_min(0)]
+                heads: Any = slice(None) if cut.heads is None else list(cut.heads)
+                held = patterns[i, :, :length]
+                held[heads] = held[heads].masked_fill(severed, 0.0)
+                self._note(rows.variant[i : i + 1], cut, layer)
 
     def _recorded(self, stage: Stage, layer: int) -> Tensor:
         return self.recording.activations[main_site(stage).hook_name(layer)]
 
     def _read(self, reading: Reading, tile: Tile, activation: Tensor) -> None:
         """Deliver what is read at a site of a layer, from each variant's own row or its trunk's."""
-        place = {row.variant: i for i, row in enumerate(tile.rows)}
-        readers: dict[int, list[tuple[int, list[int]]]] = {}
-        for index in self.readers[reading]:
-            row = self._row_of(index)
-            if row is not None and row.variant in place:
-                tokens = self._kept_tokens(tile, place[row.variant], index)
-                readers.setdefault(len(tokens), []).append((index, tokens))
-        for pairs in readers.values():
-            read = torch.tensor([tokens for _, tokens in pairs], device=activation.device)
-            self.deliver(reading, [index for index, _ in pairs], activation[read])
+        place = np.full(len(self.variants) + 1, -1)
+        place[self._row[tile.rows.variant]] = np.arange(len(tile.rows))
+        index = self._reading(reading)
+        held = place[self._rows_of(index)]
+        index, held = index[held >= 0], held[held >= 0]
+        for among, positions in self._by_count(index):
+            at = held[among]
+            tokens = positions + (tile.begins - tile.rows.start)[at][:, None]
+            self.deliver(reading, index[among], activation[torch.from_numpy(tokens).to(activation.device)])
 
-    def _row_of(self, index: int) -> Row | None:
-        """The row that holds a variant: its own, or its trunk's for as long as it follows it."""
-        trunk = self.variants[index].trunk
-        return self.rows.get(index) or (None if trunk is None else self.rows.get(trunk))
+    def _reading(self, reading: Reading) -> Indices:
+        """The variants of which something is read at a site of a layer."""
+        return np.flatnonzero(np.isin(self.variants.which, list(self.readers.get(reading, ()))))
+
+    def _rows_of(self, index: Indices) -> Indices:
+        """The rows that hold variants: their own, or their trunk's for as long as they follow it; -1 without one."""
+        own, trunk = self._row[index], self.variants.trunk[index]
+        return np.where(own >= 0, own, np.where(trunk >= 0, self._row[trunk], -1))
+
+    def _by_count(self, index: Indices) -> Iterator[tuple[Indices, Indices]]:
+        """Yield variants of which as many positions are read: which of those given, and the positions of each."""
+        positions, read = self._kept[0][self.variants.which[index]], self._kept[1][self.variants.which[index]]
+        counts = read.sum(1)
+        for count in np.unique(counts):
+            among = np.flatnonzero(counts == count)
+            yield among, positions[among, :count]
 
     def _read_logits(self) -> None:
         """Deliver the logits at the kept positions, a tile of variants at a time."""
-        readers: dict[int, list[int]] = {}
-        for index in self.readers.get((LOGITS, len(self.layers)), ()):
-            if self._row_of(index) is not None:
-                readers.setdefault(len(self.variants[index].kept), []).append(index)
-        for n_kept, indices in readers.items():
-            for i in range(0, len(indices), max(1, self.tile_tokens // n_kept)):
-                part = indices[i : i + max(1, self.tile_tokens // n_kept)]
-                self._within_memory(part, self._deliver_logits)
+        index = self._reading((LOGITS, len(self.layers)))
+        index = index[self._rows_of(index) >= 0]
+        for among, positions in self._by_count(index):
+            most = max(1, self.tile_tokens // positions.shape[1])
+            for i in range(0, len(among), most):
+                self._within_memory(index[among[i : i + most]], self._deliver_logits)
 
-    def _deliver_logits(self, indices: list[int]) -> None:
-        rows = [(row, self.variants[index].kept) for index in indices if (row := self._row_of(index)) is not None]
-        places = [[row.offset + position - row.start for position in kept] for row, kept in rows]
-        tokens = torch.tensor(places, device=self.residual.device)
+    def _deliver_logits(self, indices: Indices) -> None:
+        ((_, positions),) = self._by_count(indices)
+        rows = self.joining[self._rows_of(indices)]
+        tokens = torch.from_numpy(positions + (rows.offset - rows.start)[:, None]).to(self.residual.device)
         residual = self.residual[tokens.flatten()]
         if self.answers is None:
             logits = self.blocks.logits(residual)
         else:
-            examples = torch.tensor([self.variants[i].example for i in indices], device=residual.device)
+            examples = torch.from_numpy(self.variants.example[indices]).to(residual.device)
             logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
         logits = logits.view(*tokens.shape, -1)
         wrong = ~(logits if self.answers is not None else logits[..., :1]).isfinite().all(-1)
         if bool(wrong.any()):
             i, place = wrong.nonzero()[0].tolist()
-            raise NotFiniteError(indices[i], self.variants[indices[i]].kept[place])
+            raise NotFiniteError(int(indices[i]), int(positions[i, place]))
         self.deliver((LOGITS, len(self.layers)), indices, logits)
 
     def _check_that_all_is_finite(self) -> None:
@@ -351,24 +376,28 @@ class Walk:
         suspect = ~self.residual.sum(-1, dtype=torch.float32).isfinite()
         if not bool(suspect.any()):
             return
-        for row in self.rows.values():
-            wrong = suspect[row.offset : row.offset + row.length] & ~self._stream(row).isfinite().all(-1)
-            if bool(wrong.any()):
-                raise NotFiniteError(row.variant, row.start + int(wrong.nonzero()[0]))
+        wrong = suspect & ~self.residual.isfinite().all(-1)
+        for row in np.flatnonzero(self.rows.length):
+            offset, length = int(self.rows.offset[row]), int(self.rows.length[row])
+            if bool((own := wrong[offset : offset + length]).any()):
+                raise NotFiniteError(int(self.rows.variant[row]), int(self.rows.start[row]) + int(own.nonzero()[0]))
 
-    def _within_memory(self, items: Sequence[Any], work: Callable[[Any], object]) -> None:
+    def _within_memory(self, items: Items, work: Callable[[Any], object]) -> None:
         """Do the work; when memory runs out, do it in parts, and make all tiles smaller from now on."""
         parts = in_halves(items, work)
         self.tile_tokens = max(1, self.tile_tokens // len(parts))
 
-    def _note(self, row: Row, edit: object, layer: int) -> None:
-        self._applied.add((row.variant, id(edit), layer))
+    def _note(self, variants: Indices, edit: object, layer: int) -> None:
+        self._applied.setdefault((id(edit), layer), []).append(variants)
 
     def _check_that_every_edit_was_made(self) -> None:
-        for index in (index for index in self.rows if self.variants[index].trunk is None):
-            for edit in self.variants[index].edits:
+        alone = self.rows.variant[self.variants.trunk[self.rows.variant] < 0]
+        for number in np.unique(self.variants.which[alone]):
+            expected = alone[self.variants.which[alone] == number]
+            for edit in self.variants.changes[number].edits:
                 for layer in edit.layers[: max(0, self.last_layer + 1 - edit.layers.start)]:
-                    if (index, id(edit), layer) not in self._applied:
+                    made = self._applied.get((id(edit), layer), [expected[:0]])
+                    if not np.isin(expected, np.concatenate(made)).all():
                         raise InterventionError(
                             f"The edit {edit} of layer {layer} did not take effect: its hook never fired. This is a "
                             "fault of the model's hooks, not of the sweep's options."
@@ -391,6 +420,6 @@ def not_walked(edits: Iterable[Edit]) -> str | None:
 def _no_key_left(layer: int, tile: Tile, allowed: Bool[Tensor, "row head_or_one position key"]) -> str:
     row, *_, column = (~allowed.any(-1)).nonzero()[0].tolist()
     return (
-        f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example {tile.rows[row].example} "
+        f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example {tile.rows.example[row]} "
         f"no key to attend to in layer {layer}. Leave it at least one key, or use variant='zero'."
     )
