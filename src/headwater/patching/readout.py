@@ -216,7 +216,7 @@ class Readout:
         before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
         return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
 
-    def _places_of(self, m: int) -> tuple[Int[np.ndarray, "example place"], Indices]:
+    def _places_of(self, m: int) -> tuple[Int[np.ndarray, "example position"], Indices]:
         """By example: where one metric's positions stand among those kept for all metrics, and how many they are."""
         own = [self.plan.kept[i][m] for i in self.examples]
         counts = np.array([len(positions) for positions in own])

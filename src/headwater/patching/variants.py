@@ -180,7 +180,7 @@ class Variants:
         return np.array([number(change) for change in self.changes], dtype=np.int64)[self.which]
 
 
-def padded_kept(changes: Sequence[Variant]) -> tuple[Int[np.ndarray, "change kept"], Bool[np.ndarray, "change kept"]]:
+def padded_kept(changes: Sequence[Variant]) -> tuple[Int[np.ndarray, "_ kept"], Bool[np.ndarray, "_ kept"]]:
     """Return the positions that are read of each change, the last one again where others read more; and which count."""
     most = max((len(change.kept) for change in changes), default=0)
     positions = np.array([(*change.kept, *change.kept[-1:] * (most - len(change.kept))) for change in changes])
