@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -123,3 +124,16 @@ def models():
 def llama(models):
     """The one of grouped heads."""
     return models("llama")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, where it and playwright are on the machine."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium on this machine")
+    with sync_api.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()

@@ -170,7 +170,6 @@ hw.start(async (spec, root) => {
   };
   const show = () => {
     const answer = last();
-    how = answer && answer.how !== how && !known[how] ? answer.how : how;
     [cells, byHead, reads].forEach((one) => one.draw());
     undoing.disabled = !clicked.length;
     run.textContent = `Edited: the ${about().run} run, ${spec.metric} ${hw.number(about().before)}; the other run has ${hw.number(about().goal)}.`;

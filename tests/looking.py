@@ -1,0 +1,48 @@
+"""A view in a page of a browser, to point at and to read."""
+
+FIRST_PLACE = """([width, height, step, begin]) => {
+  const canvas = document.querySelector("[data-main]"), box = canvas.getBoundingClientRect();
+  for (let y = 2; y < height; y += step)
+    for (let x = 2; x < width; x += step) {
+      const at = { bubbles: true, clientX: box.left + x, clientY: box.top + y };
+      canvas.dispatchEvent(new PointerEvent("pointermove", at));
+      const said = document.querySelector(".tip div");
+      if (said && said.innerText.startsWith(begin)) return [x, y];
+    }
+  return null;
+}"""
+
+
+class Look:
+    """A view in a page of the browser, with everything it complains of and asks for."""
+
+    def __init__(self, browser, view, folder, **context):
+        self.page = browser.new_context(offline=True, **context).new_page()
+        self.errors, self.requests = [], []
+        self.page.on("console", lambda message: self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(f"file://{view.save_html(folder / 'view.html')}")
+        self.page.wait_for_selector("html[data-ready]", timeout=30_000)
+
+    def at(self, x, y):
+        """Point at a place of the main canvas and return the tooltip's lines."""
+        box = self.page.locator("[data-main]").bounding_box()
+        self.page.mouse.move(box["x"] + x, box["y"] + y)
+        tip = self.page.locator(".tip")
+        return tip.locator("div").all_inner_texts() if tip.count() and tip.is_visible() else []
+
+    def find(self, width, height, begin, step=4):
+        """Return what is said at the first place whose tooltip begins so: the page looks, then the mouse goes."""
+        place = self.page.evaluate(FIRST_PLACE, [width, height, step, begin])
+        assert place, f"nothing says {begin!r}"
+        return self.at(*place), tuple(place)
+
+    def seen(self):
+        return self.page.locator("body").inner_text()
+
+    def is_well(self):
+        assert self.page.evaluate("document.documentElement.dataset.ready") == "yes"
+        assert self.errors == []
+        assert all(url.startswith(("file:", "blob:", "data:")) for url in self.requests)
+        assert not self.page.locator("#still").is_visible()
