@@ -37,7 +37,7 @@ from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
 from headwater.patching.call import check_call, metric_options, prompt_options
-from headwater.patching.cell import Cells
+from headwater.patching.cells import Cells
 from headwater.patching.dataset_values import Resample
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan

@@ -28,7 +28,7 @@ from headwater.models.positions import Where
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_name
 from headwater.patching.call import metric_options, prompt_options
-from headwater.patching.cell import Cells
+from headwater.patching.cells import Cells
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, read_pairs

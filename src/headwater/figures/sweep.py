@@ -21,8 +21,8 @@ from headwater.figures.fonts import drawable
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import style, whole_numbers
 from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
-from headwater.patching.cells import ROLES
 from headwater.patching.sweep import Sweep
+from headwater.patching.sweep_axes import ROLES
 from headwater.runs.result import DRAWINGS
 
 DIVERGING = "RdBu_r"

@@ -25,8 +25,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_flag, checked_seed
 from headwater.patching.call import check_call, metric_options, recorded_roles
-from headwater.patching.cell import Cells, Kind
-from headwater.patching.cells import Asked
+from headwater.patching.cells import Cells, Kind
 from headwater.patching.components import read_sets
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
@@ -34,6 +33,7 @@ from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.sweep_axes import Asked
 from headwater.patching.values import Recipe, recorded
 from headwater.runs.analysis import Run, carry_out
 

@@ -32,8 +32,7 @@ from headwater.models.sites import Site, sites_named
 from headwater.options import checked_name, checked_seed, shown
 from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
-from headwater.patching.cell import Cells, Kind
-from headwater.patching.cells import SPANS, Asked, Step, Window, chosen, covered, kinds_of, lasting
+from headwater.patching.cells import Cells, Kind
 from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric, as_metrics
@@ -41,6 +40,7 @@ from headwater.patching.prompts import Prompts, Spot
 from headwater.patching.runners import Wave
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.sweep_axes import SPANS, Asked, Step, Window, chosen, covered, kinds_of, lasting
 from headwater.patching.together import patch_together
 from headwater.patching.values import Recipe, recorded
 from headwater.runs.analysis import Run, carry_out

@@ -21,7 +21,7 @@ from headwater.errors import InputError, NumericsError
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
-from headwater.patching.cell import Cell
+from headwater.patching.cells import Cell
 from headwater.patching.forwards import written_into
 from headwater.patching.plan import Group, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run

@@ -13,7 +13,7 @@ from pandas.api.types import is_numeric_dtype
 
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed, shown
-from headwater.patching.cells import tokens_by_role
+from headwater.patching.sweep_axes import tokens_by_role
 from headwater.runs.findings import said_number
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Draws, interval

@@ -21,7 +21,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.models.unembedding import unembedding_head
-from headwater.patching.cell import Cells
+from headwater.patching.cells import Cells
 from headwater.patching.metrics import Metric
 from headwater.patching.nodes import Node
 from headwater.patching.plan import Plan

@@ -20,8 +20,8 @@ from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.options import checked_count, checked_name, checked_number, checked_seed, shown
-from headwater.patching.cells import tokens_by_role
 from headwater.patching.prompts import places_among
+from headwater.patching.sweep_axes import tokens_by_role
 from headwater.runs.record import RunRecord
 from headwater.stats.claims import Claim, Evidence, claim_of, notes_of_few
 

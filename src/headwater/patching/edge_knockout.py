@@ -31,14 +31,24 @@ from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, sites_named
 from headwater.options import checked_name, shown
 from headwater.patching.call import check_call, metric_options, prompt_options
-from headwater.patching.cell import Cells, Kind
-from headwater.patching.cells import Window, axes_of, chosen, grid, labels_of, lasting, layer_runs, steps, windows_of
+from headwater.patching.cells import Cells, Kind
 from headwater.patching.measure import collect_states, measure
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.readout import Measured
 from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.sweep_axes import (
+    Window,
+    axes_of,
+    chosen,
+    grid,
+    labels_of,
+    lasting,
+    layer_runs,
+    steps,
+    windows_of,
+)
 from headwater.patching.variants import Cut
 from headwater.runs.analysis import Run, carry_out
 

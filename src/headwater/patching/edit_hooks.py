@@ -19,10 +19,10 @@ from headwater.models.positions import Prompt, Where, is_all, positions_of, role
 from headwater.models.sites import SITES, Site
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, shown
-from headwater.patching.cells import chosen, lasting
 from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
 from headwater.patching.rows import Values
+from headwater.patching.sweep_axes import chosen, lasting
 from headwater.patching.values import VALUES, Recipe, Roles, Wanted, asked_source, recipe_of, values_of
 from headwater.patching.variants import Replace
 from headwater.runs.identity import digest

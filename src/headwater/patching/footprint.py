@@ -25,7 +25,7 @@ from headwater.models.gradients import graph_bytes
 from headwater.models.memory import how_many_fit, refuse_too_large
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site
-from headwater.patching.cell import Kind
+from headwater.patching.cells import Kind
 from headwater.patching.plan import WAVE_TOKENS, Plan, tokens_of
 from headwater.patching.variants import Replace
 

@@ -23,7 +23,7 @@ from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import Site, sites_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count
-from headwater.patching.cell import Cells, Kind
+from headwater.patching.cells import Cells, Kind
 from headwater.patching.corruption import Corruption
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import Spot, spot_of

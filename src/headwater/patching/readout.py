@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.sites import SITES
-from headwater.patching.cell import Cells, Kind
+from headwater.patching.cells import Cells, Kind
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Group, Kept, columns_of
 from headwater.patching.variants import LOGITS, Cut, Deliver, Indices, Reading, Variants

@@ -17,12 +17,12 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import Site
 from headwater.patching.call import prompt_options
-from headwater.patching.cell import Cells
-from headwater.patching.cells import Asked, matched_positions
+from headwater.patching.cells import Cells
 from headwater.patching.corruption import Corruption, corruption_of
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, Spot, matches, read_pairs, read_prompts, refuse_other_order
+from headwater.patching.sweep_axes import Asked, matched_positions
 from headwater.patching.values import Recipe, Roles, Source, asked_source
 
 DIRECTIONS = ("denoise", "noise")

@@ -27,11 +27,11 @@ from headwater.patching.averages import (
     strongest,
     summarize,
 )
-from headwater.patching.cells import AXES, tokens_by_role
 from headwater.patching.claims import MATCH, Drawing, Swept, claim_on
 from headwater.patching.plan import Plan
 from headwater.patching.readout import Measured
 from headwater.patching.sides import DIRECTIONS
+from headwater.patching.sweep_axes import AXES, tokens_by_role
 from headwater.runs.analysis import Run
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

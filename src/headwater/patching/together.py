@@ -16,8 +16,7 @@ from typing import Any
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.patching.call import metric_options
-from headwater.patching.cell import Cells, Kind
-from headwater.patching.cells import Asked
+from headwater.patching.cells import Cells, Kind
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric
 from headwater.patching.nodes import Node, read_nodes, set_name
@@ -25,6 +24,7 @@ from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import Sides, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.sweep_axes import Asked
 from headwater.patching.values import Source, recorded
 from headwater.runs.analysis import Run, carry_out
 

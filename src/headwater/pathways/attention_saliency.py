@@ -39,7 +39,7 @@ from headwater.models.gradients import KeysValues, keys_values, refuse_without_g
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_name, shown
-from headwater.patching.cells import chosen
+from headwater.patching.sweep_axes import chosen
 from headwater.pathways.edge_saliency import WORTH_A_RUN, SaliencyRow, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.saliency_report import (
     COLUMNS,
