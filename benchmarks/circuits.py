@@ -70,7 +70,7 @@ def faithfulness_row(task: Task, rounds: int) -> Row:
         floor_s=None,
         peer_s=peer_s,
         headwater_s=a_call / len(some),
-        agrees=abs(found[0].recovered - ours) < 1e-3 * max(1.0, abs(ours)),
+        agrees=bool(abs(found[0].recovered - ours) < 1e-3 * max(1.0, abs(ours))),
         peak_bytes=None,
         target=">= 500 x",
         note=f"{POSITION_SPECIFIC}; its time holds a run without each class of readers, which it always makes",
