@@ -136,6 +136,113 @@ def test_hotpotqa_and_nq_open_are_told_apart_by_their_answers(tmp_path):
     assert nq.table["id"].tolist() == ["nq_open-1", "nq_open-2"]
 
 
+AS_ROWS = {
+    "popqa": POPQA,
+    "triviaqa": {
+        "question": TRIVIAQA["Question"],
+        "question_id": "tc_3",
+        "question_source": "http://www.triviacountry.com/",
+        "entity_pages": {"filename": ["Chicago.txt"], "title": ["Chicago"]},
+        "answer": {
+            "aliases": TRIVIAQA["Answer"]["Aliases"],
+            "normalized_aliases": ["chi town"],
+            "type": "WikipediaEntity",
+            "value": "Chicago",
+        },
+    },
+    "hotpotqa": {
+        "id": HOTPOTQA["_id"],
+        "question": HOTPOTQA["question"],
+        "answer": "yes",
+        "type": "comparison",
+        "level": "hard",
+        "supporting_facts": {"title": ["Scott Derrickson"], "sent_id": [0]},
+        "context": {"title": ["Ed Wood (film)"], "sentences": [["Ed Wood is a film."]]},
+    },
+    "nq_open": NQ,
+}
+"""A row of each set as it is distributed in tables."""
+ACCEPTED = {
+    "popqa": ("politician", "political leader"),
+    "triviaqa": ("Chicago", "Chi-Town", "Chicago, Illinois"),
+    "hotpotqa": ("yes",),
+    "nq_open": tuple(NQ["answer"]),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
+@pytest.mark.parametrize("name", AS_ROWS)
+def test_every_set_is_read_from_tables_too_and_known_by_its_columns(tmp_path, name, suffix):
+    rows, file = [AS_ROWS[name]] * 3, tmp_path / f"validation.{suffix}"
+    rows = [row | {key: f"{row[key]}-{i}" for key in ("id", "question_id") if key in row} for i, row in enumerate(rows)]
+    if suffix == "parquet":
+        pd.DataFrame(rows).to_parquet(file, row_group_size=2)
+    else:
+        (array if suffix == "json" else lines)(file, *rows)
+    questions = load_questions(file)
+    assert questions.datasets == (name,)
+    assert questions.table["answers"].tolist() == [ACCEPTED[name]] * 3
+    original = AS_ROWS[name].get("id", AS_ROWS[name].get("question_id"))
+    assert questions.table["id"].tolist() == [f"{original}-{i}" if original else f"nq_open-{i + 1}" for i in range(3)]
+    assert load_questions(pd.DataFrame(rows)).table["answers"].tolist() == [ACCEPTED[name]] * 3
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])
+@pytest.mark.parametrize("shape", ["an object", "beside the question"])
+def test_rows_of_value_and_aliases_are_triviaqa(tmp_path, shape, suffix):
+    answer = {"value": "Chicago", "aliases": TRIVIAQA["Answer"]["Aliases"]}
+    as_text = suffix != "jsonl"
+    if shape == "an object":
+        row = {"answer": json.dumps(answer) if as_text else answer}
+    else:
+        row = answer | ({"aliases": json.dumps(answer["aliases"])} if as_text else {})
+    row |= {"question": TRIVIAQA["Question"], "question_id": "tc_3"}
+    file = tmp_path / f"a.{suffix}"
+    if as_text:
+        pd.DataFrame([row]).to_csv(file, sep="," if suffix == "csv" else "\t", index=False)
+    else:
+        lines(file, row)
+    questions = load_questions(file)
+    assert (questions.datasets, questions.table.at[0, "id"]) == (("triviaqa",), "tc_3")
+    assert questions.table.at[0, "answers"] == ACCEPTED["triviaqa"]
+
+
+def test_triviaqa_for_reading_comprehension_keeps_one_row_for_each_question(tmp_path):
+    pages = {"EntityPages": [{"DocSource": "TagMe", "Filename": "Chicago.txt", "Title": "Chicago"}]}
+    rows = [TRIVIAQA | pages | {"QuestionId": f"tc_{i}"} for i in range(2)]
+    around = {"Domain": "Wikipedia", "Split": "dev", "VerifiedEval": False, "Version": 1.0}
+    table = load_questions(array(tmp_path / "verified-wikipedia-dev.json", *rows, around=around)).table
+    assert table["answers"].tolist() == [ACCEPTED["triviaqa"]] * 2
+    assert "EntityPages" not in table
+
+
+def test_a_set_distributed_without_its_answers_is_refused_by_row(tmp_path):
+    row = AS_ROWS["triviaqa"] | {"answer": {"value": "<unk>", "aliases": []}}
+    pd.DataFrame([row]).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(InputError, match=r"test.parquet, row 1: Answer has neither a Value nor Aliases"):
+        load_questions(tmp_path / "test.parquet")
+
+
+def test_a_damaged_parquet_file_is_one_line(tmp_path):
+    file = tmp_path / "a.parquet"
+    pd.DataFrame([NQ] * 50).to_parquet(file)
+    for damaged in (b"", b"PAR1", file.read_bytes()[:-20], b"\0" * 200 + file.read_bytes()[200:]):
+        file.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"a.parquet, row 1 cannot be read") as found:
+            load_questions(file)
+        assert "\n" not in str(found.value)
+
+
+def test_a_parquet_file_is_read_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "ROWS_AT_A_TIME", 3)
+    pd.DataFrame({"question": [f"Q{i}?" for i in range(10)], "answers": [None, "x"] * 5}).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    rows = list(readers.read_rows(tmp_path / "a.parquet", "questions"))
+    assert [(number, row["question"]) for number, row in rows] == [(i + 1, f"Q{i}?") for i in range(10)]
+    assert [set(row) for _, row in rows] == [{"question"}, {"question", "answers"}] * 5
+
+
 def test_a_format_can_be_named_and_then_must_fit(tmp_path):
     file = lines(tmp_path / "a.jsonl", {"question": "Q?", "answer": "x"})
     assert load_questions(file).datasets == ("a",)

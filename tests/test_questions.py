@@ -150,7 +150,7 @@ def test_the_world_sets_have_names(tmp_path):
 def test_files_that_are_no_question_tables_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"nothing.jsonl does not exist"):
         load_questions(tmp_path / "nothing.jsonl")
-    with pytest.raises(InputError, match=r"expected a file ending in \.jsonl, \.json, \.csv, \.tsv"):
+    with pytest.raises(InputError, match=r"expected a file ending in \.jsonl, \.json, \.csv, \.tsv, \.parquet"):
         load_questions(write(tmp_path, ROW, name="mine.xml"))
     with pytest.raises(InputError, match="holds no questions"):
         load_questions(write(tmp_path))

@@ -1,7 +1,8 @@
 """Rows of a file of any shape: JSON lines, a JSON array (bare, or under a key of an object), CSV, TSV, parquet.
 
 - `read_rows` yields (number, row) one row at a time, so that a file of gigabytes is never in memory as a whole. The
-  number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array.
+  number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array, the row of
+  parquet.
 - `read_texts` yields one text of each row, or of each line, likewise; what cannot be read is a row without a text.
 - `read_objects` returns all rows of a file that is small, each with where it stands.
 """
@@ -20,12 +21,14 @@ from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError
 
 Row = Mapping[str, object]
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 OBJECTS = (".jsonl", ".json", ".parquet")
 """The files that `read_objects` reads."""
 NOT_TEXTS = (".json", ".parquet", ".arrow", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
 CHUNK = 2**20
+ROWS_AT_A_TIME = 1024
+"""Of a parquet file."""
 
 
 def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
@@ -41,6 +44,9 @@ def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
     check_readable(path, what)
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path} is not a table of {what}: expected a file ending in {', '.join(SUFFIXES)}.")
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
     reader = {".jsonl": _json_lines, ".json": _json_items}.get(path.suffix, _cells)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -151,6 +157,19 @@ def read_parquet(path: Path) -> pd.DataFrame:
         return table.to_pandas(ignore_metadata=True)
     except (ArrowException, ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read ({error}).") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a parquet file, a few of its rows in memory at a time; an empty cell is a cell not there."""
+    number = 1
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_AT_A_TIME):
+                for row in batch.to_pylist():
+                    yield number, {name: cell for name, cell in row.items() if cell is not None and cell == cell}
+                    number += 1
+    except (ArrowException, ValueError, OSError) as error:
+        raise InputError(f"{path}, row {number} cannot be read ({' '.join(str(error).split())}).") from None
 
 
 def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:

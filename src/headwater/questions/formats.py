@@ -4,6 +4,8 @@
 |---|---|---|---|---|
 | popqa | subj and prop, or s_pop | question | possible_answers (a list, or its JSON text) | prop as relation, s_pop as popularity, s_pop, o_pop, subj, obj; the exact tokens from its 16 wordings |
 | triviaqa | Question, Answer (also unfiltered and reading comprehension: an array under "Data") | Question | Answer.Value, Answer.Aliases | QuestionId as id |
+| triviaqa | question, answer: an object with value and aliases (or its JSON text) | question | answer.value, answer.aliases | question_id as id |
+| triviaqa | question, value, aliases | question | value, aliases | question_id as id |
 | hotpotqa | answer, one text, beside type, level or supporting_facts | question | answer | _id as id, type, level |
 | nq_open | answer, a list | question | answer | |
 | table | anything else | question | answers, answer or golden_answers | all columns |
@@ -25,12 +27,14 @@ from headwater.questions.words import find_words
 
 ANSWER_COLUMNS = ("answers", "answer", "golden_answers", "possible_answers")
 POPULARITY = ("s_pop", "o_pop")
+WITHHELD = "<unk>"
+"""What stands for the answer where a set is distributed without its answers."""
 
 
 def detect_format(row: Mapping[str, object]) -> str:
     """Say which format a file has, by its first row."""
     fields = flat(row).keys()
-    if {"Question", "Answer"} <= fields:
+    if {"Question", "Answer"} <= fields or _has_value_and_aliases(flat(row)):
         return "triviaqa"
     if {"subj", "prop"} <= fields or "s_pop" in fields:
         return "popqa"
@@ -115,6 +119,7 @@ def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _triviaqa(row: dict[str, object], where: str) -> dict[str, object]:
+    row = _in_original_names(row, where) if _has_value_and_aliases(row) else row
     _require(row, where, "triviaqa", "Question", "Answer")
     answer = row["Answer"]
     if not isinstance(answer, Mapping):
@@ -123,10 +128,37 @@ def _triviaqa(row: dict[str, object], where: str) -> dict[str, object]:
     if not isinstance(aliases, list):
         raise InputError(f"{where}: Answer.Aliases is not a list.")
     answers = [text for text in (answer.get("Value"), *aliases) if isinstance(text, str) and text.strip()]
+    answers = [text for text in answers if text != WITHHELD]
     if not answers:
         raise InputError(f"{where}: Answer has neither a Value nor Aliases.")
     kept = {"id": row["QuestionId"]} if "QuestionId" in row else {}
     return kept | {"question": unquoted(row["Question"]), "answers": list(dict.fromkeys(answers))}
+
+
+def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
+    """Whether the answer is an object, such as {value, aliases}, or these stand beside the question."""
+    answer = row.get("answer")
+    is_object = isinstance(answer, Mapping) or (isinstance(answer, str) and answer.lstrip().startswith("{"))
+    return is_object or (
+        {"question", "value", "aliases"} <= row.keys() and not row.keys() & {*ANSWER_COLUMNS, "Answer"}
+    )
+
+
+def _in_original_names(row: dict[str, object], where: str) -> dict[str, object]:
+    """Bring a row with value and aliases in small letters to the names of the original files."""
+    _require(row, where, "triviaqa", "question")
+    answer = row.get("answer", row)
+    if isinstance(answer, str):
+        try:
+            answer = parse_json(answer)
+        except ValueError as error:
+            raise InputError(f"{where}: answer is not JSON ({error}).") from None
+    assert isinstance(answer, Mapping)  # of a text that begins with a brace, as of what is an object
+    found = {name.capitalize(): answer[name] for name in ("value", "aliases") if name in answer}
+    if "Aliases" in found:
+        found["Aliases"] = _answers(found["Aliases"], where, "aliases")
+    name = next((name for name in ("question_id", "id") if name in row), None)
+    return ({"QuestionId": row[name]} if name else {}) | {"Question": row["question"], "Answer": found}
 
 
 def _hotpotqa(row: dict[str, object], where: str) -> dict[str, object]:

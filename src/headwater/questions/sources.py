@@ -1,7 +1,7 @@
 """Questions with their accepted answers, and where in the question its exact tokens stand.
 
 A question file is one of the public sets in its own format (`formats`), or a plain table: JSON lines, a JSON array,
-CSV or TSV. In a plain table `question` and `answers` must be there; the other columns may be.
+CSV, TSV or parquet. In a plain table `question` and `answers` must be there; the other columns may be.
 
 | column | what it holds |
 |---|---|
@@ -92,8 +92,8 @@ def load_questions(
     """Read questions from a public question set, from a table of one's own, or those of the embedded model's world.
 
     Args:
-        source: a `.jsonl`, `.json`, `.csv` or `.tsv` file; a data frame; one of the world's sets by its name
-            (`properties`, `paraphrased`, `natural`, `multi_hop`); None for all four of these.
+        source: a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file; a data frame; one of the world's sets by its
+            name (`properties`, `paraphrased`, `natural`, `multi_hop`); None for all four of these.
         format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; by default told from the first row.
         sample: draw this many questions of each set, without replacement; default all.
         seed: of the draw of questions.
@@ -228,4 +228,4 @@ def _tidy(table: pd.DataFrame) -> pd.DataFrame:
 def _as_text(value: object) -> str | None:
     if isinstance(value, str) or value is None:
         return value
-    return None if isinstance(value, float) and value != value else json.dumps(value, ensure_ascii=False)
+    return None if isinstance(value, float) and value != value else json.dumps(value, ensure_ascii=False, default=str)
