@@ -72,7 +72,11 @@ def test_options_reach_the_analysis(run, checkpoint, suite, tmp_path):
     assert {name: used[name] for name in wanted} == wanted
 
 
-def test_progress_goes_to_stderr(run, checkpoint, suite):
+def test_progress_goes_to_stderr_and_only_where_that_is_a_terminal(run, checkpoint, suite, monkeypatch):
+    _, printed, noise = run("heads", checkpoint("llama"), "--relations", suite)
+    assert "layer/s" not in noise + printed
+    assert "\r" not in noise + printed
+    monkeypatch.setattr("headwater.progress.on_terminal", lambda: True)
     _, printed, noise = run("heads", checkpoint("llama"), "--relations", suite)
     assert "layer/s" in noise
     assert "layer/s" not in printed

@@ -1,7 +1,12 @@
-"""Progress bars: one way to open them, so that `progress=` means the same everywhere."""
+"""Progress bars: one way to open them, so that `progress=` means the same everywhere.
+
+A bar needs a terminal, or a notebook that draws it: written into a file or a pipe it would be hundreds of lines that
+overwrite nothing. In a notebook it goes when the work is done, so that a saved notebook holds results alone.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tqdm.auto import tqdm
@@ -17,8 +22,23 @@ else:
 def progress_bar(progress: bool, *args: Any, **options: Any) -> Bar:
     """Open a bar of tqdm's with these arguments; it counts without being shown where progress is False.
 
+    It is not shown either where stderr is neither a terminal nor a notebook's.
+
     Raises:
         InputError: `progress` is neither True nor False.
     """
-    options["disable"] = not checked_flag("progress", progress)
-    return tqdm(*args, **options)
+    shown = checked_flag("progress", progress) and (in_notebook() or on_terminal())
+    options.setdefault("leave", not in_notebook())
+    return tqdm(*args, **options | {"disable": not shown})
+
+
+def on_terminal() -> bool:
+    """Whether what goes to stderr is seen as it comes, line over line."""
+    return bool(getattr(sys.stderr, "isatty", bool)())
+
+
+def in_notebook() -> bool:
+    """Whether a notebook draws the bars."""
+    kernel = sys.modules.get("IPython")
+    shell = kernel.get_ipython() if kernel is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell" or "google.colab" in type(shell).__module__

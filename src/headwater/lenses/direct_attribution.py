@@ -33,6 +33,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.lenses.contributions import Contributions, Part
+from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.options import checked_count, checked_name, shown
@@ -153,6 +154,7 @@ def direct_logit_attribution(
     batch_size = checked_count("batch_size", batch_size)
     read = read_prompts(model, prompts)
     correct, wrong = _answers(model, tokens, len(read))
+    warn_of_missing_spaces(tuple(tokens), [prompt.strings[-1] for prompt in read], model.tokenizer)
     spots = _spots(at, read)
     where: list[tuple[int, ...]] = [()] * len(read)
     for spot in spots:

@@ -31,6 +31,7 @@ from headwater.kernels.layer_predictions import layer_predictions
 from headwater.lenses.by_role import with_roles
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.edits import Hook, looks
+from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import hook_name
@@ -189,6 +190,7 @@ def _targets(
     """Return, for each prompt and position read, the token whose rank is asked for."""
     if answer is not None:
         ids = answer_ids(answer, model.tokenizer, len(prompts), model.shape.d_vocab)
+        warn_of_missing_spaces([answer], [prompt.strings[-1] for prompt in prompts], model.tokenizer)
         return [one.repeat(len(places)) for one, places in zip(ids, where, strict=True)]
     following = [(*prompt.ids[1:], NONE) for prompt in prompts]
     return [torch.tensor([after[place] for place in places]) for after, places in zip(following, where, strict=True)]

@@ -42,6 +42,7 @@ from headwater.models.edits import (
 from headwater.models.forward import forward
 from headwater.models.generation.sampling import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
+from headwater.models.hints import warn_of_two_beginnings
 from headwater.models.identified import Identified
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
@@ -158,7 +159,10 @@ class HookedModel(Identified, TransformerLensNames):
         """
         shape = self.shape
         limits = {"d_vocab": shape.d_vocab, "n_ctx": shape.n_ctx}
-        return make_batch(inputs, self.tokenizer, bos=self.bos, mask=mask, config=self.config, **limits)
+        batch = make_batch(inputs, self.tokenizer, bos=self.bos, mask=mask, config=self.config, **limits)
+        if batch is not inputs:
+            warn_of_two_beginnings(batch, getattr(self.tokenizer, "bos_token_id", None))
+        return batch
 
     def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each token.

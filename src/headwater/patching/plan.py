@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook
+from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import Site, sites_named
@@ -134,10 +135,13 @@ class Plan:
     def answers(self) -> tuple[tuple[Int[Tensor, " example"], ...], ...]:
         """By metric: the token ids of its answers, one per example."""
         model, n = self.model, len(self.base) // self.draws
+        ends = [prompt.strings[-1] for prompt in self.base[:: self.draws]]
+        at_the_end = [answer for metric in self.metrics if metric.at == "last" for answer in metric.answers]
         of_prompts = [
             [answer_ids(answer, model.tokenizer, n, model.n_logits) for answer in metric.answers]
             for metric in self.metrics
         ]
+        warn_of_missing_spaces(at_the_end, ends, model.tokenizer)
         return tuple(tuple(ids.repeat_interleave(self.draws) for ids in answers) for answers in of_prompts)
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor
 from headwater.errors import InputError, did_you_mean
 from headwater.models.edits import Hook, PromptHook
 from headwater.models.generation.loop import chat_text, end_tokens, generate
+from headwater.models.hints import warn_of_no_template
 from headwater.models.tokens import by_length
 from headwater.options import shown
 from headwater.runs.analysis import Run
@@ -72,7 +73,9 @@ def question_frame(model: HookedModel, context: str | None = None, prompt: str |
         raise InputError(f"There is no context {shown(context)}.{did_you_mean(context, CONTEXTS)}")
     if context == CHAT:
         return _chat(model, prompt)
-    prompt = PROMPT if prompt is None else prompt
+    if prompt is None:
+        warn_of_no_template(model, [PROMPT])
+        prompt = PROMPT
     if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
         raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {shown(prompt)}.")
     before, after = prompt.split(SLOT)

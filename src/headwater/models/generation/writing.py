@@ -24,6 +24,7 @@ from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.generation.loop import Wrote, check_room, end_tokens, generate
 from headwater.models.generation.sampling import Sampling, drawn_with, draws
+from headwater.models.hints import warn_of_no_template
 from headwater.models.memory import failures_named
 from headwater.models.tokens import Inputs
 from headwater.options import checked_count, one_or_several, shown
@@ -144,6 +145,7 @@ def write(
         raise InputError(f"stream={shown(stream)} must be a function of (number of a prompt, piece of its text).")
     checked_count("max_new_tokens", max_new_tokens)
     listed, batch = listed_hooks(hooks), model.tokenize(prompts)
+    warn_of_no_template(model, batch.texts or ())
     check_room(model, batch, max_new_tokens)
     stops, ends = _stops(stop, model)
     rows = [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)]

@@ -37,13 +37,13 @@ from typing import Any
 import torch
 from huggingface_hub import cached_assets_path
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from headwater.errors import HeadwaterError
 from headwater.models.families import Family, family_named, family_of, text_config
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.weights.conversion import Conversion
 from headwater.models.weights.fused import put_together
+from headwater.progress import progress_bar
 from headwater.runs.storage import write_atomically
 
 SPAN = 2**22
@@ -84,7 +84,9 @@ def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Ten
         64 hexadecimal digits.
     """
     whole = hashlib.sha256(json.dumps([asdict(shape), behaviour(config)], sort_keys=True, default=str).encode())
-    bar = tqdm(desc="Hashing weights", total=total or None, unit=" values", unit_scale=True, delay=2, leave=False)
+    bar = progress_bar(
+        True, desc="Hashing weights", total=total or None, unit=" values", unit_scale=True, delay=2, leave=False
+    )
     with bar, ThreadPoolExecutor(THREADS) as pool:
         for part, size in _hashed(pool, tensors):
             whole.update(part)

@@ -1,0 +1,88 @@
+"""Hints where people err: a word without its space, a text that begins twice, a chat model asked without its template.
+
+None of these is an error, and each has a use; but what comes out is another thing than most who write it mean. Each is
+said once per call, as a `UserWarning` in one line.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headwater.models.tokens import Batch, Tokenizer, encode
+from headwater.options import is_one, shown
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+SPACE_FOLLOWS = tuple(".,:;?!")
+"""Marks, beside letters, behind which English and its neighbours go on with a space."""
+MARKS = ("<|", "[INST]", "<start_of_turn>")
+"""What chat templates write that need not be a special token of the tokenizer."""
+
+
+def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], tokenizer: Tokenizer | None) -> None:
+    """Warn where an answer is one token with a space in front and another one without, and the prompt ends in a word.
+
+    Args:
+        answers: of a metric: a token for all prompts, or a list with one for each.
+        ends: the last token of each prompt, as text.
+        tokenizer: the model's; without one there is nothing to say.
+    """
+    if tokenizer is None:
+        return
+    for answer in answers:
+        words = [answer] * len(ends) if is_one(answer) else list(answer)  # type: ignore[call-overload]
+        erring = ((w, e) for w, e in zip(words, ends, strict=False) if _lacks_its_space(w, e, tokenizer))
+        if found := next(erring, None):
+            word, end = found
+            warnings.warn(
+                f"The answer {shown(word)} and {shown(f' {word}')}, with a space, are two different tokens, and behind "
+                f"a prompt that ends in {shown(end)} the one with the space is usually meant.",
+                stacklevel=2,
+            )
+            return
+
+
+def _lacks_its_space(word: object, end: str, tokenizer: Tokenizer) -> bool:
+    """Whether a word has a token of its own with a space in front, and stands where that would be the next one."""
+    return isinstance(word, str) and word[:1].isalpha() and _goes_on_with_a_space(end) and _has_both(word, tokenizer)
+
+
+def _goes_on_with_a_space(end: str) -> bool:
+    return end[-1:].isalnum() or end.endswith(SPACE_FOLLOWS)
+
+
+def _has_both(word: str, tokenizer: Tokenizer) -> bool:
+    plain, spaced = encode(tokenizer, word)[0], encode(tokenizer, f" {word}")[0]
+    return len(plain) == len(spaced) == 1 and plain != spaced
+
+
+def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:
+    """Warn where a sequence begins with two beginning-of-sequence tokens: models know texts with one or none."""
+    if beginning is None or batch.tokens.shape[1] < 2:
+        return
+    twice = ((batch.tokens[:, :2] == beginning) & batch.mask[:, :2]).all(1).nonzero().flatten().tolist()
+    if twice:
+        others = f" ({len(twice):,} of {len(batch):,} prompts do)" if len(twice) > 1 else ""
+        warnings.warn(
+            f"Prompt {batch.name(twice[0])} begins with two beginning-of-sequence tokens{others}. A chat template "
+            "writes one itself, and token ids may hold one: leave the second out.",
+            stacklevel=2,
+        )
+
+
+def warn_of_no_template(model: Model, texts: Sequence[str]) -> None:
+    """Warn where a model whose tokenizer has a chat template is to answer texts that hold none of its marks."""
+    tokenizer = model.tokenizer
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        return
+    marks = {*MARKS, *(mark for mark in tokenizer.all_special_tokens if mark in str(tokenizer.chat_template))}
+    if texts and not any(mark in text for mark in marks for text in texts):
+        warnings.warn(
+            f"{model.name} has a chat template and is asked without it: an instruct model may answer otherwise than in "
+            "a chat. Use context='chat' where there is such an option, or write prompts with "
+            "model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).",
+            stacklevel=2,
+        )

@@ -1,0 +1,88 @@
+"""Hints where people err: said where they help, and nowhere else."""
+
+import warnings
+
+import pytest
+import torch
+
+import headwater as hw
+from headwater.models.hints import warn_of_missing_spaces
+from tests.tiny import tiny_model, tiny_tokenizer
+
+PROMPTS = ("the capital of France is", "the capital of Italy is")
+TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+
+
+def said(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught]
+
+
+def test_a_word_without_its_space_is_said_where_both_are_tokens(model):
+    words = said(lambda: warn_of_missing_spaces(("A", " B"), ["is", " is"], model.tokenizer))
+    assert len(words) == 1
+    assert words[0].startswith("The answer 'A' and ' A', with a space, are two different tokens")
+
+
+@pytest.mark.parametrize(
+    ("answers", "ends"),
+    [
+        ((" A",), ["is"]),
+        (("A",), [" "]),
+        (("A",), ["("]),
+        ((7, [3, 4]), ["is", "is"]),
+        (("2",), ["is"]),
+        (("Paris",), ["is"]),  # several tokens, which the metric itself refuses
+    ],
+)
+def test_a_word_that_is_meant_as_it_stands_is_left_alone(model, answers, ends):
+    assert said(lambda: warn_of_missing_spaces(answers, ends, model.tokenizer)) == []
+    assert said(lambda: warn_of_missing_spaces(answers, ends, None)) == []
+
+
+def test_a_sweep_a_lens_and_an_attribution_say_it_of_their_own_prompts(model):
+    calls = [
+        lambda: hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference("A", " B"), progress=False),
+        lambda: hw.lens(model, list(PROMPTS), answer=["A", " B"], progress=False),
+        lambda: hw.direct_logit_attribution(model, list(PROMPTS), tokens=("A", " B"), progress=False),
+    ]
+    for call in calls:
+        (one,) = said(call)
+        assert "' is' the one with the space is usually meant" in one
+    at = hw.logit_difference("A", " B", at=1)
+    assert said(lambda: hw.patch(model, *PROMPTS, sites="resid_post", metric=at, progress=False)) == []
+
+
+def test_two_beginnings_of_a_prompt_are_said_once_for_texts_and_for_ids(model):
+    (one,) = said(lambda: model.tokenize("<s><s> the cat"))
+    assert one.startswith("Prompt 0 begins with two beginning-of-sequence tokens. ")
+    (several,) = said(lambda: model.tokenize([[5, 6], [0, 0, 5], [0, 0, 7]]))
+    assert several.startswith("Prompt 1 begins with two beginning-of-sequence tokens (2 of 3 prompts do).")
+    for inputs in ("<s> the cat", " the cat", [[0, 5, 0, 0]], torch.tensor([[0]])):
+        assert said(lambda inputs=inputs: model.tokenize(inputs)) == []
+    with warnings.catch_warnings(action="ignore"):
+        batch = model.tokenize("<s><s> the cat")
+    assert said(lambda: model.tokenize(batch)) == []
+
+
+def test_a_chat_model_asked_without_its_template_is_told_of_it():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chat = hw.load(tiny_model("llama"), tokenizer=tokenizer)
+
+    def asked(prompts):
+        return said(lambda: chat.generate(prompts, max_new_tokens=1, progress=False))
+
+    (one,) = asked("the capital of France is")
+    assert "has a chat template and is asked without it" in one
+    assert asked("<s> the capital of France is") == []
+    assert asked([[0, 5, 6]]) == []
+    tokenizer.chat_template = None
+    assert asked("the capital of France is") == []
