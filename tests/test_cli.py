@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 import headwater
+from headwater.errors import InputError
 from headwater.heads import classify, scores
 from headwater.heads.categories import label_counts
 from headwater.heads.head_map import HeadMap
@@ -133,7 +134,8 @@ def test_a_wrong_row_is_reported_with_file_line_and_field(run, checkpoint, tmp_p
         (["heads", "--rule", "[publish]"], "'[publish]' is not one of 'controlled', 'published'"),
         (["heads", "--k", "many"], "Invalid value for '--k'"),
         (["heads", "--treshold", "1"], "--threshold"),
-        (["score", "embedded"], "Missing argument"),
+        (["heads", "--modle", "gpt2"], "No such option: --modle. Did you mean '--model'?"),
+        (["score"], "Missing argument '[MODEL] FILE'"),
     ],
 )
 def test_usage_errors_too_are_one_line_and_exit_code_two(run, arguments, message):
@@ -233,3 +235,70 @@ def test_help_comes_without_loading_torch():
 def test_the_module_runs_as_the_command():
     ended = subprocess.run([sys.executable, "-m", "headwater", "--version"], capture_output=True, text=True, check=True)
     assert ended.stdout == f"headwater {headwater.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["heads", "gpt2", "--model", "gpt2-xl"], "Two models were given, gpt2 and --model gpt2-xl"),
+        (["score", "gpt2", "no", "such"], "found gpt2 no such"),
+        (["score", "no-such.txt"], "The file of texts no-such.txt does not exist"),
+    ],
+)
+def test_words_that_are_too_many_or_no_file_are_refused(run, arguments, message):
+    code, printed, error = run(*arguments)
+    assert (code, printed) == (2, "")
+    assert message in error
+
+
+def test_a_model_is_given_as_a_word_or_by_name(run, checkpoint, suite):
+    folder = checkpoint("llama")
+    assert run("relations", "--model", folder, "--relations", suite) == run("relations", folder, "--relations", suite)
+
+
+def test_one_word_behind_score_is_the_file_and_the_model_may_be_left_out(run, checkpoint, tmp_path):
+    (tmp_path / "texts.txt").write_text("Paris is in France.\n")
+    of_one = run("score", "--model", checkpoint("llama"), tmp_path / "texts.txt", "--json")
+    assert of_one[0] == 0
+    assert of_one[1] == run("score", checkpoint("llama"), tmp_path / "texts.txt", "--json")[1]
+    code, printed, _ = run("score", tmp_path / "texts.txt", "--json")
+    assert (code, json.loads(printed)["model"]) == (0, "embedded")
+
+
+@pytest.mark.parametrize(
+    ("shell", "asked"),
+    [
+        ("bash", {"COMP_WORDS": "headwater behav", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "headwater behav"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "headwater behav", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+)
+def test_shells_complete_commands_and_are_given_what_completes_them(run, monkeypatch, shell, asked):
+    monkeypatch.setenv("_HEADWATER_COMPLETE", f"source_{shell}")
+    code, printed, _ = run()
+    assert code == 0
+    assert "_HEADWATER_COMPLETE=complete_" in printed
+    monkeypatch.setenv("_HEADWATER_COMPLETE", f"complete_{shell}")
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert "behaviour" in run()[1]
+
+
+def test_a_name_is_refused_before_anything_is_loaded(run, monkeypatch):
+    def load(*_, **__):
+        raise InputError("a model is loaded")
+
+    monkeypatch.setattr("headwater.models.loading._embedded", load)
+    prompts = ["--clean", "a", "--corrupted", "b", "--tokens", " a", " b"]
+    for command, name in [
+        (["patch", *prompts, "--sites", "resid_per"], "resid_per"),
+        (["patch", *prompts, "--dtype", "float3"], "float3"),
+        (["patch", *prompts, "--metric", "logit-diff"], "logit-diff"),
+        (["patch", *prompts, "--over", "heads"], "heads"),
+        (["heads", "--relations", "capitols"], "capitols"),
+        (["edges", *prompts, "--method", "eapp"], "eapp"),
+        (["pathways", "--extract", "rulez"], "rulez"),
+        (["memorization", "--data", "no-such.json"], "no-such.json"),
+    ]:
+        code, _, error = run(*command)
+        assert (code, name in error) == (2, True), (command, error)

@@ -37,7 +37,6 @@ app = typer.Typer(
     ),
     epilog="Help on one command, with examples: headwater COMMAND --help",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,10 +59,16 @@ def _run() -> None:
         _fail(str(error), error.exit_code)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "headwater"
-        asked = error.format_message().replace("Value error, ", "").rstrip(".")
+        asked = _nearest(error) or error.format_message().replace("Value error, ", "").rstrip(".")
         if not asked:  # a group without a command has shown its help
             sys.exit(0)
         _fail(f"{asked}{'' if asked.endswith('?') else '.'} Help: {command} --help", CANNOT_BE_USED)
+
+
+def _nearest(error: Any) -> str:
+    """Return what to say of an option that does not exist: which one is near; nothing of other errors."""
+    near = getattr(error, "possibilities", None)
+    return f"No such option: {error.option_name}. Did you mean {near[0]!r}?" if near else ""
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:

@@ -90,9 +90,11 @@ def heads(
     """
     with continues(out):
         from headwater.heads.classify import classify_heads
+        from headwater.heads.relations import load_relations
         from headwater.models.loading import load
 
         given = options.of("classify_heads")
+        given["relations"] = load_relations(given.get("relations"))
         read = load(device=given.pop("device", None)) if model is None or model == EMBEDDED else model
         head_map = classify_heads(read, progress=not quiet, out=out, **given)
         files = write(head_map, out, "head_map") if out else []

@@ -24,7 +24,8 @@ from headwater.cli.command import (
     screen,
     write,
 )
-from headwater.cli.offered import Of, Options, Shaped, command
+from headwater.cli.offered import SAME_AS_MODEL, Of, Options, Shaped, command
+from headwater.errors import InputError
 
 if TYPE_CHECKING:
     from headwater.likelihood.files import ScoredTexts
@@ -109,9 +110,16 @@ def _written(profile: DepthProfile, out: Path) -> list[str]:
 
 @command(SCORE, LOAD)
 def score(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name; `embedded` for the embedded model.")],
-    file: Annotated[Path, typer.Argument(help="Texts: .jsonl, .csv, .tsv, or any other file with a text per line.")],
+    given: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] FILE",
+            help="Checkpoint folder or hub name, by default the embedded model; and the texts: .jsonl, .csv, .tsv, or "
+            "any other file with a text per line.",
+        ),
+    ],
     options: Options,
+    model: Annotated[str | None, typer.Option(help=SAME_AS_MODEL, show_default=False)] = None,
     reference: Annotated[
         str | None, typer.Option(help="Another model, for the reference score.", show_default=False)
     ] = None,
@@ -129,17 +137,33 @@ def score(
 
     **Examples**
 
+    `headwater score texts.txt`
+
     `headwater score gpt2 texts.txt > scores.csv`
 
     `headwater score gpt2 texts.jsonl --field passage --k 0.2 --out runs/scores --json`
     """
+    name, file = _model_and_file(given, model)
     with continues(out):
+        from headwater.data.rows import check_readable
         from headwater.likelihood.files import score_file
 
-        loaded = load_model(model, options)
+        check_readable(file, "texts")
+        loaded = load_model(name, options)
         other = load_model(reference, options) if reference is not None else None
         scored = score_file(loaded, file, reference=other, progress=not quiet, out=out, **options.of("score_file"))
         _report(scored, out, as_json)
+
+
+def _model_and_file(given: list[str], model: str | None) -> tuple[str | None, Path]:
+    """Return the model and the file of texts: of one word it is the file, of two the model comes first.
+
+    Raises:
+        InputError: there are more words, or two models.
+    """
+    if len(given) + (model is not None) > 2:
+        raise InputError(f"Give [MODEL] FILE, a model and one file of texts; found {' '.join(given)}.")
+    return (given[0] if len(given) == 2 else model), Path(given[-1])
 
 
 def _report(scored: ScoredTexts, out: Path | None, as_json: bool) -> None:

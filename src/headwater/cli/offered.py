@@ -16,9 +16,18 @@ from typing import Annotated, Any, Literal
 import typer
 
 from headwater.cli.described import constant, described
+from headwater.errors import InputError
 
 EVERYWHERE = ("model", "progress", "out")
 """Parameters that the options common to all commands fill."""
+SAME_AS_MODEL = "The same as MODEL, for those who name it."
+NAMED_MODEL = inspect.Parameter(
+    "named_model",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[str | None, typer.Option("--model", help=SAME_AS_MODEL, show_default=False)],
+)
+"""What a command whose first word is a model that may be left out takes too."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +120,15 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
     def made(body: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(body, eval_str=True).parameters
         groups: dict[str, Any] = {name: one.annotation for name, one in own.items() if is_dataclass(one.annotation)}
+        takes_model = "model" in own and own["model"].default is None
         read: dict[str, inspect.Parameter] = {}
         for function in functions:
             for name, offered in function.options().items():
                 read.setdefault(name, _parameter(function, name, offered))
 
         def run(**given: object) -> None:
+            if takes_model:
+                given["model"] = _one_model(given["model"], given.pop(NAMED_MODEL.name))
             asked = Options(functions, {name: given.pop(name) for name in read})
             grouped = {
                 name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()
@@ -127,6 +139,7 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
         for name, one in own.items():
             of_group = _fields(groups[name]) if name in groups else [one]
             shown += read.values() if name == "options" else of_group
+        shown += [NAMED_MODEL] if takes_model else []
         run.__signature__ = inspect.Signature([one.replace(kind=one.KEYWORD_ONLY) for one in shown])  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in shown}
         run.__name__, run.__module__ = body.__name__, body.__module__
@@ -136,6 +149,17 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
         return run
 
     return made
+
+
+def _one_model(given: object, named: object) -> object:
+    """Return the model that was given as a word, or with --model.
+
+    Raises:
+        InputError: two were given.
+    """
+    if given is not None and named is not None:
+        raise InputError(f"Two models were given, {given} and --model {named}: give one.")
+    return given if named is None else named
 
 
 def _fields(group: type) -> list[inspect.Parameter]:

@@ -139,10 +139,14 @@ def patch(
     prompts = pairs.prompts
     with continues(out):
         from headwater.models.sites import sites_called
+        from headwater.options import checked_name
         from headwater.patching.activation_patching import patch as run
+        from headwater.patching.sweep_axes import AXES
 
         measure, given = measured.asked(), options.of("patch")
         sites_called(given["sites"])
+        for axis in given.get("over", ()):
+            checked_name("over", axis, AXES)
         loaded = load_model(model, options)
         sweep = run(loaded, prompts, pairs.corrupted, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
