@@ -14,8 +14,8 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.depth_profile import BLUE, GREEN, ORANGE, depth_profiles, layer_curves, plot_gaps
 from headwater.figures.tokens import FRAME, WIDTH, token_heat_map, token_html
+from headwater.likelihood.formulas import SCORES
 from headwater.likelihood.profile import DepthProfile
-from headwater.likelihood.scores import SCORES
 from headwater.runs.record import RunRecord
 from tests import chance
 

@@ -8,7 +8,7 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, Category
-from headwater.likelihood.scores import SCORES, Score
+from headwater.likelihood.formulas import SCORES, Score
 from headwater.planted import implements, plant_relations
 from tests.planted_relations import relation
 

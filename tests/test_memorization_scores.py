@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.likelihood.scores import SHARES, MemorizationScores, lowest_means, memorization_scores
+from headwater.likelihood.formulas import lowest_means
+from headwater.likelihood.scores import SHARES, MemorizationScores, memorization_scores, prefixed_statistics
 from headwater.likelihood.statistics import EMPTY, TextStatistics, token_statistics
 from headwater.runs.record import RunRecord
 from tests import chance
@@ -214,3 +215,57 @@ def test_statistics_of_other_texts_are_refused(rng):
     with_layers = TextStatistics(stats.table.assign(layer=0), stats.texts, run_record(layers=[0]))
     with pytest.raises(InputError, match="have layers"):
         memorization_scores(stats, reference=with_layers)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 11])
+def test_surprising_tokens_corpus_shares_and_prefixes_give_the_published_scores(length, rng):
+    stats = made_up([length], rng, ["The Text"])
+    stats.table["token_id"] = rng.integers(0, 4, size=length)
+    prefixed = made_up([length], rng, ["Unseen. The Text"])
+    counts, entropy = rng.integers(0, 50, size=6), float(stats.table["entropy"].median()) + 0.1
+    scores = memorization_scores(
+        stats, k=ALL_K, prefixed=prefixed, token_counts=counts.tolist(), maximum_entropy=entropy
+    )
+    rows = list(stats.table[["token_id", "log_probability", "entropy"]].itertuples(index=False))
+    seen, alphas = set(), []
+    for token, log_p, _ in rows:
+        if token not in seen:
+            seen.add(token)
+            share = (counts[token] + 1) / (sum(counts) + 6)
+            alphas.append(min(math.exp(log_p) * math.log(1 / share), 0.01))
+    assert value(scores, 0, "dc_pdd") == pytest.approx(sum(alphas) / len(alphas))
+    mean = stats.table["log_probability"].mean()
+    assert value(scores, 0, "recall") == pytest.approx(prefixed.table["log_probability"].mean() / mean)
+    for share in ALL_K:
+        lowest = sorted(rows, key=lambda row: row[1])[: max(1, int(share * length))]
+        surprising = [log_p for _, log_p, h in lowest if h < entropy]
+        expected = sum(surprising) / len(surprising) if surprising else math.nan
+        assert value(scores, 0, "surp", share) == pytest.approx(expected, nan_ok=True)
+
+
+def test_scores_that_need_something_are_there_only_where_it_is_given_and_wrong_things_are_refused(rng):
+    stats = made_up([5, 3], rng)
+    assert not {"surp", "dc_pdd", "recall"} & set(memorization_scores(stats).table["score"])
+    wrong = {
+        "token_counts": ([1, 2], [-1] * 9, "abc", [math.nan] * 9),
+        "maximum_entropy": (0, -1.0, "x"),
+        "prefixed": (stats.table, made_up([5, 3], rng, ["other", "texts"])),
+    }
+    for option, values in wrong.items():
+        for given_value in values:
+            with pytest.raises(InputError, match=option):
+                memorization_scores(stats, **{option: given_value})
+
+
+def test_recall_is_measured_on_the_text_alone_behind_its_prefix():
+    model = hw.load()
+    texts, prefix = ["Paris is in France .", "The capital of Italy is Rome ."], "Rome is in Italy . "
+    plain = token_statistics(model, texts, progress=False)
+    behind = prefixed_statistics(model, texts, prefix, progress=False)
+    assert behind.texts["scored"].tolist() == plain.texts["tokens"].tolist()
+    scores = memorization_scores(plain, prefixed=behind)
+    for text in range(2):
+        means = [one.table.groupby("text")["log_probability"].mean()[text] for one in (behind, plain)]
+        assert value(scores, text, "recall") == pytest.approx(means[0] / means[1])
+    with pytest.raises(InputError, match="prefix"):
+        prefixed_statistics(model, texts, " ")

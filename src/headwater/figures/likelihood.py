@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.figures.style import legend_above, model_title, style, whole_numbers
 from headwater.likelihood.files import ScoredTexts
+from headwater.likelihood.formulas import SCORES
 from headwater.likelihood.members import BASELINE, Membership
-from headwater.likelihood.scores import SCORES, MemorizationScores
+from headwater.likelihood.scores import MemorizationScores
 from headwater.likelihood.statistics import TextStatistics
 from headwater.runs.result import DRAWINGS
 

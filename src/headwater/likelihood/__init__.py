@@ -7,6 +7,9 @@ from headwater.rooms import opened
 if TYPE_CHECKING:
     from headwater.likelihood.files import ScoredTexts as ScoredTexts
     from headwater.likelihood.files import score_file as score_file
+    from headwater.likelihood.formulas import SCORES as SCORES
+    from headwater.likelihood.formulas import Score as Score
+    from headwater.likelihood.formulas import TextTokens as TextTokens
     from headwater.likelihood.graph import DepthGraph as DepthGraph
     from headwater.likelihood.graph import load_depth_graph as load_depth_graph
     from headwater.likelihood.member_texts import load_member_texts as load_member_texts
@@ -14,10 +17,7 @@ if TYPE_CHECKING:
     from headwater.likelihood.members import membership as membership
     from headwater.likelihood.profile import DepthProfile as DepthProfile
     from headwater.likelihood.profile import memorization as memorization
-    from headwater.likelihood.scores import SCORES as SCORES
     from headwater.likelihood.scores import MemorizationScores as MemorizationScores
-    from headwater.likelihood.scores import Score as Score
-    from headwater.likelihood.scores import TextTokens as TextTokens
     from headwater.likelihood.scores import memorization_scores as memorization_scores
     from headwater.likelihood.statistics import TextStatistics as TextStatistics
     from headwater.likelihood.statistics import token_statistics as token_statistics

@@ -1,33 +1,13 @@
 """Scores of how likely a text was seen in training, from the statistics of its tokens: every kind, at every K.
 
-Higher = more likely seen: this holds for every value in a table of scores. (The published figures of question depth
-show the negative of `min_k`, the mean negative log-likelihood of the lowest tokens.) With l_t = log p of the scored
-tokens, t = 1 ... T, μ_t = -entropy and σ_t² = the variance of log p under p:
-
-    loss         mean l_t                                                         (minus the loss)
-    perplexity   -exp(-mean l_t)                                                  (minus the perplexity)
-    zlib         mean l_t / bytes of the zlib-compressed text                     Carlini et al. 2021
-    lowercase    mean l_t of the lowercased text / mean l_t                       Carlini et al. 2021
-    reference    mean l_t - mean l_t of another model, the log of their ratio     Carlini et al. 2021
-    min_k        mean of the lowest k of l_t                                      Min-K%, Shi et al. 2024
-    min_k++      mean of the lowest k of (l_t - μ_t) / σ_t                        Min-K%++, Zhang et al. 2025
-    gap_k        mean of the lowest k of a moving average, over three tokens,
-                 of (l_t - max_v log p(v)) / σ_t                                  Gap-K%, 2601.19936
-
-k = max(1, floor(K · T)), where T counts what is sorted: tokens, or averages of three (a text of fewer than three tokens
-is not averaged). Published code agrees, but for texts so short that K · T < 1: Shi's and Zhang's give NaN there.
-σ_t² is at least `minimum_variance`; where a position is certain, this choice decides the score, so `texts` counts the
-tokens it touched (`clamped`).
-
-Each is a row of `SCORES`. A score of one's own is one more: it then stands in every table, figure and file of scores.
+The kinds and their formulas are in `headwater.likelihood.formulas`; higher = more likely seen, in every table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -35,12 +15,12 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
-from headwater.colors import BLUE, FAINT, GREEN, ORANGE
 from headwater.errors import InputError
-from headwater.likelihood.statistics import TextStatistics
+from headwater.likelihood.formulas import SCORES, Score, TextTokens
+from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.options import checked_number, one_or_several, shown
-from headwater.registry import Registry
 from headwater.runs.findings import each_row
+from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -48,60 +28,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas.core.groupby import SeriesGroupBy
 
+    from headwater.models.hooked import HookedModel
+
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0)
 """The K at which published sweeps look; 0.2 is the published default."""
 PUBLISHED_SHARE = 0.2
-SMOOTHED = 3
-"""Tokens in Gap-K%'s moving average."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TextTokens:
-    """What a score is computed from: the scored tokens of one text, in their order, in float64."""
-
-    log_probability: Float[ndarray, " token"]
-    entropy: Float[ndarray, " token"]
-    variance: Float[ndarray, " token"]
-    """Of log p under p, in nats², as measured."""
-    top1_log_probability: Float[ndarray, " token"]
-    zlib_bytes: int
-    """Of the compressed text."""
-    lowercased: float = math.nan
-    """The mean log-probability of the lowercased text."""
-    reference: float = math.nan
-    """The mean log-probability under another model."""
-    minimum_variance: float = 1e-8
-
-    @cached_property
-    def mean(self) -> float:
-        """The mean log-probability."""
-        return float(self.log_probability.mean())
-
-    @cached_property
-    def sigma(self) -> Float[ndarray, " token"]:
-        """The standard deviation of log p under p, at least that of `minimum_variance`."""
-        return np.asarray(np.sqrt(np.maximum(self.variance, self.minimum_variance)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """A kind of score. Higher = more likely seen."""
-
-    of: Callable[..., Any]
-    """Of `TextTokens`, a number; with `takes_k`, of `TextTokens` and the shares K, a number for each."""
-    title: str
-    """What figures call it."""
-    takes_k: bool = False
-    needs: str | None = None
-    """The other statistics without which there is no such score: "lowercased" or "reference"."""
-    color: str = FAINT
-    """Of its line against K, with `mark`."""
-    mark: str = "v"
-
-
-SCORES: Registry[str, Score] = Registry("score")
-"""The scores, in the order of tables and legends. `SCORES.add("median", Score(lambda text:
-np.median(text.log_probability), "median"))` adds one."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -209,6 +140,9 @@ def memorization_scores(
     k: float | Sequence[float] = SHARES,
     reference: TextStatistics | None = None,
     lowercased: TextStatistics | None = None,
+    prefixed: TextStatistics | None = None,
+    token_counts: Sequence[float] | None = None,
+    maximum_entropy: float | None = None,
     minimum_variance: float = 1e-8,
 ) -> MemorizationScores:
     """Score texts by the statistics of their tokens; higher = more likely seen.
@@ -218,6 +152,9 @@ def memorization_scores(
         k: the shares of lowest tokens, each above 0 and at most 1.
         reference: statistics of the same texts under another model, for the score `reference`.
         lowercased: statistics of the same texts in lower case under the same model, for the score `lowercase`.
+        prefixed: statistics of the same texts behind a prefix, given as spans (`prefixed_statistics`), for `recall`.
+        token_counts: how often each token id stands in a corpus, for the score `dc_pdd`.
+        maximum_entropy: in nats; the score `surp` is over positions of a lower one.
         minimum_variance: the least σ² that `min_k++` and `gap_k` divide by, in nats².
 
     Raises:
@@ -231,13 +168,21 @@ def memorization_scores(
     other = {
         "lowercased": _means_like(stats, lowercased, [text.lower() for text in contents], "lowercased"),
         "reference": _means_like(stats, reference, contents, "reference"),
+        "prefixed": _means_like(stats, prefixed, contents, "prefixed"),
     }
+    shares_of = None if token_counts is None else token_shares(token_counts, stats)
+    if maximum_entropy is not None:
+        checked_number("maximum_entropy", maximum_entropy, above=0.0)
+    given = {name for name, found in other.items() if found is not None}
+    given |= {"token_counts"} if shares_of is not None else set()
+    given |= {"maximum_entropy"} if maximum_entropy is not None else set()
+    least = {"minimum_variance": minimum_variance, "maximum_entropy": maximum_entropy or math.nan}
     texts = _frame_of_texts(stats)
-    chosen = {name: score for name, score in SCORES.items() if score.needs is None or other[score.needs] is not None}
+    chosen = {name: score for name, score in SCORES.items() if score.needs is None or score.needs in given}
     names = [(name, share) for name, score in chosen.items() for share in (shares if score.takes_k else [math.nan])]
     values = np.full((len(texts), len(names)), np.nan)
     mean, clamped = np.full(len(texts), np.nan), np.zeros(len(texts), dtype=int)
-    for row, tokens in _tokens(stats, texts, other, minimum_variance):
+    for row, tokens in _tokens(stats, texts, other, shares_of, least):
         values[row] = np.concatenate([_at(name, score, tokens, shares) for name, score in chosen.items()])
         mean[row] = tokens.mean
         clamped[row] = int((tokens.variance < minimum_variance).sum())
@@ -251,9 +196,36 @@ def memorization_scores(
             "minimum_variance": minimum_variance,
             "reference": reference.run.fingerprint if reference is not None else None,
             "lowercased": lowercased is not None,
+            "prefixed": prefixed.run.fingerprint if prefixed is not None else None,
+            "token_counts": digest(shares_of) if shares_of is not None else None,
+            "maximum_entropy": maximum_entropy,
         },
     )
     return MemorizationScores(_tidy(texts, names, values), texts, run)
+
+
+def prefixed_statistics(
+    model: HookedModel, texts: Sequence[str], prefix: str, *, batch_size: int = 16, progress: bool = True
+) -> TextStatistics:
+    """Return the statistics of texts behind a prefix, for the score `recall`.
+
+    Args:
+        model: the model.
+        texts: the texts.
+        prefix: texts that are known not to have been seen (ReCaLL, Xie et al. 2024: a few of them), and what stands
+            between them and a text.
+        batch_size: texts in one run of the model.
+        progress: show a bar.
+
+    Raises:
+        InputError: the prefix is empty or no text, or a text does not fit behind it.
+    """
+    if not isinstance(prefix, str) or not prefix.strip():
+        raise InputError(f"prefix={shown(prefix)} must be a text that is known not to have been seen.")
+    listed = [str(text) for text in texts]
+    spans = [(len(prefix), len(prefix) + len(text)) for text in listed]
+    behind = [prefix + text for text in listed]
+    return token_statistics(model, behind, spans=spans, batch_size=batch_size, progress=progress)
 
 
 def checked_shares(k: float | Iterable[float]) -> list[float]:
@@ -272,38 +244,25 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
     return shares
 
 
-def lowest_means(values: Float[ndarray, " token"], shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return the mean of the lowest max(1, floor(K · T)) of T values for every share K, from one sort."""
-    counts = [max(1, math.floor(share * len(values))) for share in shares]
-    return np.cumsum(np.sort(values))[np.array(counts) - 1] / counts
+def token_shares(token_counts: Sequence[float], stats: TextStatistics) -> Float[ndarray, " d_vocab"]:
+    """Return every token's share of a corpus, each counted once more than it is there (Laplace).
 
-
-def min_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return Min-K%: the mean of the lowest log-probabilities."""
-    return lowest_means(text.log_probability, shares)
-
-
-def min_k_plus_plus(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return Min-K%++: the mean of the lowest log-probabilities, each measured from its mean in its deviations."""
-    return lowest_means((text.log_probability + text.entropy) / text.sigma, shares)
-
-
-def gap_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return Gap-K%: the mean of the lowest smoothed distances from the likeliest token."""
-    gap = (text.log_probability - text.top1_log_probability) / text.sigma
-    if len(gap) >= SMOOTHED:
-        gap = np.lib.stride_tricks.sliding_window_view(gap, SMOOTHED).mean(-1)
-    return lowest_means(gap, shares)
-
-
-SCORES.add("loss", Score(lambda text: text.mean, "loss"))
-SCORES.add("perplexity", Score(lambda text: -np.exp(-text.mean), "perplexity"))
-SCORES.add("zlib", Score(lambda text: text.mean / text.zlib_bytes, "zlib"))
-SCORES.add("lowercase", Score(lambda text: text.lowercased / text.mean, "lowercase", needs="lowercased"))
-SCORES.add("reference", Score(lambda text: text.mean - text.reference, "reference", needs="reference"))
-SCORES.add("min_k", Score(min_k, "Min-K%", takes_k=True, color=BLUE, mark="o"))
-SCORES.add("min_k++", Score(min_k_plus_plus, "Min-K%++", takes_k=True, color=ORANGE, mark="s"))
-SCORES.add("gap_k", Score(gap_k, "Gap-K%", takes_k=True, color=GREEN, mark="^"))
+    Raises:
+        InputError: counts are no numbers from 0 up, or there is none of a token of the texts.
+    """
+    try:
+        counts = np.asarray(token_counts, dtype=np.float64)
+    except (TypeError, ValueError):
+        counts = np.zeros(0)
+    if counts.ndim != 1 or not counts.size or not (np.isfinite(counts) & (counts >= 0)).all():
+        raise InputError(f"token_counts={shown(token_counts)} must hold a number from 0 up for every token id.")
+    highest = int(stats.table["token_id"].max()) if len(stats.table) else -1
+    if highest >= len(counts):
+        raise InputError(
+            f"token_counts has {len(counts):,} numbers, but the texts hold the token id {highest:,}: give one for "
+            "every token of the model's vocabulary."
+        )
+    return np.asarray((counts + 1) / (counts.sum() + len(counts)))
 
 
 def _at(name: str, score: Score, text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
@@ -334,7 +293,11 @@ def _keys(frame: pd.DataFrame) -> list[tuple[int, ...]]:
 
 
 def _tokens(
-    stats: TextStatistics, texts: pd.DataFrame, other: dict[str, Float[ndarray, " row"] | None], minimum_variance: float
+    stats: TextStatistics,
+    texts: pd.DataFrame,
+    other: dict[str, Float[ndarray, " row"] | None],
+    share: Float[ndarray, " d_vocab"] | None,
+    least: dict[str, float],
 ) -> Iterable[tuple[int, TextTokens]]:
     """Yield the scored tokens of each row of `texts` that has any, in the order of the text."""
     names = ["log_probability", "entropy", "variance", "top1_log_probability"]
@@ -342,6 +305,7 @@ def _tokens(
     keys = [name for name in ("text", "layer") if name in stats.table]
     ordered = stats.table.sort_values([*keys, "position"], kind="stable")
     arrays = {name: ordered[name].to_numpy(np.float64) for name in names}
+    ids = ordered["token_id"].to_numpy(np.int64)
     changes = (ordered[keys].diff() != 0).any(axis=1).to_numpy().nonzero()[0]
     stops = np.append(changes, len(ordered))[1:]
     firsts = _keys(ordered.iloc[changes])
@@ -350,7 +314,9 @@ def _tokens(
         row = place[key]
         given: dict[str, Any] = {name: array[start:stop] for name, array in arrays.items()}
         given |= {name: float(found[row]) for name, found in other.items() if found is not None}
-        yield row, TextTokens(**given, zlib_bytes=int(zlib_bytes[row]), minimum_variance=minimum_variance)
+        given |= {"token_id": ids[start:stop]}
+        given |= {"share": share[ids[start:stop]]} if share is not None else {}
+        yield row, TextTokens(**given, zlib_bytes=int(zlib_bytes[row]), **least)
 
 
 def _means_like(
@@ -361,13 +327,15 @@ def _means_like(
         return None
     if not isinstance(other, TextStatistics):
         raise InputError(f"{name} must be what hw.token_statistics returns, found a {type(other).__name__}.")
+    same = str.endswith if name == "prefixed" else str.__eq__
     differing = (
-        [i for i, (a, b) in enumerate(zip(other.texts["content"], contents, strict=True)) if a != b]
+        [i for i, (a, b) in enumerate(zip(other.texts["content"], contents, strict=True)) if not same(a, b)]
         if len(other.texts) == len(contents)
         else [min(len(other.texts), len(contents))]
     )
     if len(differing):
-        wanted = "the lowercased texts" if name == "lowercased" else "the same texts"
+        told = {"lowercased": "the lowercased texts", "prefixed": "the same texts behind a prefix"}
+        wanted = told.get(name, "the same texts")
         raise InputError(
             f"The statistics given as {name}= are not of {wanted}: they differ from text {differing[0]} on."
         )

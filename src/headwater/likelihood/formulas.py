@@ -1,0 +1,165 @@
+"""The kinds of scores of how likely a text was seen in training, by their published formulas.
+
+Higher = more likely seen: this holds for every value in a table of scores. (The published figures of question depth
+show the negative of `min_k`, the mean negative log-likelihood of the lowest tokens.) With l_t = log p of the scored
+tokens, t = 1 ... T, μ_t = -entropy and σ_t² = the variance of log p under p:
+
+    loss         mean l_t                                                         (minus the loss)
+    perplexity   -exp(-mean l_t)                                                  (minus the perplexity)
+    zlib         mean l_t / bytes of the zlib-compressed text                     Carlini et al. 2021
+    lowercase    mean l_t of the lowercased text / mean l_t                       Carlini et al. 2021
+    reference    mean l_t - mean l_t of another model, the log of their ratio     Carlini et al. 2021
+    min_k        mean of the lowest k of l_t                                      Min-K%, Shi et al. 2024
+    min_k++      mean of the lowest k of (l_t - μ_t) / σ_t                        Min-K%++, Zhang et al. 2025
+    gap_k        mean of the lowest k of a moving average, over three tokens,
+                 of (l_t - max_v log p(v)) / σ_t                                  Gap-K%, 2601.19936
+    surp         mean l_t of the surprising tokens: of the lowest k of l_t those  SURP, Zhang & Wu 2024 (2407.21248)
+                 at positions of an entropy below `maximum_entropy`
+    dc_pdd       mean min(p_t · -log f_t, 0.01) over the first occurrence of      DC-PDD, Zhang et al. 2024
+                 each token id; f_t its share of a corpus, Laplace-smoothed       (EMNLP)
+    recall       mean l_t behind a given prefix / mean l_t                        ReCaLL, Xie et al. 2024
+
+The last three need what is given for them: an entropy, for which no published default is known; counts of tokens in a
+corpus; statistics of the same texts behind texts that are known not to have been seen. A text without a surprising
+token has no `surp`.
+
+k = max(1, floor(K · T)), where T counts what is sorted: tokens, or averages of three (a text of fewer than three tokens
+is not averaged). Published code agrees, but for texts so short that K · T < 1: Shi's and Zhang's give NaN there.
+σ_t² is at least `minimum_variance`; where a position is certain, this choice decides the score, so `texts` counts the
+tokens it touched (`clamped`).
+
+Each is a row of `SCORES`. A score of one's own is one more: it then stands in every table, figure and file of scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
+from headwater.registry import Registry
+
+MOST_OF_A_TOKEN = 0.01
+"""DC-PDD's cut-off of what one token may add; published for open models."""
+SMOOTHED = 3
+"""Tokens in Gap-K%'s moving average."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTokens:
+    """What a score is computed from: the scored tokens of one text, in their order, in float64."""
+
+    log_probability: Float[ndarray, " token"]
+    entropy: Float[ndarray, " token"]
+    variance: Float[ndarray, " token"]
+    """Of log p under p, in nats², as measured."""
+    top1_log_probability: Float[ndarray, " token"]
+    zlib_bytes: int
+    """Of the compressed text."""
+    lowercased: float = math.nan
+    """The mean log-probability of the lowercased text."""
+    reference: float = math.nan
+    """The mean log-probability under another model."""
+    prefixed: float = math.nan
+    """The mean log-probability behind a prefix."""
+    token_id: Int[ndarray, " token"] | None = None
+    share: Float[ndarray, " token"] | None = None
+    """Of each token in a corpus."""
+    maximum_entropy: float = math.nan
+    """Below it a position is certain enough for its token to be surprising."""
+    minimum_variance: float = 1e-8
+
+    @cached_property
+    def mean(self) -> float:
+        """The mean log-probability."""
+        return float(self.log_probability.mean())
+
+    @cached_property
+    def sigma(self) -> Float[ndarray, " token"]:
+        """The standard deviation of log p under p, at least that of `minimum_variance`."""
+        return np.asarray(np.sqrt(np.maximum(self.variance, self.minimum_variance)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """A kind of score. Higher = more likely seen."""
+
+    of: Callable[..., Any]
+    """Of `TextTokens`, a number; with `takes_k`, of `TextTokens` and the shares K, a number for each."""
+    title: str
+    """What figures call it."""
+    takes_k: bool = False
+    needs: str | None = None
+    """What must be given for there to be such a score: "lowercased", "reference", "prefixed", "token_counts" or
+    "maximum_entropy"."""
+    color: str = FAINT
+    """Of its line against K, with `mark`."""
+    mark: str = "v"
+
+
+SCORES: Registry[str, Score] = Registry("score")
+"""The scores, in the order of tables and legends. `SCORES.add("median", Score(lambda text:
+np.median(text.log_probability), "median"))` adds one."""
+
+
+def lowest_means(values: Float[ndarray, " token"], shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return the mean of the lowest max(1, floor(K · T)) of T values for every share K, from one sort."""
+    counts = [max(1, math.floor(share * len(values))) for share in shares]
+    return np.cumsum(np.sort(values))[np.array(counts) - 1] / counts
+
+
+def min_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return Min-K%: the mean of the lowest log-probabilities."""
+    return lowest_means(text.log_probability, shares)
+
+
+def min_k_plus_plus(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return Min-K%++: the mean of the lowest log-probabilities, each measured from its mean in its deviations."""
+    return lowest_means((text.log_probability + text.entropy) / text.sigma, shares)
+
+
+def gap_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return Gap-K%: the mean of the lowest smoothed distances from the likeliest token."""
+    gap = (text.log_probability - text.top1_log_probability) / text.sigma
+    if len(gap) >= SMOOTHED:
+        gap = np.lib.stride_tricks.sliding_window_view(gap, SMOOTHED).mean(-1)
+    return lowest_means(gap, shares)
+
+
+def surp(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
+    """Return SURP: the mean of the lowest log-probabilities where the model was certain; NaN where it never was."""
+    order = np.argsort(text.log_probability, kind="stable")
+    is_certain = text.entropy[order] < text.maximum_entropy
+    counts = np.array([max(1, math.floor(share * len(order))) for share in shares]) - 1
+    sums = np.cumsum(np.where(is_certain, text.log_probability[order], 0.0))[counts]
+    found = np.cumsum(is_certain)[counts]
+    return np.where(found > 0, sums / np.maximum(found, 1), np.nan)
+
+
+def dc_pdd(text: TextTokens) -> float:
+    """Return DC-PDD: the mean cross-entropy of a model's probabilities to a corpus's, cut off, of each first token."""
+    assert text.token_id is not None
+    assert text.share is not None
+    first = np.unique(text.token_id, return_index=True)[1]
+    terms = np.exp(text.log_probability[first]) * -np.log(text.share[first])
+    return float(np.minimum(terms, MOST_OF_A_TOKEN).mean())
+
+
+SCORES.add("loss", Score(lambda text: text.mean, "loss"))
+SCORES.add("perplexity", Score(lambda text: -np.exp(-text.mean), "perplexity"))
+SCORES.add("zlib", Score(lambda text: text.mean / text.zlib_bytes, "zlib"))
+SCORES.add("lowercase", Score(lambda text: text.lowercased / text.mean, "lowercase", needs="lowercased"))
+SCORES.add("reference", Score(lambda text: text.mean - text.reference, "reference", needs="reference"))
+SCORES.add("min_k", Score(min_k, "Min-K%", takes_k=True, color=BLUE, mark="o"))
+SCORES.add("min_k++", Score(min_k_plus_plus, "Min-K%++", takes_k=True, color=ORANGE, mark="s"))
+SCORES.add("gap_k", Score(gap_k, "Gap-K%", takes_k=True, color=GREEN, mark="^"))
+SCORES.add("surp", Score(surp, "SURP", takes_k=True, needs="maximum_entropy", color=PURPLE, mark="D"))
+SCORES.add("dc_pdd", Score(dc_pdd, "DC-PDD", needs="token_counts"))
+SCORES.add("recall", Score(lambda text: text.prefixed / text.mean, "ReCaLL", needs="prefixed"))
