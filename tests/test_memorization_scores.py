@@ -247,9 +247,9 @@ def test_scores_that_need_something_are_there_only_where_it_is_given_and_wrong_t
     stats = made_up([5, 3], rng)
     assert not {"surp", "dc_pdd", "recall"} & set(memorization_scores(stats).table["score"])
     wrong = {
-        "token_counts": ([1, 2], [-1] * 9, "abc", [math.nan] * 9),
-        "maximum_entropy": (0, -1.0, "x"),
-        "prefixed": (stats.table, made_up([5, 3], rng, ["other", "texts"])),
+        "token_counts": ([1, 2], [-1] * 9, [], np.full(9, math.nan)),
+        "maximum_entropy": (0.0, -1.0, math.nan),
+        "prefixed": (made_up([5, 3], rng, ["other", "texts"]), made_up([5], rng, ["a"])),
     }
     for option, values in wrong.items():
         for given_value in values:

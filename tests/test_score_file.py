@@ -11,7 +11,7 @@ import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.likelihood import files
 from headwater.likelihood.files import NO_TEXT, ScoredTexts, score_file
-from headwater.likelihood.scores import memorization_scores
+from headwater.likelihood.scores import memorization_scores, prefixed_statistics
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, token_statistics
 
 TEXTS = [" the capital of France is Paris", "", " one two three", " Rome", " cat dog" * 50]
@@ -51,6 +51,40 @@ def test_a_file_is_scored_as_its_texts_are_whatever_its_format_and_the_pieces(mo
         pd.testing.assert_frame_equal(found, expected[found.columns], check_like=True, rtol=1e-5, atol=1e-6)
         assert set(found) == set(expected)
     assert found.columns.tolist()[7:13] == ["loss", "perplexity", "zlib", "lowercase", "reference", "min_k_0.05"]
+
+
+def test_prefix_counts_and_entropy_add_their_scores_in_pieces_too(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "TEXTS_AT_ONCE", 2)
+    texts, counts = TEXTS[:4], list(range(model.shape.d_vocab))
+    stats = token_statistics(model, texts, progress=False)
+    behind = prefixed_statistics(model, texts, " one dog", progress=False)
+    given = {"token_counts": counts, "maximum_entropy": float(stats.table["entropy"].median())}
+    expected = memorization_scores(stats, prefixed=behind, **given).wide()
+    file = written(tmp_path, "a.txt", as_lines(texts))
+    found = score_file(model, file, prefix=" one dog", **given, progress=False).table
+    pd.testing.assert_frame_equal(found, expected[found.columns], check_like=True, rtol=1e-5, atol=1e-6)
+    assert {"surp_0.2", "dc_pdd", "recall"} <= set(found)
+    assert found["recall"].notna().tolist() == [True, False, True, True]
+    with pytest.raises(InputError, match="reads at most"):
+        score_file(model, file, prefix=" one dog" * 100, progress=False)
+    for option, wrong in {"prefix": " ", "token_counts": [-1, 2], "maximum_entropy": 0.0}.items():
+        with pytest.raises(InputError, match=option):
+            score_file(model, file, **{option: wrong}, progress=False)
+
+
+def test_the_command_takes_a_prefix_and_counts_from_files(run, checkpoint, model, tmp_path):
+    texts = written(tmp_path, "a.txt", " one two three\n")
+    whole = {"prefix": " one dog", "token_counts": [1] * model.shape.d_vocab, "maximum_entropy": 9.0}
+    prefix = written(tmp_path, "prefix.txt", whole["prefix"])
+    counts = written(tmp_path, "counts.json", json.dumps(whole["token_counts"]))
+    asked = ["score", checkpoint("llama"), texts, "--quiet", "--prefix", prefix]
+    code, printed, _ = run(*asked, "--token-counts", counts, "--maximum-entropy", 9)
+    table, expected = pd.read_csv(io.StringIO(printed)), score_file(model, texts, **whole, progress=False).table
+    assert code == 0
+    for name in ("surp_0.2", "dc_pdd", "recall"):
+        assert table[name].tolist() == pytest.approx(expected[name].tolist())
+    code, _, said = run(*asked, "--token-counts", prefix)
+    assert (code, "is not a JSON list of numbers" in " ".join(said.split())) == (2, True)
 
 
 def test_rows_that_cannot_be_scored_keep_their_place_and_say_why(model, tmp_path):

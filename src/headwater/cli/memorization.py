@@ -38,6 +38,25 @@ def _layers(text: str) -> str | list[int]:
     return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
 
 
+def _text(file: Path) -> str:
+    from headwater.data.rows import check_readable
+
+    check_readable(file, "texts before the others")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def _counts(file: Path) -> Any:
+    from headwater.data.strict_json import parse_json
+
+    try:
+        return parse_json(_text(file))
+    except ValueError as error:
+        raise InputError(f"{file} is not a JSON list of numbers ({error}).") from None
+
+
 GRAPH = Of(
     "headwater.likelihood.graph:load_depth_graph",
     shaped=(Shaped("source", Path, name="data"), Shaped("predictions", str)),
@@ -61,8 +80,17 @@ PROFILE = Of(
 )
 SCORE = Of(
     "headwater.likelihood.files:score_file",
-    offers="field lowercase long stride batch_size",
-    shaped=(Shaped("k", list[float]),),
+    offers="field lowercase maximum_entropy long stride batch_size",
+    shaped=(
+        Shaped("k", list[float]),
+        Shaped("prefix", Path, help="A file with texts known not to have been seen, for the score recall.", read=_text),
+        Shaped(
+            "token_counts",
+            Path,
+            help="How often each token id stands in a corpus, for the score dc_pdd: a JSON list of numbers.",
+            read=_counts,
+        ),
+    ),
     filled="file reference",
 )
 

@@ -23,19 +23,23 @@ from headwater.data.rows import check_readable, read_texts
 from headwater.errors import InputError
 from headwater.likelihood.scores import (
     SHARES,
+    Counts,
     at_one_share,
+    checked_counts,
+    checked_prefix,
     checked_shares,
     in_order,
     memorization_scores,
+    prefixed_statistics,
     quartiles,
     score_of,
     score_sentences,
 )
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
-from headwater.options import checked_flag, checked_path, shown
+from headwater.options import checked_flag, checked_number, checked_path, shown
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.identity import digest_of_file
+from headwater.runs.identity import digest, digest_of_file
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -106,6 +110,9 @@ def score_file(
     k: Sequence[float] = SHARES,
     reference: HookedModel | None = None,
     lowercase: bool = False,
+    prefix: str | None = None,
+    token_counts: Counts | None = None,
+    maximum_entropy: float | None = None,
     long: str = "window",
     stride: int | None = None,
     batch_size: int = 16,
@@ -121,6 +128,9 @@ def score_file(
         k: the shares of lowest tokens.
         reference: another model, for the score `reference`.
         lowercase: also read the lowercased texts, for the score `lowercase`.
+        prefix: also read every text behind this one, which is known not to have been seen, for the score `recall`.
+        token_counts: how often each token id stands in a corpus, for the score `dc_pdd`.
+        maximum_entropy: in nats; the score `surp` is over positions of a lower one.
         long: what becomes of texts longer than the context: read in windows ("window"), or an "error".
         stride: how many new tokens each further window scores. Default: half the context.
         batch_size: texts in one run of the model.
@@ -128,7 +138,8 @@ def score_file(
         out: a folder for the result. An interrupted run, repeated with it, continues.
 
     Raises:
-        InputError: the file does not exist, is empty or has no such column, or an option cannot be used.
+        InputError: the file does not exist, is empty or has no such column, an option cannot be used, or a text does
+            not fit behind the prefix.
         RunFolderError: `out` holds another run.
     """
     check_model(model)
@@ -140,6 +151,10 @@ def score_file(
         check_model(reference, "reference")
     shares, lowercase = checked_shares(k), checked_flag("lowercase", lowercase)
     options: dict[str, Any] = {"file": digest_of_file(path), "field": field, "k": shares}
+    options |= {"prefix": None if prefix is None else checked_prefix(prefix), "maximum_entropy": maximum_entropy}
+    if maximum_entropy is not None:
+        checked_number("maximum_entropy", maximum_entropy, above=0.0)
+    options |= {"token_counts": None if token_counts is None else digest(checked_counts(token_counts))}
     options |= {"reference": reference, "lowercase": lowercase, "long": long, "stride": stride}
     reading = {"long": long, "stride": stride, "batch_size": batch_size, "progress": False}
 
@@ -149,7 +164,17 @@ def score_file(
         other = token_statistics(reference, given, **reading) if reference is not None else None  # type: ignore[arg-type]
         lowered = [text.lower() for text in stats.texts["content"]]
         lower = token_statistics(model, lowered, **reading) if lowercase else None  # type: ignore[arg-type]
-        wide = memorization_scores(stats, k=shares, reference=other, lowercased=lower).wide().drop(columns="text")
+        behind = prefixed_statistics(model, given, prefix, batch_size=batch_size, progress=False) if prefix else None
+        scores = memorization_scores(
+            stats,
+            k=shares,
+            reference=other,
+            lowercased=lower,
+            prefixed=behind,
+            token_counts=token_counts,
+            maximum_entropy=maximum_entropy,
+        )
+        wide = scores.wide().drop(columns="text")
         wide["note"] = [
             NOTES.index(NO_TEXT if text is None else n) for text, n in zip(texts, wide["note"], strict=True)
         ]

@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Float, Real
 from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
-from headwater.options import checked_number, one_or_several, shown
+from headwater.options import checked_number, checked_several, one_or_several, shown
 from headwater.runs.findings import each_row
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0)
 """The K at which published sweeps look; 0.2 is the published default."""
 PUBLISHED_SHARE = 0.2
+Counts: TypeAlias = Sequence[int] | Real[ndarray, " d_vocab"]
+"""How often each token id stands in a corpus."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -141,7 +143,7 @@ def memorization_scores(
     reference: TextStatistics | None = None,
     lowercased: TextStatistics | None = None,
     prefixed: TextStatistics | None = None,
-    token_counts: Sequence[float] | None = None,
+    token_counts: Counts | None = None,
     maximum_entropy: float | None = None,
     minimum_variance: float = 1e-8,
 ) -> MemorizationScores:
@@ -170,7 +172,7 @@ def memorization_scores(
         "reference": _means_like(stats, reference, contents, "reference"),
         "prefixed": _means_like(stats, prefixed, contents, "prefixed"),
     }
-    shares_of = None if token_counts is None else token_shares(token_counts, stats)
+    shares_of = None if token_counts is None else _token_shares(token_counts, stats)
     if maximum_entropy is not None:
         checked_number("maximum_entropy", maximum_entropy, above=0.0)
     given = {name for name, found in other.items() if found is not None}
@@ -205,7 +207,7 @@ def memorization_scores(
 
 
 def prefixed_statistics(
-    model: HookedModel, texts: Sequence[str], prefix: str, *, batch_size: int = 16, progress: bool = True
+    model: HookedModel, texts: Iterable[str], prefix: str, *, batch_size: int = 16, progress: bool = True
 ) -> TextStatistics:
     """Return the statistics of texts behind a prefix, for the score `recall`.
 
@@ -220,11 +222,13 @@ def prefixed_statistics(
     Raises:
         InputError: the prefix is empty or no text, or a text does not fit behind it.
     """
-    if not isinstance(prefix, str) or not prefix.strip():
-        raise InputError(f"prefix={shown(prefix)} must be a text that is known not to have been seen.")
-    listed = [str(text) for text in texts]
-    spans = [(len(prefix), len(prefix) + len(text)) for text in listed]
-    behind = [prefix + text for text in listed]
+    prefix = checked_prefix(prefix)
+    listed = checked_several("texts", texts, "a list of texts")
+    for index, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
+    behind = [prefix + text if text else "" for text in listed]
+    spans = [(len(prefix), len(prefix) + len(text)) if text else None for text in listed]
     return token_statistics(model, behind, spans=spans, batch_size=batch_size, progress=progress)
 
 
@@ -244,11 +248,11 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
     return shares
 
 
-def token_shares(token_counts: Sequence[float], stats: TextStatistics) -> Float[ndarray, " d_vocab"]:
-    """Return every token's share of a corpus, each counted once more than it is there (Laplace).
+def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
+    """Return how often each token id stands in a corpus.
 
     Raises:
-        InputError: counts are no numbers from 0 up, or there is none of a token of the texts.
+        InputError: these are not numbers from 0 up, one for every token id.
     """
     try:
         counts = np.asarray(token_counts, dtype=np.float64)
@@ -256,6 +260,23 @@ def token_shares(token_counts: Sequence[float], stats: TextStatistics) -> Float[
         counts = np.zeros(0)
     if counts.ndim != 1 or not counts.size or not (np.isfinite(counts) & (counts >= 0)).all():
         raise InputError(f"token_counts={shown(token_counts)} must hold a number from 0 up for every token id.")
+    return counts
+
+
+def checked_prefix(prefix: str) -> str:
+    """Return a text to stand before others.
+
+    Raises:
+        InputError: it is empty, or no text.
+    """
+    if not isinstance(prefix, str) or not prefix.strip():
+        raise InputError(f"prefix={shown(prefix)} must be a text that is known not to have been seen.")
+    return prefix
+
+
+def _token_shares(token_counts: Counts, stats: TextStatistics) -> Float[ndarray, " d_vocab"]:
+    """Return every token's share of a corpus, each counted once more than it is there (Laplace)."""
+    counts = checked_counts(token_counts)
     highest = int(stats.table["token_id"].max()) if len(stats.table) else -1
     if highest >= len(counts):
         raise InputError(
@@ -297,7 +318,7 @@ def _tokens(
     texts: pd.DataFrame,
     other: dict[str, Float[ndarray, " row"] | None],
     share: Float[ndarray, " d_vocab"] | None,
-    least: dict[str, float],
+    least: dict[str, Any],
 ) -> Iterable[tuple[int, TextTokens]]:
     """Yield the scored tokens of each row of `texts` that has any, in the order of the text."""
     names = ["log_probability", "entropy", "variance", "top1_log_probability"]
