@@ -16,7 +16,8 @@ from benchmarks.peers import min_k as peer
 from benchmarks.report import Row
 from headwater.kernels import likelihood, likelihood_blocked
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.likelihood.scores import SHARES, TextTokens, min_k, min_k_plus_plus
+from headwater.likelihood.formulas import TextTokens, min_k, min_k_plus_plus
+from headwater.likelihood.scores import SHARES
 
 TARGET = "workspace <= 64 MB for any T, no [T, V] tensor, 1e-5; on a GPU <= 1.2 x the bare product"
 NUMBERS = likelihood.TokenStatistics._fields[:-1]

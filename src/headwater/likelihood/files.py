@@ -60,7 +60,7 @@ class ScoredTexts(Result):
     table: pd.DataFrame
     """A row per text of the file, in its order: `text` (counted from 0), `zlib_bytes`, `tokens`, `scored`, `windows`,
     `note`, `clamped`, then a column per score, such as `loss`, `zlib` and `min_k_0.2`; see
-    `headwater.likelihood.scores`."""
+    `headwater.likelihood.formulas`."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
