@@ -1,14 +1,16 @@
 # Everything runs in .venv, made on first use from the versions pinned in constraints.txt.
 PYTHON ?= python3
 VENV := .venv
+# The demo needs none of the developers' tools: it has an environment of its own where theirs has not been made.
+DEMO := $(if $(wildcard .venv/ready),.venv,.venv-demo)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 
 .PHONY: demo test test-fresh test-slow test-gpu test-browser test-tl39 check notebooks notebooks-write figures docs build bench clean
 
-demo: $(VENV)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
-	$(BIN)/headwater demo --out runs/demo
+demo: $(DEMO)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
+	$(DEMO)/bin/headwater demo --out runs/demo
 
 test: $(VENV)/ready            ## the whole suite
 	$(BIN)/python -m pytest -q -n 2
@@ -53,8 +55,17 @@ build: $(VENV)/ready           ## sdist and wheel in dist/
 bench: $(VENV)/ready           ## every benchmark suite on this machine
 	$(BIN)/python -m benchmarks
 
-$(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -c "import sys; sys.exit('headwater needs Python 3.11 or newer, this is ' + sys.version.split()[0] if sys.version_info < (3, 11) else 0)"
+.PHONY: new-enough
+new-enough:
+	@$(PYTHON) -c "import sys; sys.exit('headwater needs Python 3.11 or newer, this is ' + sys.version.split()[0] if sys.version_info < (3, 11) else 0)"
+
+.venv-demo/ready: pyproject.toml constraints.txt | new-enough
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip --disable-pip-version-check install -q "torch==2.13.0"
+	.venv-demo/bin/python -m pip --disable-pip-version-check install -q -e .
+	touch $@
+
+$(VENV)/ready: pyproject.toml constraints.txt | new-enough
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q "torch==2.13.0"
 	$(PIP) install -q -e ".[dev]"
@@ -65,4 +76,4 @@ build/tl39/ready:
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-demo build dist .pytest_cache .mypy_cache .ruff_cache

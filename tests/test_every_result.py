@@ -19,6 +19,7 @@ from headwater.heads.circuit_vectors import singular_vectors
 from headwater.heads.composition import composition_scores
 from headwater.heads.validation import dynamic_scores
 from headwater.reference.published import Reproduction, compared
+from headwater.runs.dressing import checked_size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import DRAWINGS, VIEWS, Result
 from headwater.runs.view import View
@@ -103,8 +104,42 @@ def test_what_draws_a_result_takes_what_its_plot_takes(kind):
         given = list(inspect.signature(function).parameters.values())[1:]
         return [(one.name, one.kind, one.default) for one in given]
 
-    assert parameters(DRAWINGS[kind]) == parameters(kind.plot)
+    everywhere = [one for one in parameters(Result.plot) if one[0] in ("title", "figsize")]
+    assert len(everywhere) == 2
+    of_plot = parameters(kind.plot)
+    assert all(one in of_plot for one in everywhere)
+    assert parameters(DRAWINGS[kind]) == [one for one in of_plot if one not in everywhere]
     assert kind.plot.__doc__
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_every_figure_takes_a_title_and_a_size(results, kind):
+    drawn = results[kind].plot(title="what I call it", figsize=(9.0, 5.0))
+    figure = drawn if isinstance(drawn, plt.Figure) else drawn.figure
+    assert tuple(figure.get_size_inches()) == (9.0, 5.0)
+    titles = [ax.get_title(place) for ax in figure.axes for place in ("left", "center", "right")]
+    assert [*titles, figure.get_suptitle()].count("what I call it") == 1
+
+
+def test_a_size_or_a_title_that_cannot_be_is_refused(results):
+    result = next(one for kind, one in results.items() if kind.__name__ == "Sweep")
+    for size in ((0.0, 4.0), (3.0, math.nan), (3.0, 1e6)):
+        with pytest.raises(InputError, match="figsize"):
+            result.plot(figsize=size)
+    with pytest.raises(InputError, match="figsize= is of a new figure"):
+        result.plot(plt.figure().add_subplot(), figsize=(3.0, 4.0))
+    for size in (3, (3.0, 4.0, 5.0), "34"):
+        with pytest.raises(InputError, match="figsize"):
+            checked_size(size, None)
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_a_figure_says_of_which_model_it_is(results, kind):
+    drawn = results[kind].plot()
+    figure = drawn if isinstance(drawn, plt.Figure) else drawn.figure
+    said = [text.get_text() for text in figure.findobj(plt.Text)]
+    model = results[kind].run.model.rstrip("/").rsplit("/", 1)[-1]
+    assert any(model in text for text in said) or kind.__name__ in SEVERAL_MODELS
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
@@ -147,6 +182,10 @@ def test_a_saved_result_is_read_back_and_says_the_same(results, kind, tmp_path):
             assert one == other
     assert again.report() == result.report()
     pd.testing.assert_frame_equal(again.summary(), result.summary())
+
+
+SEVERAL_MODELS = ("HeadComparison",)
+"""Results that are of several models, whose names stand in their figures."""
 
 
 class Page(HTMLParser):

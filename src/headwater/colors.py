@@ -4,7 +4,5 @@ INK = "#262626"
 FAINT = "#8a8a8a"
 BLUE, ORANGE, GREEN, RED = "#2b6cb8", "#f08c1a", "#2f9e55", "#d1352f"
 PURPLE, PINK, BROWN = "#7d47b3", "#e377a8", "#8c5a3c"
-SETS = (
-    ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
-)  # fmt: skip
-"""The colour and mark of the first to sixth question set, where nothing was published."""
+SETS = ((BLUE, "o"), (GREEN, "s"), (PURPLE, "^"), (PINK, "D"), (BROWN, "v"), (ORANGE, "P"))
+"""The colour and mark of the first to sixth question set, in every figure; the first four as published."""

@@ -33,6 +33,7 @@ from headwater.options import checked_count, checked_name, checked_number, check
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
@@ -125,13 +126,15 @@ class CircuitSearch(Result):
         said.append("Another order leaves another circuit. It was chosen on these pairs: see Circuit.claim for others.")
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the metric of what is left by the number of edges left, with the edges that were kept.
 
         Args:
             ax: where to draw.
+            title: in place of the figure's own.
+            figsize: of a new figure, width and height in inches.
         """
-        return self._drawn(ax)
+        return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:
         left = len(self.circuit)

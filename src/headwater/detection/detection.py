@@ -41,6 +41,7 @@ from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.spans import span_shapes
 from headwater.questions.states import check_probe_options
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -139,9 +140,9 @@ class Detection(Result):
         left_out = [f"{row['dataset']} was left out: {row['cause']}" for row in self.dropped.to_dict("records")]
         return left_out + [paragraph(str(name), part) for name, part in self.table.groupby("dataset", sort=False)]
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw the AUC of every method with its interval, a mark per question set."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def detect(

@@ -104,11 +104,12 @@ def head_maps(maps: Sequence[HeadMap], columns: int | None = None, *, style: str
         InputError: there are no maps, or what is given are none.
     """
     maps, as_published = _listed(maps), is_published(style)
+    names = _names(maps)
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
     rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 if as_published else len(_lines(maps)) + 2) * LINE
     row_width = max(sum(LEFT + _panel_width(head_map) + GAP for head_map in row) for row in rows)
-    table_width = LABEL_COLUMN + sum(_count_column(head_map) for head_map in maps)
+    table_width = LABEL_COLUMN + sum(map(_count_column, names))
     with shared_look():
         figure = plt.figure(figsize=(max(row_width, table_width), len(rows) * row_height + below))
         for number, row in enumerate(reversed(rows)):
@@ -117,12 +118,22 @@ def head_maps(maps: Sequence[HeadMap], columns: int | None = None, *, style: str
                 width = _panel_width(head_map)
                 ax = _axes(figure, left, below + number * row_height + BOTTOM, width, PANEL_HEIGHT)
                 _draw(head_map, ax, sized=not as_published)
+                ax.set_title(drawn_label(names[maps.index(head_map)]))
                 left += width + GAP + LEFT
         if as_published:
             _published_legend(figure, maps)
         else:
-            _legend_table(figure, maps, table_width, below)
+            _legend_table(figure, maps, names, table_width, below)
     return figure
+
+
+def _names(maps: Sequence[HeadMap]) -> list[str]:
+    """What to call each map: its model; where several are of one, with the rule, else with their number, too."""
+    for more in ("", "rule"):
+        names = [f"{one.title}, {one.run.options.get(more)}" if more else one.title for one in maps]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
 
 
 def _listed(maps: Sequence[HeadMap]) -> list[HeadMap]:
@@ -144,8 +155,8 @@ def _panel_width(head_map: HeadMap) -> float:
     return PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5)
 
 
-def _count_column(head_map: HeadMap) -> float:
-    return max(COUNT_COLUMN, LETTER * len(head_map.title)) + GAP
+def _count_column(name: str) -> float:
+    return max(COUNT_COLUMN, LETTER * len(name)) + GAP
 
 
 def _extent(head_map: HeadMap) -> tuple[int, int]:
@@ -233,7 +244,7 @@ def _published_legend(figure: Figure, maps: Sequence[HeadMap]) -> None:
     figure.legend(handles, words, loc="lower center", ncols=columns, handletextpad=0.2, columnspacing=1.2)
 
 
-def _legend_table(figure: Figure, maps: Sequence[HeadMap], width: float, height: float) -> None:
+def _legend_table(figure: Figure, maps: Sequence[HeadMap], names: Sequence[str], width: float, height: float) -> None:
     """One legend for all maps: a line per label, a column of head counts per map."""
     lines = _lines(maps)
     ax = _axes(figure, (figure.get_size_inches()[0] - width) / 2, 0.0, width, height)
@@ -247,9 +258,9 @@ def _legend_table(figure: Figure, maps: Sequence[HeadMap], width: float, height:
     if any(map(_has_excess, maps)):
         ax.text(0, -0.2, SIZES_ARE, va="center_baseline")
     right = LABEL_COLUMN
-    for place, head_map in enumerate(maps):
-        right += _count_column(head_map)
-        ax.text(right, -0.2, drawn_label(head_map.title), ha="right", va="center_baseline", weight="bold")
+    for place in range(len(maps)):
+        right += _count_column(names[place])
+        ax.text(right, -0.2, drawn_label(names[place]), ha="right", va="center_baseline", weight="bold")
         for line, (_, _, counts) in enumerate(lines, start=1):
             count = counts[place]
             shown = "–" if count is None else f"{count:,}"

@@ -16,26 +16,33 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PINK, PURPLE, RED
+from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
 from headwater.figures.published import is_published, set_name
 from headwater.figures.style import BANDS_ARE, DASHED, model_title, whole_numbers
 from headwater.figures.style import style as shared_look
-from headwater.options import shown as said
-from headwater.pathways.modes import BEST_LAYER, MODES, PER_LAYER, RANDOM_SPLIT
+from headwater.options import shown as written
+from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, PER_LAYER, RANDOM_SPLIT
 from headwater.pathways.trace import Pathways
 from headwater.runs.result import DRAWINGS
 
 COLORS = {
-    "Q-anchored": (BLUE, GREEN, PURPLE, PINK),
+    "Q-anchored": tuple(color for color, _ in SETS[:4]),
     "A-anchored": (ORANGE, RED, BROWN, FAINT),
 }
 """By mode, for the first to fourth question set; the marks say the same."""
-MARKS = ("o", "s", "^", "D")
+MARKS = tuple(mark for _, mark in SETS[:4])
 DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": DASHED}
 VALUES = {"delta_p": "ΔP (percentage points)", "delta_logit": "Change of the probe's logit"}
+SPLIT_BY = {
+    PER_LAYER: "modes at each layer",
+    BEST_LAYER: "modes at l*",
+    CROSSED: "modes by another probe",
+    RANDOM_SPLIT: "control, modes by random tokens",
+}
+"""What a title says of how the modes are told apart."""
 COUNTED = "In brackets: examples in this mode at l*"
 MOST_SETS = 4
 PANEL = (2.9, 2.3)
@@ -68,7 +75,11 @@ def delta_p(
     shown, as_published = list(pathways), is_published(style)
     if not shown:
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
-    titles = [model_title(one.run) for one in shown] if titles is None else [label(title) for title in titles]
+    if titles is None:
+        seen = [SPLIT_BY.get(_split(one, split_by), "") for one in shown]
+        titles = [model_title(one.run, "" if as_published else said) for one, said in zip(shown, seen, strict=True)]
+    else:
+        titles = [label(title) for title in titles]
     if len(titles) != len(shown):
         raise InputError(f"{len(titles)} titles were given for {len(shown)} panels.")
     columns = columns or min(len(shown), 3)
@@ -124,7 +135,7 @@ def _split(pathways: Pathways, split_by: str | None) -> str:
     if split_by is None:
         return PER_LAYER if PER_LAYER in held else BEST_LAYER
     if not isinstance(split_by, str) or split_by not in held:
-        raise InputError(f"There are no curves split by {said(split_by)}.{did_you_mean(split_by, held)}")
+        raise InputError(f"There are no curves split by {written(split_by)}.{did_you_mean(split_by, held)}")
     return split_by
 
 
@@ -138,7 +149,7 @@ def _names(shown: Sequence[Pathways]) -> list[str]:
 
 def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str) -> None:
     if not isinstance(value, str) or value not in VALUES:
-        raise InputError(f"value={said(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
+        raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
     curves = pathways.curves[pathways.curves["split_by"] == split_by]
     ax.axhline(0, color=FAINT, linewidth=0.6)
     for mode in MODES:

@@ -19,7 +19,7 @@ from headwater.colors import FAINT, SETS
 from headwater.errors import InputError
 from headwater.figures.fonts import drawable
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import style, whole_numbers
+from headwater.figures.style import model_title, style, whole_numbers
 from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
 from headwater.patching.sweep_axes import ROLES
@@ -73,11 +73,16 @@ def plot_sweep(
         if ax is not None:
             (name, part), axes = panels[0], [ax]
             _panel(ax, part, name, measure, sweep, fixed)
+            _of_model(ax, sweep)
             return ax
         figure, axes = _figure(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
         _share_scales(axes, [name for name, _ in panels])
+        if len(panels) == 1:
+            _of_model(axes[0], sweep)
+        else:
+            figure.suptitle(model_title(sweep.run))
     return axes[0] if len(panels) == 1 else figure
 
 
@@ -96,6 +101,11 @@ def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.
         else:
             panels.append((name, part))
     return panels
+
+
+def _of_model(ax: Axes, sweep: Sweep) -> None:
+    """Put the model in front of a panel's title."""
+    ax.set_title(f"{model_title(sweep.run)}: {ax.get_title(loc='left')}")
 
 
 def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
@@ -271,11 +281,16 @@ def shown(token: str) -> str:
 
 
 def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
-    """The tokens of the examples drawn, "…" where they differ; None where they are of different lengths."""
+    """The tokens of the examples drawn; where they differ, the first one's as one among others ("e.g. France").
+
+    None where the examples are of different lengths.
+    """
     drawn = {tuple(sweep.tokens[i]) for i in part["example"].unique()} if len(sweep.tokens) else set()
     if len({len(tokens) for tokens in drawn}) != 1:
         return None
-    return tuple(column[0] if len(set(column)) == 1 else "…" for column in zip(*drawn, strict=True))
+    return tuple(
+        column[0] if len(set(column)) == 1 else f"e.g. {shown(column[0])}" for column in zip(*drawn, strict=True)
+    )
 
 
 def _value_label(metric: str, measure: str) -> str:

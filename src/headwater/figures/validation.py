@@ -74,5 +74,6 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
         ax.set(ylim=(-0.03, 1.03), xlabel="Heads removed", ylabel="Accuracy")
         whole_numbers(ax.xaxis)
         items = base["items"].iloc[0]
-        legend_above(ax, 1, f"{label(ablation.relation.replace('_', ' '))} ({items:,} items)")
+        seen = f"{label(ablation.relation.replace('_', ' '))} ({items:,} items)"
+        legend_above(ax, 1, model_title(ablation.run, seen))
     return ax

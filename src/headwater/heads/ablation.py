@@ -36,6 +36,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
 from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
 from headwater.progress import progress_bar
+from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -111,9 +112,9 @@ class HeadAblation(Result):
             )
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw accuracy against the number of heads removed: the relation's heads, random heads, and the controls."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def ablate_heads(

@@ -46,6 +46,7 @@ from headwater.models.weights.effective_embedding import KINDS, published_embedd
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -129,18 +130,22 @@ class AttentionBehaviour(Result):
             )
         return [*said, "A head that attends to something need not move anything from there."]
 
-    def plot(self, ax: Axes | None = None, *, on: str | None = None) -> Axes | Figure:
+    def plot(
+        self, ax: Axes | None = None, *, on: str | None = None, title: str | None = None, figsize: Size | None = None
+    ) -> Axes | Figure:
         """Draw layer by head: what each head attends to on random tokens and on text, and what its parameters say.
 
         Args:
             ax: where to draw one map; default: a new figure, with a map of each kind that there is.
+            title: in place of the figure's own.
+            figsize: of a new figure, width and height in inches.
             on: one map alone: "random" or "text", with a mark per head in the colour and shape of what names it there;
                 "copying" or "position", with the numbers of `heads`.
 
         Raises:
             InputError: there is no such map, or `ax` was given for several.
         """
-        return self._drawn(ax, on=on)
+        return self._drawn(ax, title, figsize, on=on)
 
 
 def attention_behaviour(

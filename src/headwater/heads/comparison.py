@@ -46,6 +46,7 @@ from headwater.models.weights.effective_embedding import published_embedding
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import RunRecord
@@ -142,9 +143,9 @@ class HeadComparison(Result):
             said.append(f"{len(few)} of {len(self.relations)} relations have too few pairs that all tokenizers share.")
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw layer by head what changed; of more than two models, the heads of each category, model by model."""
-        return self._drawn(ax)
+        return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:
         return f"HeadComparison({' → '.join(self.models)}: {len(self.changed):,} changes in {len(self.table):,} rows)"

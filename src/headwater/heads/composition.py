@@ -40,6 +40,7 @@ from headwater.models.loading import weights_of
 from headwater.models.weights.weight_source import HeadWeights, WeightSource
 from headwater.options import checked_flag, checked_name, checked_several, one_or_several
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -83,14 +84,18 @@ class Composition(Result):
             "Trained heads share directions of the residual stream: to stand out of chance is not yet a path.",
         ]
 
-    def plot(self, ax: Axes | None = None, *, kind: str | None = None) -> Axes | Figure:
+    def plot(
+        self, ax: Axes | None = None, *, kind: str | None = None, title: str | None = None, figsize: Size | None = None
+    ) -> Axes | Figure:
         """Draw the scores of one kind as a map, earlier heads by later heads; by default a panel for each.
 
         Args:
             ax: where to draw one kind; default: a new figure.
+            title: in place of the figure's own.
+            figsize: of a new figure, width and height in inches.
             kind: "q", "k" or "v".
         """
-        return self._drawn(ax, kind=kind)
+        return self._drawn(ax, title, figsize, kind=kind)
 
 
 class _Side(NamedTuple):

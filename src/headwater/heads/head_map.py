@@ -22,6 +22,7 @@ from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load, weights_of
 from headwater.options import checked_count, shown
+from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row, rounded
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
@@ -112,9 +113,9 @@ class HeadMap(Result):
         """Whether `validate` measured which heads the running model uses."""
         return "used" in self.table
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw layer by head, a mark per head in the colour of its category; after `validate`, a ring if it is used."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
     def validate(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from headwater.heads.categories import CATEGORIES, RULES, apply_rule
+from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -48,9 +49,9 @@ class Sensitivity(Result):
             )
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the number of heads against the threshold, a line per category and a panel per rule."""
-        return self._drawn(ax)
+        return self._drawn(ax, title, figsize)
 
 
 def heads_by_threshold(table: pd.DataFrame) -> pd.DataFrame:

@@ -37,6 +37,7 @@ from headwater.models.sites import hook_name
 from headwater.models.weights.opening import open_weights
 from headwater.options import checked_count
 from headwater.progress import progress_bar
+from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.correlation import fisher_interval, pearson
@@ -100,9 +101,9 @@ class DynamicScores(Result):
             )
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw the correlations, a line per relation."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def dynamic_scores(

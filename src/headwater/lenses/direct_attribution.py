@@ -41,6 +41,7 @@ from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -113,9 +114,9 @@ class DirectAttribution(Result):
             said.append("One prompt has no intervals, and says nothing of others.")
         return [*said, "What a part does through later parts counts as theirs: this is what each writes itself."]
 
-    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the mean contribution of every head and MLP as a map, or of layers or components as bars."""
-        return self._drawn(ax)
+        return self._drawn(ax, title, figsize)
 
 
 def direct_logit_attribution(

@@ -41,6 +41,7 @@ from headwater.options import checked_count
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -113,14 +114,18 @@ class LayerPredictions(Result):
         )
         return said
 
-    def plot(self, ax: Axes | None = None, *, example: int = 0) -> Axes:
+    def plot(
+        self, ax: Axes | None = None, *, example: int = 0, title: str | None = None, figsize: Size | None = None
+    ) -> Axes:
         """Draw one prompt's layers and positions as a map: the top token in each cell, its probability as the colour.
 
         Args:
             ax: where to draw; default: a new figure.
+            title: in place of the figure's own.
+            figsize: of a new figure, width and height in inches.
             example: which prompt.
         """
-        return cast("Axes", self._drawn(ax, example=example))
+        return cast("Axes", self._drawn(ax, title, figsize, example=example))
 
 
 def lens(

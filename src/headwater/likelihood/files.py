@@ -39,6 +39,7 @@ from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, 
 from headwater.models.hooked import check_model
 from headwater.options import checked_flag, checked_number, checked_path, shown
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.identity import digest, digest_of_file
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -97,9 +98,9 @@ class ScoredTexts(Result):
             "tokens": int(self.table["scored"].sum()),
         }
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw how the texts are distributed over Min-K%."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def score_file(

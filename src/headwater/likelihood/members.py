@@ -29,6 +29,7 @@ from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, at_one_share, column, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, checked_several, shown
+from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -81,9 +82,9 @@ class Membership(Result):
                 said.append(f"{column(row['score'], row['k'])}: AUC {_auc(row)}{_verdict(row, baseline)}.")
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw the AUC of each score with its interval, and the baseline's."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def _auc(row: Mapping[str, Any]) -> str:

@@ -38,6 +38,7 @@ from headwater.options import checked_count, checked_flag, checked_name, checked
 from headwater.questions.asking import RAW, Messages, question_frame
 from headwater.questions.judge import Judge
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import rounded
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -137,9 +138,9 @@ class DepthProfile(Result):
         """Return what holds on this model and what does not, in plain sentences made of the numbers."""
         return report(self)
 
-    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw Min-K% by depth and the density of the score gap; on a given `ax`, the boxes alone."""
-        return self._drawn(ax)
+        return self._drawn(ax, title, figsize)
 
 
 def memorization(

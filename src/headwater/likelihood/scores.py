@@ -19,6 +19,7 @@ from headwater.errors import InputError
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.options import checked_number, checked_several, one_or_several, shown
+from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
@@ -72,9 +73,9 @@ class MemorizationScores(Result):
         counted, scored = self.texts["text"].nunique(), self.table.dropna(subset=["value"])["text"].nunique()
         return [f"{scored:,} of {counted:,} texts have scores.", *score_sentences(self.summary())]
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw Min-K%, Min-K%++ and Gap-K% against K: the median over texts, and the quartiles."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def at_one_share(table: pd.DataFrame) -> pd.DataFrame:

@@ -42,6 +42,7 @@ from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -114,9 +115,9 @@ class TextStatistics(Result):
             )
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw how the log-probabilities are distributed; with several layers, their quartiles by layer."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 class _Window(NamedTuple):

@@ -33,6 +33,7 @@ from headwater.patching.readout import Measured
 from headwater.patching.sides import DIRECTIONS
 from headwater.patching.sweep_axes import AXES, tokens_by_role
 from headwater.runs.analysis import Run
+from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.claims import Claim
@@ -227,12 +228,16 @@ class Sweep(Result):
         metric: str | None = None,
         value: str = "effect",
         normalize: str | None = None,
+        title: str | None = None,
+        figsize: Size | None = None,
         **fixed: Any,
     ) -> Axes | Figure:
         """Draw layer × position or layer × head as a heat map centred at 0, or the curve over layers.
 
         Args:
             ax: where to draw; only for a single panel.
+            title: in place of the figure's own.
+            figsize: of a new figure, width and height in inches.
             site: draw this site alone; default: a panel for each.
             metric: draw this metric alone; default: a panel for each.
             value: `effect` or `normalized_effect`.
@@ -246,7 +251,7 @@ class Sweep(Result):
         Warns:
             UserWarning: see `summary`.
         """
-        return self._drawn(ax, site=site, metric=metric, value=value, normalize=normalize, **fixed)
+        return self._drawn(ax, title, figsize, site=site, metric=metric, value=value, normalize=normalize, **fixed)
 
     def agreement(self, exact: Sweep) -> pd.DataFrame:
         """Compare an approximate sweep with the exact one, cell by cell.

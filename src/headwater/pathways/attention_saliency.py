@@ -54,6 +54,7 @@ from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import PROBE_SITES, PROBE_TOKENS
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import frame_of
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -121,9 +122,9 @@ class Saliency(Result):
         found = [sentence for entry in self.findings()["datasets"] for sentence in sentences_of(entry)]
         return [held_out_sentence(self.table, self.run.options["probe"]), *found]
 
-    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
-        return self._drawn(ax)
+        return self._drawn(ax, title, figsize)
 
 
 def saliency(

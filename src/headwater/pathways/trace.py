@@ -44,6 +44,7 @@ from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halv
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import check_probe_options
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Earlier, Result
 
@@ -213,15 +214,25 @@ class Pathways(Result):
         """Return what holds on this model and what does not, in plain sentences made of the numbers."""
         return report_of(self)
 
-    def plot(self, ax: Axes | None = None, *, split_by: str | None = None, value: str = "delta_p") -> Axes | Figure:
+    def plot(
+        self,
+        ax: Axes | None = None,
+        *,
+        split_by: str | None = None,
+        value: str = "delta_p",
+        title: str | None = None,
+        figsize: Size | None = None,
+    ) -> Axes | Figure:
         """Draw ΔP against the layer: on `ax` with a small legend below, or as a figure of its own.
 
         Args:
             ax: where to draw.
+            title: in place of the figure's own.
+            figsize: of a new figure, width and height in inches.
             split_by: see `headwater.figures.delta_p`.
             value: `delta_p` or `delta_logit`.
         """
-        return self._drawn(ax, split_by=split_by, value=value)
+        return self._drawn(ax, title, figsize, split_by=split_by, value=value)
 
 
 def trace_pathways(

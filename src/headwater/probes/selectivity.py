@@ -36,6 +36,7 @@ from headwater.probes.cross_fitted import chosen_strength, cross_fitted
 from headwater.probes.given_states import GivenStates, given_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
@@ -121,9 +122,9 @@ class ProbeFit(Result):
         said.append("That a probe reads something does not say that the model does.")
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw AUC by layer with its interval, the control task's AUC, and selectivity."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ from headwater.questions.outcomes import (
 from headwater.questions.sources import SPAN_COLUMNS, Questions
 from headwater.questions.words import Span
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
 from headwater.runs.findings import frame_of
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
@@ -149,9 +150,9 @@ class AnsweredQuestions(Result):
             )
         return {"model": self.run.model, "datasets": sets}
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw a bar per question set: right, wrong, cut at the token limit, dropped for other reasons."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
 
 def answer(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
+from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -116,9 +117,9 @@ class Reproduction(Result):
             "source": self.source,
         }
 
-    def plot(self, ax: Axes | None = None) -> Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Figure:
         """Draw measured against published, a panel per quantity."""
-        return cast("Figure", self._drawn(ax))
+        return cast("Figure", self._drawn(ax, title, figsize))
 
 
 def published_numbers(kind: str) -> Published:

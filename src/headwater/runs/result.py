@@ -27,6 +27,7 @@ from torch import Tensor
 from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.options import checked_path
 from headwater.registry import Registry
+from headwater.runs.dressing import Size, checked_size, dressed
 from headwater.runs.findings import records_of
 from headwater.runs.identity import digest
 from headwater.runs.record import FORMAT, MANIFEST_SINCE, RUN_FILE, RunRecord, read_record, refuse_other_run
@@ -84,18 +85,24 @@ class Result:
         """Return the numbers of the summary as JSON values, with the model: what the command line prints of a run."""
         return {"model": self.run.model, "summary": records_of(self.summary())}
 
-    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the result's main figure on `ax`, or on a new figure; nothing is shown or written.
+
+        Args:
+            ax: where to draw; default: a new figure.
+            title: in place of the figure's own.
+            figsize: width and height of a new figure, in inches; default: what suits what is drawn.
 
         Raises:
             InputError: `DRAWINGS` has no figure of this class.
         """
-        return self._drawn(ax)
+        return self._drawn(ax, title, figsize)
 
-    def _drawn(self, ax: Axes | None, **options: object) -> Axes | Figure:
+    def _drawn(self, ax: Axes | None, title: str | None, figsize: Size | None, **options: object) -> Axes | Figure:
         """Draw with what is registered for the result's class, or for the nearest that it inherits from."""
+        size = checked_size(figsize, ax)
         drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax, **options)
-        return drawn
+        return dressed(drawn, title, size)
 
     def view(self, **what: object) -> View:
         """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`.

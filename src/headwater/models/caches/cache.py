@@ -32,6 +32,7 @@ from headwater.models.caches.names import Names, layers_said, ranges
 from headwater.models.caches.sequences import Sequences, asked_columns
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
+from headwater.runs.dressing import Size
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -312,9 +313,9 @@ class Cache(Result):
             said.append(f"{one.name}{layers}: {' '.join(self.axes(one.name))}, {one.dtype}.")
         return said
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw how large the numbers of each activation are, by layer."""
-        return cast("Axes", self._drawn(ax))
+        return cast("Axes", self._drawn(ax, title, figsize))
 
     def digest(self) -> str:
         """Name this cache in the record of a run that starts from it: by what made it, or else by all it holds."""
