@@ -30,5 +30,5 @@ def test_the_demo_installs_the_package_alone_and_uses_the_developers_environment
     assert ".venv-demo/bin/headwater demo" in planned()
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "ready").touch()
-    assert "install" not in planned()
+    assert "-m pip" not in planned()
     assert ".venv/bin/headwater demo" in planned()
