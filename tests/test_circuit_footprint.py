@@ -1,5 +1,6 @@
 """What edges, paths and circuits hold at once is what was estimated before; what takes hours is said before."""
 
+import warnings
 from functools import cache
 
 import numpy as np
@@ -9,8 +10,9 @@ import transformers as tf
 from benchmarks.live_bytes import live_bytes
 
 import headwater as hw
-from headwater.circuits import cost
+from headwater.circuits import cost, greedy
 from headwater.circuits.footprint import Footprint
+from headwater.circuits.measuring import Outcome
 from headwater.errors import InputError
 from tests import chance
 
@@ -57,6 +59,7 @@ def test_what_tensors_hold_is_within_the_estimate(shape, length, start):
     circuit = hw.Circuit.of(SOME, model)
     several = [circuit, *circuit.placebos(11)]
     every = np.arange(circuit.graph.n_edges)
+    nearly = [~hw.Circuit.of([name], model) for name in (~circuit).names[:16]]
     n_senders = model.shape.n_layers * model.shape.n_heads + 1
     taken = {
         "edges": (lambda: hw.edges(model, *texts, **OPTIONS), footprint.edges(every)),
@@ -72,9 +75,61 @@ def test_what_tensors_hold_is_within_the_estimate(shape, length, start):
             lambda: hw.run_circuits(model, *texts, [circuit | ~circuit], **OPTIONS),
             footprint.circuits([every], 1),
         ),
+        "many of nearly all edges": (
+            lambda: hw.run_circuits(model, *texts, nearly, batch_size=16, **OPTIONS),
+            footprint.circuits([one.edges for one in nearly], 16, 16),
+        ),
     }
     ratios = {name: live_bytes(model, work) / estimate for name, (work, estimate) in taken.items()}
     assert all(0.7 <= ratio <= 1.5 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("n_pairs", [1, 5])
+@pytest.mark.parametrize("shape", ["GPT-2", "Llama"])
+def test_what_a_search_holds_is_within_the_estimate(shape, n_pairs):
+    model, batch = loaded(shape), 8
+    clean, corrupted = (
+        [text for texts in side for text in texts] for side in zip(*(pair(40, 0) for _ in range(n_pairs)), strict=True)
+    )
+    hw.edges(model, clean[:1], corrupted[:1], receivers="logits", **OPTIONS)  # what is checked once is checked
+    footprint = Footprint(model, 40, 40)
+    every = np.arange(hw.Circuit.of([], model).graph.n_edges)
+    estimate = footprint.circuits([every], greedy.MOST, batch) + (n_pairs - 1) * footprint.walk()
+    options = {"threshold": 0.02, "budget": 40, "placebos": 0, "batch_size": batch, **OPTIONS}
+    held = live_bytes(model, lambda: hw.find_circuit(model, clean, corrupted, **options))
+    assert 0.7 <= held / estimate <= 1.5, held / estimate
+
+
+def test_a_search_that_takes_hours_or_does_not_fit_is_said_before_any_run(monkeypatch):
+    model, texts = loaded("Llama"), pair(12, 4)
+    n_edges = hw.Circuit.of([], model).graph.n_edges
+    work = cost.circuit_operations(model, [np.arange(n_edges)], 8)
+    monkeypatch.setattr(cost, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr(cost, "rate", lambda model: work * n_edges / 3600 / 3)  # all edges take three hours
+    monkeypatch.setattr("headwater.circuits.measuring.CircuitRunner.measure", None)
+    options = {"threshold": 0.1, **OPTIONS}
+    said = rf"^{n_edges} edges, each tried on 1 pairs, .* TFLOP, at the measured rate of .* 3 hours\. Give budget="
+    with pytest.raises(InputError, match=said + r".* hours=2 were allowed"):
+        hw.find_circuit(model, *texts, hours=2, **options)
+    with pytest.warns(UserWarning, match=said), pytest.raises(TypeError):
+        hw.find_circuit(model, *texts, **options)
+    with warnings.catch_warnings(), pytest.raises(TypeError):  # a run, which is None
+        hw.find_circuit(model, *texts, budget=n_edges // 4, **options)
+    monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: 1000)
+    with pytest.raises(InputError, match=r"the circuits of a search hold .* would take .* MiB; cpu has .* free"):
+        hw.find_circuit(model, *texts, budget=1, **options)
+
+
+def test_the_runs_of_as_many_pairs_are_kept_as_memory_allows(monkeypatch):
+    model = loaded("Llama")
+    clean, corrupted = zip(*(pair(12, 4) for _ in range(6)), strict=True)
+    outcome = Outcome.of(
+        model, [one for (one,) in clean], [one for (one,) in corrupted], metric=hw.logit_difference(5, 9)
+    )
+    a_pair = Footprint(model, 12, 8).walk()
+    for free, kept in ((0, 1), (4 * 3 * a_pair, 3), (4 * 100 * a_pair, 6)):
+        monkeypatch.setattr("headwater.circuits.measuring.available_memory", lambda device, free=free: free)
+        assert outcome.pairs_to_keep(256) == kept
 
 
 def test_what_lives_is_counted_and_what_is_gone_is_not():

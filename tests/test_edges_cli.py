@@ -36,6 +36,22 @@ def test_a_circuit_is_chosen_drawn_and_kept_and_says_what_it_is_not(capsys, monk
     assert (tmp_path / "run" / "circuit.png").stat().st_size > 10_000
 
 
+def test_a_search_is_that_of_the_function_with_its_budget(capsys, monkeypatch, tmp_path):
+    search = ("--threshold", "0.5", "--budget", "40", "--placebos", "3", "--by", "signed")
+    code, out, err = run(
+        capsys, monkeypatch, "circuit", *PAIR, *ANSWERS, *search, "--out", tmp_path / "run", "--json", "--quiet"
+    )
+    assert (code, err) == (0, "")
+    found, metric = json.loads(out), hw.logit_difference(" Paris", " Rome")
+    expected = hw.find_circuit(
+        hw.load(), PAIR[1], PAIR[3], metric=metric, threshold=0.5, budget=40, placebos=3, by="signed", progress=False
+    )
+    assert (found["method"], found["edges"]) == ("greedy search", 1055)
+    assert found["said"] == expected.report()
+    assert hw.Circuit.load(tmp_path / "run" / "circuit.parquet") == expected.circuit
+    assert {file.name for file in (tmp_path / "run").iterdir()} >= {"search.png", "circuit.png", "table.csv"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -44,6 +60,11 @@ def test_a_circuit_is_chosen_drawn_and_kept_and_says_what_it_is_not(capsys, monk
         (["edges", *PAIR[:2], *ANSWERS], "Edges need pairs of prompts"),
         (["circuit", *PAIR, *ANSWERS, "--size", "0", "--method", "eap"], "n"),
         (["circuit", *ANSWERS], "Give the prompts with --clean and --corrupted"),
+        (["circuit", *PAIR, *ANSWERS, "--budget", "40", "--placebos", "3"], "--budget, --placebos cannot be used"),
+        (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--size", "5"], "--size cannot be used here; a search runs"),
+        (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--verify", "5"], "--verify cannot be used here; a search"),
+        (["circuit", *PAIR, *ANSWERS, "--threshold", "0"], "threshold=0"),
+        (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--hours", "1e-9"], "1,055 edges, each tried on 1 pairs"),
     ],
 )
 def test_what_cannot_be_used_ends_with_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message):

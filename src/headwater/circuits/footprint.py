@@ -4,8 +4,10 @@ Of a pair, in numbers of the model's dtype (T tokens, t of them from the first d
 
     recorded    of both runs and every layer, all that is kept: T · (4 d_model + z, k and v)
     changes     what each sender changes: S · t · d_model; for circuits twice, what it sends and what it sends outside
-    made        what receivers make of changed inputs before rows join: q, k, v and z of the senders at once
+    made        what receivers make of changed inputs before rows join: q, k, v and z of the senders at once; for
+                circuits what the heads of a layer read, what they write, and how far that is from what lies outside
     rows        a tile on its way through a layer: the widest of its attention and its MLP
+    a walk      what circuits of a pair have in common: what is recorded, changes, and what receivers read outside
 
 It is what tensors hold. An allocator may keep more: on a CPU up to twice as much was seen.
 """
@@ -71,20 +73,26 @@ class Footprint:
         made = into_heads * self._heads(sets) + into_others * a_stream
         return self._bytes(self._recorded + self._changes + made + 2 * a_stream + self._tile(rows))
 
-    def circuits(self, circuits: Sequence[Indices], n_circuits: int) -> int:
+    def circuits(self, circuits: Sequence[Indices], n_circuits: int, batch_size: int | None = None) -> int:
         """Return the bytes of some circuits and of others like them.
 
         Args:
             circuits: their edges.
             n_circuits: how many run in all.
+            batch_size: how many at once, where that was said.
         """
-        shape, graph = self.model.shape, self._graph
-        a_stream = self.changed * shape.d_model
+        graph, a_stream = self._graph, self.changed * self.model.shape.d_model
         senders = max((len(np.unique(graph.sender[edges])) for edges in circuits), default=1)
-        read = 4 * max((self._most_read(edges) for edges in circuits), default=1) * a_stream
-        at_once = max(1, min(n_circuits, self.circuits_at_once(senders)))
-        widest = max(read + 2 * self._heads(1), self._tile(1))
-        return self._bytes(self._recorded + 2 * self._changes + at_once * (senders * a_stream + widest))
+        read = max((self._most_read(edges) for edges in circuits), default=1)
+        at_once = max(1, min(n_circuits, batch_size or self.circuits_at_once(senders)))
+        widest = max((read + 2 * graph.n_heads) * a_stream + 2 * self._heads(1), self._tile(1))
+        return self.walk() + self._bytes(at_once * (senders * a_stream + widest))
+
+    def walk(self) -> int:
+        """Return the bytes of what runs circuits on a pair, kept from one batch of circuits to the next."""
+        shape = self.model.shape
+        read = 3 * self.changed * shape.d_model + 2 * self._heads(1)
+        return self._bytes(self._recorded + 2 * self._changes + shape.n_layers * read)
 
     def _most_read(self, edges: Indices) -> int:
         """Count the heads' receivers of a layer that edges enter, in the layer where they are most."""

@@ -32,7 +32,7 @@ from headwater.circuits.outside import of_other_run, of_values
 from headwater.circuits.senders import Exchanged, refuse_other_kinds
 from headwater.errors import InputError, ModelError
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import refuse_too_large
+from headwater.models.memory import available_memory, refuse_too_large
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
@@ -120,17 +120,55 @@ class Outcome:
         Raises:
             InputError: with the figures.
         """
-        plan, other, n_circuits = self.plan, self.plan.other, each * len(circuits)
+        plan, n_circuits, advice = self.plan, each * len(circuits), "Give fewer circuits, placebos= or pairs."
+        needed = self._footprint.circuits(circuits, n_circuits, plan.batch_size)
+        refuse_too_large("What the circuits of a pair of prompts hold", needed, plan.model.device, advice)
+        work = each * circuit_operations(plan.model, circuits, sum(self._tokens))
+        warn_of_hours(plan.model, f"{n_circuits:,} circuits of {len(plan.base):,} pairs", work, advice)
+
+    def refuse_too_long_a_search(self, tries: int, at_once: int, hours: float | None) -> None:
+        """Refuse a search that would not fit in memory, or that takes longer than the caller allows.
+
+        An edge that is tried is a circuit of its own, nearly the whole model at first and small in the end; with the
+        runs that a wrong guess wastes, that comes to half to twice as many operations as one whole model an edge.
+
+        Args:
+            tries: how many edges are tried.
+            at_once: how many at most in one batch.
+            hours: what the caller allows.
+
+        Raises:
+            InputError: with the figures.
+
+        Warns:
+            UserWarning: it takes more than an hour, and nothing was said.
+        """
+        plan, every = self.plan, [np.arange(Graph.of(self.plan.model.shape).n_edges)]
+        needed = self._footprint.circuits(every, at_once, plan.batch_size)
+        device, fewer = plan.model.device, "Give shorter prompts, or batch_size=1."
+        refuse_too_large("What the circuits of a search hold of a pair of prompts", needed, device, fewer)
+        work = tries * circuit_operations(plan.model, every, sum(self._tokens))
+        what = f"{tries:,} edges, each tried on {len(plan.base):,} pairs"
+        warn_of_hours(plan.model, what, work, "Give budget= or fewer pairs.", hours)
+
+    def pairs_to_keep(self, most: int) -> int:
+        """Return the runs of how many pairs may be kept between batches: what a quarter of the free memory holds."""
+        fit = available_memory(self.plan.model.device) // (4 * self._footprint.walk())
+        return max(1, min(most, len(self), fit))
+
+    @property
+    def _tokens(self) -> list[int]:
+        """By pair, how many tokens are run from the first on that differs from what lies outside."""
+        plan, other = self.plan, self.plan.other
         assert other is not None
         since = [
             0 if self.source is not None else first_difference(*pair) for pair in zip(plan.base, other, strict=True)
         ]
-        tokens = [max(1, kept[-1] + 1 - min(at, kept[0])) for at, kept in zip(since, plan.positions, strict=True)]
-        advice = "Give fewer circuits, placebos= or pairs."
-        needed = Footprint(plan.model, max(map(len, plan.base)), max(tokens)).circuits(circuits, n_circuits)
-        refuse_too_large("What the circuits of a pair of prompts hold", needed, plan.model.device, advice)
-        work = each * circuit_operations(plan.model, circuits, sum(tokens))
-        warn_of_hours(plan.model, f"{n_circuits:,} circuits of {len(plan.base):,} pairs", work, advice)
+        return [max(1, kept[-1] + 1 - min(at, kept[0])) for at, kept in zip(since, plan.positions, strict=True)]
+
+    @property
+    def _footprint(self) -> Footprint:
+        return Footprint(self.plan.model, max(map(len, self.plan.base)), max(self._tokens))
 
     @property
     def metrics(self) -> tuple[str, ...]:

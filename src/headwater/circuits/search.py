@@ -23,7 +23,7 @@ from headwater.circuits.circuit import Circuit, graph_of, made
 from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, ran
 from headwater.circuits.faithfulness import summarized
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.greedy import DECISIONS, KEPT, NOT_TRIED, Greedy, Rule, Trace
+from headwater.circuits.greedy import DECISIONS, KEPT, MOST, NOT_TRIED, Greedy, Rule, Trace
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.circuits.result import RANKED_BY
 from headwater.errors import InputError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 FOUND = "found"
 """What the circuit is named among its placebos."""
 WALKS = 256
-"""The runs of so many pairs are kept between batches; those of others are made again."""
+"""The runs of at most so many pairs are kept between batches; those of others are made again."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -158,6 +158,7 @@ def find_circuit(
     dataset: Prompts | None = None,
     placebos: int = 10,
     seed: int = 0,
+    hours: float | int | None = None,
     batch_size: int | None = None,
     progress: bool = True,
     out: str | Path | None = None,
@@ -177,12 +178,15 @@ def find_circuit(
         dataset: the prompts of `mean` and `resample`.
         placebos: how many random circuits of the shape of what is left are run beside it.
         seed: of the random circuits and of `resample`.
+        hours: refuse to start what would take longer, at the rate at which the device multiplies matrices; by default
+            more than an hour is warned of.
         batch_size: circuits at once.
         progress: show a progress bar.
         out: a folder; an interrupted search goes on where it stopped.
 
     Raises:
-        InputError: an option or prompt cannot be used, or there are several metrics.
+        InputError: an option or prompt cannot be used, there are several metrics, or it would not fit in memory or
+            `hours`.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
@@ -191,11 +195,14 @@ def find_circuit(
     by, seed = checked_name("by", by, RANKED_BY), checked_seed(seed)
     budget = None if budget is None else checked_count("budget", budget)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
+    hours = None if hours is None else checked_number("hours", hours, above=0.0)
     outcome = Outcome.of(
         model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
     )
     if len(outcome.metrics) > 1:
         raise InputError(f"One metric decides which edges stay; {len(outcome.metrics)} were given.")
+    tries = graph.n_edges if budget is None else min(budget, graph.n_edges)
+    outcome.refuse_too_long_a_search(tries, min(MOST, tries), hours)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
     options["discovery"] = {FOUND: []}
 
@@ -210,7 +217,8 @@ def find_circuit(
 
 def searched(outcome: Outcome, run: Run) -> Trace:
     """Search with the options of a run, whose record says them."""
-    asked, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep=WALKS)
+    keep = outcome.pairs_to_keep(WALKS)
+    asked, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep)
     pairs, steps = range(len(outcome)), count()
 
     def means(stage: str, circuits: Sequence[Indices], name: str) -> Tensor:

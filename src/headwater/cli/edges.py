@@ -21,13 +21,16 @@ from headwater.cli.command import (
     report,
     write,
 )
-from headwater.cli.offered import Of, Options, command
+from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.cli.patching import Measured, Pairs
+from headwater.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from headwater.circuits.circuit import Circuit
     from headwater.circuits.result import EdgeEffects
+    from headwater.circuits.search import CircuitSearch
 
 THROUGH = "headwater.circuits.carried:THROUGH"
 EDGES = Of(
@@ -56,7 +59,21 @@ OF_A_CIRCUIT = Of(
         "over": "edges of single positions make no circuit",
     },
 )
-SHOWN = 10
+SEARCH = Of(
+    "headwater.circuits.search:find_circuit",
+    offers="budget placebos seed hours",
+    shaped=(
+        Shaped(
+            "threshold",
+            float,
+            help="Search instead: take edges out one after the other, in the order of ACDC, where the mean of the "
+            "metric over pairs changes by less than this.",
+        ),
+    ),
+    filled="clean corrupted metric by",
+    left_out={name: EDGES.left_out[name] for name in ("batch_size", "values", "dataset")},
+)
+SHOWN, SIZE = 10, 20
 
 
 @command(EDGES, LOAD, summary=EDGES)
@@ -88,13 +105,13 @@ def edges(
         report(_summary(found, found.top(SHOWN)) | {"said": found.report(), "files": files}, as_json, _show)
 
 
-@command(OF_A_CIRCUIT, LOAD)
+@command(OF_A_CIRCUIT, SEARCH, LOAD)
 def circuit(
     model: Model = None,
     *,
     pairs: Pairs,
     measured: Measured,
-    size: Annotated[int, typer.Option(help="How many edges the circuit has.")] = 20,
+    size: Annotated[int | None, typer.Option(help=f"How many edges the circuit has.  [default: {SIZE}]")] = None,
     by: Annotated[
         Literal["size", "signed"],
         typer.Option(help="The largest effects, or those that speak most for the clean prompt's answer."),
@@ -106,26 +123,71 @@ def circuit(
 ) -> None:
     """Choose the circuit of the strongest edges on pairs of prompts, draw it by layers, and keep it as one file.
 
-    **Example**
+    With --threshold the circuit is what a greedy search by exact effects leaves of all edges; --budget bounds it.
+
+    **Examples**
 
     `headwater circuit --clean "The capital of France is" --corrupted "The capital of Italy is"
     --tokens " Paris" " Rome" --size 20 --out runs/circuit`
+
+    `headwater circuit gpt2 --pairs pairs.csv --tokens " Paris" " Rome" --threshold 0.1 --budget 2000`
     """
+    refuse_options_of_the_other_way(options, size)
     with continues(out):
-        found = _effects(model, pairs, measured, options, out, quiet)
-        chosen = found.circuit(size, by=by)
-        files = []
+        if "threshold" in options.of("find_circuit"):
+            found = _searched(model, pairs, measured, by, options, out, quiet)
+            files = write(found, out, "search") if out else []
+            summary, said = _of_search(found), found.report()
+            chosen = found.circuit
+        else:
+            effects = _effects(model, pairs, measured, options, out, quiet)
+            chosen, files = effects.circuit(SIZE if size is None else size, by=by), []
+            summary = _summary(effects, _strongest(chosen))
+            said = [
+                f"Circuit of {len(chosen):,} of {effects.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path "
+                "from the embedding to the logits.",
+                "It was chosen on these prompts: what it is worth shows on others.",
+            ]
         if out and is_main():
             from headwater.demo.written import write_figure
 
-            files = [str(chosen.save(out / "circuit.parquet")), *write_figure(chosen.plot(), out / "circuit")]
-        strongest = chosen.table.sort_values("effect", key=abs, ascending=False).head(SHOWN)
-        said = [
-            f"Circuit of {len(chosen):,} of {found.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
-            "the embedding to the logits.",
-            "It was chosen on these prompts: what it is worth shows on others.",
-        ]
-        report(_summary(found, strongest) | {"said": said, "files": files}, as_json, _show)
+            files += [str(chosen.save(out / "circuit.parquet")), *write_figure(chosen.plot(), out / "circuit")]
+        report(summary | {"said": said, "files": files}, as_json, _show)
+
+
+def refuse_options_of_the_other_way(options: Options, size: int | None) -> None:
+    """Refuse options of a search where none is asked for, and of the strongest edges where one is.
+
+    Raises:
+        InputError: they would say nothing.
+    """
+    if "threshold" in options.of("find_circuit"):
+        given = options.given_for("edges", not_for="find_circuit") + ["--size"] * (size is not None)
+        reason = "a search runs every edge exactly, and its threshold decides how many are left: leave out --threshold"
+    else:
+        given, reason = options.given_for("find_circuit", not_for="edges"), "they are of a search: give --threshold"
+    if given:
+        raise InputError(f"{', '.join(given)} cannot be used here; {reason}, or these.")
+
+
+def _searched(
+    model: str | None, pairs: Pairs, measured: Measured, by: str, options: Options, out: Path | None, quiet: bool
+) -> CircuitSearch:
+    from headwater.circuits.search import find_circuit
+
+    prompts, metric = pairs.prompts, measured.asked()
+    loaded, given = load_model(model, options), options.of("find_circuit")
+    return find_circuit(loaded, prompts, pairs.corrupted, metric=metric, by=by, progress=not quiet, out=out, **given)
+
+
+def _of_search(found: CircuitSearch) -> dict[str, object]:
+    counts = {"pairs": int(found.alone["example"].nunique()), "edges": len(found.table), "method": "greedy search"}
+    rows = _strongest(found.circuit)[["edge", "effect"]].dropna().to_dict("records")
+    return {"model": found.run.model, **counts, "metric": found.alone["metric"].iloc[0], "strongest": rows}
+
+
+def _strongest(circuit: Circuit) -> pd.DataFrame:
+    return circuit.table.sort_values("effect", key=abs, ascending=False).head(SHOWN)
 
 
 def _effects(

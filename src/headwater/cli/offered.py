@@ -105,6 +105,16 @@ class Options:
         given = {one: self._given[name] for name, one in self._functions[function].options().items()}
         return {one.parameter: one.read(value) for one, value in given.items() if value is not None}
 
+    def given_for(self, function: str, *, not_for: str) -> list[str]:
+        """Return which options of a function, that another does not take, were given another value than their own."""
+        one, other = self._functions[function], self._functions[not_for].options()
+        own = described(one.function).parameters
+        return [
+            f"--{name.replace('_', '-')}"
+            for name, shaped in one.options().items()
+            if name not in other and self._given[name] != own[shaped.parameter].default
+        ]
+
 
 def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return what makes a command of a function that takes `options: Options` beside parameters of its own.
