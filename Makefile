@@ -25,7 +25,7 @@ test-slow: $(VENV)/ready       ## the checks that take minutes
 test-gpu: $(VENV)/ready        ## the checks that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-test-browser: $(VENV)/ready    ## the checks of views in Chromium, which must be on the machine
+test-browser: $(VENV)/ready    ## the checks of views and documentation in Chromium, which must be on the machine
 	$(PIP) install -q -e ".[browser]"
 	$(BIN)/python -m pytest -q -m browser
 
@@ -47,7 +47,7 @@ figures: $(VENV)/ready         ## draw the figures of README and documentation a
 	$(BIN)/python tools/figures.py
 
 docs: $(VENV)/ready            ## the documentation in build/docs; a warning is an error
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python tools/documentation.py
 
 build: $(VENV)/ready           ## sdist and wheel in dist/
 	$(BIN)/python -m build

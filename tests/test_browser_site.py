@@ -1,0 +1,100 @@
+"""The documentation in a real browser, opened from the disk: no error, no dead link, search, nothing fetched."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as `make docs` builds it, moved to another place without a server."""
+    subprocess.run([sys.executable, ROOT / "tools" / "documentation.py"], check=True, stdout=subprocess.DEVNULL)
+    return Path(shutil.copytree(ROOT / "build" / "docs", tmp_path_factory.mktemp("site") / "docs"))
+
+
+@pytest.fixture
+def page(browser):
+    """A page that keeps what it complains of and asks for."""
+    opened = browser.new_context(offline=True).new_page()
+    opened.complaints, opened.asked = [], []
+    opened.on("console", lambda said: said.type in ("error", "warning") and opened.complaints.append(said.text))
+    opened.on("pageerror", lambda error: opened.complaints.append(str(error)))
+    opened.on("request", lambda request: opened.asked.append(request.url))
+    yield opened
+    opened.context.close()
+
+
+def check(page):
+    """Nothing was complained of, and nothing but files was asked for."""
+    assert page.complaints == []
+    assert [url for url in page.asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == []
+
+
+def test_every_page_opens_from_the_disk_without_an_error_a_request_or_a_dead_link(site, page):
+    files = sorted(file for file in site.rglob("*.html") if "<nav" in file.read_text(encoding="utf-8"))
+    assert len(files) > 50
+    anchors, links = {}, []
+    for file in files:
+        if file.name == "404.html":  # its links begin at the root of a server
+            continue
+        page.goto(file.as_uri())
+        anchors[file] = set(page.evaluate("[...document.querySelectorAll('[id], a[name]')].map(e => e.id || e.name)"))
+        found = page.evaluate("[...document.querySelectorAll('a[href], img[src]')].map(e => e.href || e.src)")
+        links += [(file, link) for link in found if link.startswith("file:")]
+        missing = page.evaluate("[...document.images].filter(e => e.complete && !e.naturalWidth).map(e => e.src)")
+        assert missing == []
+    check(page)
+    assert len(links) > 1000
+    dead = {(str(file.relative_to(site)), link) for file, link in links if not leads_somewhere(link, anchors)}
+    assert dead == set()
+
+
+def leads_somewhere(link, anchors):
+    """Whether the file of a link is there, and in it the anchor."""
+    address, anchor = urldefrag(link)
+    file = Path(unquote(address.removeprefix("file://")))
+    if file not in anchors:
+        return file.is_file()
+    return not anchor or unquote(anchor) in anchors[file]
+
+
+def test_search_finds_knockout_from_the_disk(site, page):
+    page.goto((site / "index.html").as_uri())
+    page.wait_for_timeout(500)
+    page.keyboard.press("/")
+    page.keyboard.type("knockout")
+    found = page.locator("a[role='option'][href*='sweeps.html']").first
+    found.wait_for(timeout=20_000)
+    found.click()
+    page.wait_for_url("**/sweeps.html**")
+    check(page)
+
+
+def test_formulas_and_code_are_drawn_without_a_network(site, page):
+    page.goto((site / "heads.html").as_uri())
+    assert page.locator("math mfrac").first.bounding_box()["height"] > 15
+    keyword = page.locator("pre code .kn, pre code .k").first
+    colors = [
+        page.evaluate("e => getComputedStyle(e).color", one.element_handle())
+        for one in (keyword, keyword.locator("xpath=.."))
+    ]
+    assert colors[0] != colors[1]
+    check(page)
+
+
+def test_a_view_of_the_gallery_draws_itself_in_its_page(site, page):
+    page.goto((site / "gallery.html").as_uri())
+    frames = page.locator("iframe.view")
+    assert frames.count() >= 5
+    for number in range(frames.count()):
+        frames.nth(number).scroll_into_view_if_needed()
+        frame = frames.nth(number).element_handle().content_frame()
+        frame.wait_for_selector("html[data-ready]", timeout=30_000)
+    check(page)

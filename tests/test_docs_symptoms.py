@@ -1,0 +1,35 @@
+"""Messages that the documentation explains are messages that headwater says: each stands in the code as quoted."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+QUOTED = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Nothing is said")[0], re.MULTILINE)
+
+
+def said(node: ast.AST) -> str:
+    """A text of the code, with an ellipsis for each part that differs."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+@pytest.fixture(scope="module")
+def texts():
+    files = (ROOT / "src" / "headwater").rglob("*.py")
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return [text for tree in trees for node in ast.walk(tree) if (text := said(node))]
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_message_of_the_page_is_one_that_is_said(texts, message):
+    assert len(message) > 25
+    assert any(message in text for text in texts)
+
+
+def test_the_page_explains_many_messages():
+    assert len(QUOTED) >= 20
