@@ -166,12 +166,12 @@ def test_heads_in_their_published_place_are_counted_place_by_place(checkpoint, d
 
 def test_correlations_are_matched_by_sign_and_context():
     rows = [
-        ("adj_antonym", sign, context, random.random())
+        ("adj_antonym", sign, context, random.random(), -1.0, 1.0)
         for sign in ("score", "suppression")
         for context in ("with", "without")
     ]
-    frame = pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson"])
-    published = {f"{sign} {context} context": -r for _, sign, context, r in rows}
+    frame = pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson", "low", "high"])
+    published = {f"{sign} {context} context": -r for _, sign, context, r, *_ in rows}
     table = compare_correlations(frame, {"adj_antonym": {"correlations": published}})
     assert table["published"].tolist() == [-r for r in table["measured"]]
 
@@ -219,7 +219,9 @@ def test_the_command_prints_published_measured_and_difference(run, checkpoint, d
     lines = {line.split()[0]: line.split()[1:] for line in best.splitlines()[1:]}
     table = Reproduction.load(tmp_path / "out").table
     for name, found in measured(table, "best score").items():
-        assert [float(number) for number in lines[name]] == pytest.approx([0.5, found, found - 0.5], abs=1e-3)
+        printed = [float(number) for number in lines[name]]
+        assert [printed[0], printed[1], printed[4]] == pytest.approx([0.5, found, found - 0.5], abs=1e-3)
+        assert printed[2] < found < printed[3]
     assert (tmp_path / "out" / "reproduction.png").exists()
     code, printed, _ = run(*arguments, "--json")
     summary = json.loads(printed)

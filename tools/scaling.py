@@ -13,51 +13,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-GIB = 2**30
-PEAK, REACHED = 989e12, 0.40
-"""Dense bf16 operations per second of an H100 SXM, and the share a batched forward is assumed to reach."""
-BANDWIDTH, STREAMED = 3.35e12, 0.60
-DISK = 2e9
-"""Bytes per second from a shared file system, assumed."""
+from headwater.reference.hardware import BANDWIDTH, DISK, GIB, PEAK, REACHED, SIZES, STREAMED, Sizes
 
-
-@dataclass(frozen=True)
-class Model:
-    """The sizes that the counts need."""
-
-    name: str
-    layers: int
-    d_model: int
-    heads: int
-    kv_heads: int
-    d_head: int
-    d_mlp: int
-    d_vocab: int
-
-    @property
-    def parameters(self) -> int:
-        """Weights of a gated, untied model."""
-        attention = self.d_model * self.d_head * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.d_model * self.d_mlp) + 2 * self.d_vocab * self.d_model
-
-    @property
-    def weights(self) -> int:
-        """Bytes in bf16."""
-        return 2 * self.parameters
-
-    @property
-    def operations(self) -> int:
-        """Operations of one token's forward, attention scores left out (under 1 % at 64 tokens)."""
-        return 2 * (self.parameters - self.d_vocab * self.d_model)
-
-
-LLAMA_70B = Model("Llama-3.1-70B", 80, 8192, 64, 8, 128, 28672, 128256)
-LLAMA_8B = Model("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256)
+LLAMA_70B, LLAMA_8B = "meta-llama/Meta-Llama-3.1-70B", "meta-llama/Meta-Llama-3.1-8B"
 SETS, EXAMPLES, PROMPT, NEW, BATCH = 4, 8000, 24, 32, 64
 READ = 48
 """Tokens of a prompt with its answer, which the analysis reads."""
@@ -74,12 +36,7 @@ FIT = 7.2e-8
 """Seconds of one core per number read, as `probe` printed: 0.47 s for 800 rows of 8,192."""
 
 
-def copies_of(model: Model) -> int:
-    """GPUs of 80 GB that hold one copy."""
-    return math.ceil(model.weights / (70 * GIB))
-
-
-def probe_seconds(model: Model, copies: int) -> float:
+def probe_seconds(model: Sizes, copies: int) -> float:
     """Time of all fits on one core per process: each fits its share of a set's; one process fits the pooled ones."""
     rows = EXAMPLES // SETS
     of_set = math.ceil(SEEDS * HALVES / copies) * model.layers * rows / 2 * KEPT
@@ -87,20 +44,26 @@ def probe_seconds(model: Model, copies: int) -> float:
     return FIT * model.d_model * (SETS * of_set + pooled)
 
 
-def pathway(model: Model) -> None:
+def short(name: str) -> str:
+    """Return a model's name as the documentation has it."""
+    return name.partition("Meta-")[2]
+
+
+def pathway(name: str) -> None:
     """Print memory and time of answers and pathways on 4 sets of 2,000 questions."""
+    model = SIZES[name]
     row = model.layers * model.d_model * 4
     states, pooled = EXAMPLES // SETS * row, SETS * min(POOLED, EXAMPLES // SETS) * row
     cache = BATCH * (PROMPT + NEW) * model.layers * 2 * model.kv_heads * model.d_head * 2
     pattern = BATCH * model.heads * READ**2 * 4
-    print(f"\n{model.name}: {model.parameters / 1e9:.1f}e9 parameters, {model.weights / GIB:.0f} GiB in bf16")
+    print(f"\n{short(name)}: {model.parameters / 1e9:.1f}e9 parameters, {model.weights / GIB:.0f} GiB in bf16")
     print(f"keys and values of a batch {cache / GIB:.1f} GiB, attention of one layer {pattern / GIB:.2f} GiB")
     print(
         f"main memory: states of one set {states / GIB:.1f} GiB, of a piece {2 * CHUNK * row / GIB:.1f} GiB, ", end=""
     )
     print(f"of the pooled rows {pooled / GIB:.1f}, twice while they are fitted: ", end="")
     print(f"{(states + 2 * pooled) / GIB:.0f} GiB at most; detection {2 * states / GIB:.1f} GiB")
-    per_copy = copies_of(model)
+    per_copy = model.gpus()
     prefill = EXAMPLES * PROMPT * model.operations / (PEAK * REACHED)
     steps = EXAMPLES / BATCH * NEW * model.weights / (BANDWIDTH * STREAMED)
     reading = FORWARDS * EXAMPLES * READ * model.operations / (PEAK * REACHED)
@@ -114,13 +77,14 @@ def pathway(model: Model) -> None:
         print("|", " | ".join([str(copies * per_copy), str(copies), *cells]), "|")
 
 
-def corpus(model: Model, tokens: float = 1e12, per_text: int = 500, columns: int = 34) -> None:
+def corpus(name: str, tokens: float = 1e12, per_text: int = 500, columns: int = 34) -> None:
     """Print what scoring a corpus takes, and how it is cut."""
+    model = SIZES[name]
     seconds = tokens * 2 * model.parameters / (PEAK * REACHED)
     texts = tokens / per_text
-    print(f"\n{model.name}, {tokens:.0e} tokens: {tokens * 2 * model.parameters:.1e} operations, ", end="")
-    held = copies_of(model) * seconds / 3600
-    print(f"{held:,.0f} GPU hours on {copies_of(model)} GPUs per copy, of which one works at a time; ", end="")
+    print(f"\n{short(name)}, {tokens:.0e} tokens: {tokens * 2 * model.parameters:.1e} operations, ", end="")
+    held = model.gpus() * seconds / 3600
+    print(f"{held:,.0f} GPU hours on {model.gpus()} GPUs per copy, of which one works at a time; ", end="")
     print(f"on 1,000 GPUs {held / 1000:,.0f} h")
     files = 4000
     pieces = math.ceil(texts / files / 256)

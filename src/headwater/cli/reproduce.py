@@ -1,4 +1,4 @@
-"""The commands `headwater reproduce maps`, `pathways` and `depth`."""
+"""The commands `headwater reproduce maps`, `pathways`, `depth` and `membership`, and the plan of them all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
+    from typer import Context
+
     from headwater.reference.published import Reproduction
+else:
+    Context = typer.Context.__mro__[1]  # click's, which is what a callback is given
 
 app = typer.Typer(
     help="Measure published numbers again: published | measured | difference.",
@@ -37,7 +41,7 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub name; `embedded` for the embedded model.")]
 
-NUMBERS = ("published", "measured", "difference")
+NUMBERS = ("published", "measured", "low", "high", "difference")
 
 
 def _lines(file: Path) -> tuple[str, ...]:
@@ -48,9 +52,15 @@ def _lines(file: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line.strip())
 
 
+def _another(name: str) -> Any:
+    from headwater.models.loading import load
+
+    return load(name)
+
+
 MAPS = Of(
     "headwater.reference.maps:reproduce_maps",
-    offers="published correlations",
+    offers="published correlations ablations device",
     shaped=(
         Shaped(
             "templates",
@@ -77,6 +87,68 @@ DEPTH = Of(
     shaped=(JUDGE,),
     filled="graph",
 )
+MEMBERSHIP = Of(
+    "headwater.reference.membership:reproduce_membership",
+    offers="published benchmark batch_size",
+    choices={"benchmark": "BENCHMARKS"},
+    shaped=(
+        Shaped(
+            "reference", str, help="Another model, for the score of that name; published: Pythia-70M.", read=_another
+        ),
+    ),
+    filled="texts",
+)
+
+
+@app.callback(invoke_without_command=True)
+def reproduce(
+    context: Context,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="List every command, its data, its hardware and the published numbers; run nothing."
+        ),
+    ] = False,
+    runs: Annotated[Path, typer.Option(help="With --plan: the folder whose finished runs are shown beside.")] = Path(
+        "runs"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Measure published numbers again: published | measured | difference."""
+    if context.invoked_subcommand is not None:
+        if plan:
+            raise InputError("--plan stands alone: it lists the commands and runs none.")
+        return
+    if not plan:
+        raise InputError("Nothing is asked for: name maps, pathways, depth or membership, or give --plan.")
+    from dataclasses import asdict
+
+    from headwater.reference.plan import reproduction_plan
+    from headwater.runs.findings import records_of
+
+    lines = reproduction_plan(runs)
+    listed = [asdict(line) | {"numbers": records_of(line.numbers)} for line in lines]
+    report({"lines": listed}, as_json, _show_plan)
+
+
+def _show_plan(found: dict[str, Any], console: Console) -> None:
+    for line in found["lines"]:
+        console.print(f"[bold]{plain(line['command'])}[/]")
+        for one in line["data"]:
+            console.print(f"  data: {plain(one)}")
+        gpus = "GPU" if line["gpus"] == 1 else "GPUs"
+        console.print(f"  takes {line['gpus']} {gpus} of 80 GB, {line['weights']:.0f} GiB of weights, {_time(line)}")
+        if not line["numbers"]:
+            console.print("  numbers: the publication lists this model; none of its numbers are held here")
+        else:
+            console.print("  published | measured [95 % interval] | difference")
+            for row in line["numbers"]:
+                published, measured, low, high, difference = (_number(row[name]) for name in NUMBERS)
+                ends = "" if low == "-" else plain(f" [{low}, {high}]")
+                named = plain(f"{row['quantity']}, {row['of']}")
+                console.print(f"  {named}: {published} | {measured}{ends} | {difference}")
+        console.print("")
+    console.print("Hardware is computed, not measured: see the documentation on large models.")
 
 
 @app.command()
@@ -153,6 +225,30 @@ def depth(options: Options, model: Model, out: Out = None, as_json: AsJson = Fal
         _report(found, out, as_json)
 
 
+@app.command()
+@command(MEMBERSHIP, LOAD)
+def membership(
+    model: Model,
+    texts: Annotated[list[Path], typer.Option(help="Texts with input and label; of several files, the mean.")],
+    options: Options,
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Telling seen texts from unseen ones (Zhang et al., ICLR 2025): AUC of every score.
+
+    **Example**
+
+    `headwater reproduce membership EleutherAI/pythia-2.8b --texts WikiMIA_length32.jsonl --out runs/wikimia`
+    """
+    with continues(out):
+        from headwater.reference.membership import reproduce_membership
+
+        given = options.of("reproduce_membership")
+        found = reproduce_membership(load_model(model, options), texts, progress=not quiet, out=out, **given)
+        _report(found, out, as_json)
+
+
 def _report(found: Reproduction, out: Path | None, as_json: bool) -> None:
     from headwater.runs.findings import records_of
 
@@ -177,6 +273,11 @@ def _show(found: dict[str, Any], console: Console) -> None:
     for note in found["notes"]:
         console.print(f"Note: {plain(note)}")
     console.print(f"Published numbers: {plain(found['source'])}")
+
+
+def _time(line: dict[str, Any]) -> str:
+    hours = line["hours"]
+    return f"about {hours:.1f} h" if hours >= 1 else f"about {max(1, round(60 * hours))} min"
 
 
 def _number(value: float | None) -> str:

@@ -63,7 +63,8 @@ class Detection(Result):
     scores per method, higher = more likely wrong."""
     fits: pd.DataFrame
     """A row per question set and seed: `dataset, seed, layer` (l*); of the training half `train` (answers), and by mode
-    and label `q_right, q_wrong, a_right, a_wrong`; `gate_auc`, of the gate for the modes of the test half."""
+    and label `q_right, q_wrong, a_right, a_wrong`; `gate_auc, gate_low, gate_high`, of the gate for the modes of the
+    test half, with the 95 % interval over its questions."""
     weight: Float[Tensor, "dataset classifier d_model"]
     bias: Float[Tensor, "dataset classifier"]
     alpha: Float[Tensor, "dataset pathway layer head"]
@@ -266,10 +267,8 @@ def _result(
             named = {"dataset": one.dataset, "seed": seed, "example": rows, "z": answered.z[rows]}
             parts.append(pd.DataFrame(named | dict(zip(methods, piece["scores"].numpy(), strict=True))))
             counts = dict(zip(COUNTS, piece["counts"].tolist(), strict=True))
-            gate_auc = float(piece["gate_auc"])
-            fits.append(
-                {"dataset": one.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, "gate_auc": gate_auc}
-            )
+            gate = dict(zip(("gate_auc", "gate_low", "gate_high"), piece["gate_auc"].tolist(), strict=True))
+            fits.append({"dataset": one.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, **gate})
         scores += parts
         scored, questions = pd.concat(parts), answered.table["question"].iloc[one.rows]
         notes = _notes(one, here) | _span_note(one, scored, questions)

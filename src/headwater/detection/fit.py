@@ -30,6 +30,7 @@ from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_f
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_states
 from headwater.stats.discrimination import auc
+from headwater.stats.resample import Draws, interval
 
 Reading: TypeAlias = tuple[Float[np.ndarray, " feature"], float]
 """Weight and bias of a logistic regression."""
@@ -139,7 +140,7 @@ class AnswerSet:
 
         Returns:
             `layer`; the tensors of a `Detector`; `test`, rows of the table of all answers; `scores` of these by method;
-            `counts` (`COUNTS`) of the training half; `gate_auc`.
+            `counts` (`COUNTS`) of the training half; `gate_auc`, with the 95 % interval over questions.
         """
         train, test = self.halves(seed)
         z, recipe = self.answered.z, self.recipe
@@ -179,8 +180,15 @@ class AnswerSet:
             "test": torch.from_numpy(self.rows[test]),
             "scores": self._scores(detector, test),
             "counts": torch.tensor(counts),
-            "gate_auc": torch.tensor(float(auc(gate, flipped)), dtype=torch.float64),
+            "gate_auc": torch.tensor(self._gate_auc(gate, flipped, test), dtype=torch.float64),
         }
+
+    def _gate_auc(
+        self, gate: NDArray[np.float64], flipped: NDArray[np.int64], test: NDArray[np.int64]
+    ) -> tuple[float, float, float]:
+        """Return the AUC of the gate for the modes, and the ends of its interval."""
+        draws = Draws.of([self.groups[row] for row in test])
+        return interval(draws.apply(lambda counts: auc(gate, flipped, counts=counts)))
 
     def _best_layer(self, train: NDArray[np.int64], seed: int) -> int:
         fitted = fit_probes(

@@ -7,7 +7,9 @@ from headwater.rooms import opened
 if TYPE_CHECKING:
     from headwater.reference.depth import reproduce_depth as reproduce_depth
     from headwater.reference.maps import reproduce_maps as reproduce_maps
+    from headwater.reference.membership import reproduce_membership as reproduce_membership
     from headwater.reference.pathways import reproduce_pathways as reproduce_pathways
+    from headwater.reference.plan import reproduction_plan as reproduction_plan
     from headwater.reference.published import Reproduction as Reproduction
 
 __getattr__, __dir__, __all__ = opened(__name__)

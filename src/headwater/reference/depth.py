@@ -115,10 +115,10 @@ def _asked(profile: DepthProfile) -> list[str]:
 
 
 def compare_depth(judged: pd.DataFrame, numbers: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows of accuracy and discrepancies: `quantity, depth, published, measured`."""
+    """Return the rows of accuracy and discrepancies: `quantity, depth, published, measured, low, high`."""
     rows = []
     for row in judged[judged["measure"].isin(QUANTITIES)].to_dict("records"):
         depths = "overall" if row["depths"] == "all" else str(row["depths"])
         published = numbers.get(PUBLISHED[row["measure"]], {}).get(depths)
-        rows.append((QUANTITIES[row["measure"]], depths, published, row["value"]))
-    return pd.DataFrame(rows, columns=["quantity", "depth", "published", "measured"])
+        rows.append((QUANTITIES[row["measure"]], depths, published, row["value"], row["low"], row["high"]))
+    return pd.DataFrame(rows, columns=["quantity", "depth", "published", "measured", "low", "high"])

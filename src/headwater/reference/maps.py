@@ -9,10 +9,16 @@ Elhelo & Geva, "Inferring Functionality of Attention Heads from their Parameters
 4. The correlation of static and dynamic scores over heads and sentences, with and without context (`dynamic_scores`).
    Sentences begin as the tokenizer alone begins a text, as in the published code: GPT-2's without a
    beginning-of-sequence token, Llama's with one.
+5. On request: the accuracy on a relation's items before and after as many of its heads as published are removed (zeroed
+   at the last position, strongest first), and after as many random heads of the same layers (`ablate_heads`).
+
+Intervals: Wilson's over the items of a relation; of the best score they are those of the head that reached it, which
+was the best of all heads on these very items. Fisher's for correlations.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from headwater.heads.ablation import HeadAblation, ablate_heads
 from headwater.heads.classify import classify_heads
 from headwater.heads.head_map import HeadMap
 from headwater.heads.relations import load_relations
@@ -30,11 +37,19 @@ from headwater.models.weights.opening import open_weights
 from headwater.options import checked_path
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
 from headwater.runs.analysis import Run, carry_out
+from headwater.stats.significance import wilson_interval
 
 OWN_TEMPLATES = (
     "The correlations are measured with headwater's own sentences, not with those of the publication, which "
     "`templates` takes."
 )
+OWN_TASK = "The ablations ask for a relation's targets in headwater's own words, not in those of the publication."
+REMOVALS = {
+    "accuracy": ("none", "before"),
+    "accuracy without the relation's heads": ("relation heads", "after"),
+    "accuracy without random heads": ("random heads", "random"),
+}
+"""By quantity: what was removed in our table, and what the published number is called."""
 
 
 def reproduce_maps(
@@ -43,7 +58,9 @@ def reproduce_maps(
     *,
     published: str | None = None,
     correlations: bool = True,
+    ablations: bool = False,
     templates: Sequence[str] = TEMPLATES,
+    device: str | None = None,
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Reproduction:
@@ -54,7 +71,10 @@ def reproduce_maps(
         datasets: the published relations, a folder of `NAME/NAME.json`.
         published: the published model to compare with; by default the one of the model's name.
         correlations: measure the correlations too. That runs the model; the rest reads its parameters alone.
+        ablations: remove the heads of the relations whose ablation was published too, and random ones: 60 runs over a
+            relation's items.
         templates: the sentences of the correlations, each with one `{source}`.
+        device: where a model that is loaded here runs; see `hw.load`.
         progress: show progress bars.
         out: a folder for the result. An interrupted call, repeated, goes on from there.
 
@@ -62,8 +82,9 @@ def reproduce_maps(
         InputError: no such published model, or one of another shape; or the datasets cannot be read.
     """
     relations = load_relations(datasets)
-    if correlations and not isinstance(model, HookedModel):
-        model = load(model, dtype="float32")
+    runs = correlations or ablations
+    if runs and not isinstance(model, HookedModel):
+        model = load(model, dtype="float32", device=device)
     weights = open_weights(model)
     reference = published_numbers("maps")
     name = reference.name_of(weights.name, weights.shape, published)
@@ -71,6 +92,7 @@ def reproduce_maps(
     options: dict[str, Any] = {
         "published": name,
         "correlations": correlations,
+        "ablations": ablations,
         "templates": list(templates) if correlations else [],
         "bos": bos,
     }
@@ -92,6 +114,14 @@ def reproduce_maps(
             measured = dynamic_scores(model, head_map, **asked)
             pieces.append(compare_correlations(measured.correlations, numbers))
             notes += [OWN_TEMPLATES] if tuple(templates) == TEMPLATES else []
+        if ablations and isinstance(model, HookedModel):
+            for relation in (one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})):
+                heads = numbers[relation]["ablation"]["heads"]
+                removed = ablate_heads(
+                    model, head_map, relation, relations=relations, top=heads, controls=[], progress=progress
+                )
+                pieces.append(compare_ablation(removed, numbers[relation]["ablation"]))
+            notes.append(OWN_TASK)
         table = compared(pd.concat(pieces, ignore_index=True))
         return Reproduction(table, name, reference.source, notes, run.record)
 
@@ -100,27 +130,42 @@ def reproduce_maps(
 
 def compare_scores(head_map: HeadMap, numbers: Mapping[str, Any]) -> pd.DataFrame:
     """Return the rows of pairs, best scores and ranked heads: `quantity, relation, published, measured`."""
-    rows = []
+    rows: list[tuple[object, ...]] = []
     scored = dict(tuple(head_map.table.groupby("relation")))
     for relation, kept in zip(head_map.relations["relation"], head_map.relations["kept"], strict=True):
         published = numbers.get(relation, {})
         heads = scored.get(relation)
-        rows.append(("surviving pairs", relation, published.get("pairs"), kept))
+        rows.append(("surviving pairs", relation, published.get("pairs"), kept, None, None))
         for quantity in ("score", "suppression"):
-            best = None if heads is None else heads[quantity].max()
-            rows.append((f"best {quantity}", relation, published.get(quantity), best))
+            rows.append((f"best {quantity}", relation, published.get(quantity), *_best(heads, quantity)))
         ranking = published.get("ranked_heads", "").split()
         if ranking and heads is not None:
             measured = ranked_heads(heads)
             agree = sum(ours == theirs for ours, theirs in zip(measured, ranking, strict=False))
-            rows.append(("heads in their published place", relation, len(ranking), agree))
+            rows.append(("heads in their published place", relation, len(ranking), agree, None, None))
     missing = [relation for relation in numbers if relation not in set(head_map.relations["relation"])]
     for relation in missing:
         rows += [
-            (f"best {quantity}", relation, numbers[relation][quantity], None) for quantity in ("score", "suppression")
+            (f"best {quantity}", relation, numbers[relation][quantity], None, None, None)
+            for quantity in ("score", "suppression")
         ]
-    table = pd.DataFrame(rows, columns=["quantity", "relation", "published", "measured"])
+    table = pd.DataFrame(rows, columns=["quantity", "relation", "published", "measured", "low", "high"])
     return table.dropna(subset=["published", "measured"], how="all")
+
+
+def _best(heads: pd.DataFrame | None, quantity: str) -> tuple[float, float, float]:
+    """Return the best score of a relation's heads, and the interval of the head that reached it."""
+    if heads is None:
+        return math.nan, math.nan, math.nan
+    best = heads.iloc[int(heads[quantity].to_numpy(dtype=float).argmax())]
+    if quantity == "score":
+        return float(best["score"]), float(best["low"]), float(best["high"])
+    return float(best[quantity]), *_wilson(float(best[quantity]), float(best["pairs"]))
+
+
+def _wilson(share: float, items: float) -> tuple[float, float]:
+    low, high = wilson_interval(np.array([share * items]), np.array([items]))
+    return float(low[0]), float(high[0])
 
 
 def ranked_heads(heads: pd.DataFrame) -> list[str]:
@@ -137,5 +182,16 @@ def compare_correlations(measured: pd.DataFrame, numbers: Mapping[str, Any]) -> 
     for row in measured.to_dict("records"):
         name = f"{row['sign']} {row['context']} context"
         published = numbers.get(row["relation"], {}).get("correlations", {}).get(name)
-        rows.append((f"correlation, {name}", row["relation"], published, row["pearson"]))
-    return pd.DataFrame(rows, columns=["quantity", "relation", "published", "measured"])
+        rows.append((f"correlation, {name}", row["relation"], published, row["pearson"], row["low"], row["high"]))
+    return pd.DataFrame(rows, columns=["quantity", "relation", "published", "measured", "low", "high"])
+
+
+def compare_ablation(measured: HeadAblation, numbers: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the rows of an ablation with all of its heads: accuracy before, after, and without random heads."""
+    table, rows = measured.table, []
+    last = table[(table["removed"] == "none") | (table["n_heads"] == table["n_heads"].max())]
+    for quantity, (removed, published) in REMOVALS.items():
+        runs = last[last["removed"] == removed]
+        right, items = runs["accuracy"].mean(), runs["items"].mean()
+        rows.append((quantity, measured.relation, numbers.get(published), right, *_wilson(float(right), float(items))))
+    return pd.DataFrame(rows, columns=["quantity", "relation", "published", "measured", "low", "high"])

@@ -6,7 +6,7 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, Tables 2 and 3.
    answered, and E_Q and E_A located.
 2. `hw.detect` with every published method; half of the answers train, half test.
 3. AUC per question set and method; and that of the gate for the modes of the test half, which the publication calls
-   self-awareness.
+   self-awareness. Their intervals are over questions; the ends of the mode's are averaged over seeds, which is wide.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from headwater.detection.detection import Detection, detect
@@ -26,7 +25,7 @@ from headwater.options import checked_path
 from headwater.questions.answers import answer
 from headwater.questions.extract import Extractor
 from headwater.questions.sources import Source, load_questions
-from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
+from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import digest_of_file
 
@@ -100,7 +99,8 @@ def reproduce_pathways(
             answered = answer(model, drawn, extractor=extractor, out=run.below(f"{below}/answers"), **shared)
             detection = detect(model, answered, out=run.below(f"{below}/detection"), **fitting, **shared)
             pieces.append(compare_detection(detection, numbers))
-        notes = [NOT_STATED] if name else [no_numbers(model.name, reference), NOT_STATED]
+        unknown = [not_held(name)] if name and not numbers.keys() & {"detection", "mode"} else []
+        notes = [*unknown, NOT_STATED] if name else [no_numbers(model.name, reference), NOT_STATED]
         table = compared(pd.concat(pieces, ignore_index=True))
         return Reproduction(table, name, reference.source, notes, run.record)
 
@@ -108,17 +108,18 @@ def reproduce_pathways(
 
 
 def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows of every question set: `quantity, dataset, method, published, measured`."""
-    rows: list[tuple[str, str, str, float | None, float]] = []
+    """Return the rows of every question set: `quantity, dataset, method, published, measured, low, high`."""
+    rows: list[tuple[str, str, str, float | None, float, float, float]] = []
     published, modes = numbers.get("detection", {}), numbers.get("mode", {})
     for row in detection.table.to_dict("records"):
         name, method = DATASETS.get(row["dataset"], row["dataset"]), METHODS[row["method"]]
-        rows.append(("AUC of wrong answers", name, method, published.get(method, {}).get(name), row["auc"]))
+        measured = row["auc"], row["low"], row["high"]
+        rows.append(("AUC of wrong answers", name, method, published.get(method, {}).get(name), *measured))
     for dataset, fits in detection.fits.groupby("dataset", sort=False):
-        name, gate = DATASETS.get(str(dataset), str(dataset)), fits["gate_auc"].to_numpy(dtype=float)
-        auc = float(np.nanmean(gate)) if not np.isnan(gate).all() else float("nan")
-        rows.append(("AUC of the mode", name, "gate", modes.get(name), auc))
-    return pd.DataFrame(rows, columns=["quantity", "dataset", "method", "published", "measured"])
+        name = DATASETS.get(str(dataset), str(dataset))
+        gate = fits[["gate_auc", "gate_low", "gate_high"]].mean().tolist()
+        rows.append(("AUC of the mode", name, "gate", modes.get(name), *gate))
+    return pd.DataFrame(rows, columns=["quantity", "dataset", "method", "published", "measured", "low", "high"])
 
 
 def _content(source: Source) -> object:

@@ -1,8 +1,8 @@
 """Published numbers beside measured ones.
 
 The JSON files of this folder hold numbers of publications, each file with its source, by model. A reproduction is a
-table of rows `published | measured | difference`; where a model has no published numbers, that column is empty and a
-note says so.
+table of rows `published | measured | difference`, with the interval of the measured; where a model has no published
+numbers, that column is empty and a note says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from headwater.models.shape import ModelShape
 
-KINDS = ("maps", "pathways", "depth")
+KINDS = ("maps", "pathways", "depth", "membership")
+NUMBERS = ("published", "measured", "low", "high", "difference")
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ class Reproduction(Result):
     """Published and measured numbers of one model.
 
     Attributes:
-        table: a row per number: `quantity`, what it is a number of (relation, dataset, depth), `published, measured,
-            difference`; what was not published, or could not be measured, is NaN.
+        table: a row per number: `quantity`, what it is a number of (relation, dataset, depth), `published, measured`,
+            the 95 % interval of the measured one (`low, high`; NaN where there is none), `difference`; what was not
+            published, or could not be measured, is NaN.
         published_model: whose numbers stand in `published`; None where there are none.
         source: where these numbers come from.
         notes: what a reader must know before comparing.
@@ -84,10 +86,18 @@ class Reproduction(Result):
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per quantity: `quantity, numbers` (rows of the table), `compared, largest_difference`."""
-        by_quantity = self.table.assign(size=self.table["difference"].abs()).groupby("quantity", sort=False)
+        """Return a row per quantity: `quantity, numbers` (rows of the table), `compared, largest_difference, outside`.
+
+        `outside` counts the published numbers that lie outside the interval of the measured one.
+        """
+        table = self.table
+        beyond = (table["published"] < table["low"]) | (table["published"] > table["high"])
+        by_quantity = table.assign(size=table["difference"].abs(), beyond=beyond).groupby("quantity", sort=False)
         named = by_quantity.agg(
-            numbers=("quantity", "size"), compared=("difference", "count"), largest_difference=("size", "max")
+            numbers=("quantity", "size"),
+            compared=("difference", "count"),
+            largest_difference=("size", "max"),
+            outside=("beyond", "sum"),
         )
         return named.reset_index()
 
@@ -97,7 +107,7 @@ class Reproduction(Result):
         said = [f"{self.run.model} beside {beside}; numbers compared: {self.table['difference'].count():,}."]
         said += [
             f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared, the largest difference is "
-            f"{row['largest_difference']:.4g}."
+            f"{row['largest_difference']:.4g}; {row['outside']} published lie outside the measured one's interval."
             for row in self.summary().to_dict("records")
             if row["compared"]
         ]
@@ -123,7 +133,7 @@ class Reproduction(Result):
 
 
 def published_numbers(kind: str) -> Published:
-    """Read the numbers of one publication: "maps", "pathways" or "depth".
+    """Read the numbers of one publication: "maps", "pathways", "depth" or "membership".
 
     Raises:
         InputError: there is no such file.
@@ -135,9 +145,9 @@ def published_numbers(kind: str) -> Published:
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
-    """Put `published`, `measured` and their `difference` last."""
-    named = [name for name in rows.columns if name not in ("published", "measured")]
-    numbers = rows[["published", "measured"]].astype(float)
+    """Put `published`, `measured`, its interval `low, high` (NaN where there is none) and the `difference` last."""
+    named = [name for name in rows.columns if name not in NUMBERS]
+    numbers = rows.reindex(columns=NUMBERS[:-1]).astype(float)
     return rows[named].join(numbers).assign(difference=numbers["measured"] - numbers["published"])
 
 
@@ -147,6 +157,11 @@ def no_numbers(model: str, published: Published) -> str:
         f"No published numbers exist for {model}: the column is empty. They exist for {', '.join(published.models)}; "
         "if this is one of them under another name, name it with `published`."
     )
+
+
+def not_held(model: str) -> str:
+    """Say that a publication lists a model, but that no numbers of it are held."""
+    return f"The publication lists {model}, but its numbers are not held here: the column is empty."
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,166 @@
+"""The published discrimination of texts that were seen in training from texts that were not, measured again.
+
+Zhang et al., "Min-K%++", ICLR 2025: AUROC on WikiMIA of 32 words (Shi et al., ICLR 2024), and the mean of seven domains
+of MIMIR (Duan et al. 2024).
+
+1. Every text is scored whole, and in lower case; with `reference` also under another model (published: Pythia-70M,
+   LLaMA-7B).
+2. AUC of every score, and where they were published the true positive rate at a false positive rate of 5 % and the
+   false positive rate at a true positive rate of 95 %.
+3. Where the published number is that of the K that did best on these very texts, the measured one is chosen so too.
+4. Of several files, such as the domains of MIMIR, the mean; its interval is that of independent means.
+
+The neighbourhood attack needs perturbed texts by another model: its column of measured numbers is empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float
+from numpy import ndarray
+
+from headwater.likelihood.member_texts import load_member_texts
+from headwater.likelihood.scores import memorization_scores, score_of
+from headwater.likelihood.statistics import token_statistics
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.loading import load
+from headwater.options import checked_name
+from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.identity import digest_of_file
+from headwater.stats.discrimination import auc, true_positives
+from headwater.stats.resample import Draws, Interval, interval
+
+BENCHMARKS = ("wikimia_32", "wikimia_32_paraphrased", "mimir")
+QUANTITIES = {
+    "auc": "AUC of members",
+    "tpr_at_5": "true positives at 5 % false positives",
+    "fpr_at_95": "false positives at 95 % true positives",
+}
+BEST = ", best K"
+BEST_K = (
+    "Where no K is named, the published number is that of the K that did best on these texts, and so is the measured."
+)
+BLIND = (
+    "Members and non-members of WikiMIA differ by date, and word counts alone tell them apart (Das et al. 2024): an "
+    "AUC is no proof of memorization. `hw.membership` shows the baseline of words."
+)
+
+
+class _Scored(NamedTuple):
+    """The texts of a file."""
+
+    member: Bool[ndarray, " text"]
+    values: dict[str, Float[ndarray, " text"]]
+    """By column of `MemorizationScores.wide`."""
+
+
+def reproduce_membership(
+    model: HookedModel | str | Path,
+    texts: str | Path | Sequence[str | Path],
+    *,
+    benchmark: str = "wikimia_32",
+    reference: HookedModel | None = None,
+    published: str | None = None,
+    batch_size: int = 16,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Reproduction:
+    """Measure the published discrimination of members on a model.
+
+    Args:
+        model: a loaded model, or a checkpoint folder or hub name.
+        texts: a file as `load_member_texts` reads it, or several whose numbers are averaged.
+        benchmark: what the texts are: `wikimia_32`, `wikimia_32_paraphrased` or `mimir`.
+        reference: another model, for the score of that name.
+        published: the published model to compare with; by default the one of the model's name.
+        batch_size: texts in one run.
+        progress: show progress bars.
+        out: a folder for the result. An interrupted call, repeated, goes on from there.
+
+    Raises:
+        InputError: no such published model, or one of another shape; or the texts cannot be used.
+    """
+    checked_name("benchmark", benchmark, BENCHMARKS)
+    files = [texts] if isinstance(texts, str | Path) else list(texts)
+    tables = [load_member_texts(file) for file in files]
+    model = model if isinstance(model, HookedModel) else load(model)
+    if reference is not None:
+        check_model(reference, "reference")
+    source = published_numbers("membership")
+    name = source.name_of(model.name, model.shape, published)
+    options = {"published": name, "benchmark": benchmark, "files": [digest_of_file(Path(file)) for file in files]}
+
+    def work(run: Run) -> Reproduction:
+        numbers = source.models[name].get(benchmark, {}) if name else {}
+        asked = {"long": "window", "batch_size": batch_size, "progress": progress}
+        scored = [_scored(run, place, model, reference, table, asked) for place, table in enumerate(tables)]
+        notes = [] if name else [no_numbers(model.name, source)]
+        notes += [not_held(f"{name} on {benchmark}")] if name and not numbers else []
+        rows = compare_membership(scored, benchmark, numbers)
+        return Reproduction(compared(rows), name, source.source, [*notes, BEST_K, BLIND], run.record)
+
+    whole = options | {"reference": reference}
+    return carry_out(Reproduction, "reproduce_membership", model, whole, work, out=out, progress=progress)
+
+
+def _scored(
+    run: Run, place: int, model: HookedModel, other: HookedModel | None, table: pd.DataFrame, asked: dict[str, Any]
+) -> _Scored:
+    """Score the texts of one file."""
+    below = f"file_{place}"
+    given = table["text"].tolist()
+    lowered = [text.lower() for text in given]
+    stats = token_statistics(model, given, out=run.below(f"{below}/texts"), **asked)
+    lowercased = token_statistics(model, lowered, out=run.below(f"{below}/lowercased"), **asked)
+    under = token_statistics(other, given, out=run.below(f"{below}/reference"), **asked) if other is not None else None
+    wide = memorization_scores(stats, lowercased=lowercased, reference=under).wide()
+    columns = [str(name) for name in wide if score_of(str(name)) is not None]
+    return _Scored(table["member"].to_numpy(dtype=bool), {name: wide[name].to_numpy(float) for name in columns})
+
+
+def compare_membership(scored: Sequence[_Scored], benchmark: str, numbers: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the rows of a benchmark: `quantity, benchmark, score, published, measured, low, high`."""
+    rows = []
+    for measure, quantity in QUANTITIES.items():
+        published = numbers.get(measure, {})
+        wanted = [*published, *(() if published or measure != "auc" else scored[0].values)]
+        for score in wanted:
+            named = score_of(score) is None and f"{score}_1" in scored[0].values
+            columns = [c for c in scored[0].values if c.startswith(f"{score}_")] if named else [score]
+            found = _measured(scored, columns, measure)
+            rows.append((quantity, benchmark, score + BEST * named, published.get(score), *found))
+    return pd.DataFrame(rows, columns=["quantity", "benchmark", "score", "published", "measured", "low", "high"])
+
+
+def _measured(scored: Sequence[_Scored], columns: Sequence[str], measure: str) -> Interval:
+    """Return a measure of a score, the best of several columns, averaged over files; NaN of a score there is not."""
+    each = [[_of_file(one, column, measure) for one in scored] for column in columns if column in scored[0].values]
+    if not each:
+        return Interval(math.nan, math.nan, math.nan)
+    means = [float(np.mean([one.value for one in row])) for row in each]
+    place = int(np.argmin(means) if measure == "fpr_at_95" else np.argmax(means))
+    if len(scored) == 1:
+        return each[place][0]
+    half = math.sqrt(sum(((one.high - one.low) / 2) ** 2 for one in each[place])) / len(scored)
+    return Interval(means[place], means[place] - half, means[place] + half)
+
+
+def _of_file(one: _Scored, column: str, measure: str) -> Interval:
+    values, member = one.values[column], one.member
+    values, member = values[~np.isnan(values)], member[~np.isnan(values)]
+
+    def of(counts: Float[ndarray, "draw text"]) -> Float[ndarray, " draw"]:
+        if measure == "auc":
+            return auc(values, member, counts=counts)
+        if measure == "tpr_at_5":
+            return true_positives(values, member, 0.05, counts=counts)
+        return np.asarray(1 - true_positives(-values, ~member, 0.05, counts=counts))
+
+    return interval(Draws.of(range(len(values)), within=member).apply(of))
