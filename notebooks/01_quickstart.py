@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 1 · Quickstart
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** What can be asked of a model in a quarter of an hour?
 #
 # **Method.** The model is the one that comes with headwater: a small Llama, trained from scratch on a world written as
@@ -59,7 +62,6 @@ sweep = hw.patch(
     sites="resid_pre",
     metric=hw.logit_difference(" Paris", " Rome"),
 )
-_ = sweep.plot()
 # %%
 sweep.summary().sort_values("mean", ascending=False).head(5)
 
@@ -90,6 +92,9 @@ n_found = (heads.categories["label"] != "unclassified").sum()
 print(f"{n_found} of {len(heads.categories)} heads implement at least one of the {len(relations)} relations.")
 print(f"The patch with the largest effect: layer {best.layer}, token {best.token!r}, {best['mean']:+.1f} logits.")
 print(f"{answered.z.mean():.0%} of {len(answered.z)} answers are wrong.")
+
+# %%
+_ = sweep.plot()
 
 # %% [markdown]
 # In the first layers the whole effect sits on the country's own token; before the last layer part of it has moved to

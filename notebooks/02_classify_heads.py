@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 2 · Classify attention heads from their parameters
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** Which relations can a head write out, and how sure can one be that this is more than chance, habit or
 # copying?
 #
@@ -29,7 +32,7 @@ relations = [relation for relation in hw.load_relations() if relation.name in na
 # %%
 from headwater.heads.coverage import relation_coverage
 
-relation_coverage(relations, model.tokenizer)[["relation", "category", "items", "kept", "usable"]]
+relation_coverage(relations, model.tokenizer)[["relation", "category", "items", "kept", "usable"]].head(6)
 
 # %% [markdown]
 # ## The published rule, and the controlled one
@@ -106,7 +109,7 @@ ablation = ablate_heads(
     shots=0,
     controls=[],
 )
-_ = ablation.plot()
+
 # %%
 ablation.summary()
 
@@ -129,6 +132,9 @@ own, random = (removed.loc[(n_heads, f"{whose} heads")] for whose in ("relation"
 print(f"city_to_country is right for {removed.loc[(0, 'none'), 'accuracy']:.0%} with every head,", end=" ")
 print(f"{own['accuracy']:.0%} without its {n_heads} heads and {random['accuracy']:.0%}", end=" ")
 print(f"(±{random['accuracy_sd']:.0%}) without as many random ones.")
+
+# %%
+_ = ablation.plot()
 
 # %% [markdown]
 # **What would change one's mind.** If ablating the relation's heads hurts no more than ablating random heads of the

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 3 · Caches, patching, knockout
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** Through which layers, positions and heads does a country reach the answer "its capital"?
 #
 # **Method.** Pairs of prompts that differ in the country run side by side; activations of one are written into the
@@ -64,7 +67,6 @@ residual.summary(value="normalized_effect").sort_values("mean", ascending=False)
 
 # %%
 by_head = hw.patch(model, clean, corrupted, sites="z", metric=metric)
-_ = by_head.plot()
 # %% [markdown]
 # Attribution patching approximates the same sweep by gradients, from two forwards and one backward. How good is it?
 
@@ -201,6 +203,9 @@ for what, row in (
     (f"Severing the country does most in layer {worst['layer']}", worst),
 ):
     print(f"{what}: {row['mean']:+.2f} logits [{row['low']:+.2f}, {row['high']:+.2f}] over {len(names)} pairs.")
+
+# %%
+_ = by_head.plot()
 
 # %% [markdown]
 # **What would change one's mind.** Five pairs give wide intervals; if they covered zero the ranking of layers would

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 4 · Anchored pathways
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** A linear probe can tell from the model's states, better than chance, whether its answer is wrong. Does
 # that signal flow from the question's exact tokens, or does it stand by itself?
 #
@@ -36,31 +39,24 @@ print("E_A:", [tokens[i] for i in row["exact_answer_tokens"]])
 
 # %%
 pathways = hw.trace_pathways(model, answered, token="before_answer", seeds=2)
-_ = pathways.plot()
+
 # %% [markdown]
-# ΔP in percentage points against the layer of the probe. The Q-anchored curve lies below 0 by definition. What counts
-# is how it compares with the controls.
+# What counts is how the knockout of the exact tokens compares with the controls.
 
 # %%
 pathways.auc.query("best").groupby("dataset")[["auc", "auc_after_knockout", "auc_after_random"]].mean().round(3)
 
 # %%
-pathways.controls_at_best.query("group == 'all'").round(3)
+pathways.controls_at_best.query("group == 'all'").round(3).head(5)
 
 # %% [markdown]
 # Is there more behind the probe than knowing which relations are hard? And does anything beyond an undecided logit
 # predict the mode?
-
-# %%
-pathways.baselines.round(3)
-
-# %% [markdown]
+#
 # One population or two? A split by a threshold makes two groups of any population, and relations of different
 # difficulty make peaks of their own. So one mode is tested *within* each relation and prediction (dip test, combined
 # over these groups, false discovery over the sets); the other rows describe the peaks of everything together.
-
-# %%
-pathways.components.round(3)
+# `pathways.baselines` and `pathways.components` have the numbers, the report below says them.
 
 # %% [markdown]
 # ## Can the modes be put to use?
@@ -86,6 +82,12 @@ print("\n".join(detection.report()))
 # %%
 for sentence in pathways.report():
     print("-", sentence)
+
+# %% [markdown]
+# ΔP in percentage points against the layer of the probe. The Q-anchored curve lies below 0 by definition.
+
+# %%
+_ = pathways.plot()
 
 # %% [markdown]
 # **What would change one's mind.** Two pathways would be worth believing in where one mode is rejected within

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 5 · Saliency
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** Along which attention edges does what the probe reads come to the answer: from the question's exact
 # tokens to the answer's (E_Q→E_A), or to anything else that may carry it on (E_Q→*)?
 #
@@ -28,9 +31,9 @@ print(f"probe of layer {probe.layer} at {probe.token}: AUC {left_out:.2f} on ans
 
 # %%
 saliency = hw.saliency(model, answered, probe)
-_ = saliency.plot()
 # %% [markdown]
-# ## Is the peak near 0 an absence of flow?
+# ## Is a saliency near 0 an absence of flow?
+# The figure, at the end, has a peak near 0.
 # For a confident and right probe the cross-entropy has no gradient whatever flows. Then the same example has a small
 # saliency under `cross_entropy` and an ordinary one under `logit`.
 
@@ -76,6 +79,9 @@ print(f"loss and for {near_zero['logit'].sum()} with the logit; {only_loss.sum()
 ratio = wide.groupby(sure)["cross_entropy"].median()
 print(f"Where the probe is sure and right, the published saliency is {ratio[True] / ratio[False]:.2f} times what it is")
 print(f"elsewhere; the logit's, {wide.groupby(sure)['logit'].median().pipe(lambda m: m[True] / m[False]):.2f} times.")
+
+# %%
+_ = saliency.plot()
 
 # %% [markdown]
 # **What would change one's mind.** A probe can be explained only as far as it knows something: its AUC stands at the

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 6 · Memorization by question depth
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** Deeper questions join facts that shallower ones ask for one by one. Is what they ask less likely to have
 # been seen in training, and do answers fail for that reason?
 #
@@ -20,14 +23,9 @@ graph
 
 # %%
 profile = hw.memorization(model, graph)
-_ = profile.plot()
-# %% [markdown]
-# Boxes of minus Min-K%, higher = less likely seen, a value per graph and depth; beside them the density of the gap
-# between the score of a deepest question and of those it builds on, for the quarter of questions with the lowest and
-# the highest minus Min-K%.
 
 # %%
-profile.judged.round(3)
+profile.judged.round(3).head(6)
 
 # %% [markdown]
 # ## Controls
@@ -35,7 +33,7 @@ profile.judged.round(3)
 # questions of the same number of tokens, and with words shuffled.
 
 # %%
-profile.comparisons.round(3).head(20)
+profile.comparisons.round(3).head(8)
 
 # %% [markdown]
 # ## Which tokens make the score?
@@ -72,6 +70,14 @@ for score in ("loss", "min_k_0.2", "min_k++_0.2"):
 
 # %%
 print("\n".join(profile.report()))
+
+# %% [markdown]
+# Boxes of minus Min-K%, higher = less likely seen, a value per graph and depth; beside them the density of the gap
+# between the score of a deepest question and of those it builds on, for the quarter of questions with the lowest and
+# the highest minus Min-K%.
+
+# %%
+_ = profile.plot()
 
 # %% [markdown]
 # **What would change one's mind.** If the difference between depths went away among questions of the same length, or

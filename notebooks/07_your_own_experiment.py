@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 7 · Your own experiment
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** A model that was told facts in one direction may not know them in the other. The embedded model has
 # heads for *country to capital*: does it have heads for *capital to country*, and can it answer such questions?
 #
@@ -130,7 +133,6 @@ sweep = hw.knockout(
     metric=metric,
     window="cumulative",
 )
-_ = sweep.plot()
 # %% [markdown]
 # ## An intervention of one's own
 # What an edit writes may be any function of rows: here what attention adds is turned away from the direction of its
@@ -190,6 +192,9 @@ heads = scores.set_index(["model", "relation"])["heads"]
 print(f"Wrong answers: {wrong['to capital']:.0%} from country to capital, {wrong['to country']:.0%} the other way.")
 for (name, relation), count in heads.items():
     print(f"{name}: {count} heads for {relation}")
+
+# %%
+_ = sweep.plot()
 
 # %% [markdown]
 # **What would change one's mind.** The corpus of this model asks for capitals in its own wording; questions in the

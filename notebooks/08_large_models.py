@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 8 · Large models
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** What does it take to run the analyses on GPT-2 XL, Phi-2, Pythia-12B, Llama-3.1-70B and Llama-3.2?
 #
 # **Method.** Nothing is downloaded here. Memory follows from the sizes of the models, which are computed below from
@@ -139,6 +142,10 @@ running = pd.DataFrame(
     }
 )
 running.round(1)
+
+# %%
+axes = running["two cores, hours"].sort_values().plot(kind="barh", logx=True, figsize=(7, 3))
+_ = axes.set(title="Pathways of 4,000 questions, estimated", xlabel="hours on two cores", ylabel="")
 
 # %% [markdown]
 # **Result.** Memory is no obstacle to classifying heads of any of these models, and time is minutes to hours on two

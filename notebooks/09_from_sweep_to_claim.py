@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 9 · From sweep to claim: the indirect object
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** *When Anna and David went to the store, David gave a drink to* … Which heads find the answer, *Anna*,
 # and which sentence may one write about them?
 #
@@ -142,7 +145,6 @@ choosing, testing = usable[0 : 2 * half : 2], usable[1 : 2 * half : 2]
 chosen = hw.patch(model, **task(choosing), sites="z")
 tested = hw.patch(model, **task(testing), sites="z")
 noised = hw.patch(model, **task(choosing), sites="z", direction="noise")
-_ = chosen.plot(value="normalized_effect")
 # %%
 summary = chosen.summary(value="normalized_effect").sort_values("mean", ascending=False)
 summary[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(6)
@@ -183,6 +185,9 @@ needed[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(3)
 # %%
 print("Planted:", planted_claim.sentence)
 print("Embedded:", claims["one head"].sentence)
+
+# %%
+_ = chosen.plot(value="normalized_effect")
 
 # %% [markdown]
 # **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # 10 · Which edges carry the capital?
 #
+# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+#
 # **Question.** *The capital of France is* … By which edges, from which part of the model to which, does *Paris* come?
 #
 # **Method.** Exact effects of all 1,055 edges of the embedded model on some countries; the strongest as a circuit; then
@@ -75,7 +78,6 @@ runs.summary()[["circuit", "edges", "edges_on_a_path", "faithfulness", "low", "h
 
 # %%
 curve = hw.circuit_curve(model, edges, placebos=10, **testing)
-_ = curve.plot()
 
 # %%
 curve.areas()
@@ -99,6 +101,9 @@ for name, claim in claims.items():
 # %%
 print(*edges.report(), sep="\n")
 print(*runs.report(), sep="\n")
+
+# %%
+_ = curve.plot()
 
 # %% [markdown]
 # **What would change one's mind.** Where a circuit is no better than its placebos, its edges are not what matters, only

@@ -59,3 +59,20 @@ def test_a_notebook_says_question_method_result_and_what_would_change_ones_mind(
     words = " ".join(text(cell) for cell in kept(script)["cells"] if cell["cell_type"] == "markdown")
     for part in ("**Question.**", "**Method.**", "Result", "**What would change one's mind.**"):
         assert part in words
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
+def test_a_notebook_ends_in_a_figure_or_a_view_and_says_first_how_to_open_it_in_colab(script):
+    first, *_ = cells = kept(script)["cells"]
+    *_, last = [cell["outputs"] for cell in cells if cell["cell_type"] == "code"]
+    assert any("image/png" in one["data"] or "<iframe" in "".join(one["data"].get("text/html", "")) for one in last)
+    assert "](https://colab.research.google.com/" in text(first).partition("**Question.**")[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
+def test_a_notebook_has_no_long_table_and_no_bar_left_over(script):
+    outputs = [one for cell in kept(script)["cells"] for one in cell.get("outputs", [])]
+    tables = ["".join(one.get("data", {}).get("text/html", "")) for one in outputs]
+    printed = ["".join(one.get("text", "")) for one in outputs]
+    assert not [table for table in tables if table.count("<tr") > 14 and "<iframe" not in table]
+    assert not [said for said in printed if "%|" in said or "it/s" in said or "\r" in said]

@@ -115,3 +115,13 @@ def test_what_the_readme_says_of_thresholds_is_what_the_rules_give_on_the_embedd
     listed = ", ".join([f"{first[0]} heads at {first[1]:.2f}", *(f"{n} at {threshold:.2f}" for n, threshold in others)])
     *some, last = counts["published"]
     assert f"{listed}; by the published rule {', '.join(map(str, some))} and {last}" in readme()
+
+
+def test_the_readme_is_short_and_its_example_ends_with_the_best_rows_first(example):
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n") <= 130
+    *_, last = re.search(r"```python\n(.*?)\n```", text, re.DOTALL)[1].splitlines()
+    rows = eval(last, example)
+    assert len(rows) == 5
+    assert rows["excess"].is_monotonic_decreasing
+    assert rows["excess"].iloc[0] == example["heads"].table.query("implemented")["excess"].max()
