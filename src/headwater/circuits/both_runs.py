@@ -10,7 +10,6 @@ other run are 0, and nothing is recomputed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.circuits.graph import Graph
-from headwater.circuits.senders import Exchanged, hook_names, written_by_layer
+from headwater.circuits.senders import Exchanged, Recorded, changed_by_layer, hook_names, written
 from headwater.errors import ModelError
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, hook_name
@@ -141,20 +140,19 @@ class BothRuns:
         return self.wave.recording.activations[SITES[site].hook_name(layer)][row]
 
     def _changes(self) -> Float[Tensor, "sender position d_model"]:
-        def run(row: int) -> Iterator[Tensor]:
-            def recorded(site: str, layer: int) -> Tensor:
-                return self._recorded(site, layer, row)[self.start : self.stop]
+        graph, weights = self.graph, self.weights
 
-            return written_by_layer(self.model, self.graph, self.weights, recorded)
+        def recorded(row: int) -> Recorded:
+            return lambda site, layer: self._recorded(site, layer, row)[self.start : self.stop]
 
         if self.exchanged is None:
             changes, first = self.base("resid_pre", 0).new_empty(self._size), 0
-            for base, other in zip(run(0), run(1), strict=True):
-                changes[first : first + len(base)] = other - base
-                first += len(base)
+            for some in changed_by_layer(self.model, graph, weights, recorded(0), recorded(1)):
+                changes[first : first + len(some)] = some
+                first += len(some)
             return changes
         given = self.exchanged.of(self.example, len(self.plan.base[self.example]))
-        return given[:, self.start : self.stop] - torch.cat(list(run(0)))
+        return given[:, self.start : self.stop] - written(self.model, graph, weights, recorded(0))
 
     @property
     def _size(self) -> tuple[int, int, int]:

@@ -107,7 +107,9 @@ def refuse_what_takes_too_long(
     Warns:
         UserWarning: it takes more than an hour, and nothing was said.
     """
-    work = operations(plan, source, edges, n_places) * exact / max(1, len(edges))
+    if not exact:
+        return
+    work = operations(plan, source, edges, n_places) * exact / len(edges)
     advice = "Use method='screened', or" if exact == len(edges) else "Verify fewer (verify=), or"
     what = f"{exact:,} edges of {len(plan.base):,} pairs"
     warn_of_hours(plan.model, what, work, f"{advice} choose senders= or receivers=.", hours)

@@ -28,10 +28,9 @@ class HeadShares:
     """
 
     def __init__(self, model: HookedModel, layer: int, weights: LoadedWeights):
-        factors = weights.layer(layer)
-        self.weight: Float[Tensor, "head d_head d_model"] = factors.W_O
+        self.weight, bias = weights.attention_out(layer)
         self.scale = residual_scale(model)
-        self.bias = self.scale * factors.b_O if factors.b_O is not None else torch.zeros_like(factors.W_O[0, 0])
+        self.bias = self.scale * bias if bias is not None else torch.zeros_like(self.weight[0, 0])
         self.norm = attention_post_norm(model, layer)
 
     def of(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*row head d_model"]:

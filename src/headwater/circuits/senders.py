@@ -68,23 +68,52 @@ def written_by_layer(
     """
     yield recorded("resid_pre", 0)[None]
     for layer in range(graph.n_layers):
-        yield _by_heads(model, weights, recorded, layer)
+        yield _by_heads(model, HeadShares(model, layer, weights), recorded, layer)
         yield recorded("mlp_out", layer)[None]
 
 
+def changed_by_layer(
+    model: HookedModel, graph: Graph, weights: LoadedWeights, base: Recorded, other: Recorded
+) -> Iterator[Float[Tensor, "sender position d_model"]]:
+    """Yield what each sender adds in another run less what it adds in the base run, some senders at a time.
+
+    Raises:
+        ModelError: heads do not add up to what attention adds.
+    """
+    yield (other("resid_pre", 0) - base("resid_pre", 0))[None]
+    for layer in range(graph.n_layers):
+        shares = HeadShares(model, layer, weights)
+        if shares.norm is None:  # shares are linear in z
+            z, before = (base(site, layer) for site in ("z", "attn_out"))
+            outputs, added = shares.of(other("z", layer) - z), other("attn_out", layer) - before
+            _refuse_what_is_left(model, layer, outputs.sum(1) - added.to(outputs), before)
+            yield outputs.movedim(1, 0).to(before)
+        else:
+            yield _by_heads(model, shares, other, layer) - _by_heads(model, shares, base, layer)
+        yield (other("mlp_out", layer) - base("mlp_out", layer))[None]
+
+
 def _by_heads(
-    model: HookedModel, weights: LoadedWeights, recorded: Recorded, layer: int
+    model: HookedModel, shares: HeadShares, recorded: Recorded, layer: int
 ) -> Float[Tensor, "head position d_model"]:
     z, added = recorded("z", layer), recorded("attn_out", layer)
-    shares = HeadShares(model, layer, weights)
     outputs, bias = shares.of(z), shares.of_bias(z)
-    left = float((outputs.sum(1) + bias - added.to(outputs)).abs().max() / added.abs().max().clamp_min(1e-9))
-    if not left <= max(TOLERANCE, 16 * torch.finfo(added.dtype).eps):
+    _refuse_what_is_left(model, layer, outputs.sum(1) + bias - added.to(outputs), added)
+    return outputs.movedim(1, 0).to(added)
+
+
+def _refuse_what_is_left(model: HookedModel, layer: int, left: Tensor, added: Tensor) -> None:
+    """Refuse heads that leave something out of what attention adds.
+
+    Raises:
+        ModelError: with how much.
+    """
+    part = float(left.abs().max() / added.abs().max().clamp_min(1e-9))
+    if not part <= max(TOLERANCE, 16 * torch.finfo(added.dtype).eps):
         raise ModelError(
-            f"The heads of layer {layer} of {model.name} do not add up to what its attention adds: {left:.1%} "
+            f"The heads of layer {layer} of {model.name} do not add up to what its attention adds: {part:.1%} "
             "is left over. Edges from and to its heads have no meaning."
         )
-    return outputs.movedim(1, 0).to(added)
 
 
 def refuse_other_kinds(source: Source) -> None:

@@ -76,6 +76,11 @@ class LoadedWeights(WeightSource):
         factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
         return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=self._attention_gain(layer))
 
+    def attention_out(self, layer: int) -> tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, "d_model"] | None]:
+        """W_O and b_O of one layer's heads."""
+        factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
+        return factors["W_O"], factors["b_O"]
+
     @torch.inference_mode()
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """W_E as the residual stream receives it."""
