@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -71,6 +72,40 @@ def test_options_reach_the_analysis(run, checkpoint, suite, tmp_path):
     used = HeadMap.load(tmp_path).run.options
     wanted = {"k": 3, "threshold": 0.3, "embedding": "raw", "multi_token": "first", "rule": "published"}
     assert {name: used[name] for name in wanted} == wanted
+
+
+def test_heads_are_validated_beside_what_was_read_of_them(run, tmp_path):
+    folder = Path(classify.__file__).parent / "suite"
+    asked = ("heads", "--relations", folder / "country_to_capital.json", "--quiet", "--validate", "--json")
+    template = "The capital of {source} is"
+    code, printed, _ = run(*asked, "--template", template, "--out", tmp_path / "run")
+    assert code == 0
+    plain, validated = HeadMap.load(tmp_path / "run"), HeadMap.load(tmp_path / "run" / "validated")
+    expected = plain.validate(
+        headwater.load(), relations=folder / "country_to_capital.json", template=template, shots=0, progress=False
+    )
+    assert not plain.is_validated
+    pd.testing.assert_series_equal(validated.table["used"], expected.table["used"])
+    assert validated.table["used"].notna().any()
+    assert json.loads(printed)["use"] == json.loads(json.dumps(expected.findings()["use"]))
+    assert (tmp_path / "run" / "validated" / "head_map.png").stat().st_size > 5000
+    code, _, noise = run(*asked[:-2], "--template", template)
+    assert (code, noise.strip()) == (2, "Error: --template asks the running model: give --validate too.")
+
+
+def test_targets_of_several_tokens_are_told_apart_on_the_command_line(run, checkpoint, suite, tmp_path, monkeypatch):
+    code, *_ = run("heads", checkpoint("llama"), "--relations", suite, "--distinguishing", "--out", tmp_path, "--quiet")
+    assert code == 0
+    assert HeadMap.load(tmp_path).run.options["multi_token"] == "distinguishing"
+    seen = []
+    monkeypatch.setattr(
+        "headwater.heads.coverage.relation_coverage", lambda *_, **options: seen.append(options) or pd.DataFrame()
+    )
+    run("relations", checkpoint("llama"), "--relations", suite, "--distinguishing", "--json")
+    assert seen == [{"multi_token": "distinguishing"}]
+    code, _, noise = run("heads", checkpoint("llama"), "--relations", suite, "--distinguishing", "--multi-token")
+    assert (code, noise.count("\n")) == (2, 1)
+    assert "--multi-token takes the first token of a word, --distinguishing another: give one." in noise
 
 
 def test_progress_goes_to_stderr_and_only_where_that_is_a_terminal(run, checkpoint, suite, monkeypatch):

@@ -17,12 +17,14 @@ from headwater.cli.command import (
     Quiet,
     columns,
     continues,
+    is_main,
     load_model,
     plain,
     report,
     write,
 )
 from headwater.cli.offered import Of, Options, Shaped, command
+from headwater.errors import InputError
 
 RELATIONS = Shaped("relations", Path)
 MULTI_TOKEN = Shaped(
@@ -70,13 +72,41 @@ BEHAVE = Of(
         ),
     ),
 )
+Distinguishing = Annotated[
+    bool,
+    typer.Option(
+        "--distinguishing",
+        help="Score a target of several tokens by the first that no other target of its relation has, instead of "
+        "leaving it out.",
+    ),
+]
 SUITE = Of("headwater.heads.relations:load_relations", shaped=(RELATIONS,))
 COVERAGE = Of("headwater.heads.coverage:relation_coverage", shaped=(MULTI_TOKEN,), filled="relations tokenizer")
 
 
 @command(CLASSIFY, summary=CLASSIFY)
 def heads(
-    options: Options, model: Model = None, out: Out = None, as_json: AsJson = False, quiet: Quiet = False
+    options: Options,
+    model: Model = None,
+    distinguishing: Distinguishing = False,
+    validate: Annotated[
+        bool,
+        typer.Option(
+            "--validate",
+            help="Run the model too: does it use the heads that are called? Each is silenced, and others of its layer; "
+            "with --out also a folder validated, whose figure rings what is used.",
+        ),
+    ] = False,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="With --validate: what asks for a target, with one {source} behind a space. Default: three examples.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Reads the parameters alone (Elhelo & Geva, ACL 2025), streamed from safetensors one layer at a time.
 
@@ -86,18 +116,29 @@ def heads(
 
     `headwater heads gpt2-xl --out runs/gpt2-xl`
 
+    `headwater heads --validate --out runs/embedded`
+
     `headwater heads path/to/checkpoint --relations path/to/relations --rule published --json`
     """
+    if template is not None and not validate:
+        raise InputError("--template asks the running model: give --validate too.")
     with continues(out):
         from headwater.heads.classify import classify_heads
         from headwater.heads.relations import load_relations
         from headwater.models.loading import load
 
-        given = options.of("classify_heads")
+        given = _told_apart(options.of("classify_heads"), distinguishing)
         given["relations"] = load_relations(given.get("relations"))
-        read = load(device=given.pop("device", None)) if model is None or model == EMBEDDED else model
-        head_map = classify_heads(read, progress=not quiet, out=out, **given)
+        is_loaded, name = validate or model in (None, EMBEDDED), None if model == EMBEDDED else model
+        loaded = load(name, device=given.pop("device", None)) if is_loaded else None
+        head_map = classify_heads(loaded or str(model), progress=not quiet, out=out, **given)
         files = write(head_map, out, "head_map") if out else []
+        if validate and loaded is not None:
+            asked: dict[str, Any] = {} if template is None else {"template": template, "shots": 0}
+            head_map = head_map.validate(loaded, relations=given["relations"], progress=not quiet, **asked)
+            if out and is_main():
+                head_map.save(out / "validated")
+                files += write(head_map, out / "validated", "head_map")
     report(head_map.findings() | {"files": files}, as_json, show_heads)
 
 
@@ -105,6 +146,7 @@ def heads(
 def compare(
     options: Options,
     models: Annotated[list[str], typer.Argument(help="Two or more checkpoint folders or hub names, the first before.")],
+    distinguishing: Distinguishing = False,
     out: Out = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -120,7 +162,8 @@ def compare(
     with continues(out):
         from headwater.heads.comparison import compare_heads
 
-        comparison = compare_heads(models, progress=not quiet, out=out, **options.of("compare_heads"))
+        given = _told_apart(options.of("compare_heads"), distinguishing)
+        comparison = compare_heads(models, progress=not quiet, out=out, **given)
         files = write(comparison, out, "head_comparison") if out else []
     report(comparison.findings() | {"files": files}, as_json, _show_changes)
 
@@ -148,7 +191,9 @@ def behaviour(
 
 
 @command(SUITE, COVERAGE)
-def relations(options: Options, model: Model = None, as_json: AsJson = False) -> None:
+def relations(
+    options: Options, model: Model = None, distinguishing: Distinguishing = False, as_json: AsJson = False
+) -> None:
     """Show how many pairs of each relation survive a model's tokenizer, and which fall out.
 
     Only words that are one token, with the space before them, can be scored. Repeated pairs, and outside copying
@@ -168,9 +213,22 @@ def relations(options: Options, model: Model = None, as_json: AsJson = False) ->
 
     suite = load_relations(**options.of("load_relations"))
     folder = embedded_folder() if model is None or model == EMBEDDED else checkpoint_folder(model)
-    coverage = relation_coverage(suite, load_tokenizer(folder), **options.of("relation_coverage"))
+    coverage = relation_coverage(
+        suite, load_tokenizer(folder), **_told_apart(options.of("relation_coverage"), distinguishing)
+    )
     rows = coverage.astype(object).where(coverage.notna(), None).to_dict("records")
     report({"model": model or EMBEDDED, "relations": rows}, as_json, _show_coverage)
+
+
+def _told_apart(given: dict[str, Any], distinguishing: bool) -> dict[str, Any]:
+    """Return a function's arguments, targets of several tokens scored by the one that tells them apart if asked for.
+
+    Raises:
+        InputError: the first token was asked for too.
+    """
+    if distinguishing and given.get("multi_token"):
+        raise InputError("--multi-token takes the first token of a word, --distinguishing another: give one.")
+    return given | ({"multi_token": "distinguishing"} if distinguishing else {})
 
 
 def show_heads(summary: dict[str, Any], console: Console) -> None:
@@ -191,6 +249,10 @@ def show_heads(summary: dict[str, Any], console: Console) -> None:
         numbers = (f"{row['pairs']:,}", f"{row['heads']:,}", row["best_head"], f"{row['best_score']:.2f}", excess)
         table.add_row(row["relation"], row["category"] or "-", *numbers)
     console.print("", table, sep="\n")
+    if "use" in summary:
+        from headwater.heads.use import sentences_of_use
+
+        console.print("", *map(plain, sentences_of_use(summary["use"])), sep="\n")
     if summary["left_out"]:
         console.print(f"\nLeft out, too few pairs of single tokens: {plain(', '.join(summary['left_out']))}")
 
