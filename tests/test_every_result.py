@@ -18,6 +18,8 @@ from headwater.heads.ablation import ablate_heads
 from headwater.heads.circuit_vectors import singular_vectors
 from headwater.heads.composition import composition_scores
 from headwater.heads.validation import dynamic_scores
+from headwater.pathways.declined import refusals
+from headwater.pathways.token_map import probe_map
 from headwater.reference.published import Reproduction, compared
 from headwater.runs.dressing import checked_size
 from headwater.runs.record import RunRecord
@@ -84,6 +86,8 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
         hw.direct_logit_attribution(model, list(PROMPTS), tokens=(" Paris", " Rome"), **quiet),
         hw.fit_probe(torch.randn(2, 40, 4), [0, 1] * 20, controls=1, strengths=(0.1,), **quiet),
         hw.saliency(model, answered, pathways.probe, edges="all", **quiet),
+        refusals(model, answered, pathways, **quiet),
+        probe_map(model, answered, tokens=("prompt_last", "answer_last"), **quiet),
         hw.detect(model, answered, methods=("probe", "logit_mean"), token="before_answer", seeds=1, **quiet),
         hw.memorization_scores(last), hw.membership(last, answered.z, resamples=20),
         hw.score_file(model, file, **quiet),

@@ -172,6 +172,7 @@ SMALLER = {"maps": [], "pathways": ["--seeds", "1"], "depth": ["--judge", "label
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*answers none of the")
 @pytest.mark.parametrize("line", LINES, ids=[line.folder for line in LINES])
 def test_every_line_of_the_plan_runs_on_a_random_model_of_the_family(line, run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

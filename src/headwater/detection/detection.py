@@ -170,7 +170,7 @@ def detect(
         methods: which detectors, by default all: `question, p_true, logit_mean, logit_min, probe, random_gate,
             vanilla_experts, mop, pr` (`headwater.detection.methods`).
         site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
-        token: where probes read: `exact_answer_last`, `answer_last` or `before_answer`.
+        token: where probes read; see `headwater.pathways.trace_pathways`.
         layer: l*; default: the layer whose probe does best on a fifth of the training half.
         variant: the knockout that tells the modes, `mask` (before the softmax) or `zero` (after it).
         cross_fit: whether a training answer's mode, and the gate by which PR is trained on it, come from probes that

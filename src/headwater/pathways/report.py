@@ -42,6 +42,7 @@ from headwater.pathways.tables import (
     SPANS,
     WRONG_ANSWER,
 )
+from headwater.questions.states import BEFORE
 
 
 def report_of(pathways: Traced) -> list[str]:
@@ -52,9 +53,9 @@ def report_of(pathways: Traced) -> list[str]:
     """
     refuse_untested(pathways)
     sentences = [f"{row['dataset']} was left out: {row['cause']}." for row in pathways.dropped.to_dict("records")]
-    if pathways.run.options["token"] == "before_answer":
+    if pathways.run.options["token"] in BEFORE:
         sentences.append(
-            "The probe reads the token before the answer: nothing there can come from the answer, so A-anchored means "
+            "The probe reads a token before the answer: nothing there can come from the answer, so A-anchored means "
             "no more here than that no prediction flips."
         )
     for dataset in pathways.datasets:

@@ -42,7 +42,7 @@ from headwater.pathways.summary import findings_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.states import check_probe_options
+from headwater.questions.states import BEFORE, check_probe_options
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
@@ -256,8 +256,8 @@ def trace_pathways(
         model: the model that answered.
         answered: what `hw.answer` returned.
         site: what the probes read: `mlp_out`, `attn_out` or `resid_post`.
-        token: where probes read: `exact_answer_last`, `answer_last`, or `before_answer` (the token that the exact
-            answer follows).
+        token: where probes read: `prompt_last`, `answer_first`, `before_answer` (the token that the
+            exact answer follows), `exact_answer_first`, `exact_answer_last`, `after_answer`, `answer_last`.
         variant: `mask` (severed before the softmax; the rest renormalises) or `zero` (after it: A = 0 to the letter).
         edges: who may no longer attend to E_Q: every position `after` it, or the exact tokens of the `answer` alone.
         window: sever in so many layers around each instead of in all up to it, and read the probe of l*; 1 is each
@@ -311,9 +311,9 @@ def _check(model: HookedModel, answered: object, setup: Setup, window: int | Non
     check_probe_options(setup.site, setup.token, setup.batch_size)
     checked_name("variant", setup.variant, VARIANTS)
     checked_name("edges", setup.edges, QUERIES)
-    if setup.edges == "answer" and setup.token == "before_answer":
+    if setup.edges == "answer" and setup.token in BEFORE:
         raise InputError(
-            "edges='answer' severs what the exact answer reads, and token='before_answer' is read before it: nothing "
+            f"edges='answer' severs what the exact answer reads, and token={setup.token!r} is read before it: nothing "
             "could change. Use another token=, or edges='after'."
         )
     checked_repeats("seeds", seeds)

@@ -51,7 +51,7 @@ class Probe:
     site: str
     """What is read: `mlp_out`, `attn_out` or `resid_post`."""
     token: str
-    """Where: `answer_last`, `exact_answer_last`, or `before_answer`, the token that the exact answer follows."""
+    """Where, such as `exact_answer_last`; see `headwater.questions.states`."""
     layer: int
     weight: Float[Tensor, " d_model"]
     bias: float

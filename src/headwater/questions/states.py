@@ -4,7 +4,9 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025, find most of what a mo
 the exact answer.
 
 1. What is read: what the MLP adds, what attention adds, or the whole residual stream.
-2. Where: the last token of the exact answer, the last token of the answer, or the token that the exact answer follows.
+2. Where (`PROBE_TOKENS`): the last token of the prompt; the first of the answer; the token that the exact answer
+   follows, its first, its last, and the one behind it; the last of the answer. Where the answer ends with its exact
+   words, the token behind them is their last. Maps (`MAP_TOKENS`) have the last token of E_Q too.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from headwater.progress import progress_bar
 from headwater.questions.answers import AnsweredQuestions
 
 PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
-PROBE_TOKENS = ("answer_last", "exact_answer_last", "before_answer")
+PROBE_TOKENS = ("prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer", "answer_last")  # noqa: E501  # fmt: skip
+MAP_TOKENS = ("question_last", *PROBE_TOKENS)
+BEFORE = ("prompt_last", "before_answer")
+"""Tokens that come before the exact answer whatever it is: nothing there can come from it."""
 
 
 def check_probe_options(site: str, token: str, batch_size: int) -> None:
@@ -44,13 +49,30 @@ def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
         InputError: there is no such token.
     """
     table = answered.table
-    if token == "answer_last":
-        return [len(tokens) - 1 for tokens in table["tokens"]]
-    if token == "exact_answer_last":
-        return [max(positions) for positions in table["exact_answer_tokens"]]
-    if token == "before_answer":
-        return [min(positions) - 1 for positions in table["exact_answer_tokens"]]
-    raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
+    exact, last = table["exact_answer_tokens"], table["tokens"].map(len) - 1
+    found = {
+        "prompt_last": lambda: table["answer_start"] - 1,
+        "answer_first": lambda: table["answer_start"],
+        "before_answer": lambda: exact.map(min) - 1,
+        "exact_answer_first": lambda: exact.map(min),
+        "exact_answer_last": lambda: exact.map(max),
+        "after_answer": lambda: (exact.map(max) + 1).clip(upper=last),
+        "answer_last": lambda: last,
+    }
+    if token not in found:
+        raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
+    return [int(position) for position in found[token]()]
+
+
+def map_positions(answered: AnsweredQuestions, token: str) -> list[int]:
+    """Return the same, also of the last token of E_Q.
+
+    Raises:
+        InputError: there is no such token.
+    """
+    if token == "question_last":
+        return [max(positions) for positions in answered.exact_question_tokens()]
+    return probe_positions(answered, token)
 
 
 def probe_states(
@@ -68,7 +90,7 @@ def probe_states(
         model: the model that answered.
         answered: what `hw.answer` returned.
         site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
-        token: where probes read: `exact_answer_last`, `answer_last` or `before_answer`.
+        token: where probes read, one of `PROBE_TOKENS`.
         batch_size: rows in one run; rows of about equal length run together.
         progress: show a bar.
 

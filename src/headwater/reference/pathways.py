@@ -69,7 +69,7 @@ def reproduce_pathways(
         published: the published model to compare with; by default the one of the model's name.
         sample: how many questions of each set; None for all.
         methods: which detectors of `hw.detect`; by default all.
-        token: where probes read: `exact_answer_last`, `answer_last` or `before_answer`.
+        token: where probes read; see `headwater.pathways.trace_pathways`.
         seeds: how many splits into halves.
         extractor: names the exact words of questions and answers that say nothing of them; see `hw.answer`.
         batch_size: rows in one run.

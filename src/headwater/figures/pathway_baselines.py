@@ -1,0 +1,63 @@
+"""What would overturn the finding: the probe's AUC beside relation, answer words, span length, and the margin.
+
+Above, which answers are wrong; below, which examples are Q-anchored: a mark and 95 % interval per score.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from headwater.colors import BLUE, FAINT, ORANGE
+from headwater.errors import InputError
+from headwater.figures.fonts import label
+from headwater.figures.style import LINES_ARE, model_title, style
+from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
+from headwater.pathways.tables import WRONG_ANSWER as WRONG
+from headwater.pathways.trace import Pathways
+
+SHOWN = {WRONG: (PROBE, RELATION, RELATION_ANSWER, SPANS), ANY_MODE: (AWARE, MARGIN, BY_LOGIT)}
+"""By question: what is measured, and what it is held against."""
+
+
+def baselines(pathways: Pathways) -> Figure:
+    """Draw the AUC of the probe and of the probe of the mode beside their baselines: a column per question set.
+
+    Args:
+        pathways: a result of `hw.trace_pathways` with its controls.
+
+    Raises:
+        InputError: no baseline was measured.
+    """
+    table = pathways.baselines[~pathways.baselines["difference"] & pathways.baselines["value"].notna()]
+    if not table["score"].isin([*SHOWN[WRONG][1:], *SHOWN[ANY_MODE][1:]]).any():
+        raise InputError("This trace measured no baseline: there is nothing to draw.")
+    sets = pathways.datasets
+    with style():
+        figure = plt.figure(figsize=(1.9 * len(sets) + 1.8, 2.9), layout="constrained")
+        axes = figure.subplots(2, len(sets), squeeze=False, sharex=True, sharey="row", height_ratios=(4, 3))
+        for row, (question, scores) in zip(axes, SHOWN.items(), strict=True):
+            for ax, name in zip(row, sets, strict=True):
+                _panel(ax, table[(table["dataset"] == name) & (table["question"] == question)], scores)
+        for ax, name in zip(axes[0], sets, strict=True):
+            examples = pathways.modes.loc[pathways.modes["dataset"] == name, "example"].nunique()
+            ax.set_title(f"{label(name)} (n = {examples:,})", fontsize=8)
+        for ax in axes[1]:
+            ax.set_xlabel("AUC")
+        axes[0][0].set_ylabel("wrong answers")
+        axes[1][0].set_ylabel("Q-anchored")
+        figure.suptitle(f"{model_title(pathways.run, 'probes beside baselines')} ({LINES_ARE})", fontsize=9)
+    return figure
+
+
+def _panel(ax: Axes, rows: object, scores: tuple[str, ...]) -> None:
+    found = rows.set_index("score").reindex(scores)  # type: ignore[attr-defined]
+    colors = [BLUE, *[ORANGE] * (len(scores) - 1)]
+    y = range(len(scores))
+    ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle=(0, (3, 2)))
+    ax.hlines(y, found["low"], found["high"], colors=colors, linewidths=1.2)
+    for place, value, color in zip(y, found["value"], colors, strict=True):
+        ax.plot([value], [place], "o", color=color, markersize=3.4)
+    ax.set_yticks(y, scores)
+    ax.set_ylim(len(scores) - 0.5, -0.5)

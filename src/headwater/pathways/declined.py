@@ -1,0 +1,226 @@
+"""How often does a model decline to answer, when it may, what it answered in either mode?
+
+Luo et al., "Two Pathways to Truthfulness", ACL 2026, report more right answers and fewer "I don't know" in Q-anchored
+examples.
+
+1. The questions of a trace are asked again in a prompt that allows "I don't know"; an answer that declines
+   (`questions.labels.is_refusal`) is a refusal. One that had not ended at the token limit is left out.
+2. The mode of an example is that of its first answer at l*: by the probe's own flips ("best layer"), and by those of
+   another seed's probe ("cross-fitted", where there is one).
+3. The rate of refusals by mode, and the difference A-anchored less Q-anchored, averaged over seeds; intervals draw
+   questions.
+4. Controls: the difference among examples of like margin |logit| (fifths of a question set and seed), since what the
+   probe is unsure of flips easily; and among right and among wrong answers alone, since modes differ in accuracy. Each
+   is the mean over strata, weighted by the smaller group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float, Int
+from numpy import ndarray
+
+from headwater.errors import InputError
+from headwater.models.hooked import HookedModel
+from headwater.models.tokens import encode
+from headwater.options import checked_count, shown
+from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES
+from headwater.pathways.trace import Pathways
+from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.asking import CHAT, SLOT, ask, plain_text, question_frame
+from headwater.questions.labels import is_refusal
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
+from headwater.runs.findings import each_row, said_number
+from headwater.runs.identity import describe
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+from headwater.stats.resample import Draws, Interval, interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ALLOWED = 'If you do not know the answer, say "I don\'t know".'
+PROMPT = f"{ALLOWED}\nQ: {SLOT}\nA:"
+COLUMNS = {BEST_LAYER: "mode", CROSSED: "crossed_mode"}
+ALL, MARGIN, RIGHT, WRONG = CONTROLS = ("all answers", "same margin", "right answers", "wrong answers")
+FIFTHS = 5
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Refusals(Result):
+    """How often a model declines, by the mode of what it answered."""
+
+    table: pd.DataFrame
+    """A row per question set, way to tell the modes (`split_by`) and `control`: `answers` (with an answer that ended),
+    `q_refused, a_refused` (shares) and `difference` (A-anchored less Q-anchored), each with `_low, _high` (95 %)."""
+    said: pd.DataFrame
+    """A row per example: `dataset, example, question, said, refused, ended`."""
+    run: RunRecord
+
+    def summary(self) -> pd.DataFrame:
+        """Return the rows of all answers: rates by mode and their difference, with intervals."""
+        return self.table[self.table["control"] == ALL].drop(columns="control").reset_index(drop=True)
+
+    def report(self) -> list[str]:
+        """Return how often each mode is declined, and whether that is more than margin and accuracy."""
+        said = []
+        for row in each_row(self.summary()):
+            name, answers = row["dataset"], int(row["answers"])
+            if not math.isfinite(row["difference"]):
+                said.append(f"{name}, modes by {row['split_by']}: one mode has no answer; nothing can be compared.")
+                continue
+            q, a = (_said(row, name) for name in ("q_refused", "a_refused"))
+            said.append(
+                f"{name}, modes by {row['split_by']}: of {answers:,} questions asked again, those of Q-anchored "
+                f"answers are declined at a rate of {q}, those of A-anchored ones of {a}."
+            )
+            said += self._controlled(name, row["split_by"])
+        return said
+
+    def _controlled(self, dataset: str, split_by: str) -> list[str]:
+        here = self.table[(self.table["dataset"] == dataset) & (self.table["split_by"] == split_by)]
+        parts = [
+            f"{row['control']} {_said(row, 'difference')}" for row in each_row(here) if math.isfinite(row["difference"])
+        ]
+        return [f"{dataset}, modes by {split_by}: A-anchored less Q-anchored: {'; '.join(parts)}."] if parts else []
+
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
+        """Draw the rate of refusals of either mode, a row per question set and way to tell the modes."""
+        return cast("Axes", self._drawn(ax, title, figsize))
+
+
+def refusals(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    pathways: Pathways,
+    *,
+    prompt: str | None = None,
+    max_new_tokens: int = 32,
+    batch_size: int = 64,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Refusals:
+    """Ask the questions of a trace again, with leave to decline, and count refusals by mode.
+
+    Args:
+        model: the model that answered.
+        answered: what `hw.answer` returned.
+        pathways: what `hw.trace_pathways` made of it.
+        prompt: a text with one `{question}` that allows a refusal. Default: 'If you do not know the answer, say "I
+            don't know".' before the question, in the chat template where the tokenizer has one.
+        max_new_tokens: an answer that has not ended after so many is left out.
+        batch_size: prompts in one run.
+        progress: show a bar.
+        out: a folder to write to; an interrupted run goes on where it stopped.
+
+    Raises:
+        InputError: the trace is of other answers, or an option cannot be used.
+        RunFolderError: `out` holds another run.
+    """
+    check_answered(model, answered)
+    if not isinstance(pathways, Pathways):
+        raise InputError(f"pathways must be what hw.trace_pathways returns, found {shown(pathways)}.")
+    if pathways.run.options["answered"] != describe(answered):
+        raise InputError("pathways was traced on other answers: give the answers that it was traced on.")
+    checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1)
+    checked_count("batch_size", batch_size)
+    chat = prompt is None and bool(getattr(model.tokenizer, "chat_template", None))
+    asked: Any = [{"role": "user", "content": f"{ALLOWED}\n{SLOT}"}] if chat else PROMPT if prompt is None else prompt
+    frame = question_frame(model, CHAT if chat else "raw", asked)
+    options = {"answered": answered, "pathways": pathways, "prompt": frame.asking(SLOT)}
+    options |= {"max_new_tokens": max_new_tokens}
+
+    def work(run: Run) -> Refusals:
+        rows = answered.table.iloc[sorted(pathways.modes["example"].unique())]
+        questions = list(dict.fromkeys(rows["question"]))
+        ids = {
+            place: encode(model.tokenizer, frame.asking(question), model.bos)[0]  # type: ignore[arg-type]
+            for place, question in enumerate(questions)
+        }
+        texts: dict[str, tuple[str, bool]] = {}
+        for batch in ask(run, model, ids, max_new_tokens, "line", batch_size):
+            for place, made in batch:
+                line = plain_text(model, ids[place], made.tokens).split("\n", 1)[0].strip()
+                texts[questions[place]] = (line, made.ended)
+        given = [texts.get(question, ("", False)) for question in rows["question"]]
+        said = pd.DataFrame(
+            {
+                "dataset": rows["dataset"].to_numpy(),
+                "example": rows.index.to_numpy(),
+                "question": rows["question"].to_numpy(),
+                "said": [text for text, _ in given],
+                "refused": [is_refusal(text) for text, _ in given],
+                "ended": [ended for _, ended in given],
+            }
+        )
+        return Refusals(rates(pathways.modes, said), said, run.record)
+
+    return carry_out(Refusals, "refusals", model, options, work, out=out, progress=progress)
+
+
+def rates(modes: pd.DataFrame, said: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `Refusals.table`.
+
+    Args:
+        modes: `Pathways.modes`.
+        said: `Refusals.said`.
+    """
+    ended = said[said["ended"]][["dataset", "example", "refused"]]
+    joined = modes.merge(ended, on=["dataset", "example"])
+    rows = []
+    for dataset in said["dataset"].unique():
+        here = joined[joined["dataset"] == dataset]
+        for split_by, column in COLUMNS.items():
+            if here.empty or here[column].isna().all():
+                continue
+            named = {"dataset": dataset, "split_by": split_by}
+            rows += [named | {"control": control} | _row(here, column, control) for control in CONTROLS]
+    return pd.DataFrame(rows)
+
+
+def _said(row: Mapping[str, Any], name: str) -> str:
+    return said_number(row[name], row[f"{name}_low"], row[f"{name}_high"], places=3)
+
+
+def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float]:
+    """Compare the two modes on the rows of one control."""
+    if control in (RIGHT, WRONG):
+        here = here[here["correct"] == (control == RIGHT)]
+    strata = np.zeros(len(here), dtype=np.int64)
+    if control == MARGIN:
+        share = here.groupby("seed")["margin"].rank(pct=True).to_numpy()
+        strata = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
+    draws = Draws.of(here["question"]) if len(here) else None
+    is_q, refused = (here[column] == MODES[0]).to_numpy(), here["refused"].to_numpy(dtype=float)
+    found: dict[str, int | float] = {"answers": here["example"].nunique()}
+    nothing = Interval(math.nan, math.nan, math.nan)
+    both = draws is not None and bool(is_q.any()) and not bool(is_q.all())
+    q, a, difference = _by_mode(refused, is_q, strata, draws) if both and draws is not None else (nothing,) * 3
+    for name, one in (("q_refused", q), ("a_refused", a), ("difference", difference)):
+        found |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
+    return found
+
+
+def _by_mode(
+    refused: Float[ndarray, " row"], is_q: Bool[ndarray, " row"], strata: Int[ndarray, " row"], draws: Draws
+) -> tuple[Interval, Interval, Interval]:
+    """Return the rate of either mode, and the mean difference within strata weighted by the smaller group."""
+    rates_of = [draws.mean(np.where(mode, refused, np.nan)) for mode in (is_q, ~is_q)]
+    total, weights = np.zeros(len(draws.counts)), np.zeros(len(draws.counts))
+    for stratum in np.unique(strata):
+        cells = [(strata == stratum) & mode for mode in (is_q, ~is_q)]
+        counts = [draws.counts @ draws.sums(cell.astype(float)) for cell in cells]
+        sums = [draws.counts @ draws.sums(np.where(cell, refused, 0.0)) for cell in cells]
+        weight = np.minimum(*counts)
+        apart = sums[1] / np.maximum(counts[1], 1) - sums[0] / np.maximum(counts[0], 1)
+        total, weights = total + weight * apart, weights + weight
+    difference = np.where(weights > 0, total / np.maximum(weights, 1e-9), np.nan)
+    return interval(rates_of[0]), interval(rates_of[1]), interval(difference)

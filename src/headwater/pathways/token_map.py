@@ -1,0 +1,227 @@
+"""At which token, and in which layer, do states tell right from wrong answers? AUC of a probe for every pair.
+
+Orgad et al., "LLMs Know More Than They Show", ICLR 2025, Figure 2; Luo et al., "Two Pathways", 2026, B.2.
+
+1. Tokens of the prompt, around the exact answer, and the last of the answer (`headwater.questions.states`); the last
+   token of E_Q too.
+2. Per token and layer a logistic regression, fitted on half of the questions and read on the other half, and the other
+   way round, for every seed. AUC is that of the halves, averaged; intervals draw questions, with the fits as they are.
+3. Control: labels drawn again among the questions. A probe of many coordinates learns them by heart, and reads nothing
+   on the other half: its AUC lies about 0.5, and shows how far chance alone goes.
+4. Beside the map, what needs no states: length and place of the exact answer (`controls.span_logits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from torch import Tensor
+
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_flag, checked_name, checked_repeats, checked_several
+from headwater.pathways.controls import span_logits
+from headwater.pathways.effects import Halves, halves
+from headwater.probes.linear import States, fit_linear, linear_logits
+from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.spans import span_shapes
+from headwater.questions.states import MAP_TOKENS, check_probe_options, map_positions, states_at
+from headwater.runs.analysis import Run, carry_out
+from headwater.runs.dressing import Size
+from headwater.runs.findings import said_number
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+from headwater.stats.discrimination import auc
+from headwater.stats.resample import Draws, interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ProbeMap(Result):
+    """How well a probe tells wrong answers, by token and layer."""
+
+    table: pd.DataFrame
+    """A row per question set, token and layer: `dataset, token, layer, auc, low, high` (95 %), `control_auc` of labels
+    drawn again (NaN without controls), `answers`."""
+    spans: pd.DataFrame
+    """A row per question set: `dataset, auc, low, high` of the exact answer's length and place alone."""
+    run: RunRecord
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets."""
+        return tuple(dict.fromkeys(self.table["dataset"]))
+
+    def summary(self) -> pd.DataFrame:
+        """Return a row per question set and token: its best layer, and the AUC there with its interval and control.
+
+        `dataset, token, layer, auc, low, high, control_auc, answers`; the best of many layers is overestimated.
+        """
+        best = self.table.groupby(["dataset", "token"], sort=False)["auc"].idxmax()
+        names = ["dataset", "token", "layer", "auc", "low", "high", "control_auc", "answers"]
+        return self.table.loc[best, names].reset_index(drop=True)
+
+    def report(self) -> list[str]:
+        """Return where wrong answers are told best, and whether anything but the states tells as much."""
+        said = []
+        for name in self.datasets:
+            here = self.table[self.table["dataset"] == name]
+            row = here.iloc[int(here["auc"].to_numpy().argmax())]
+            spans = self.spans[self.spans["dataset"] == name].iloc[0]
+            said.append(
+                f"{name}: of {row['answers']:,} answers the wrong ones are told best at {row['token']}, layer "
+                f"{row['layer']}: AUC {said_number(row['auc'], row['low'], row['high'], places=3)}, the best of "
+                f"{len(here)} pairs and so overestimated."
+            )
+            if np.isfinite(row["control_auc"]):
+                highest = float(here["control_auc"].max())
+                said.append(f"{name}: labels drawn again reach {highest:.3f} at most, at any token and layer.")
+            if np.isfinite(spans["auc"]):
+                alone = said_number(spans["auc"], spans["low"], spans["high"], places=3)
+                more = "more" if row["low"] > spans["high"] else "not clearly more"
+                said.append(f"{name}: the exact answer's length and place alone give {alone}; the states tell {more}.")
+        return said
+
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
+        """Draw AUC by token and layer as a map per question set; on a given `ax`, the first set's."""
+        return self._drawn(ax, title, figsize)
+
+
+def probe_map(
+    model: HookedModel,
+    answered: AnsweredQuestions,
+    *,
+    tokens: Iterable[str] = MAP_TOKENS,
+    site: str = "mlp_out",
+    seeds: int = 1,
+    controls: bool = True,
+    batch_size: int = 64,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> ProbeMap:
+    """Measure how well a probe tells wrong answers at every token and layer.
+
+    Args:
+        model: the model that answered.
+        answered: what `hw.answer` returned.
+        tokens: where states are read, of `headwater.questions.states.MAP_TOKENS`.
+        site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
+        seeds: how many times the questions are split into halves, at most 1,000.
+        controls: fit probes to labels drawn again too; doubles the fits.
+        batch_size: rows in one run of the model.
+        progress: show a bar.
+        out: a folder to write to; an interrupted run goes on where it stopped.
+
+    Raises:
+        InputError: an option names nothing, another model answered, or a question set has too few right or wrong
+            answers.
+        RunFolderError: `out` holds another run.
+    """
+    check_answered(model, answered)
+    check_probe_options(site, "answer_last", batch_size)
+    listed = checked_several("tokens", tokens, "a list of names of tokens")
+    names = [checked_name("tokens", name, MAP_TOKENS) for name in dict.fromkeys(listed)]
+    seeds, controls = checked_repeats("seeds", seeds), checked_flag("controls", controls)
+    options = {"answered": answered, "tokens": names, "site": site, "seeds": seeds, "controls": controls}
+
+    def work(run: Run) -> ProbeMap:
+        sets = {name: _of_set(answered, name) for name in answered.datasets}
+        split = {name: halves(one, seeds) for name, one in sets.items()}
+        parts = [(name, token) for name in sets for token in names]
+
+        def compute(part: tuple[str, str]) -> dict[str, Tensor]:
+            one, half = sets[part[0]], split[part[0]]
+            at = map_positions(one, part[1])
+            states = states_at(model, list(one.table["tokens"]), at, site, batch_size, progress=False)
+            found = {"logit": torch.from_numpy(_logits(states, one.z, half))}
+            if controls:
+                found["control"] = torch.from_numpy(_logits(states, _drawn_again(one, half), half))
+            return found
+
+        with run.bar("Probing", "token", len(parts)) as bar:
+            made = dict(zip(parts, run.pieces("token", parts, compute, bar), strict=True))
+        tables = [_rows(sets[name], split[name], token, piece) for (name, token), piece in made.items()]
+        spans = pd.DataFrame([_of_spans(one, split[name]) for name, one in sets.items()])
+        return ProbeMap(pd.concat(tables, ignore_index=True), spans, run.record)
+
+    return carry_out(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
+
+
+def _of_set(answered: AnsweredQuestions, name: str) -> AnsweredQuestions:
+    rows = answered.table["dataset"] == name
+    return AnsweredQuestions(answered.table[rows].reset_index(drop=True), answered.dropped, answered.run)
+
+
+def _logits(
+    states: States, z: Int[ndarray, " example"] | Int[ndarray, "seed example"], half: Halves
+) -> Float[ndarray, "seed layer example"]:
+    """Return the logit of z = 1 of every answer at every layer, from the probe of the other half."""
+    found = np.empty((len(half), len(states), half.shape[1]))
+    labels = np.broadcast_to(z, half.shape)
+    for seed, layer in np.ndindex(len(half), len(states)):
+        features = states[layer].double().numpy()
+        for side in (0, 1):
+            other, here = np.flatnonzero(half[seed] != side), np.flatnonzero(half[seed] == side)
+            weight, bias = fit_linear(features[other], labels[seed, other])
+            read = linear_logits(torch.from_numpy(features[here]), torch.from_numpy(weight), bias)
+            found[seed, layer, here] = read.numpy()
+    return found
+
+
+def _drawn_again(one: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed example"]:
+    """Deal the labels out again among the questions of each half, for every seed."""
+    drawn = np.empty(half.shape, dtype=np.int64)
+    for seed, sides in enumerate(half):
+        rng = np.random.default_rng(seed)
+        for side in (0, 1):
+            here = np.flatnonzero(sides == side)
+            drawn[seed, here] = one.z[rng.permutation(here)]
+    return drawn
+
+
+def _mean_auc(
+    logits: Float[ndarray, "seed example"], z: Int[ndarray, "seed example"], half: Halves, draws: Draws
+) -> Float[ndarray, " draw"]:
+    """Return the AUC within each half of each seed, averaged, in every draw."""
+    found = [
+        auc(logits[seed, here], z[seed, here], counts=draws.per_example(here))
+        for seed in range(len(half))
+        for here in (half[seed] == 0, half[seed] == 1)
+    ]
+    return np.asarray(np.mean(found, axis=0))
+
+
+def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
+    """Measure every layer at one token."""
+    draws, z = Draws.of(one.table["question"]), np.broadcast_to(one.z, half.shape)
+    logits = piece["logit"].numpy()
+    rows: list[dict[str, Any]] = []
+    for layer in range(logits.shape[1]):
+        found = interval(_mean_auc(logits[:, layer], z, half, draws))
+        control = np.nan
+        if "control" in piece:
+            again = piece["control"].numpy()[:, layer]
+            control = float(_mean_auc(again, _drawn_again(one, half), half, draws)[0])
+        measured = {"auc": found.value, "low": found.low, "high": found.high, "control_auc": control}
+        named = {"dataset": one.datasets[0], "token": token, "layer": layer}
+        rows.append(named | measured | {"answers": half.shape[1]})
+    return pd.DataFrame(rows)
+
+
+def _of_spans(one: AnsweredQuestions, half: Halves) -> dict[str, Any]:
+    """Measure what the length and place of the exact answer tell alone."""
+    logits, z = span_logits(span_shapes(one.table), one.z, half), np.broadcast_to(one.z, half.shape)
+    known = np.isfinite(logits).all()
+    found = interval(_mean_auc(logits, z, half, Draws.of(one.table["question"]))) if known else None
+    names = ("auc", "low", "high")
+    return {"dataset": one.datasets[0]} | dict(zip(names, found or (np.nan, np.nan, np.nan), strict=True))
