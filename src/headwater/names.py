@@ -1,0 +1,36 @@
+"""Names that options take, as types: an editor completes them, and a type checker finds a misspelt one.
+
+They are for reading only. While the program runs each is a text, since what registries hold can be added to
+(`register_site`, `METRICS.add`, ...), and one that is not there is told by the function that was given it. For a name
+of your own give the row itself where that is taken (a `Site`, a `Metric`), or say `cast(SiteName, "mine")`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Literal
+
+    from headwater.patching.metrics import Metric
+
+    SiteName: TypeAlias = Literal[
+        "resid_pre", "q", "k", "v", "pattern", "z", "attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post"
+    ]
+    ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
+    MetricName: TypeAlias = Literal["logit_difference", "log_probability", "probability", "rank", "kl_divergence"]
+    DirectionName: TypeAlias = Literal["denoise", "noise"]
+    AxisName: TypeAlias = Literal["layer", "position", "head", "key", "feature"]
+    MethodName: TypeAlias = Literal["exact", "attribution"]
+    EdgeMethodName: TypeAlias = Literal["exact", "screened", "sublayer", "eap", "eap-ig"]
+    VariantName: TypeAlias = Literal["mask", "zero"]
+    RuleName: TypeAlias = Literal["controlled", "published"]
+    ProbeSiteName: TypeAlias = Literal["mlp_out", "attn_out", "resid_post"]
+    TokenName: TypeAlias = Literal["answer_last", "exact_answer_last", "before_answer"]
+    OneMeasure: TypeAlias = Metric | MetricName | Callable[..., Any]
+    Measures: TypeAlias = OneMeasure | Sequence[OneMeasure]
+else:
+    SiteName = ValueName = MetricName = DirectionName = AxisName = MethodName = EdgeMethodName = VariantName = str
+    RuleName = ProbeSiteName = TokenName = str
+    Measures = Any
