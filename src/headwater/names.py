@@ -7,13 +7,10 @@ of your own give the row itself where that is taken (a `Site`, a `Metric`), or s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from typing import Literal
-
-    from headwater.patching.metrics import Metric
 
     SiteName: TypeAlias = Literal[
         "resid_pre", "q", "k", "v", "pattern", "z", "attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post"
@@ -28,9 +25,6 @@ if TYPE_CHECKING:
     RuleName: TypeAlias = Literal["controlled", "published"]
     ProbeSiteName: TypeAlias = Literal["mlp_out", "attn_out", "resid_post"]
     TokenName: TypeAlias = Literal["answer_last", "exact_answer_last", "before_answer"]
-    OneMeasure: TypeAlias = Metric | MetricName | Callable[..., Any]
-    Measures: TypeAlias = OneMeasure | Sequence[OneMeasure]
 else:
     SiteName = ValueName = MetricName = DirectionName = AxisName = MethodName = EdgeMethodName = VariantName = str
     RuleName = ProbeSiteName = TokenName = str
-    Measures = Any

@@ -25,8 +25,8 @@ from headwater.circuits.faithfulness import of_examples, summarized
 from headwater.circuits.graph import Graph
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.models.hooked import HookedModel
-from headwater.names import Measures
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
+from headwater.patching.metrics import Measures
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number

@@ -38,9 +38,10 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
-from headwater.names import DirectionName, EdgeMethodName, Measures, ValueName
+from headwater.names import DirectionName, EdgeMethodName, ValueName
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.call import check_call
+from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.values import Recipe, Source

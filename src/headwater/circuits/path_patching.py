@@ -37,9 +37,10 @@ from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
-from headwater.names import DirectionName, Measures, ValueName
+from headwater.names import DirectionName, ValueName
 from headwater.options import checked_name, checked_seed
 from headwater.patching.call import check_call
+from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.values import Recipe, Source

@@ -20,11 +20,11 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.heads.ablation import Heads, layer_matched
 from headwater.models.hooked import HookedModel, check_model
-from headwater.names import Measures, ValueName
+from headwater.names import ValueName
 from headwater.options import checked_count, checked_number, checked_seed
 from headwater.patching.ablation import ablate
 from headwater.patching.components import read_sets
-from headwater.patching.metrics import as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.sweep import Sweep
 from headwater.patching.values import Recipe

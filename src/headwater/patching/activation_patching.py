@@ -29,14 +29,14 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, sites_named
-from headwater.names import AxisName, DirectionName, Measures, MethodName, SiteName, ValueName
+from headwater.names import AxisName, DirectionName, MethodName, SiteName, ValueName
 from headwater.options import checked_name, checked_seed, shown
 from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
 from headwater.patching.measure import measure
-from headwater.patching.metrics import as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts, Spot
 from headwater.patching.runners import Wave
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides

@@ -29,12 +29,12 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, sites_named
-from headwater.names import AxisName, Measures, VariantName
+from headwater.names import AxisName, VariantName
 from headwater.options import checked_name, shown
 from headwater.patching.call import check_call, metric_options, prompt_options
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.measure import collect_states, measure
-from headwater.patching.metrics import as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.readout import Measured
