@@ -1,5 +1,7 @@
 """A view in a page of a browser, to point at and to read."""
 
+import sys
+
 FIRST_PLACE = """([width, height, step, begin]) => {
   const canvas = document.querySelector("[data-main]"), box = canvas.getBoundingClientRect();
   for (let y = 2; y < height; y += step)
@@ -22,8 +24,15 @@ class Look:
         self.page.on("console", lambda message: self.errors.append(message.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
+        devtools = self.page.context.new_cdp_session(self.page)
+        devtools.send("Performance.enable", {"timeDomain": "threadTicks"})
         self.page.goto(f"file://{view.save_html(folder / 'view.html')}")
         self.page.wait_for_selector("html[data-ready]", timeout=30_000)
+        self.ready = self.page.evaluate("Number(document.documentElement.dataset.seconds)")
+        """Seconds until all was drawn, others' work on this machine included."""
+        measured = devtools.send("Performance.getMetrics")["metrics"]
+        self.cpu = next(one["value"] for one in measured if one["name"] == "TaskDuration")
+        """Seconds that the page's thread worked until then."""
 
     def at(self, x, y):
         """Point at a place of the main canvas and return the tooltip's lines."""
@@ -38,6 +47,10 @@ class Look:
         assert place, f"nothing says {begin!r}"
         return self.at(*place), tuple(place)
 
+    def said_of(self, view):
+        """Say how large a view is and how soon it was ready."""
+        return f"{len(view.page) / 2**20:.2f} MB, {self.cpu:.2f} s of work, ready after {self.ready:.2f} s"
+
     def seen(self):
         return self.page.locator("body").inner_text()
 
@@ -46,3 +59,9 @@ class Look:
         assert self.errors == []
         assert all(url.startswith(("file:", "blob:", "data:")) for url in self.requests)
         assert not self.page.locator("#still").is_visible()
+
+
+def announce(capsys, what):
+    """Print a figure that was measured, also where the test passes."""
+    with capsys.disabled():
+        sys.stdout.write(f"\n{what}\n")

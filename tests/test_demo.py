@@ -9,15 +9,17 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+import headwater as hw
 from headwater.demo import steps as cli_demo
 from headwater.demo.page import Section, leading, write_index, write_report
-from headwater.demo.steps import STEPS, prompt_pairs
+from headwater.demo.steps import STEPS, Seen, prompt_pairs
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
 from headwater.heads.head_map import HeadMap
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
+from tests.test_views import spec_in
 
 HOSTILE = "<script>alert('1')</script> \"&amp;\" <img src=x onerror=y> [a](javascript:b) |*_`#"
 
@@ -207,3 +209,16 @@ def test_the_whole_demo_runs_on_a_few_questions(run, tmp_path):
     assert_self_contained(page)
     assert page.tags.count("img") == sum(1 + len(step.companions) for step in STEPS.values())
     assert "This analysis failed" not in "".join(page.text)
+
+
+def test_beside_the_patched_pairs_stands_what_each_token_of_the_first_reads(tmp_path):
+    model, metric = hw.load(), hw.logit_difference(" Paris", " Rome")
+    pair = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
+    sweep = hw.patch(model, *pair, sites="resid_pre", layers=[1], metric=metric, progress=False)
+    title, looked_at = STEPS["patching"].beside
+    view = looked_at(Seen(model, 4), sweep)
+    texts = spec_in(view)["texts"]
+    assert [[country in "".join(one["tokens"]) for country in ("France", "Italy")] for one in texts] == [[1, 0], [0, 1]]
+    assert all("norms" in one for one in texts)
+    file = write_index([Section("Patching", "?", beside=(title, view))], tmp_path / "index.html", title="t", run=None)
+    assert f"<h3>{title}</h3><iframe" in file.read_text()

@@ -108,19 +108,6 @@ def test_a_number_that_does_not_fit_is_an_error():
         packed(np.array([-1.0, 3.0]), "u1")
 
 
-def test_the_page_of_a_head_map_holds_the_numbers_of_its_table():
-    spec = spec_in(mapped().view())
-    score = unpacked(spec["score"])
-    for row in mapped().table.sample(50, random_state=chance.seed_of("rows")).itertuples():
-        assert score[row.layer, row.head, spec["relations"].index(row.relation)] == np.float32(row.score)
-    named = np.array([one["name"] for one in spec["labels"]])[unpacked(spec["label"])]
-    for row in mapped().categories.itertuples():
-        assert named[row.layer, row.head] == row.label
-    assert {one["name"]: one["count"] for one in spec["labels"]} == mapped().categories[
-        "label"
-    ].value_counts().to_dict()
-
-
 def test_the_page_of_a_sweep_holds_the_effects_of_its_table():
     spec = spec_in(swept().view())
     assert [one["site"] for one in spec["panels"]] == ["z", "resid_pre"]
@@ -135,14 +122,23 @@ def test_the_page_of_a_sweep_holds_the_effects_of_its_table():
 
 
 def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
-    for example in (0, 1):
-        spec = spec_in(attended().view(example=example))
-        n = len(spec["tokens"])
-        rows, columns = np.tril_indices(n)
-        shown = (unpacked(spec["pattern"]) / 255.0) ** 2
+    spec = spec_in(attended().view())
+    assert [one["name"].split(":")[0] for one in spec["texts"]] == ["0", "1"]
+    for example, text in enumerate(spec["texts"]):
+        rows, columns = np.tril_indices(len(text["tokens"]))
+        shown = (unpacked(text["pattern"]) / 255.0) ** 2
         for place, layer in enumerate(spec["layers"]):
             exact = attended().example("pattern", layer, example).numpy()[:, rows, columns]
             assert np.abs(shown[place] - exact).max() <= 0.004
+    chosen = spec_in(attended().view(example=[1], layers=[3]))
+    assert chosen["layers"] == [3]
+    assert chosen["texts"][0]["tokens"] == spec["texts"][1]["tokens"]
+
+
+def test_of_many_texts_a_page_takes_as_many_as_stay_small():
+    many = hw.load().cache([PAIR[0] * 12] * 9, sites=["pattern"], progress=False)
+    assert 1 < len(spec_in(many.view())["texts"]) < 9
+    assert "texts of 9" in spec_in(many.view())["title"]
 
 
 def test_the_page_of_token_statistics_holds_every_token_of_every_layer():
@@ -214,7 +210,7 @@ def test_norms_of_what_keys_write_are_those_of_values_through_the_heads_output()
         kv = head * v.shape[1] // model.shape.n_heads
         written = v[:, kv] @ model.W_O[3, head]
         torch.testing.assert_close(
-            torch.tensor(unpacked(spec["norms"])[1, head].astype(np.float32)),
+            torch.tensor(unpacked(spec["texts"][0]["norms"])[1, head].astype(np.float32)),
             written.norm(dim=-1),
             rtol=2e-3,
             atol=1e-3,
@@ -280,6 +276,7 @@ def test_a_result_without_a_view_of_its_own_shows_its_table_in_a_notebook():
     [
         ("attention", {"exmaple": 1}, "no option exmaple=.*Did you mean 'example'"),
         ("attention", {"example": 2}, "example"),
+        ("attention", {"example": []}, "names no text"),
         ("attention", {"layers": [0]}, "keeps no pattern of layer 0"),
         ("sweep", {"colour": 1}, "it takes none"),
         ("edges", {"n": 10**6}, "n="),

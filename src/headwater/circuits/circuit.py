@@ -25,10 +25,20 @@ from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.reach import on_a_path
 from headwater.errors import InputError, RunFolderError
 from headwater.models.hooked import HookedModel, check_model
-from headwater.options import checked_kind, checked_path, checked_repeats, checked_seed, has_no_order, is_one, shown
+from headwater.options import (
+    checked_count,
+    checked_kind,
+    checked_path,
+    checked_repeats,
+    checked_seed,
+    has_no_order,
+    is_one,
+    shown,
+)
 from headwater.registry import Registry
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, bundle_of, shown_by
 from headwater.runs.storage import make_folder, write_atomically
+from headwater.runs.view import View
 from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
@@ -210,6 +220,40 @@ class Circuit:
         drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax)
         return drawn
 
+    def strongest(self, n: int) -> Circuit:
+        """Return the circuit of the edges whose effects are largest in size; edges without one come last.
+
+        Args:
+            n: how many edges.
+
+        Raises:
+            InputError: there are not so many.
+        """
+        most = strength_order(self.effects)[: checked_count("n", n, most=len(self))]
+        return self._kept(np.isin(np.arange(len(self)), most))
+
+    def view(self, **what: Any) -> View:
+        """Return the circuit as a page to look into: layers upward, with a slider for the strongest edges.
+
+        Args:
+            what: `n`, how many edges the slider reaches (up to 200 by default); `edges`, what `hw.edges` found, for
+                the interval and placebo of each effect, and `metric`, on which; `runs`, of `hw.run_circuits`, for how
+                faithful the strongest edges are alone (`circuit.strongest(n)` of several sizes).
+
+        Raises:
+            InputError: the circuit is empty, an option does not exist, or `edges` or `runs` are not of these edges.
+        """
+        return shown_by(self, what)
+
+    def save_html(self, path: str | Path, **what: Any) -> Path:
+        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
+
+        Raises:
+            InputError: see `view`; or the path cannot be one.
+            RunFolderError: the file cannot be written.
+        """
+        return self.view(**what).save_html(path)
+
     def __or__(self, other: Circuit) -> Circuit:
         other = self._same(other)
         return self._joined(other, {*self.edges.tolist(), *other.edges.tolist()})
@@ -244,8 +288,11 @@ class Circuit:
         return f"Circuit({len(self):,} of {self.graph.n_edges:,} edges, {len(self.on_a_path):,} on a path)"
 
     def _repr_html_(self) -> str:
-        order = np.argsort(-np.nan_to_num(np.abs(self.effects), nan=-1.0), kind="stable")[:8]
+        order = strength_order(self.effects)[:8]
         return f"<p>{html.escape(repr(self))}</p><div>{self.table.iloc[order].to_html(border=0)}</div>"
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
+        return bundle_of(self) if len(self) else {"text/plain": repr(self), "text/html": self._repr_html_()}
 
     @cached_property
     def _effect_of(self) -> dict[int, float]:
@@ -265,6 +312,11 @@ class Circuit:
         known = {edge: effect for edge, effect in other._effect_of.items() if edge in edges}
         known |= {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
         return made(self.graph, edges, known, tuple(dict.fromkeys((*self.seen, *other.seen))))
+
+
+def strength_order(effects: NDArray[np.float64]) -> Indices:
+    """Return the order of effects, the largest in size first and those that are not known last."""
+    return np.argsort(-np.nan_to_num(np.abs(effects), nan=-1.0), kind="stable")
 
 
 def made(

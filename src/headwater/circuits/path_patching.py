@@ -37,10 +37,9 @@ from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
-from headwater.names import DirectionName, ValueName
 from headwater.options import checked_name, checked_seed
 from headwater.patching.call import check_call
-from headwater.patching.metrics import Measures
+from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.values import Recipe, Source
@@ -57,10 +56,10 @@ def path_patch(
     *,
     senders: Ends,
     receivers: Ends,
-    metric: Measures,
+    metric: Metric | Any,
     through: str = "direct",
-    direction: DirectionName = "noise",
-    values: ValueName | Recipe | Any = OTHER_RUN,
+    direction: str = "noise",
+    values: str | Recipe | Any = OTHER_RUN,
     dataset: Prompts | None = None,
     over: str | None = None,
     positions: Where | None = None,

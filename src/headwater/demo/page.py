@@ -49,6 +49,8 @@ class Section:
     """Whether what was found does not stand out from its control."""
     view: View | None = None
     """What can be looked into, shown in place of the first figure."""
+    beside: tuple[str, View] | None = None
+    """What else can be looked into, with its title."""
 
 
 LEGEND = (
@@ -120,6 +122,9 @@ def _section(number: int, section: Section, folder: Path) -> str:
         parts.append(_looked_into(section.view, section.title))
         parts += [_folded("The same as a figure", pictures.pop(0))] if pictures else []
     parts.append(f'<div class="beside">{"".join(pictures)}</div>' if len(pictures) > 1 else "".join(pictures))
+    if section.beside is not None:
+        title, view = section.beside
+        parts.append(f"<h3>{text_of(title)}</h3>{_looked_into(view, title)}")
     if section.table is not None and len(section.table):
         parts.append(_folded("Numbers", table_of(section.table)))
     parts.append(_folded("What is asked, and how", f'<p class="asks">{text_of(section.question)}</p>'))

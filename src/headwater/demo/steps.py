@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.demo import numbers as of
 from headwater.errors import HeadwaterError
-from headwater.names import TokenName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
     from headwater.questions.answers import AnsweredQuestions
     from headwater.runs.result import Result
+    from headwater.runs.view import View
 
 PAIRS = 16
 
@@ -53,6 +53,10 @@ class Step:
     """How the sentences begin that stand above the figure. Default: with each question set, or all of them."""
     concludes: bool = False
     """Whether the last sentence is the one to begin with."""
+    view: Callable[[Seen, Any], View] | None = None
+    """What can be looked into, in place of the result's own view."""
+    beside: tuple[str, Callable[[Seen, Any], View]] | None = None
+    """What else can be looked into, under its title."""
 
 
 def _heads(seen: Seen, options: dict[str, Any]) -> Result:
@@ -68,7 +72,7 @@ def _answers(seen: Seen, options: dict[str, Any]) -> Result:
     return answer(seen.model, load_questions(sample=seen.questions), **options)
 
 
-def _pathways(token: TokenName) -> Callable[[Seen, dict[str, Any]], Result]:
+def _pathways(token: str) -> Callable[[Seen, dict[str, Any]], Result]:
     def run(seen: Seen, options: dict[str, Any]) -> Result:
         from headwater.pathways.trace import trace_pathways
 
@@ -105,6 +109,19 @@ def _patching(seen: Seen, options: dict[str, Any]) -> Result:
     clean, corrupted, right, wrong = (list(column) for column in zip(*pairs, strict=True))
     metric = logit_difference(right, wrong)
     return patch(seen.model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, **options)
+
+
+def _cards(seen: Seen, heads: Any) -> View:
+    """The head map, with what each head writes."""
+    shown: View = heads.view(model=seen.model)
+    return shown
+
+
+def _attention(seen: Seen, sweep: Any) -> View:
+    """The attention in both prompts of the first pair that was patched."""
+    clean, corrupted, *_ = sweep.run.options["prompts"]
+    cache = seen.model.cache([list(clean[0]), list(corrupted[0])], sites=["pattern"], progress=False)
+    return cache.view(example=[0, 1], values=seen.model)
 
 
 def _answered(seen: Seen) -> AnsweredQuestions:
@@ -176,6 +193,7 @@ STEPS = {
         _heads,
         number=of.heads,
         table=of.head_table,
+        view=_cards,
     ),
     "answers": Step(
         "What the model answers",
@@ -250,5 +268,6 @@ STEPS = {
         number=of.patching,
         needs=("answers",),
         table=of.patching_table,
+        beside=("What each token of the first pair reads, head by head", _attention),
     ),
 }

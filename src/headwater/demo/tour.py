@@ -13,6 +13,8 @@ from headwater.demo.steps import Seen, Step
 from headwater.demo.written import write, write_figure
 from headwater.errors import HeadwaterError, RunFolderError
 from headwater.runs.findings import records_of
+from headwater.runs.result import Result
+from headwater.runs.view import View
 
 INDEX = "index.html"
 
@@ -59,6 +61,11 @@ class Tour:
         title = "headwater on its embedded model"
         return write_index(sections, self.out / INDEX, title=title, run=run)
 
+    def _view(self, step: Step, result: Result) -> View | None:
+        if step.view is not None:
+            return step.view(self.seen, result)
+        return result.view() if result.is_explored else None
+
     def _section(self, name: str, step: Step) -> Section:
         if name in self.failed:
             return Section(step.title, step.asks, failure=self.failed[name])
@@ -73,7 +80,8 @@ class Tour:
             found=number.found,
             control=number.control,
             weak=number.weak,
-            view=result.view() if result.is_explored else None,
+            view=self._view(step, result),
+            beside=None if step.beside is None else (step.beside[0], step.beside[1](self.seen, result)),
             lead=conclusion + lead,
             further=further,
             figures=[

@@ -34,7 +34,6 @@ from headwater.detection.methods import METHODS, Detector, check_methods
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
-from headwater.names import ProbeSiteName, TokenName, VariantName
 from headwater.options import checked_flag, checked_layer, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.controls import span_logits
@@ -152,10 +151,10 @@ def detect(
     answered: AnsweredQuestions,
     *,
     methods: Sequence[str] = METHODS,
-    site: ProbeSiteName = "mlp_out",
-    token: TokenName = "exact_answer_last",
+    site: str = "mlp_out",
+    token: str = "exact_answer_last",
     layer: int | None = None,
-    variant: VariantName = "mask",
+    variant: str = "mask",
     cross_fit: bool = True,
     reweighting: Reweighting | None = None,
     seeds: int = 3,

@@ -104,7 +104,7 @@ def head_maps(maps: Sequence[HeadMap], columns: int | None = None, *, style: str
         InputError: there are no maps, or what is given are none.
     """
     maps, as_published = _listed(maps), is_published(style)
-    names = _names(maps)
+    names = names_of(maps)
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
     rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 if as_published else len(_lines(maps)) + 2) * LINE
@@ -127,8 +127,8 @@ def head_maps(maps: Sequence[HeadMap], columns: int | None = None, *, style: str
     return figure
 
 
-def _names(maps: Sequence[HeadMap]) -> list[str]:
-    """What to call each map: its model; where several are of one, with the rule, else with their number, too."""
+def names_of(maps: Sequence[HeadMap]) -> list[str]:
+    """Return what to call each map: its model; where several are of one, with the rule, else with their number, too."""
     for more in ("", "rule"):
         names = [f"{one.title}, {one.run.options.get(more)}" if more else one.title for one in maps]
         if len(set(names)) == len(names):

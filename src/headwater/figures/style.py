@@ -111,11 +111,11 @@ def figure_of(plot: Axes | Figure) -> Figure:
     return figure
 
 
-def png_of(plot: Axes | Figure) -> bytes:
-    """Return a figure as a picture of 300 dots per inch, cropped to what it holds."""
+def png_of(plot: Axes | Figure, dpi: int | None = None) -> bytes:
+    """Return a figure as a picture of 300 dots per inch, or of `dpi`, cropped to what it holds."""
     written = BytesIO()
     with style():
-        figure_of(plot).savefig(written, format="png", **CROPPED)
+        figure_of(plot).savefig(written, format="png", **CROPPED | ({} if dpi is None else {"dpi": dpi}))
     return written.getvalue()
 
 

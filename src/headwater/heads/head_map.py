@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,11 +16,12 @@ from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, re
 from headwater.heads.categories import UNCLASSIFIED, add_excess, apply_rule, head_categories, label_counts
 from headwater.heads.prompts import TEMPLATE, relations_of
 from headwater.heads.relations import Relations
-from headwater.heads.salient import salient_operations
+from headwater.heads.salient import salient_of_heads, salient_operations
 from headwater.heads.sensitivity import Sensitivity, heads_by_threshold
 from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load, weights_of
+from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, shown
 from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row, rounded
@@ -233,6 +234,45 @@ class HeadMap(Result):
             InputError: the head or the embedding does not exist.
         """
         layer = checked_count("layer", layer, least=0)
+        if embedding is None:
+            embedding = self.read_by(layer)
+        weights = self._weights(model)
+        return salient_operations(weights, layer, head, embedding=embedding, sources=sources, targets=targets)
+
+    def salient_of(
+        self,
+        heads: Sequence[tuple[int, int]],
+        *,
+        model: HookedModel | str | Path | None = None,
+        sources: int = 5,
+        targets: int = 5,
+    ) -> pd.DataFrame:
+        """Return what `salient` says of several heads, with `layer, head` in front; the vocabulary is read once.
+
+        Args:
+            heads: (layer, head) of each.
+            model: the model these heads belong to; by default it is opened again by its name.
+            sources: how many salient tokens.
+            targets: how many tokens to list for each, written and suppressed.
+
+        Raises:
+            ModelError: the model cannot be opened by its name, or is another one.
+            InputError: a head does not exist.
+        """
+        weights = self._weights(model)
+        kinds = list(dict.fromkeys(self.read_by(layer) for layer, _ in heads))
+        alike = {kind: [(layer, head) for layer, head in heads if self.read_by(layer) == kind] for kind in kinds}
+        tables = [
+            salient_of_heads(weights, some, embedding=kind, sources=sources, targets=targets)
+            for kind, some in alike.items()
+        ]
+        return pd.concat(tables, ignore_index=True) if tables else salient_of_heads(weights, [])
+
+    def read_by(self, layer: int) -> str:
+        """Return the effective embedding that heads of a layer are scored with."""
+        return str(self.run.options["embedding"]) if layer > 0 else "raw"
+
+    def _weights(self, model: HookedModel | str | Path | None) -> WeightSource:
         if model is None:
             model = load() if self.run.model == "embedded" else self.run.model
         weights = weights_of(model)
@@ -241,9 +281,7 @@ class HeadMap(Result):
                 f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}. "
                 "Pass that model as model=."
             )
-        if embedding is None:
-            embedding = self.run.options["embedding"] if layer > 0 else "raw"
-        return salient_operations(weights, layer, head, embedding=embedding, sources=sources, targets=targets)
+        return weights
 
 
 def checked_map(head_map: object) -> HeadMap:

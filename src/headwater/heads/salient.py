@@ -9,8 +9,11 @@ embedding) and W_V, W_O the head's factors:
    suppresses).
 
 W_V W_O is never formed: with z = x_t W_V, |z W_O|² = z (W_O W_Oᵀ) zᵀ, and W_O W_Oᵀ is d_head × d_head. The vocabulary
-is read in pieces.
+is read in pieces, and once for any number of heads.
 """
+
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import pandas as pd
 import torch
@@ -24,6 +27,11 @@ from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_name
 
 SIGNS = ("writes", "suppresses")
+COLUMNS = ("rank", "sigma", "source", "source_id", "sign", "place", "target", "target_id", "logit")
+PIECE = 8192
+"""Tokens whose effective embeddings are in memory at a time."""
+Factors: TypeAlias = tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_head d_model"]]
+"""A head's W_V and W_O."""
 
 
 def salient_operations(
@@ -47,23 +55,78 @@ def salient_operations(
     Raises:
         InputError: the head or the embedding does not exist, or less than one token is asked for.
     """
-    shape = weights.shape
+    table = salient_of_heads(weights, [(layer, head)], embedding=embedding, sources=sources, targets=targets)
+    return table.drop(columns=["layer", "head"])
+
+
+def salient_of_heads(
+    weights: WeightSource,
+    heads: Sequence[tuple[int, int]],
+    *,
+    embedding: str = "raw",
+    sources: int = 15,
+    targets: int = 5,
+) -> pd.DataFrame:
+    """Return what several heads do to the tokens that each writes most strongly about; the vocabulary is read once.
+
+    Args:
+        weights: the model's parameters.
+        heads: (layer, head) of each.
+        embedding: what the heads read: "raw", "mlp0", "embed+mlp0" or "layer0".
+        sources: how many salient tokens.
+        targets: how many tokens to list for each, on either side.
+
+    Returns:
+        The rows of `salient_operations` of each head, with `layer, head` in front.
+
+    Raises:
+        InputError: a head or the embedding does not exist, or less than one token is asked for.
+    """
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
+    asked = [_checked_head(weights, *one) for one in heads]
+    with torch.inference_mode():
+        factors = [_factors(weights, *one) for one in asked]
+        tables = [
+            _described(weights, *one, of_head, embedding, targets, sources)
+            for one, of_head in zip(factors, gains_of_heads(weights, factors, embedding), strict=True)
+        ]
+    for place, table in zip(asked, tables, strict=True):
+        table.insert(0, "head", place[1])
+        table.insert(0, "layer", place[0])
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["layer", "head", *COLUMNS])
+
+
+def _checked_head(weights: WeightSource, layer: int, head: int) -> tuple[int, int]:
+    shape = weights.shape
     layer, head = checked_count("layer", layer, least=0), checked_count("head", head, least=0)
     if not (layer < shape.n_layers and head < shape.n_heads):
         raise InputError(
             f"Head {head} of layer {layer} was asked for; {weights.name} has {shape.n_layers} layers of "
             f"{shape.n_heads} heads."
         )
-    with torch.inference_mode():
-        factors = weights.ov(layer)
-        W_V, W_O = factors.W_V[factors.value_head(head)], factors.W_O[head]
-        gains = source_gains(weights, W_V, W_O, embedding)
-        strongest = gains.topk(min(sources, len(gains)))
-        x = weights.effective_embedding(strongest.indices, embedding)
-        logits = (x @ W_V @ W_O @ weights.unembedding())[:, : len(gains)]
-        ends = [logits.topk(min(targets, len(gains)), largest=largest) for largest in (True, False)]
+    return layer, head
+
+
+def _factors(weights: WeightSource, layer: int, head: int) -> Factors:
+    factors = weights.ov(layer)
+    return factors.W_V[factors.value_head(head)], factors.W_O[head]
+
+
+def _described(
+    weights: WeightSource,
+    W_V: Float[Tensor, "d_model d_head"],
+    W_O: Float[Tensor, "d_head d_model"],
+    gains: Float[Tensor, "token"],
+    embedding: str,
+    targets: int,
+    sources: int,
+) -> pd.DataFrame:
+    """Describe a head's salient sources by both ends of its map."""
+    strongest = gains.topk(min(sources, len(gains)))
+    x = weights.effective_embedding(strongest.indices, embedding)
+    logits = (x @ W_V @ W_O @ weights.unembedding())[:, : len(gains)]
+    ends = [logits.topk(min(targets, len(gains)), largest=largest) for largest in (True, False)]
     return _table(weights, strongest.values, strongest.indices, ends)
 
 
@@ -72,7 +135,7 @@ def source_gains(
     W_V: Float[Tensor, "d_model d_head"],
     W_O: Float[Tensor, "d_head d_model"],
     embedding: str,
-    piece: int = 8192,
+    piece: int = PIECE,
 ) -> Float[Tensor, "token"]:
     """Return sigma_t = |x_t W_V W_O| / |x_t| of every token the tokenizer knows; 0 where x_t is 0.
 
@@ -83,16 +146,24 @@ def source_gains(
         embedding: the kind of effective embedding.
         piece: how many tokens are in memory at a time.
     """
-    gram = (W_O @ W_O.T).double()
-    gains = []
+    return gains_of_heads(weights, [(W_V, W_O)], embedding, piece)[0]
+
+
+def gains_of_heads(
+    weights: WeightSource, factors: Sequence[Factors], embedding: str, piece: int = PIECE
+) -> list[Float[Tensor, "token"]]:
+    """Return `source_gains` of several heads, given by their W_V and W_O."""
+    grams = [(W_O @ W_O.T).double() for _, W_O in factors]
+    gains: list[list[Tensor]] = [[] for _ in factors]
     known = min(len(weights.tokenizer), weights.shape.d_vocab)
-    for tokens in torch.arange(known, device=W_V.device).split(piece):
+    for tokens in torch.arange(known, device=factors[0][0].device if factors else None).split(piece):
         x = weights.effective_embedding(tokens, embedding)
-        z = (x @ W_V).double()
-        written = torch.linalg.vecdot(z @ gram, z).clamp(min=0).sqrt()
         read = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
-        gains.append(torch.where(read > 0, written / read, 0.0))
-    return torch.cat(gains).float()
+        for of_head, (W_V, _), gram in zip(gains, factors, grams, strict=True):
+            z = (x @ W_V).double()
+            written = torch.linalg.vecdot(z @ gram, z).clamp(min=0).sqrt()
+            of_head.append(torch.where(read > 0, written / read, 0.0))
+    return [torch.cat(of_head).float() for of_head in gains]
 
 
 def _table(
@@ -112,5 +183,4 @@ def _table(
             ):
                 head = (index + 1, float(sigma[index]), word, int(source[index]))
                 rows.append((*head, sign, place, target, token, logit))
-    columns = ["rank", "sigma", "source", "source_id", "sign", "place", "target", "target_id", "logit"]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=list(COLUMNS))

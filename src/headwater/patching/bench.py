@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,20 @@ class Looked:
     """The same after the change of each other set."""
     states: Float[Tensor, "layer kept d_model"]
     """Behind each layer, at the positions of the metric."""
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What the residual stream behind every layer says of the next token."""
+
+    by_layer: list[float]
+    """The metric as each layer would have it, were it the last."""
+    probabilities: Float[Tensor, " d_vocab"]
+    """Of all tokens at the last position of the metric, behind the last layer."""
+
+    def likeliest(self, count: int) -> list[int]:
+        """Return the ids of the likeliest tokens, the likeliest first."""
+        return self.probabilities.topk(min(count, len(self.probabilities))).indices.tolist()
 
 
 class Bench:
@@ -144,8 +159,13 @@ class Bench:
             kept = torch.stack([states[reading] for reading in self.plan.states])[:, self._columns]
         return Looked(values[0], tuple(values[1:]), kept)
 
-    def by_layer(self, states: Float[Tensor, "layer kept d_model"]) -> list[float]:
-        """Return the metric as each layer would have it, were it the last (logit lens).
+    @cached_property
+    def before(self) -> Told:
+        """What the run that is edited says, read once."""
+        return self.read(self.states)
+
+    def read(self, states: Float[Tensor, "layer kept d_model"]) -> Told:
+        """Return what states behind every layer say, each read as if it were the last (logit lens).
 
         A metric that is against the clean run is against that run's logits at the end.
         """
@@ -153,7 +173,8 @@ class Bench:
             logits = self.logits(states)
             answers = [ids[:1].to(logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
             clean = self._clean().expand_as(logits) if self.metric.against_clean else None
-            return self.metric.measure(logits, answers, clean).double().tolist()
+            metric = self.metric.measure(logits, answers, clean).double().tolist()
+            return Told(metric, logits[-1, -1].double().softmax(-1).cpu())
 
     def logits(self, states: Float[Tensor, "layer kept d_model"]) -> Float[Tensor, "layer kept d_vocab"]:
         """Return the logits that states behind some layers would give."""
@@ -172,14 +193,3 @@ class Bench:
     def _columns(self) -> list[int]:
         """Where the positions of the metric stand among all that are read."""
         return [self.plan.positions[0].index(position) for position in self.kept]
-
-    def likeliest(
-        self, states: Float[Tensor, "layer kept d_model"], count: int
-    ) -> tuple[list[int], Float[Tensor, " d_vocab"]]:
-        """Return the likeliest tokens at the last position of the metric, given what stands behind each layer.
-
-        Returns:
-            Their ids, and the probabilities of all tokens.
-        """
-        logits = self.logits(states[-1:])[0, -1].double()
-        return logits.topk(min(count, len(logits))).indices.tolist(), logits.softmax(-1)

@@ -113,13 +113,7 @@ class Result:
         Raises:
             InputError: it offers no such choice, or refuses the one made.
         """
-        show = VIEWS.of_class(type(self))
-        known = list(inspect.signature(show).parameters)[1:]
-        if unknown := [name for name in what if name not in known]:
-            offered = f"it takes {', '.join(known)}" if known else "it takes none"
-            said = did_you_mean(unknown[0], known)
-            raise InputError(f"The view of a {type(self).__name__} has no option {unknown[0]}=: {offered}.{said}")
-        return show(self, **what)
+        return shown_by(self, what)
 
     def save_html(self, path: str | Path, **what: object) -> Path:
         """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
@@ -164,12 +158,9 @@ class Result:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
         """Return what a notebook shows as the last line of a cell: the view above the table, where it is small."""
-        shown: dict[str, str | bytes] = {"text/plain": repr(self), "text/html": self._repr_html_()}
-        if not self.is_explored or len((view := self.view()).page) > INLINE:
-            return shown
-        below = f"<details><summary>table</summary>{self._repr_html_()}</details>"
-        shown["text/html"] = f"<p>{html.escape(repr(self), quote=False)}</p>{view._repr_html_()}{below}"
-        return shown if view.picture is None else shown | {"image/png": view.picture}
+        if not self.is_explored:
+            return {"text/plain": repr(self), "text/html": self._repr_html_()}
+        return bundle_of(self)
 
     @property
     def is_explored(self) -> bool:
@@ -178,6 +169,31 @@ class Result:
 
 
 AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+def shown_by(shown: Any, what: Mapping[str, object]) -> View:
+    """Return what the view registered for an object's class makes of it, with the options it offers.
+
+    Raises:
+        InputError: it offers no such choice, or refuses the one made.
+    """
+    show = VIEWS.of_class(type(shown))
+    known = list(inspect.signature(show).parameters)[1:]
+    if unknown := [name for name in what if name not in known]:
+        offered = f"it takes {', '.join(known)}" if known else "it takes none"
+        said = did_you_mean(unknown[0], known)
+        raise InputError(f"The view of a {type(shown).__name__} has no option {unknown[0]}=: {offered}.{said}")
+    return show(shown, **what)
+
+
+def bundle_of(shown: Any) -> dict[str, str | bytes]:
+    """Return what a notebook shows of what has a view: it above the table, where its page is small; else the table."""
+    bundle: dict[str, str | bytes] = {"text/plain": repr(shown), "text/html": shown._repr_html_()}
+    if len((view := shown.view()).page) > INLINE:
+        return bundle
+    below = f"<details><summary>table</summary>{shown._repr_html_()}</details>"
+    bundle["text/html"] = f"<p>{html.escape(repr(shown), quote=False)}</p>{view._repr_html_()}{below}"
+    return bundle if view.picture is None else bundle | {"image/png": view.picture}
 
 
 def table_html(shown: object, table: pd.DataFrame) -> str:

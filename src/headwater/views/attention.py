@@ -1,4 +1,4 @@
-"""The view of a cache: the attention patterns of one text, head by head, with the text to point at.
+"""The view of a cache: the attention patterns of texts, head by head, each with its text to point at.
 
 Weights travel as the square roots of 8-bit numbers, `a ≈ (q / 255)²`: off by at most 0.004, and small ones stay larger
 than 0, of which most weights of a long text are. With `values=model` a head's weight can be multiplied by the length of
@@ -18,7 +18,7 @@ from headwater.errors import InputError
 from headwater.models.caches.cache import Cache
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.weights.opening import open_weights
-from headwater.options import checked_count, shown
+from headwater.options import checked_count, one_or_several, shown
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
@@ -26,21 +26,25 @@ from headwater.views.picture import picture
 
 LONGEST = 2048
 """Tokens of a text whose patterns are drawn."""
+SMALL = 2**20
+"""Weights in a page, of all its texts together, where nobody chose the texts; of one text there may be more."""
+BEGINS = 24
+"""Characters by which a text is named."""
 
 
 @VIEWS.add(Cache)
 def view_cache(
     cache: Cache,
     *,
-    example: int = 0,
+    example: int | Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
     values: HookedModel | None = None,
 ) -> View:
-    """Show the attention patterns of one text; a cache that keeps none shows how large its activations are.
+    """Show the attention patterns of texts; a cache that keeps none shows how large its activations are.
 
     Args:
         cache: with `pattern` among its sites, at all positions.
-        example: which text.
+        example: which text, or several to choose among; default: the first ones, as many as make a small page.
         layers: which layers; all that are kept by default.
         values: the model the cache was made with: weights can then be multiplied by what each key writes.
 
@@ -49,36 +53,65 @@ def view_cache(
     """
     if "pattern" not in cache.kept:
         return picture(cache)
-    return interactive(cache, "attention.js", spec_of(cache, example, layers, values), height=760)
+    return interactive(cache, ("strip.js", "attention.js"), spec_of(cache, example, layers, values), height=760)
 
 
-def spec_of(cache: Cache, example: int, layers: Sequence[int] | None, values: HookedModel | None) -> dict[str, object]:
-    """Return what the script draws: tokens, `layer head entry` weights, and `layer head key` norms."""
-    example = checked_count("example", example, least=0, most=len(cache.texts) - 1)
+def spec_of(
+    cache: Cache, example: int | Sequence[int] | None, layers: Sequence[int] | None, values: HookedModel | None
+) -> dict[str, object]:
+    """Return what the script draws: of each text its tokens, `layer head entry` weights, and `layer head key` norms."""
     kept = cache.kept["pattern"].layers
     chosen = list(kept if layers is None else layers)
     if missing := [layer for layer in chosen if layer not in kept]:
         raise InputError(f"The cache keeps no pattern of layer {shown(missing[0])}; it keeps those of {list(kept)}.")
-    tokens = cache.tokens.loc[cache.tokens["example"] == example, "token"].astype(str).tolist()
-    whole = np.stack([cache.example("pattern", layer, example).float().numpy() for layer in chosen])
-    if whole.shape[-2] != len(tokens) or len(tokens) > LONGEST:
-        raise InputError(
-            f"Text {example} has {len(tokens):,} tokens and {whole.shape[-2]:,} of its queries are kept: a view takes "
-            f"patterns of all positions, of texts of at most {LONGEST:,} tokens."
-        )
-    causal = not np.triu(whole, 1).any()
-    rows, columns = np.tril_indices(len(tokens)) if causal else np.indices((len(tokens), len(tokens))).reshape(2, -1)
-    spec: dict[str, object] = {
-        "title": f"Attention of {cache.run.model}: text {example}, {len(tokens)} tokens",
-        "tokens": tokens,
+    texts = _chosen(cache, example, len(chosen) * len(cache.heads))
+    which = f"text {texts[0]}" if len(texts) == 1 else f"{len(texts)} texts"
+    of_all = f" of {len(cache.texts):,}" if len(texts) not in (1, len(cache.texts)) else ""
+    return {
+        "title": f"Attention of {cache.run.model}: {which}{of_all}",
         "layers": chosen,
         "heads": list(cache.heads),
-        "causal": bool(causal),
-        "pattern": packed(np.rint(255 * np.sqrt(whole[..., rows, columns].clip(0, 1))), "u1"),
+        "texts": [_text(cache, number, chosen, values) for number in texts],
     }
-    if values is not None:
-        spec["norms"] = packed(written_norms(values, cache, example, chosen).numpy(), "f2")
-    return spec
+
+
+def _chosen(cache: Cache, example: int | Sequence[int] | None, heads: int) -> list[int]:
+    """Return the texts that were asked for, or as many of the first as make a small page."""
+    most = len(cache.texts) - 1
+    if example is not None:
+        listed = one_or_several(example)
+        if not listed:
+            raise InputError("example=[] names no text; name one, or leave it out.")
+        return list(dict.fromkeys(checked_count("example", one, least=0, most=most) for one in listed))
+    weights = np.cumsum(cache.texts["tokens"].to_numpy().astype(float) ** 2 / 2 * heads)
+    return list(range(max(1, int((weights <= SMALL).sum()))))
+
+
+def _text(cache: Cache, number: int, layers: Sequence[int], values: HookedModel | None) -> dict[str, object]:
+    tokens = cache.tokens.loc[cache.tokens["example"] == number, "token"].astype(str).tolist()
+    whole = np.stack([cache.example("pattern", layer, number).float().numpy() for layer in layers])
+    if whole.shape[-2] != len(tokens) or len(tokens) > LONGEST:
+        raise InputError(
+            f"Text {number} has {len(tokens):,} tokens and {whole.shape[-2]:,} of its queries are kept: a view takes "
+            f"patterns of all positions, of texts of at most {LONGEST:,} tokens."
+        )
+    text: dict[str, object] = {
+        "name": f"{number}: {' '.join(''.join(tokens).split())[:BEGINS]} ({len(tokens)} tokens)",
+        "tokens": tokens,
+        **weights_of(whole),
+    }
+    return (
+        text if values is None else text | {"norms": packed(written_norms(values, cache, number, layers).numpy(), "f2")}
+    )
+
+
+def weights_of(patterns: Float[np.ndarray, "layer head query key"]) -> dict[str, object]:
+    """Return patterns as a page holds them: in whole, or where no query looks ahead without what would be 0."""
+    queries, keys = patterns.shape[-2:]
+    causal = not np.triu(patterns, 1).any()
+    rows, columns = np.tril_indices(queries) if causal else np.indices((queries, keys)).reshape(2, -1)
+    roots = np.sqrt(patterns[..., rows, columns].clip(0, 1))
+    return {"causal": causal, "pattern": packed(np.rint(255 * roots), "u1")}
 
 
 def written_norms(

@@ -94,9 +94,9 @@ def about(clicks: Clicks, how: str) -> dict[str, object]:
     """Return what is known of one kind of change before anything is clicked."""
     bench = clicks.bench(how)
     before, goal = bench.unedited
-    ids, probabilities = bench.likeliest(bench.states, 5)
+    ids = bench.before.likeliest(5)
     named = clicks.model.token_strings(ids)
-    top = [[token, float(probabilities[i])] for token, i in zip(named, ids, strict=True)]
+    top = [[token, float(bench.before.probabilities[i])] for token, i in zip(named, ids, strict=True)]
     left_open = {kind: {axis: f"{{{axis}}}" for axis in axes} for kind, (_, *axes) in KINDS.items()}
     return {
         "tokens": list(clicks.tokens(how)),
@@ -105,7 +105,7 @@ def about(clicks: Clicks, how: str) -> dict[str, object]:
         "query": bench.kept[-1],
         "before": before,
         "goal": goal,
-        "layers": bench.by_layer(bench.states),
+        "layers": bench.before.by_layer,
         "top": top,
         "code": {kind: clicks.code([{"site": KINDS[kind][0], **axes}], how) for kind, axes in left_open.items()},
     }

@@ -1,84 +1,154 @@
-"""The view of edges: the strongest as a circuit, layers upward; each with its interval and what edges of its shape do.
+"""The view of edges and of circuits: layers upward, the strongest first; each edge with its interval and placebo.
 
 The placebo of an edge is drawn from the other edges between the same kinds of parts in the same layers: the 95 %
-quantile of the sizes of their mean effects. The interval is the bootstrap's, over examples.
+quantile of the sizes of their mean effects. The interval is the bootstrap's, over examples. How faithful the strongest
+edges are alone is read of runs of just these, never in between.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from headwater.circuits.circuit import made
+from headwater.circuits.circuit import Circuit, strength_order
+from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.graph import Graph
 from headwater.circuits.result import EdgeEffects
+from headwater.errors import InputError
 from headwater.figures.circuit import ABOVE, BELOW, layout, lines_of
-from headwater.options import checked_count
+from headwater.options import checked_count, checked_kind, checked_name
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.stats.resample import Draws, ends
-from headwater.views.interactive import interactive
+from headwater.views.interactive import interactive, page_around
 from headwater.views.lines import rounded
-from headwater.views.picture import picture
+from headwater.views.page import table_of, text_of
+from headwater.views.picture import drawn, picture
 
 LARGEST = 200
 """Edges that a page holds by default."""
 MOST = 5000
 """Edges that a page holds at most."""
 QUANTILE = 0.95
+ROWS = 50
+"""Edges in the table below a circuit."""
 
 
 @VIEWS.add(EdgeEffects)
-def view_edges(edges: EdgeEffects, *, n: int | None = None, metric: str | None = None) -> View:
+def view_edges(
+    edges: EdgeEffects, *, n: int | None = None, metric: str | None = None, runs: CircuitRuns | None = None
+) -> View:
     """Show the strongest edges as a circuit; edges of single positions, or through MLPs, as their figure.
 
     Args:
         edges: a result of `hw.edges`.
         n: how many edges the slider reaches; up to 200 by default.
         metric: on which metric; the first by default.
+        runs: of `hw.run_circuits`: how faithful the strongest edges are alone, `edges.circuit(n)` of several sizes.
 
     Raises:
-        InputError: there is no such metric, or there are not so many edges.
+        InputError: there is no such metric, or there are not so many edges; or nothing in `runs` is of these edges.
     """
     most = min(MOST, len(edges.chosen))
     n = min(LARGEST, most) if n is None else checked_count("n", n, most=most)
     if edges.by_position or {"positions", "through"} & set(edges.run.options):
         return picture(edges)
-    return interactive(edges, "circuit.js", spec_of(edges, n, metric), height=760)
+    spec = spec_of(edges, edges.circuit(n, metric=metric), metric, runs)
+    name = (metric or edges.metrics[0]).replace("_", " ")
+    title = f"Edges of {edges.run.model}, {name}: the {n:,} strongest of {len(edges.chosen):,}"
+    return interactive(edges, "circuit.js", spec | {"title": title}, height=760)
 
 
-def spec_of(edges: EdgeEffects, n: int, metric: str | None) -> dict[str, object]:
+@VIEWS.add(Circuit)  # type: ignore[arg-type]
+def view_circuit(
+    circuit: Circuit,
+    *,
+    n: int | None = None,
+    edges: EdgeEffects | None = None,
+    metric: str | None = None,
+    runs: CircuitRuns | None = None,
+) -> View:
+    """Show a circuit: what `Circuit.view` says."""
+    if not len(circuit):
+        raise InputError("The circuit has no edges: there is nothing to show.")
+    most = min(MOST, len(circuit))
+    shown = circuit.strongest(min(LARGEST, most) if n is None else checked_count("n", n, most=most))
+    title = f"A circuit of {len(circuit):,} edges" + (f": the {len(shown):,} strongest" * (len(shown) < len(circuit)))
+    spec = spec_of(edges, shown, metric, runs)
+    below = f"<p>{text_of(repr(circuit))}.</p>{table_of(shown.table.head(ROWS))}"
+    return page_around(spec | {"title": title}, "circuit.js", (drawn(shown), title), below, height=760)
+
+
+def spec_of(
+    edges: EdgeEffects | None, circuit: Circuit, metric: str | None, runs: CircuitRuns | None
+) -> dict[str, object]:
     """Return what the script draws: nodes by place, the lines between them, and edges, the strongest first."""
-    circuit = edges.circuit(n, metric=metric)
-    graph, m = edges.graph, 0 if metric is None else list(edges.metrics).index(metric)
-    order = np.argsort(-np.abs(circuit.effects), kind="stable")
-    ranked = made(graph, circuit.edges, dict(zip(circuit.edges.tolist(), circuit.effects.tolist(), strict=True)))
-    exact, estimated = (one[:, 0, :, m].double().numpy() for one in (edges.effects, edges.estimates))
-    values = np.where(np.isnan(exact).all(0), estimated, exact)
-    columns = np.searchsorted(edges.chosen.numpy(), circuit.edges[order])
-    low, high = ends(Draws.of(range(len(values))).mean(values[:, columns]))
-    placebo, others = _placebos(graph, edges.chosen.numpy(), values.mean(0), columns)
-    lines, rank = lines_of(ranked), np.argsort(order)
+    graph, order = circuit.graph, strength_order(circuit.effects)
+    lines, rank = lines_of(circuit), np.argsort(order)
     places = layout(graph, lines)
+    numbers = circuit.edges[order]
+    about: dict[str, object] = dict.fromkeys(("low", "high", "placebo"), [None] * len(order))
+    about |= {"others": [0] * len(order), "exact": [True] * len(order)}
+    if edges is not None:
+        about = _intervals(edges, numbers, metric)
     return {
-        "title": f"Edges of {edges.run.model}, {edges.metrics[m].replace('_', ' ')}: the {n:,} strongest of "
-        f"{len(edges.chosen):,}",
-        "examples": len(values),
+        "examples": None if edges is None else len(edges.effects),
         "colors": [ABOVE, BELOW],
         "nodes": {
             str(node): {"name": "logits" if node == len(graph.senders) else graph.senders.name(node), "at": list(place)}
             for node, place in places.items()
         },
         "lines": [[int(rank[line.edge]), line.source, line.target, line.kind] for line in lines],
-        "edges": {
-            "name": [graph.name(int(edge)) for edge in circuit.edges[order]],
-            "effect": rounded(circuit.effects[order]),
-            "low": rounded(low),
-            "high": rounded(high),
-            "placebo": rounded(placebo),
-            "others": others,
-            "exact": [bool(one) for one in ~np.isnan(exact[:, columns]).all(0)],
-        },
+        "edges": {"name": [graph.name(int(edge)) for edge in numbers], "effect": rounded(circuit.effects[order])}
+        | about,
+        "runs": None if runs is None else _alone(runs, numbers),
     }
+
+
+def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> dict[str, object]:
+    """Return the interval and placebo of some edges, and whether their effects are runs.
+
+    Raises:
+        InputError: there is no such metric, or an edge is not among the effects.
+    """
+    checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
+    m = 0 if metric is None else list(edges.metrics).index(checked_name("metric", metric, tuple(edges.metrics)))
+    exact, estimated = (one[:, 0, :, m].double().numpy() for one in (edges.effects, edges.estimates))
+    values, chosen = np.where(np.isnan(exact).all(0), estimated, exact), edges.chosen.numpy()
+    if absent := [int(edge) for edge in numbers if edge not in chosen]:
+        raise InputError(f"edges= holds no effect of {edges.graph.name(absent[0])}, an edge of the circuit.")
+    columns = np.searchsorted(chosen, numbers)
+    low, high = ends(Draws.of(range(len(values))).mean(values[:, columns]))
+    placebo, others = _placebos(edges.graph, chosen, values.mean(0), columns)
+    found = {"low": rounded(low), "high": rounded(high), "placebo": rounded(placebo), "others": others}
+    return found | {"exact": [bool(one) for one in ~np.isnan(exact[:, columns]).all(0)]}
+
+
+def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
+    """Return how faithful the strongest edges are alone, by how many, beside random circuits of their shape.
+
+    Raises:
+        InputError: no circuit of the runs is the strongest of these edges.
+    """
+    checked_kind("runs", runs, CircuitRuns, "hw.run_circuits(...)")
+    named = {name: one for name, one in runs.circuits.items() if 0 < len(one) <= len(numbers)}
+    nested = [name for name, one in named.items() if set(one.edges.tolist()) == set(numbers[: len(one)].tolist())]
+    summary = runs.summary()
+    rows = summary[summary["circuit"].isin(nested) & (summary["metric"] == summary["metric"].iloc[0])]
+    if not len(rows):
+        raise InputError(
+            "runs= holds no circuit that is the strongest edges of this one: give hw.run_circuits circuits such as "
+            "circuit.strongest(20)."
+        )
+    columns = ["faithfulness", "low", "high", "placebo", "placebo_high"]
+    held = dict(zip(columns, (rounded(rows[one]) for one in columns), strict=True))
+    sizes = zip(rows["edges"].tolist(), rows["examples"].tolist(), *held.values(), strict=True)
+    return sorted(
+        (
+            {"edges": n, "examples": examples} | dict(zip(columns, of_size, strict=True))
+            for n, examples, *of_size in sizes
+        ),
+        key=lambda one: one["edges"],
+    )
 
 
 def _placebos(graph: Graph, chosen: np.ndarray, means: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, list[int]]:

@@ -23,7 +23,7 @@ import pandas as pd
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_name
-from headwater.patching.bench import Bench, Looked
+from headwater.patching.bench import Bench, Looked, Told
 from headwater.patching.metrics import Metric
 from headwater.patching.nodes import Node, read_nodes, set_name
 from headwater.patching.prompts import Prompts
@@ -239,10 +239,11 @@ class Clicks:
         since = time.perf_counter()
         (before, goal), parts = bench.unedited, self._parts(bench, nodes)
         looked = bench.look(nodes, [[part] for part in parts])
+        after = bench.read(looked.states)
         return Patched(
             nodes, how, before, looked.value, goal,
-            top=self._top(bench, looked),
-            layers=_layers(bench, looked),
+            top=self._top(bench.before, after),
+            layers=_layers(bench.before, after),
             parts=_parts_table(parts, looked, before, goal),
             seconds=time.perf_counter() - since,
             code=self.code([node.described() for node in nodes], how),
@@ -261,13 +262,12 @@ class Clicks:
             return [Node(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
         return []
 
-    def _top(self, bench: Bench, looked: Looked) -> pd.DataFrame:
+    def _top(self, first: Told, then: Told) -> pd.DataFrame:
         """List the likeliest answers of both runs, those that gained most first."""
-        first, before = bench.likeliest(bench.states, TOP // 2)
-        then, after = bench.likeliest(looked.states, TOP)
-        ids = list(dict.fromkeys([*then[: TOP // 2], *first, *then]))[:TOP]
+        after = then.likeliest(TOP)
+        ids = list(dict.fromkeys([*after[: TOP // 2], *first.likeliest(TOP // 2), *after]))[:TOP]
         table = pd.DataFrame({"token": self.model.token_strings(ids)})
-        table["before"], table["after"] = before[ids].numpy(), after[ids].numpy()
+        table["before"], table["after"] = first.probabilities[ids].numpy(), then.probabilities[ids].numpy()
         table["change"] = table["after"] - table["before"]
         return table.sort_values("after", ascending=False, kind="stable").reset_index(drop=True)
 
@@ -276,9 +276,9 @@ class Clicks:
         return f"{type(self).__name__}({self.model.name}: {held})"
 
 
-def _layers(bench: Bench, looked: Looked) -> pd.DataFrame:
+def _layers(first: Told, then: Told) -> pd.DataFrame:
     """Say what the metric is behind each layer, before and after."""
-    before, after = bench.by_layer(bench.states), bench.by_layer(looked.states)
+    before, after = first.by_layer, then.by_layer
     table = pd.DataFrame({"layer": range(len(before)), "before": before, "after": after})
     return table.assign(change=table["after"] - table["before"])
 

@@ -1,48 +1,135 @@
-"""The view of a head map: layer by head; hover for a head's relations, filter by category, colour by one relation."""
+"""The view of head maps: layer by head; hover for a head's relations, filter, colour by a relation, open its card.
+
+Several maps stand side by side (`beside=`): what is pointed at, kept, filtered or coloured in one is so in all. With
+`model=` a head's card says what it writes and suppresses, for the tokens that it writes most strongly about.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from headwater.figures.head_map import mark_of
-from headwater.heads.categories import label_counts
+import numpy as np
+import pandas as pd
+
+from headwater.figures.head_map import mark_of, names_of
+from headwater.heads.categories import UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
+from headwater.heads.salient import SIGNS
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_kind
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
+from headwater.views.lines import rounded
+
+CARDS = 64
+"""Heads at most whose cards say what they write: the classified ones first, by their best excess."""
+SOURCES, TARGETS = 5, 5
+"""Tokens that a card shows: those the head writes most strongly about, and what it writes for each."""
+NUMBERS = ("score", "expected", "q_value")
+FLAGS = {"implemented": 1, "suppressed": 2, "copying": 4}
+"""What the rule says of a head and a relation, as bits of one number."""
 
 
 @VIEWS.add(HeadMap)
-def view_head_map(head_map: HeadMap) -> View:
-    """Show every head's label and its score, expected score, excess and q on every relation."""
-    return interactive(head_map, "head_map.js", spec_of(head_map))
+def view_head_map(
+    head_map: HeadMap, *, model: HookedModel | str | Path | None = None, beside: Sequence[HeadMap] | Any = ()
+) -> View:
+    """Show every head's label and its score, expected score, excess and q on every relation.
+
+    Args:
+        head_map: a result of `classify_heads`.
+        model: the model of `head_map`: cards then say what its heads write, up to 64 of them.
+        beside: other head maps, side by side with this one and linked.
+
+    Raises:
+        InputError: what stands in `beside` is no list of head maps.
+        ModelError: the model is another one.
+    """
+    listed = list(beside) if isinstance(beside, Sequence) else [beside]
+    maps = [head_map, *(checked_kind("beside", one, HeadMap, "hw.classify_heads(...)") for one in listed)]
+    return interactive(head_map, ("head_grid.js", "head_map.js"), spec_of(maps, model), height=620)
 
 
-def spec_of(head_map: HeadMap) -> dict[str, object]:
-    """Return what the script draws: numbers by layer, head and relation, and a name, colour and shape by label."""
-    table, categories = head_map.table, head_map.categories
-    relations = list(dict.fromkeys(table["relation"]))
-    layers, heads = (int(categories[name].max()) + 1 for name in ("layer", "head"))
-    counts = label_counts(categories)
-    known = [label for label, count in counts.items() if count]
-    place = tuple(table[name].to_numpy() for name in ("layer", "head")), table["relation"].map(relations.index)
-    numbers = {}
-    for column in ("score", "expected", "q_value"):
-        numbers[column] = np.full((layers, heads, len(relations)), np.nan)
-        numbers[column][(*place[0], place[1].to_numpy())] = table[column].to_numpy(dtype=float)
-    label = np.zeros((layers, heads))
-    label[categories["layer"], categories["head"]] = categories["label"].map(known.index)
-    marks = {name: mark_of(name) for name in known}
+def spec_of(maps: Sequence[HeadMap], model: HookedModel | str | Path | None = None) -> dict[str, object]:
+    """Return what the script draws: the looks of labels, and each map by head and relation."""
+    relations = list(dict.fromkeys(name for one in maps for name in one.table["relation"]))
+    present = {label for one in maps for label in one.categories["label"]}
+    known = [label for label in labels() if label in present]
+    names = names_of(maps)
+    rule = f"{maps[0].run.options['rule']} rule"
+    held = [_map(name, one, relations, known) for name, one in zip(names, maps, strict=True)]
+    if model is not None:
+        held[0]["writes"] = _written(maps[0], model)
     return {
-        "title": f"Heads of {head_map.title}, {head_map.run.options['rule']} rule",
+        "title": f"Heads of {maps[0].title}, {rule}" if len(maps) == 1 else f"Heads side by side: {' | '.join(names)}",
+        "relations": relations,
+        "labels": [{"name": name, "color": mark_of(name)[0], "shape": mark_of(name)[1]} for name in known],
+        "quiet": UNCLASSIFIED,
+        "maps": held,
+    }
+
+
+def _map(name: str, head_map: HeadMap, relations: Sequence[str], known: Sequence[str]) -> dict[str, object]:
+    """Return one map: arrays are `layer head relation`, over the relations of all maps."""
+    table, categories = head_map.table, head_map.categories
+    layers, heads = (int(categories[axis].max()) + 1 for axis in ("layer", "head"))
+    place = tuple(table[axis].to_numpy() for axis in ("layer", "head"))
+    at = (*place, table["relation"].map({name: i for i, name in enumerate(relations)}).to_numpy())
+    label = np.zeros((layers, heads))
+    label[categories["layer"], categories["head"]] = categories["label"].map(list(known).index)
+    counts = label_counts(categories)
+
+    def laid(values: pd.Series, empty: float = np.nan) -> np.ndarray:
+        whole = np.full((layers, heads, len(relations)), empty)
+        whole[at] = values.to_numpy(dtype=float)
+        return whole
+
+    flags = sum((table[flag].astype(bool) * bit for flag, bit in FLAGS.items()), start=table["layer"] * 0)
+    return {
+        "name": name,
         "layers": layers,
         "heads": heads,
-        "relations": relations,
-        "labels": [
-            {"name": name, "color": marks[name][0], "shape": marks[name][1], "count": counts[name]} for name in known
-        ],
+        "counts": [counts[one] for one in known],
         "label": packed(label, "u1"),
-        "score": packed(numbers["score"], "f4"),
-        "expected": packed(numbers["expected"], "f4"),
-        "q": packed(numbers["q_value"], "f2"),
+        "score": packed(laid(table["score"]), "f4"),
+        "expected": packed(laid(table["expected"]), "f4"),
+        "q": packed(laid(table["q_value"]), "f2"),
+        "flags": packed(laid(flags, 0.0), "u1"),
+        "suppressed": _suppressed(table, relations),
+        "use": packed(laid(table["used"].astype("Int64").fillna(-1) + 1, 0.0), "u1") if head_map.is_validated else None,
+        "loss": packed(laid(table["loss"]), "f2") if head_map.is_validated else None,
+        "writes": None,
     }
+
+
+def _suppressed(table: pd.DataFrame, relations: Sequence[str]) -> list[list[object]]:
+    """List what heads suppress: layer, head, relation, and the numbers of that side."""
+    rows = table[table["suppressed"]]
+    numbers = [rounded(rows[f"suppression{'' if name == 'score' else f'_{name}'}"]) for name in NUMBERS]
+    places = zip(
+        rows["layer"].tolist(), rows["head"].tolist(), rows["relation"].map(list(relations).index), strict=True
+    )
+    return [[*map(int, place), *of_row] for place, of_row in zip(places, zip(*numbers, strict=True), strict=True)]
+
+
+def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, list[list[object]]]:
+    """Return what heads write, by "layer.head": a row per salient token: it, sigma, and the tokens of each sign."""
+    table = head_map.salient_of(heads_with_cards(head_map), model=model, sources=SOURCES, targets=TARGETS)
+    found: dict[str, list[list[object]]] = {}
+    for (layer, head, _), of_source in table.groupby(["layer", "head", "rank"]):
+        source, sigma = of_source[["source", "sigma"]].iloc[0]
+        said = [of_source.loc[of_source["sign"] == sign, "target"].tolist() for sign in SIGNS]
+        found.setdefault(f"{layer}.{head}", []).append([str(source), round(float(sigma), 4), *said])
+    return found
+
+
+def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
+    """Return the heads whose cards say what they write: all of a small model, of a large one the classified first."""
+    every = head_map.categories[["layer", "head", "label"]]
+    best = best_excess(head_map.table).fillna(0)
+    strength = best.reindex(pd.MultiIndex.from_frame(every[["layer", "head"]])).fillna(0).to_numpy()
+    order = np.lexsort((-strength, every["label"] == UNCLASSIFIED))[:CARDS]
+    return [(layer, head) for layer, head in every.iloc[order][["layer", "head"]].to_numpy().tolist()]

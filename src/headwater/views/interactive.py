@@ -22,7 +22,7 @@ from headwater.errors import InputError
 from headwater.runs.result import Result
 from headwater.runs.view import View
 from headwater.views.page import made_by, table_of, text_of
-from headwater.views.picture import drawn, picture_in
+from headwater.views.picture import caption_of, drawn, picture_in
 
 Encoding = Literal["u1", "u2", "f2", "f4"]
 """How numbers travel: whole numbers of 8 or 16 bits, floats of 16 or 32."""
@@ -60,22 +60,44 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
     Raises:
         InputError: the page would be larger than 64 MB.
     """
+    said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
+    below = f'{said}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
+    return page_around(spec, scripts, (drawn(result), caption_of(result)), below, height)
+
+
+def page_around(
+    spec: Mapping[str, object],
+    scripts: str | Sequence[str],
+    figure: tuple[bytes | str, str],
+    below: str,
+    height: int = 620,
+) -> View:
+    """Return a page that is drawn by a script.
+
+    Args:
+        spec: see `interactive`.
+        scripts: see `interactive`.
+        figure: the picture that stands where scripts do not run, as PNG, or why there is none; and its caption.
+        below: HTML that unfolds below the view.
+        height: of the frame in a notebook, in pixels.
+
+    Raises:
+        InputError: the page would be larger than 64 MB.
+    """
     held = json.dumps(spec, ensure_ascii=True, allow_nan=False)
     if len(held) > LARGEST:
         raise InputError(f"This view would take {len(held) / 2**20:.0f} MB: choose fewer layers, heads or examples.")
     for mark in "<>&":
         held = held.replace(mark, f"\\u{ord(mark):04x}")
     drawing = "".join(map(asset, [scripts] if isinstance(scripts, str) else scripts))
-    title, picture = text_of(str(spec["title"])), drawn(result)
-    said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
+    title, picture = text_of(str(spec["title"])), figure[0]
     page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{asset('core.css')}</style></head>\n"
-        f'<body><div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(picture, result)}</div>'
-        f"<details><summary>what it says</summary>{said}{table_of(result.summary())}"
-        f'<p class="faint">{text_of(made_by(result.run))}</p></details>\n'
+        f'<body><div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(*figure)}</div>'
+        f"<details><summary>what it says</summary>{below}</details>\n"
         f'<script type="application/json" id="spec">{held}</script>\n'
         f"<script>{asset('core.js')}</script>\n<script>{drawing}</script></body></html>\n"
     )

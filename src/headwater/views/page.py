@@ -53,10 +53,10 @@ def text_of(text: str) -> str:
     return html.escape(text, quote=True)
 
 
-def picture_of(png: bytes, caption: str) -> str:
-    """Return a picture of 300 dots per inch as HTML that holds it, a little larger than print."""
+def picture_of(png: bytes, caption: str, dpi: int = 300) -> str:
+    """Return a picture of so many dots per inch as HTML that holds it, a little larger than print."""
     data = base64.b64encode(png).decode()
-    width = int.from_bytes(png[16:20], "big") * 0.42
+    width = int.from_bytes(png[16:20], "big") * 126 / dpi
     return (
         f'<figure><img src="data:image/png;base64,{data}" width="{width:.0f}" alt="{text_of(caption)}">'
         f"<figcaption>{text_of(caption)}</figcaption></figure>\n"

@@ -1,4 +1,4 @@
-"""The view of a sweep over two axes: a heat map; site, metric, example and scale to choose, and cells to pick."""
+"""The view of a sweep: a heat map of two axes; site, metric, role, example and scale to choose, and cells to pick."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pandas.api.types import is_numeric_dtype
 
 from headwater.figures.sweep import LABELS, panel_axes, panels_of
 from headwater.patching.sweep import Sweep
+from headwater.patching.sweep_axes import ROLES
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
@@ -21,7 +22,7 @@ LARGEST = 2**22
 
 @VIEWS.add(Sweep)
 def view_sweep(sweep: Sweep) -> View:
-    """Show the effect of every cell, by example; a sweep over one axis, or over three, as its figure."""
+    """Show the effect of every cell, by example; a sweep over one axis, or over three without roles, as its figure."""
     panels = panels_of(sweep.table, {})
     if any(len(panel_axes(part, {})) != 2 for _, part in panels):
         return picture(sweep)
@@ -52,9 +53,12 @@ def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] |
         whole = means.reindex(pd.MultiIndex.from_product(index, names=means.index.names))
         numbers[column] = whole.to_numpy(dtype=float).reshape(len(examples or [0]), *map(len, places))
     return {
-        "name": " · ".join(map(str, name)),
         "site": str(name[0]),
         "metric": str(name[1]),
+        "role": str(name[2]) if len(name) > 2 else "",
+        "fixed": {
+            axis: str(part[axis].iloc[0]) for axis in ROLES if len(name) > 2 and axis in part and axis not in axes
+        },
         "axes": axes,
         "said": [LABELS[axis] for axis in axes],
         "rows": places[0],

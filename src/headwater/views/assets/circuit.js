@@ -54,9 +54,9 @@ hw.start(async (spec, root) => {
     pen.fillText("layers →", 0, 0);
     pen.restore();
   };
-  const about = (edge) => [`${edges.name[edge]}: ${hw.signed(edges.effect[edge] ?? NaN)}`,
-    edges.low[edge] === null ? "one example: no interval" : `95 % interval ${hw.signed(edges.low[edge])} to ${hw.signed(edges.high[edge])}, n = ${spec.examples}`,
-    edges.placebo[edge] === null ? "no other edge of its shape" : `placebo: 95 % of ${edges.others[edge]} other edges of its shape are at most ${hw.number(edges.placebo[edge])}`,
+  const about = (edge) => [`${edges.name[edge]}: ${edges.effect[edge] === null ? "no effect is known" : hw.signed(edges.effect[edge])}`,
+    spec.examples === null ? "its interval and placebo: view(edges=...)" : edges.low[edge] === null ? "one example: no interval" : `95 % interval ${hw.signed(edges.low[edge])} to ${hw.signed(edges.high[edge])}, n = ${spec.examples}`,
+    ...(spec.examples === null ? [] : [edges.placebo[edge] === null ? "no other edge of its shape" : `placebo: 95 % of ${edges.others[edge]} other edges of its shape are at most ${hw.number(edges.placebo[edge])}`]),
     ...(edges.exact[edge] ? [] : ["an estimate, not a run"])];
   const canvas = hw.canvas(width, height, paint, { "data-main": "", role: "application", ariaLabel: `${spec.title}: arrow keys walk over edges, the strongest first; Enter shows those of its sender.` });
   const card = hw.element("div", { className: "card" });
@@ -92,8 +92,19 @@ hw.start(async (spec, root) => {
     else if (event.key === "Escape") { if (picked !== null) pick(picked); } else return;
     event.preventDefault();
   });
-  const size = hw.slider("edges", 1, all, count, (to) => { count = to; hovered = null; if (focus >= count) focus = count - 1; if (picked !== null) { const node = picked; picked = null; pick(node); } canvas.draw(); });
+  // What the strongest edges do alone: at the slider's size, or at the nearest smaller one that was run.
+  const alone = hw.element("p", { role: "status", "data-alone": "" });
+  const judge = () => {
+    const run = (spec.runs || []).filter((one) => one.edges <= count).pop(), said = (value) => hw.number(value, 2);
+    if (!spec.runs) alone.textContent = `${count} of ${all} edges. How faithful they are alone was not run: view(runs=...).`;
+    else if (!run) alone.textContent = `${count} of ${all} edges. The fewest that were run alone are ${spec.runs[0].edges}.`;
+    else alone.textContent = `The ${run.edges} strongest edges alone${run.edges < count ? " (the nearest size below that was run)" : ""}: faithfulness ${said(run.faithfulness)}`
+      + `${run.low === null ? "" : `, 95 % interval ${said(run.low)} to ${said(run.high)}`}, ${run.examples} prompt${run.examples === 1 ? "" : "s"}`
+      + `${run.placebo === null ? "" : `; random circuits of their shape ${said(run.placebo)}, 95 % of them at most ${said(run.placebo_high)}`}.`;
+  };
+  const size = hw.slider("edges", 1, all, count, (to) => { count = to; judge(); hovered = null; if (focus >= count) focus = count - 1; if (picked !== null) { const node = picked; picked = null; pick(node); } canvas.draw(); });
   const numbers = () => ({ columns, rows: edges.name.slice(0, count).map((_, edge) => row(edge)) });
   pick(null);
-  hw.lay(root, spec.title, numbers, [size], hw.element("div", { className: "sides" }, hw.element("div", { className: "scroll" }, canvas), card));
+  judge();
+  hw.lay(root, spec.title, numbers, [size], alone, hw.element("div", { className: "sides" }, hw.element("div", { className: "scroll" }, canvas), card));
 });

@@ -4,7 +4,9 @@ const hw = {};
 
 // Numbers: base64 of deflated little-endian u1, u2, f2 or f4, with their shape.
 hw.unpack = async (packed) => {
-  let bytes = Uint8Array.from(atob(packed.data), (letter) => letter.charCodeAt(0));
+  const letters = atob(packed.data);
+  let bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
   if (packed.deflate) {
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     bytes = new Uint8Array(await new Response(stream).arrayBuffer());
@@ -104,10 +106,11 @@ hw.mark = (pen, shape, x, y, radius) => {
   pen.fill();
 };
 
-// A canvas that is drawn again when light turns to dark; `paint(pen)` draws in CSS pixels.
+// A canvas that is drawn again when light turns to dark; `paint(pen)` draws in CSS pixels. One without a label is an
+// ornament, which neither the keyboard nor a screen reader meets.
 const painted = [];
 hw.canvas = (width, height, paint, properties = {}) => {
-  const made = hw.element("canvas", { tabIndex: 0, ...properties });
+  const made = hw.element("canvas", { ...(properties.ariaLabel ? { tabIndex: 0 } : { tabIndex: -1, ariaHidden: "true" }), ...properties });
   made.draw = () => {
     const ratio = window.devicePixelRatio || 1;
     made.width = Math.round(width * ratio);
@@ -188,7 +191,7 @@ hw.keep = (name, kind, content) => {
 
 // The buttons that every view has: theme, numbers as a table, numbers as a file.
 hw.tools = (below, numbers) => {
-  const theme = hw.element("button", { type: "button", title: "light or dark" }, "◐");
+  const theme = hw.element("button", { type: "button", title: "light or dark", ariaLabel: "light or dark" }, "◐");
   theme.addEventListener("click", () => {
     document.documentElement.dataset.theme = hw.isDark() ? "light" : "dark";
     hw.repaint();
@@ -216,7 +219,7 @@ hw.lay = (root, title, numbers, choices, ...parts) => {
   hw.repaint();
 };
 
-// Draw the view; where that fails, the picture below stays, with a line that says why.
+// Draw the view, and say how long that took since the page was asked for; where it fails, the picture below stays, with a line that says why.
 hw.start = async (draw) => {
   const spec = JSON.parse(document.getElementById("spec").textContent);
   const look = document.getElementById("look");
@@ -224,6 +227,7 @@ hw.start = async (draw) => {
     await draw(spec, look);
     document.getElementById("still").hidden = true;
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", hw.repaint);
+    document.documentElement.dataset.seconds = (performance.now() / 1000).toFixed(3);
     document.documentElement.dataset.ready = "yes";
   } catch (error) {
     look.replaceChildren(hw.element("p", { className: "failed" }, `This view could not be drawn here: ${error.message}`));

@@ -38,7 +38,7 @@ hw.start(async (spec, root) => {
     pen.fillText(first, 10, 29);
     pen.textAlign = "right";
     pen.fillText(`${last} and beyond`, 250, 29);
-  }, { tabIndex: -1, ariaLabel: "Scale of the colours" });
+  }, { tabIndex: -1, role: "img", ariaLabel: "Scale of the colours" });
   let strip = null;
   const build = () => {
     strip = hw.strip(texts[text].tokens, (at, event) => {

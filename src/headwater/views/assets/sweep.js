@@ -1,4 +1,4 @@
-// A sweep over two axes as a heat map: site, metric, example and scale to choose; hover for a cell, drag for a query.
+// A sweep over two axes as a heat map: site, metric, role, example and scale to choose; hover for a cell, drag for a query.
 hw.start(async (spec, root) => {
   const panels = await Promise.all(spec.panels.map(async (panel) => ({ ...panel, effect: await hw.unpack(panel.effect), normalized: await hw.unpack(panel.normalized) })));
   let [at, example, scale] = [0, -1, "effect"];
@@ -130,6 +130,7 @@ hw.start(async (spec, root) => {
       return some.length === places.length ? [] : [`${name} in [${some.map(literal).join(", ")}]`];
     };
     const parts = [`site == ${literal(panel().site)}`, `metric == ${literal(panel().metric)}`, ...span(one, panel().rows, r1, r2), ...span(two, panel().columns, c1, c2)];
+    for (const [axis, place] of Object.entries(panel().fixed)) parts.push(`${axis} == ${literal(place)}`);
     if (example >= 0) parts.push(`example == ${spec.names[example]}`);
     return `sweep.table.query('${parts.join(" and ")}')`;
   };
@@ -171,7 +172,16 @@ hw.start(async (spec, root) => {
 
   const reset = () => { chosen = hovered = null; focus = [0, 0]; told(); redraw(); };
   const choices = [];
-  if (panels.length > 1) choices.push(hw.choice("show", panels.map((one) => one.name), (i) => { at = i; reset(); }));
+  // A switch for each of what tells panels apart; where there is no panel of such a choice, the first of what was chosen.
+  const kinds = ["site", "metric", "role"].map((kind) => [kind, [...new Set(panels.map((one) => one[kind]))]]).filter(([, names]) => names.length > 1);
+  const switches = kinds.map(([kind, names]) => hw.choice(kind, names, (i) => {
+    const wanted = { ...panel(), [kind]: names[i] }, fits = (one) => kinds.every(([other]) => one[other] === wanted[other]);
+    const found = panels.findIndex(fits);
+    at = found >= 0 ? found : panels.findIndex((one) => one[kind] === names[i]);
+    kinds.forEach(([other, listed], k) => { switches[k].querySelector("select").value = listed.indexOf(panel()[other]); });
+    reset();
+  }));
+  choices.push(...switches);
   if (spec.examples > 1) choices.push(hw.choice("example", [`mean of ${spec.examples}`, ...spec.names.map(String)], (i) => { example = i - 1; reset(); }));
   choices.push(hw.choice("value", ["effect", "normalized effect"], (i) => { scale = ["effect", "normalized"][i]; reset(); }));
   const numbers = () => ({ columns: [...panel().axes, ...(scale === "effect" ? ["effect"] : ["normalized_effect"])],

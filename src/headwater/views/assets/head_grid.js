@@ -1,0 +1,135 @@
+"use strict";
+// One head map on a canvas: layer by head, a mark per head. What is pointed at, kept, filtered and coloured is told by
+// `state`, which all maps of a page share: { shown, only, colour, rings, hovered, locked, focus }, heads as [layer, head].
+hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) => {
+  const [scores, expected, q, flags, label] = await Promise.all([map.score, map.expected, map.q, map.flags, map.label].map(hw.unpack));
+  const use = map.use && (await hw.unpack(map.use)), loss = map.loss && (await hw.unpack(map.loss));
+  const { layers, heads } = map, known = relations.length, count = layers * heads;
+  const [IMPLEMENTED, SUPPRESSED, COPYING] = [1, 2, 4], USED = 2; // use: 0 not measured, 1 not used, 2 used
+  const over = (score, habit) => (Number.isFinite(habit) ? (score - habit) / (1 - habit) : NaN);
+  const excess = (at) => over(scores[at], expected[at]);
+  const strength = (at) => (Number.isFinite(excess(at)) ? excess(at) : scores[at]);
+  // Relations by strength, of the heads that are looked at alone; of all heads the largest strength.
+  const best = (number) => {
+    const order = [...Array(known).keys()].filter((r) => Number.isFinite(scores[number * known + r]));
+    return order.sort((a, b) => strength(number * known + b) - strength(number * known + a));
+  };
+  const strongest = Float32Array.from({ length: count }, (_, number) => {
+    let most = 0;
+    for (let at = number * known; at < (number + 1) * known; at++) if (strength(at) > most) most = strength(at);
+    return Math.min(1, most);
+  });
+  const suppressed = new Map();
+  for (const [layer, head, ...row] of map.suppressed) {
+    const number = layer * heads + head;
+    suppressed.set(number, [...(suppressed.get(number) || []), row]);
+  }
+  const grid = { name: map.name, layers, heads, isUsed: use !== null };
+  const has = ([layer, head]) => layer < layers && head < heads;
+  const numberOf = (at) => (at && has(at) ? at[0] * heads + at[1] : null);
+  grid.called = (number, r) => (flags[number * known + r] & (IMPLEMENTED | SUPPRESSED | COPYING)) !== 0;
+  grid.isShown = (number) => state.shown[label[number]] && (state.only < 0 || grid.called(number, state.only));
+  const uses = (number, r) => use[number * known + r] === USED;
+  grid.used = (number) => use !== null && (state.only < 0 ? relations.some((_, r) => uses(number, r)) : uses(number, state.only));
+  grid.usedCount = () => [...Array(count).keys()].filter(grid.used).length;
+  grid.shownCount = () => [...Array(count).keys()].filter(grid.isShown).length;
+
+  const cell = Math.max(9, Math.min(26, Math.floor(620 / layers), Math.floor(400 / heads)));
+  const [left, bottom, top] = [44, 34, 8];
+  const [width, height] = [left + layers * cell + 8, top + heads * cell + bottom];
+  const middle = (layer, head) => [left + (layer + 0.5) * cell, top + (heads - head - 0.5) * cell];
+  const headOf = (number) => [Math.floor(number / heads), number % heads];
+  const named = (number) => `Head ${headOf(number).join(".")}`;
+  const paint = (pen) => {
+    pen.clearRect(0, 0, width, height);
+    axes(pen);
+    for (let number = 0; number < count; number++) {
+      if (!grid.isShown(number)) continue;
+      const [x, y] = middle(...headOf(number)), { name, color, shape } = labels[label[number]];
+      if (state.colour < 0) {
+        pen.fillStyle = hw.labelColor(name === quiet, color);
+        hw.mark(pen, shape, x, y, cell * (name === quiet ? 0.2 : 0.42 * Math.sqrt(0.3 + 0.7 * strongest[number])));
+      } else {
+        const value = strength(number * known + state.colour);
+        pen.fillStyle = Number.isFinite(value) ? hw.sequential(0.08 + 0.92 * Math.max(0, value)) : "transparent";
+        pen.fillRect(x - 0.46 * cell, y - 0.46 * cell, 0.92 * cell, 0.92 * cell);
+      }
+      if (state.rings && grid.used(number)) hw.ring(pen, x, y, 0.48 * cell);
+    }
+    for (const [at, line] of [[state.hovered, 1], [state.locked, 2]]) {
+      if (numberOf(at) === null) continue;
+      const [x, y] = middle(...at);
+      pen.strokeStyle = hw.ink("--ink");
+      pen.lineWidth = line;
+      pen.strokeRect(x - cell / 2, y - cell / 2, cell, cell);
+    }
+  };
+  const axes = (pen) => {
+    pen.fillStyle = pen.strokeStyle = hw.ink("--faint");
+    pen.lineWidth = 0.5;
+    pen.strokeRect(left, top, layers * cell, heads * cell);
+    const step = (n) => [1, 2, 5, 10, 20, 50].find((s) => n / s <= 16 && s * cell >= 18) || 50;
+    pen.textAlign = "center";
+    for (let layer = 0; layer < layers; layer += step(layers)) pen.fillText(layer, middle(layer, 0)[0], height - bottom + 15);
+    pen.textAlign = "right";
+    for (let head = 0; head < heads; head += step(heads)) pen.fillText(head, left - 6, middle(0, head)[1] + 4);
+    pen.textAlign = "center";
+    pen.fillText("Layer", left + (layers * cell) / 2, height - 4);
+    pen.save();
+    pen.translate(11, top + (heads * cell) / 2);
+    pen.rotate(-Math.PI / 2);
+    pen.fillText("Head", 0, 0);
+    pen.restore();
+  };
+
+  // What is known of a head and a relation, as a row of its card: what it does, and the numbers.
+  const says = (number, r) => {
+    const flag = flags[number * known + r], uses = use ? ["", " (not used)", " (used)"][use[number * known + r]] : "";
+    return flag & IMPLEMENTED ? `implements${uses}` : flag & COPYING && !(flag & SUPPRESSED) ? "copies" : "";
+  };
+  const row = (number, r) => {
+    const at = number * known + r;
+    return [relations[r], says(number, r), hw.number(scores[at], 3), hw.number(expected[at], 3), hw.number(excess(at), 3), hw.small(q[at]), ...(loss ? [hw.number(loss[at], 3)] : [])];
+  };
+  const against = (number) => (suppressed.get(number) || []).map(([r, score, habit, q]) =>
+    [relations[r], `suppresses${use ? ["", " (not used)", " (used)"][use[number * known + r]] : ""}`, hw.number(score, 3), hw.number(habit, 3), hw.number(over(score, habit), 3), hw.small(q), ...(loss ? [hw.number(loss[number * known + r], 3)] : [])]);
+  grid.columns = ["relation", "says", "score", "expected", "excess", "q", ...(loss ? ["loss"] : [])];
+  grid.rows = (number) => [...against(number), ...best(number).map((r) => row(number, r))];
+  const sentence = ([relation, does, score, habit, over]) => `${relation}${does ? ` (${does})` : ""}: ${score}${over === "–" ? "" : `, by habit ${habit}, excess ${over}`}`;
+  grid.title = (at) => { const number = numberOf(at); return number === null ? null : `${named(number)}: ${labels[label[number]].name}`; };
+  grid.brief = (at) => { const number = numberOf(at); return [grid.title(at), ...grid.rows(number).slice(0, 4).map(sentence)]; };
+  grid.labelOf = (number) => labels[label[number]].name;
+  grid.written = ([layer, head]) => (map.writes ? map.writes[`${layer}.${head}`] || null : null);
+
+  grid.canvas = hw.canvas(width, height, paint, { "data-map": "", ariaLabel: `Heads of ${map.name}, layer by head. Arrow keys move, Enter keeps a head, Escape frees it.`, role: "application" });
+  const under = (event) => {
+    const [x, y] = hw.place(grid.canvas, event), layer = Math.floor((x - left) / cell), head = heads - 1 - Math.floor((y - top) / cell);
+    return layer >= 0 && head >= 0 && has([layer, head]) ? [layer, head] : null;
+  };
+  const seen = (at) => (at && grid.isShown(numberOf(at)) ? at : null);
+  grid.canvas.addEventListener("pointermove", (event) => { const at = under(event); point(grid, seen(at), event); });
+  grid.canvas.addEventListener("pointerleave", () => point(grid, null, null));
+  grid.canvas.addEventListener("click", (event) => { const at = seen(under(event)); if (at) { state.focus = at; keep(at); } });
+  grid.canvas.addEventListener("keydown", (event) => {
+    const move = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
+    if (move) {
+      state.focus = [Math.min(Math.max(state.focus[0] + move[0], 0), layers - 1), Math.min(Math.max(state.focus[1] + move[1], 0), heads - 1)];
+      point(grid, state.focus, null);
+    } else if (event.key === "Enter") keep(state.focus);
+    else if (event.key === "Escape" && state.locked) keep(state.locked);
+    else return;
+    event.preventDefault();
+  });
+  return grid;
+};
+
+// Heads that are called nothing stay in the background, on dark paper too.
+hw.labelColor = (isQuiet, color) => (isQuiet && hw.isDark() ? "#65656a" : hw.onPaper(color));
+
+hw.ring = (pen, x, y, radius) => {
+  pen.strokeStyle = hw.ink("--ink");
+  pen.lineWidth = 1.1;
+  pen.beginPath();
+  pen.arc(x, y, radius, 0, 2 * Math.PI);
+  pen.stroke();
+};

@@ -1,0 +1,92 @@
+"""Attention patterns in a real browser: several texts, the keyboard, and how large and how quick large ones are."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from headwater.views.attention import weights_of
+from headwater.views.interactive import interactive, packed
+from tests import chance
+from tests.looking import Look, announce
+from tests.test_views import HOSTILE, attended, spec_in
+
+pytestmark = pytest.mark.browser
+
+
+@cache
+def large(layers, heads, tokens):
+    """A page of dense noise, which compresses worse than patterns of a model: causal, rows that sum to 1."""
+    rng = chance.rng()
+    logits = rng.normal(size=(layers, heads, tokens, tokens)).astype(np.float32)
+    weights = np.exp(1.5 * logits) * np.tril(np.ones((tokens, tokens), dtype=np.float32))
+    patterns = weights / weights.sum(-1, keepdims=True)
+    named = [f" token{i}" for i in range(tokens)]
+    norms = packed(rng.random((layers, heads, tokens)), "f2")
+    text = {"name": "0", "tokens": named, **weights_of(patterns), "norms": norms}
+    spec = {"title": "noise", "layers": list(range(layers)), "heads": list(range(heads)), "texts": [text]}
+    return patterns, interactive(attended(), ("strip.js", "attention.js"), spec, height=760)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "tokens", "megabytes"), [(12, 12, 64, 1), (32, 32, 128, 10)], ids=["gpt2", "8b"]
+)
+def test_attention_of_large_models_is_small_enough_and_soon_there(
+    browser, tmp_path, capsys, layers, heads, tokens, megabytes
+):
+    patterns, view = large(layers, heads, tokens)
+    look = Look(browser, view, tmp_path)
+    look.is_well()
+    announce(capsys, f"attention, {layers} × {heads} heads, {tokens} tokens: {look.said_of(view)}")
+    assert len(view.page) <= megabytes * 2**20
+    assert look.cpu <= 1
+    big = look.page.locator("[data-main]")
+    big.press("ArrowDown")
+    said = look.page.locator("[aria-live]").inner_text()
+    assert said.startswith(f"·token{tokens - 1} ({tokens - 1}) reads ·token0 (0): ")
+    assert abs(float(said.split(": ")[1].split(",")[0]) - patterns[0, 0, -1, 0]) < 0.01
+    look.is_well()
+
+
+def test_of_several_texts_one_is_chosen_and_shown_with_its_own_tokens(browser, tmp_path):
+    view = attended().view()
+    assert len(spec_in(view)["texts"]) == 2
+    look = Look(browser, view, tmp_path)
+    assert "·France" in look.page.locator(".tokens").inner_text()
+    look.page.get_by_label("text", exact=True).select_option("1")
+    tokens = look.page.locator(".token")
+    assert "·Italy" in look.page.locator(".tokens").inner_text()
+    exact = attended().example("pattern", 1, 1)[0]
+    tokens.nth(7).hover()
+    heading = look.page.locator("h2").first.inner_text()
+    assert f" {float(exact[7].max()):.2f}"[:4] in heading
+    look.is_well()
+
+
+def test_thumbnails_and_cells_are_walked_to_with_arrow_keys(browser, tmp_path):
+    look = Look(browser, attended().view(), tmp_path)
+    look.page.locator("[data-thumbs]").press("ArrowRight")
+    assert look.page.locator("[aria-live]").inner_text().startswith("Head 1.1:")
+    big = look.page.locator("[data-main]")
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
+        big.press(key)
+    exact = attended().example("pattern", 1, 0)[1]
+    said = look.page.locator("[aria-live]").inner_text()
+    assert f"({len(exact) - 1}) reads " in said
+    assert abs(float(said.rsplit(": ", 1)[1]) - float(exact[-1, 2])) < 0.01
+    look.is_well()
+
+
+def test_hostile_tokens_stay_text(browser, tmp_path):
+    _, view = large(2, 2, len(HOSTILE))
+    spec = spec_in(view)
+    spec["title"] = HOSTILE[0]
+    spec["texts"][0] |= {"tokens": HOSTILE, "name": HOSTILE[1]}
+    spec["texts"].append(spec["texts"][0])
+    look = Look(browser, interactive(attended(), ("strip.js", "attention.js"), spec), tmp_path)
+    look.page.locator(".token").first.hover()
+    look.page.locator("[data-main]").press("ArrowDown")
+    look.page.get_by_label("text", exact=True).select_option("1")
+    assert look.page.evaluate("window.PWNED") is None
+    assert look.page.locator("img").count() == 1
+    look.is_well()

@@ -1,0 +1,131 @@
+"""Head maps in a real browser: cards, filters, rings, maps that are linked, and a thousand heads at once."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+import headwater as hw
+from tests import chance
+from tests.looking import Look, announce
+from tests.test_view_head_map import controlled
+from tests.test_views import HOSTILE, mapped
+
+pytestmark = pytest.mark.browser
+
+
+def test_a_head_says_its_relations_as_the_table_has_them_and_a_click_opens_its_card(browser, tmp_path):
+    look = Look(browser, mapped().view(model=hw.load()), tmp_path)
+    best = mapped().table.sort_values("score", ascending=False).iloc[0]
+    lines, place = look.find(160, 260, f"Head {best['layer']}.{best['head']}:")
+    assert f"{best['relation']} (implements): {best['score']:.3f}" in lines[1]
+    box = look.page.locator("[data-main]").bounding_box()
+    look.page.mouse.click(box["x"] + place[0], box["y"] + place[1])
+    card = look.page.locator(".card").inner_text()
+    assert card.startswith(lines[0])
+    written = mapped().salient(int(best["layer"]), int(best["head"]), model=hw.load(), sources=1, targets=3)
+    for token in (*written["target"], *written["source"]):
+        assert token.replace(" ", "·", 1) in card
+    look.page.locator("[data-main]").press("Escape")
+    assert "Hover a head" in look.page.locator(".card").inner_text()
+    look.is_well()
+
+
+def test_without_the_model_a_card_gives_the_call_that_says_what_the_head_writes(browser, tmp_path):
+    look = Look(browser, mapped().view(), tmp_path)
+    canvas = look.page.locator("[data-main]")
+    canvas.press("ArrowRight")
+    canvas.press("Enter")
+    assert look.page.locator(".card code").inner_text() == "heads.salient(1, 0)"
+
+
+def test_arrow_keys_say_the_head_and_categories_and_relations_can_be_left_out(browser, tmp_path):
+    look = Look(browser, controlled().view(), tmp_path)
+    canvas = look.page.locator("[data-main]")
+    canvas.press("ArrowRight")
+    canvas.press("ArrowUp")
+    assert look.page.locator("[aria-live]").inner_text().startswith("Head 1.1:")
+    button = look.page.locator("[data-label='unclassified']")
+    before = canvas.screenshot()
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    assert canvas.screenshot() != before
+    button.click()
+    table = controlled().table
+    called = table[table["implemented"] | table["suppressed"] | table["copying"]]
+    relation = called["relation"].mode()[0]
+    heads = called[called["relation"] == relation].groupby(["layer", "head"]).ngroups
+    look.page.get_by_label("heads of", exact=True).select_option(relation)
+    assert look.page.locator("[aria-live]").inner_text() == f"embedded: {heads} heads shown"
+    look.is_well()
+
+
+def test_rings_say_which_heads_are_used_and_their_button_counts_them(browser, tmp_path):
+    look = Look(browser, controlled().view(), tmp_path)
+    used = controlled().table[controlled().table["used"].fillna(False).astype(bool)]
+    count = used.groupby(["layer", "head"]).ngroups
+    button, canvas = look.page.locator("[data-label='used']"), look.page.locator("[data-main]")
+    assert button.inner_text().strip() == f"used ({count})"
+    before = canvas.screenshot()
+    button.click()
+    assert canvas.screenshot() != before
+    layer, head = used.iloc[0][["layer", "head"]]
+    for key in ["ArrowRight"] * layer + ["ArrowUp"] * head + ["Enter"]:
+        canvas.press(key)
+    card = look.page.locator(".card").inner_text()
+    assert "(used)" in card
+    assert "loss" in card
+    assert look.page.locator("[data-label]").count() > 1
+    look.is_well()
+
+
+def test_maps_side_by_side_are_pointed_at_kept_and_filtered_together(browser, tmp_path):
+    look = Look(browser, controlled().view(beside=[mapped()]), tmp_path, viewport={"width": 1200, "height": 900})
+    maps = look.page.locator("[data-map]")
+    assert maps.count() == 2
+    other = maps.nth(1)
+    other.scroll_into_view_if_needed()
+    before = other.screenshot()
+    lines, _ = look.find(160, 260, "embedded, controlled: Head 1.7:")
+    assert lines[-1].startswith("embedded, published: Head 1.7:")
+    assert other.screenshot() != before
+    maps.first.press("ArrowRight")
+    maps.first.press("Enter")
+    card = look.page.locator(".card").inner_text()
+    assert "embedded, controlled: Head 1.0" in card
+    assert "embedded, published: Head 1.0" in card
+    before = other.screenshot()
+    look.page.locator("[data-label='unclassified']").click()
+    assert other.screenshot() != before
+    look.is_well()
+
+
+def test_hostile_names_of_relations_models_and_tokens_stay_text(browser, tmp_path):
+    heads = controlled()
+    names = {name: f"{HOSTILE[i % 4]}{i}" for i, name in enumerate(heads.table["relation"].unique())}
+    names[next(iter(names))] = "__proto__"
+    table = heads.table.assign(relation=heads.table["relation"].map(names))
+    hostile = replace(heads, table=table, run=replace(heads.run, model=HOSTILE[0]))
+    look = Look(browser, hostile.view(beside=[mapped()]), tmp_path)
+    canvas = look.page.locator("[data-main]")
+    for key in ("ArrowRight", "ArrowUp", "Enter"):
+        canvas.press(key)
+    look.at(60, 60)
+    assert look.page.evaluate("window.PWNED") is None
+    assert look.page.locator("img").count() == 1
+    look.is_well()
+
+
+def test_a_thousand_heads_of_sixty_relations_are_ready_within_a_second(browser, tmp_path, capsys):
+    small, rng = controlled(), chance.rng()
+    places = pd.MultiIndex.from_product([range(32), range(32)], names=["layer", "head"]).to_frame(index=False)
+    first = small.table.query("layer == 0 and head == 0").drop(columns=["layer", "head"])
+    more = [first.assign(relation=first["relation"] + str(i)) for i in range(62 // len(first) + 1)]
+    table = places.merge(pd.concat(more).head(62), how="cross")[small.table.columns]
+    table["score"] = rng.integers(0, 120, len(table)) / 120
+    heads = places.assign(label="unclassified", categories=[()] * len(places))
+    view = replace(small, table=table, categories=heads).view()
+    look = Look(browser, view, tmp_path)
+    look.is_well()
+    announce(capsys, f"1,024 heads × 62 relations: {look.said_of(view)}")
+    assert look.cpu <= 1
