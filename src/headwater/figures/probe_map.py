@@ -51,8 +51,10 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
             panel.set_title(f"{label(name)} (n = {answers:,})")
         for spare in axes[len(sets) :]:
             spare.set_axis_off()
-        figure.colorbar(image, ax=axes, label="AUC, wrong against right answers", shrink=0.8)
-        figure.suptitle(model_title(found.run, f"probes of {found.run.options['site']} by token"), fontsize=9)
+        figure.colorbar(image, ax=axes, label="AUC")
+        figure.suptitle(
+            model_title(found.run, f"wrong answers told by probes of {found.run.options['site']}"), fontsize=9
+        )
     return figure
 
 
