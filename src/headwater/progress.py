@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tqdm.auto import tqdm
 
 from headwater.options import checked_flag
+from headwater.waiting import on_terminal
 
 if TYPE_CHECKING:
     Bar: TypeAlias = tqdm[Any]
@@ -30,11 +31,6 @@ def progress_bar(progress: bool, *args: Any, **options: Any) -> Bar:
     shown = checked_flag("progress", progress) and (in_notebook() or on_terminal())
     options.setdefault("leave", not in_notebook())
     return tqdm(*args, **options | {"disable": not shown})
-
-
-def on_terminal() -> bool:
-    """Whether what goes to stderr is seen as it comes, line over line."""
-    return bool(getattr(sys.stderr, "isatty", bool)())
 
 
 def in_notebook() -> bool:

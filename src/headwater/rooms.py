@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from headwater.waiting import LIBRARIES, said_if_slow
+
 
 def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the `__getattr__`, `__dir__` and `__all__` of a package.
@@ -29,7 +31,7 @@ def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
     def load(name: str) -> Any:
         if name in homes:
-            return getattr(importlib.import_module(homes[name]), name)
+            return getattr(_imported(homes[name]), name)
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
         from headwater.errors import did_you_mean
@@ -37,6 +39,14 @@ def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
         raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, {*homes, *modules})}")
 
     return load, lambda: sorted({*homes, *shown}), sorted(homes)
+
+
+def _imported(module: str) -> Any:
+    """Import a module; the first that needs PyTorch takes seconds, and says so."""
+    if "torch" in sys.modules:
+        return importlib.import_module(module)
+    with said_if_slow(LIBRARIES):
+        return importlib.import_module(module)
 
 
 def homes_of(package: str) -> dict[str, str]:

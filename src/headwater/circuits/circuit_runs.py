@@ -26,7 +26,7 @@ from headwater.circuits.graph import Graph
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
-from headwater.patching.metrics import Metric
+from headwater.patching.metrics import Measures
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
@@ -173,7 +173,7 @@ def run_circuits(
     corrupted: Prompts | None = None,
     circuits: Circuit | Sequence[Circuit] | Mapping[str, Circuit] | Any = None,
     *,
-    metric: Metric | Any,
+    metric: Measures,
     values: Any = "other run",
     dataset: Prompts | None = None,
     placebos: int = 0,

@@ -38,9 +38,10 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
+from headwater.names import DirectionName, EdgeMethodName, ValueName
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.call import check_call
-from headwater.patching.metrics import Metric
+from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.values import Recipe, Source
@@ -54,16 +55,16 @@ def edges(
     clean: Prompts | pd.DataFrame | Path,
     corrupted: Prompts | None = None,
     *,
-    metric: Metric | Any,
+    metric: Measures,
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
-    direction: str = "noise",
-    values: str | Recipe | Any = OTHER_RUN,
+    direction: DirectionName = "noise",
+    values: ValueName | Recipe | Any = OTHER_RUN,
     dataset: Prompts | None = None,
     over: str | None = None,
     positions: Where | None = None,
     through: str = "direct",
-    method: str | None = None,
+    method: EdgeMethodName | None = None,
     verify: int = 500,
     steps: int = 5,
     seed: int = 0,
@@ -115,23 +116,23 @@ def edges(
         NumericsError: a run gives NaN or infinity.
     """
     check_model(model)
-    method = checked_name("method", default_method(model) if method is None else method, METHODS)
+    by = checked_name("method", default_method(model) if method is None else method, METHODS)
     checked_name("through", through, THROUGH)
-    if through != "direct" and method in ("eap", "eap-ig"):
-        raise InputError(f"method={method!r} has gradients of direct edges alone: use 'screened' with through='mlps'.")
+    if through != "direct" and by in ("eap", "eap-ig"):
+        raise InputError(f"method={by!r} has gradients of direct edges alone: use 'screened' with through='mlps'.")
     hours = None if hours is None else checked_number("hours", hours, above=0.0)
     batch_size = check_call(model, batch_size)
     how = How(
-        method, through, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed)
+        by, through, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed)
     )
     graph = Graph.of(model.shape)
     chosen = graph.among(senders, receivers)
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, how.seed)
-    refuse_without_path(source, method)
+    refuse_without_path(source, by)
     asked = Asked(plan, source, graph, chosen, places_in(plan, over, positions), how)
     refuse_what_does_not_fit(asked)
-    exact = {"exact": len(chosen), "screened": min(how.verify + DRAWN, len(chosen))}.get(method, 0)
+    exact = {"exact": len(chosen), "screened": min(how.verify + DRAWN, len(chosen))}.get(by, 0)
     refuse_what_takes_too_long(plan, source, chosen, len(asked.places), exact, hours)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),

@@ -37,9 +37,10 @@ from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
+from headwater.names import DirectionName, ValueName
 from headwater.options import checked_name, checked_seed
 from headwater.patching.call import check_call
-from headwater.patching.metrics import Metric
+from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.values import Recipe, Source
@@ -56,10 +57,10 @@ def path_patch(
     *,
     senders: Ends,
     receivers: Ends,
-    metric: Metric | Any,
+    metric: Measures,
     through: str = "direct",
-    direction: str = "noise",
-    values: str | Recipe | Any = OTHER_RUN,
+    direction: DirectionName = "noise",
+    values: ValueName | Recipe | Any = OTHER_RUN,
     dataset: Prompts | None = None,
     over: str | None = None,
     positions: Where | None = None,

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.cli.offered import Of, Options
+from headwater.waiting import LIBRARIES, said_if_slow
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -68,7 +69,8 @@ LOAD = Of(
 
 def load_model(name: str | None, options: Options) -> HookedModel:
     """Load the model that a command was given; none, or `embedded`, is the one that comes with headwater."""
-    from headwater.models.loading import load
+    with said_if_slow(LIBRARIES):
+        from headwater.models.loading import load
 
     return load(None if name == EMBEDDED else name, **options.of("load"))
 

@@ -103,7 +103,9 @@ def _members(annotation: ast.expr | None) -> list[ast.expr]:
 
 
 def _named(node: ast.expr) -> str | None:
-    return node.id if isinstance(node, ast.Name) else None
+    """Return the name that stands there; those of `headwater.names`, each for some texts, count as text."""
+    found = node.id if isinstance(node, ast.Name) else None
+    return "str" if found and found.endswith("Name") else found
 
 
 def _value(node: ast.expr | None, module: str) -> object:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.demo import numbers as of
 from headwater.errors import HeadwaterError
+from headwater.names import TokenName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +73,7 @@ def _answers(seen: Seen, options: dict[str, Any]) -> Result:
     return answer(seen.model, load_questions(sample=seen.questions), **options)
 
 
-def _pathways(token: str) -> Callable[[Seen, dict[str, Any]], Result]:
+def _pathways(token: TokenName) -> Callable[[Seen, dict[str, Any]], Result]:
     def run(seen: Seen, options: dict[str, Any]) -> Result:
         from headwater.pathways.trace import trace_pathways
 

@@ -34,6 +34,7 @@ from headwater.detection.methods import METHODS, Detector, check_methods
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
+from headwater.names import ProbeSiteName, TokenName, VariantName
 from headwater.options import checked_flag, checked_layer, checked_name, checked_repeats
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.controls import span_logits
@@ -151,10 +152,10 @@ def detect(
     answered: AnsweredQuestions,
     *,
     methods: Sequence[str] = METHODS,
-    site: str = "mlp_out",
-    token: str = "exact_answer_last",
+    site: ProbeSiteName = "mlp_out",
+    token: TokenName = "exact_answer_last",
     layer: int | None = None,
-    variant: str = "mask",
+    variant: VariantName = "mask",
     cross_fit: bool = True,
     reweighting: Reweighting | None = None,
     seeds: int = 3,

@@ -25,6 +25,7 @@ from headwater.detection.methods import (
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.names import VariantName
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens
 from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
@@ -47,7 +48,7 @@ class DetectorSetup:
     site: str
     token: str
     layer: int | None
-    variant: str
+    variant: VariantName
     cross_fit: bool
     reweighting: Reweighting
     batch_size: int

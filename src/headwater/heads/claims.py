@@ -20,10 +20,11 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.heads.ablation import Heads, layer_matched
 from headwater.models.hooked import HookedModel, check_model
+from headwater.names import ValueName
 from headwater.options import checked_count, checked_number, checked_seed
 from headwater.patching.ablation import ablate
 from headwater.patching.components import read_sets
-from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.sweep import Sweep
 from headwater.patching.values import Recipe
@@ -41,8 +42,8 @@ def claim(
     heads: Any,
     corrupted: Prompts | None = None,
     *,
-    metric: Metric | Any,
-    values: str | Recipe | Tensor | Callable[..., Any] = "zero",
+    metric: Measures,
+    values: ValueName | Recipe | Tensor | Callable[..., Any] = "zero",
     other: Any = "mean",
     chosen_on: Prompts | None = None,
     placebos: int = 100,

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
+from headwater.names import ValueName
 from headwater.options import checked_flag, checked_seed
 from headwater.patching.call import check_call, metric_options, recorded_roles
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.components import read_sets
 from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
-from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
@@ -43,14 +44,14 @@ def ablate(
     prompts: Prompts,
     corrupted: Prompts | Recipe | None = None,
     *,
-    metric: Metric | Any,
+    metric: Measures,
     heads: object = None,
     mlps: object = None,
     neurons: object = None,
     features: object = None,
     sets: Mapping[str, Any] | Any = None,
     complement: bool = False,
-    values: str | Recipe | Tensor | Callable[..., Any] = "zero",
+    values: ValueName | Recipe | Tensor | Callable[..., Any] = "zero",
     dataset: Prompts | None = None,
     positions: Where = "all",
     seed: int = 0,

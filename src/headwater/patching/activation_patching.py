@@ -29,13 +29,14 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, sites_named
+from headwater.names import AxisName, DirectionName, MethodName, SiteName, ValueName
 from headwater.options import checked_name, checked_seed, shown
 from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
 from headwater.patching.measure import measure
-from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts, Spot
 from headwater.patching.runners import Wave
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
@@ -53,12 +54,12 @@ def patch(
     clean: Prompts | pd.DataFrame | Path,
     corrupted: Prompts | Recipe | None = None,
     *,
-    sites: str | Site | Iterable[str | Site] | None = None,
-    metric: Metric | Any,
+    sites: SiteName | Site | Iterable[SiteName | Site] | None = None,
+    metric: Measures,
     together: Any = None,
-    over: str | Iterable[str] | None = None,
-    direction: str = "denoise",
-    values: str | Recipe | Tensor | Callable[..., Any] = "other run",
+    over: AxisName | Iterable[AxisName] | None = None,
+    direction: DirectionName = "denoise",
+    values: ValueName | Recipe | Tensor | Callable[..., Any] = "other run",
     layers: Iterable[int] | int | None = None,
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,
@@ -67,7 +68,7 @@ def patch(
     window: Window = None,
     from_layer: Iterable[int] | int | None = None,
     dataset: Prompts | None = None,
-    method: str = "exact",
+    method: MethodName = "exact",
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool = True,

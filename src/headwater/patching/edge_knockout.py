@@ -29,11 +29,12 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, sites_named
+from headwater.names import AxisName, VariantName
 from headwater.options import checked_name, shown
 from headwater.patching.call import check_call, metric_options, prompt_options
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.measure import collect_states, measure
-from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.readout import Measured
@@ -104,10 +105,10 @@ def knockout(
     prompts: Prompts,
     *,
     block: Blocked | Any,
-    metric: Metric | Any,
+    metric: Measures,
     window: Window = None,
-    variant: str = "mask",
-    over: str | Iterable[str] | None = None,
+    variant: VariantName = "mask",
+    over: AxisName | Iterable[AxisName] | None = None,
     layers: Iterable[int] | int | None = None,
     batch_size: int | None = None,
     progress: bool = True,
@@ -280,7 +281,7 @@ def knocked_out_states(
     block: Blocked,
     sites: str | Sequence[str] = "mlp_out",
     at: Where = "last",
-    variant: str = "mask",
+    variant: VariantName = "mask",
     layers: Iterable[int] | int | None = None,
     batch_size: int | None = None,
     progress: bool = True,
@@ -331,7 +332,7 @@ def windowed_states(
     read: Sequence[int],
     site: str = "mlp_out",
     at: Where = "last",
-    variant: str = "mask",
+    variant: VariantName = "mask",
     batch_size: int | None = None,
 ) -> Float[Tensor, "window read example d_model"]:
     """Return the states of some layers after a knockout in a window around each layer, from one walk for all windows.

@@ -18,6 +18,7 @@ from headwater.models.edits import Hook, PromptHook, looks, makes
 from headwater.models.positions import Prompt, Where, is_all, positions_of, roles_of
 from headwater.models.sites import SITES, Site
 from headwater.models.tokens import Batch
+from headwater.names import ValueName
 from headwater.options import checked_count, checked_layer, shown
 from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
@@ -151,7 +152,7 @@ class _Writes:
 def edit(
     site: str | Site,
     layer: int | None,
-    values: str | Recipe | Tensor | Callable[..., Any],
+    values: ValueName | Recipe | Tensor | Callable[..., Any],
     *,
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,

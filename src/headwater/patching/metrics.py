@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,7 @@ from headwater.models.memory import failures_named
 from headwater.models.positions import Where
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
+from headwater.names import MetricName
 from headwater.options import checked_several, is_one, shown, whole_number
 from headwater.patching.variants import LOGITS
 from headwater.registry import Registry
@@ -149,6 +150,12 @@ def kl_divergence(*, at: Where = "last") -> Metric:
 
     return Metric("kl_divergence", divergence, at, against_clean=True)
 
+
+if TYPE_CHECKING:
+    Measure: TypeAlias = Metric | MetricName | Callable[..., Any]
+    Measures: TypeAlias = Measure | Sequence[Measure]
+else:
+    Measures = Any  # what is none of these is refused by as_metrics, in its own words
 
 METRICS: Registry[str, Callable[..., Metric]] = Registry("metric")
 """By name, what makes a metric: called with its answers, one after the other, and `at=`."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode, token_span
+from headwater.names import VariantName
 from headwater.patching.edge_knockout import Edges, knocked_out_states, windowed_states
 from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
@@ -42,7 +43,7 @@ class Setup:
 
     site: str
     token: str
-    variant: str
+    variant: VariantName
     edges: str
     """Who may no longer read E_Q: every position `after` it, or the exact tokens of the `answer` only."""
     batch_size: int

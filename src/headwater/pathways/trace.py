@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
+from headwater.names import ProbeSiteName, TokenName, VariantName
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.effects import (
@@ -239,9 +240,9 @@ def trace_pathways(
     model: HookedModel,
     answered: AnsweredQuestions,
     *,
-    site: str = "mlp_out",
-    token: str = "exact_answer_last",
-    variant: str = "mask",
+    site: ProbeSiteName = "mlp_out",
+    token: TokenName = "exact_answer_last",
+    variant: VariantName = "mask",
     edges: str = "after",
     window: int | None = None,
     seeds: int = 3,

@@ -1,0 +1,33 @@
+"""Names that options take, as types: an editor completes them, and a type checker finds a misspelt one.
+
+They are for reading only. While the program runs each is a text, since what registries hold can be added to
+(`register_site`, `METRICS.add`, ...), and one that is not there is told by the function that was given it. For a name
+of your own give the row itself where that is taken (a `Site`, a `Metric`), or say `cast(SiteName, "mine")`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    SiteName: TypeAlias = Literal[
+        "resid_pre", "q", "k", "v", "pattern", "z", "attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post"
+    ]
+    ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
+    MetricName: TypeAlias = Literal["logit_difference", "log_probability", "probability", "rank", "kl_divergence"]
+    DirectionName: TypeAlias = Literal["denoise", "noise"]
+    AxisName: TypeAlias = Literal["layer", "position", "head", "key", "feature"]
+    MethodName: TypeAlias = Literal["exact", "attribution"]
+    EdgeMethodName: TypeAlias = Literal["exact", "screened", "sublayer", "eap", "eap-ig"]
+    VariantName: TypeAlias = Literal["mask", "zero"]
+    RuleName: TypeAlias = Literal["controlled", "published"]
+    ProbeSiteName: TypeAlias = Literal["mlp_out", "attn_out", "resid_post"]
+    TokenName: TypeAlias = Literal[
+        "prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer",
+        "answer_last",
+    ]  # fmt: skip
+else:
+    SiteName = ValueName = MetricName = DirectionName = AxisName = MethodName = EdgeMethodName = VariantName = str
+    RuleName = ProbeSiteName = TokenName = str
