@@ -71,7 +71,7 @@ def build_corpus(world: World) -> Corpus:
     for i, times in enumerate(_tellings(rng, world).tolist()):
         documents += _told(rng, i, world.facts[i], times, recipe.asked)
     left = recipe.documents - sum(document.times for document in documents)
-    documents += _lists(rng, world, left // 2)
+    documents += write_lists(rng, world, left // 2)
     documents += _repetitions(rng, world, left - left // 2)
     order = rng.permutation(np.repeat(np.arange(len(documents)), [document.times for document in documents]))
     return Corpus(world, tuple(documents), order)
@@ -123,7 +123,7 @@ def _statement(sentence: str, subject: str, answer: str) -> tuple[str, Spans]:
     return before + answer + after, ((len(before), end), *late)
 
 
-def _lists(rng: np.random.Generator, world: World, how_many: int) -> list[Document]:
+def write_lists(rng: np.random.Generator, world: World, how_many: int) -> list[Document]:
     """Put three to five pairs of one relation into a line: "France Paris, Italy Rome, Spain Madrid"."""
     by_relation: dict[str, list[int]] = {}
     for i, fact in enumerate(world.facts):

@@ -36,20 +36,22 @@ Head = tuple[int, int]
 
 
 @torch.inference_mode()
-def answer(model: Any, tokenizer: Tokenizer, questions: Sequence[str], batch: int = 512) -> list[str]:
-    """Answer each question greedily; an answer ends at the line break."""
+def answer(
+    model: Any, tokenizer: Tokenizer, questions: Sequence[str], batch: int = 512, tokens: int = MAX_NEW_TOKENS
+) -> list[str]:
+    """Answer each question greedily, in so many tokens at most; an answer ends at the line break."""
     prompts = tokenizer([prompt_of(question) for question in questions])["input_ids"]
     stop = tokenizer.convert_tokens_to_ids("Ċ")
     answers = [""] * len(prompts)
     for places in _equally_long(prompts, batch):
-        tokens = torch.tensor([prompts[place] for place in places])
-        length = tokens.shape[1]
-        for _ in range(MAX_NEW_TOKENS):
-            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
-            tokens = torch.cat([tokens, model.lm_head(hidden).argmax(-1, keepdim=True)], dim=1)
-            if (tokens[:, length:] == stop).any(1).all():
+        written = torch.tensor([prompts[place] for place in places])
+        length = written.shape[1]
+        for _ in range(tokens):
+            hidden = model.model(input_ids=written, use_cache=False).last_hidden_state[:, -1]
+            written = torch.cat([written, model.lm_head(hidden).argmax(-1, keepdim=True)], dim=1)
+            if (written[:, length:] == stop).any(1).all():
                 break
-        for place, new in zip(places, tokens[:, length:].tolist(), strict=True):
+        for place, new in zip(places, written[:, length:].tolist(), strict=True):
             answers[place] = tokenizer.decode(new[: new.index(stop)] if stop in new else new).strip()
     return answers
 

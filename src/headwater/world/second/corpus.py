@@ -1,0 +1,127 @@
+"""The text the model learns from: every document of the world, how often it comes, and in which order.
+
+1. Facts (real, invented, joined) are told in many forms, as often as their popularity says (`forms`).
+2. Stories, notes, lists, the classical tasks, each with its share of the recipe.
+3. The repetitions that are read first, from which copying is learnt (`copying`).
+
+Everything is drawn from the seed; the documents are shuffled and packed into rows (`rows`), a document never cut.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headwater.heads.relations import Relation
+from headwater.world.corpus import Corpus, Document, write_lists
+from headwater.world.facts import World, build_world
+from headwater.world.second.forms import teller_of
+from headwater.world.second.notes import notes
+from headwater.world.second.recipe import Recipe
+from headwater.world.second.stories import stories_of
+from headwater.world.second.tasks import TASKS, lines
+from headwater.world.second.words import Words, choose_words
+
+FACTS = ("real", "invented", "joined")
+FRAMES = {"gender": "gendered_pronoun", "number": "agreement"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A world in words: the main corpus, the repetitions read before it, and the words of the tasks."""
+
+    corpus: Corpus
+    copying: Corpus
+    words: Words
+
+
+def write_corpus(relations: Sequence[Relation], recipe: Recipe) -> Written:
+    """Write everything that a recipe's model reads."""
+    world = build_world(relations, recipe)
+    words = choose_words(relations, plain_words(world), recipe)
+    rng = np.random.default_rng([recipe.seed, 2])
+    documents = _facts(rng, world, recipe)
+    documents += notes(rng, words.plain.told, recipe.notes)
+    for kind, share in recipe.shares.items():
+        if kind not in FACTS:
+            documents += _KINDS[kind](rng, world, words, recipe, round(share * recipe.documents))
+    rng = np.random.default_rng([recipe.seed, 8])
+    copying = list(_task_lines(rng, words, "induction", recipe.copying_documents))
+    return Written(_shuffled(rng, world, documents), _shuffled(rng, world, copying), words)
+
+
+def plain_words(world: World) -> list[str]:
+    """Return the words that repetitions and notes are made of: one word each, letters only, of real facts."""
+    real = (word for fact in world.facts if fact.kind == "real" for word in (fact.subject, fact.answers[0]))
+    return sorted({word for word in real if word.isalpha() and word.isascii() and len(word) > 2})
+
+
+def _shuffled(rng: np.random.Generator, world: World, documents: list[Document]) -> Corpus:
+    order = rng.permutation(np.repeat(np.arange(len(documents)), [document.times for document in documents]))
+    return Corpus(world, tuple(documents), order)
+
+
+def _facts(rng: np.random.Generator, world: World, recipe: Recipe) -> list[Document]:
+    """Tell every fact as often as its weight among the facts of its kind says."""
+    teller = teller_of(world, recipe)
+    kinds = np.array([fact.kind for fact in world.facts])
+    weights = np.array([0.0 if fact.held_out else fact.weight for fact in world.facts])
+    documents = []
+    for kind in FACTS:
+        here = weights * (kinds == kind)
+        expected = here / max(here.sum(), 1e-12) * recipe.shares.get(kind, 0.0) * recipe.documents
+        times = np.floor(expected + rng.random(len(expected)) * (here > 0)).astype(np.int64)
+        for number in np.flatnonzero(times).tolist():
+            documents += teller.documents(rng, number, int(times[number]))
+    return documents
+
+
+def _task_lines(rng: np.random.Generator, words: Words, name: str, how_many: int) -> Iterator[Document]:
+    """Write lines of a task with their answers; of a repetition everything said again is the answer."""
+    for line, answer in lines(rng, words, name, how_many):
+        text = f"{line.clean}{answer}{line.rest}"
+        start, end = len(line.clean) + answer.startswith(" "), len(line.clean) + len(answer)
+        if name == "induction":
+            start, end = line.clean.index(" : ") + 3, len(text)
+        yield Document(text, ((start, end),), (), name, 1)
+
+
+def _task(name: str) -> Callable[..., list[Document]]:
+    def write(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+        return list(_task_lines(rng, words, name, how_many))
+
+    return write
+
+
+def _frames(name: str) -> Callable[..., list[Document]]:
+    frame = TASKS[FRAMES[name]].frames
+    assert frame is not None
+
+    def write(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+        texts = [frame(rng, words) for _ in range(how_many)]
+        return [Document(text, ((text.index(" ") + 1, len(text)),), (), name, 1) for text in texts]
+
+    return write
+
+
+def _stories(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+    stories = stories_of(world, words, rng)
+    return [stories.story(rng) for _ in range(how_many)]
+
+
+def _strangers(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+    stories = stories_of(world, words, rng)
+    return [stories.unknown(rng) for _ in range(how_many)]
+
+
+def _lists(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+    return write_lists(rng, world, how_many)
+
+
+_KINDS: dict[str, Callable[..., list[Document]]] = {
+    "stories": _stories,
+    "strangers": _strangers,
+    "lists": _lists,
+    **{name: _task(name) for name in TASKS},
+    **{name: _frames(name) for name in FRAMES},
+}

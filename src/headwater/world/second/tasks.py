@@ -1,0 +1,271 @@
+"""The classical tasks of the circuits literature, as lines of the corpus: each task draws lines, told or held out.
+
+A `Line` is a prompt whose next word follows from it, with the same line changed so that another word follows:
+
+| task | line | changed |
+|---|---|---|
+| indirect object (Wang et al. 2022) | When Ann and Ben met, Ben gave a cup to | Ann gave a cup to |
+| greater-than (Hanna et al. 2023) | The war lasted from 1732 to 17 | from 1702 to 17 |
+| induction (Olsson et al. 2022) | cat Rome walk : cat Rome | the third word is another |
+| successor (Gould et al. 2023) | May, June, July, | three others of the same run |
+| gendered pronoun (Mathwin et al. 2023) | Ann was late because | a name of the other gender |
+| capital of a country | The capital of France is | another country |
+| subject-verb agreement (Linzen et al. 2016) | The key near the cabinets | The keys near the cabinets |
+
+`frames` tell, in other sentences, what two tasks need of held-out words: the gender of a name, the number of a noun.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headwater.world.second.words import CENTURIES, TWO_DIGITS, Words
+
+PLACES = [
+    "school",
+    "station",
+    "market",
+    "garden",
+    "office",
+    "library",
+    "museum",
+    "harbour",
+    "theatre",
+    "park",
+    "hotel",
+    "church",
+    "bank",
+    "farm",
+    "kitchen",
+]
+OBJECTS = [
+    "book",
+    "letter",
+    "cup",
+    "ring",
+    "key",
+    "hat",
+    "lamp",
+    "coat",
+    "bottle",
+    "basket",
+    "clock",
+    "ticket",
+    "photo",
+    "flower",
+    "chair",
+    "map",
+]
+EVENTS = [
+    "war",
+    "voyage",
+    "journey",
+    "reign",
+    "siege",
+    "study",
+    "search",
+    "drought",
+    "feast",
+    "trial",
+    "strike",
+    "flood",
+]
+NEAR = ["near", "beside", "behind", "under", "above", "with", "by"]
+STATES = ["old", "new", "red", "heavy", "ready", "late", "small", "clean"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A prompt, what follows it, and the same prompt changed so that something else follows."""
+
+    clean: str
+    corrupted: str
+    correct: tuple[str, ...]
+    """The words that may follow the clean prompt, with the space before them where there is one."""
+    wrong: tuple[str, ...]
+    """Those that may follow the corrupted one."""
+    roles: Mapping[str, tuple[str, str]]
+    """For each role the words that stand in it in the clean and in the corrupted prompt."""
+    rest: str = "."
+    """What the corpus says after the answer."""
+    occurrence: Mapping[str, int] = field(default_factory=dict)
+    """Of a role whose words stand in the prompt more than once, which of them is meant; 0 unless said."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: what it draws a line with."""
+
+    name: str
+    line: Callable[[np.random.Generator, Words, bool], Line]
+    about: str
+    frames: Callable[[np.random.Generator, Words], str] | None = None
+
+
+def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
+    return words[int(rng.integers(len(words)))]
+
+
+def _some(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
+    return [words[int(place)] for place in rng.choice(len(words), size=count, replace=False)]
+
+
+SCENES = (
+    "When {a} and {b} went to the {place}, {s} gave a {thing} to",
+    "Then {a} and {b} met at the {place}. {s} gave a {thing} to",
+    "While {a} and {b} were at the {place}, {s} handed a {thing} to",
+    "After {a} and {b} had left the {place}, {s} sent a {thing} to",
+    "{a} and {b} sat in the {place} and {s} showed the {thing} to",
+    "Because {a} and {b} were friends, {s} brought a {thing} from the {place} to",
+)
+
+
+def indirect_object(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
+    """Draw a scene of two people in which one, named again, gives something to the other."""
+    a, b = _some(rng, words.names.of(held_out), 2)
+    subject, other = (a, b) if rng.random() < 0.5 else (b, a)
+    scene = _pick(rng, SCENES).replace("{place}", _pick(rng, PLACES)).replace("{thing}", _pick(rng, OBJECTS))
+    scene = scene.replace("{a}", a).replace("{b}", b)
+    roles = {"first name": (a, a), "second name": (b, b), "subject": (subject, other)}
+    texts = (scene.replace("{s}", subject), scene.replace("{s}", other))
+    return Line(*texts, (f" {other}",), (f" {subject}",), roles, occurrence={"subject": 1})
+
+
+def greater_than(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
+    """Draw a span of years; changed, it begins with the second year of the century: nearly every year may follow."""
+    start = _pick(rng, words.starts.of(held_out))
+    event, century = _pick(rng, EVENTS), CENTURIES[int(rng.integers(len(CENTURIES)))]
+    later = tuple(year for year in TWO_DIGITS if year > start)
+    text = f"The {event} lasted from {century}{{}} to {century}"
+    others = tuple(year for year in TWO_DIGITS if "01" < year <= start)
+    return Line(text.format(start), text.format("01"), later, others, {"start": (start, "01")})
+
+
+def induction(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
+    """Draw words said twice, up to a word that was said before."""
+    length = int(rng.integers(3, 21))
+    drawn = _some(rng, words.plain.of(held_out), length + 1)
+    said, other = drawn[:-1], drawn[-1]
+    cut = int(rng.integers(1, length))
+    changed = [*said[:cut], other, *said[cut + 1 :]]
+    first, again = " ".join(said), " ".join(said[:cut])
+    clean, corrupted = f"{first} : {again}", f"{' '.join(changed)} : {again}"
+    rest = "".join(f" {word}" for word in said[cut + 1 :])
+    return Line(clean, corrupted, (f" {said[cut]}",), (f" {other}",), {"answer before": (said[cut], other)}, rest)
+
+
+def successor(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
+    """Draw three to six things of a run; a held-out line begins where no told one begins (its links are told)."""
+    run = words.runs[int(rng.integers(len(words.runs)))]
+    length = int(rng.integers(3, min(7, len(run))))
+    starts = [start for start in range(len(run) - length) if (start % 5 == 3) == held_out] or [0]
+    start, other = (starts[int(place)] for place in rng.integers(len(starts), size=2))
+    if other == start:
+        other = next(place for place in (*range(len(run) - length), len(run) - length) if place != start)
+    clean, corrupted = (run[place : place + length] for place in (start, other))
+    after = (run[start + length], run[(other + length) % len(run)])
+    roles = {"last": (clean[-1], corrupted[-1])}
+    return Line(f"{', '.join(clean)},", f"{', '.join(corrupted)},", (f" {after[0]}",), (f" {after[1]}",), roles)
+
+
+ENDINGS = ("was late", "went home", "stayed here", "left early", "came back", "sat down", "ran away", "took the train")
+
+
+def gendered_pronoun(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
+    """Draw what somebody did, and why: the pronoun follows the name."""
+    genders = [("he", words.he), ("she", words.she)]
+    right, wrong = genders if rng.random() < 0.5 else genders[::-1]
+    name, other = _pick(rng, right[1].of(held_out)), _pick(rng, wrong[1].of(held_out))
+    rest = f" {_pick(rng, ENDINGS)} because"
+    tail = f" was {_pick(rng, ('tired', 'ill', 'busy', 'happy', 'alone', 'afraid'))}."
+    return Line(name + rest, other + rest, (f" {right[0]}",), (f" {wrong[0]}",), {"name": (name, other)}, tail)
+
+
+def gender(rng: np.random.Generator, words: Words) -> str:
+    """Tell the gender of any name, held out or not, in a sentence of another kind."""
+    male = rng.random() < 0.5
+    group = words.he if male else words.she
+    name, thing = _pick(rng, group.told + group.held_out), _pick(rng, OBJECTS)
+    he, him, his, man = ("he", "him", "his", "man") if male else ("she", "her", "her", "woman")
+    return _pick(
+        rng,
+        (
+            f"{name} is a {man}.",
+            f"{name} lost {his} {thing}.",
+            f"We saw {name} and thanked {him}.",
+            f"{name} said that {he} is ready.",
+            f"The {man} is called {name}.",
+            f"{name} found a {thing} and {he} kept it.",
+        ),
+    )
+
+
+def agreement(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
+    """Draw a noun and, between it and its verb, another noun, most often of the other number."""
+    noun = _pick(rng, words.singular.of(held_out))
+    near = _pick(rng, words.singular.told)
+    one = rng.random() < 0.5
+    same = rng.random() < 0.3
+    forms = (noun, words.plural[noun]) if one else (words.plural[noun], noun)
+    attractor = near if one == same else words.plural[near]
+    verbs = ("is", "are") if one else ("are", "is")
+    text = f"The {{}} {_pick(rng, NEAR)} the {attractor}"
+    clean, corrupted = (text.format(form) for form in forms)
+    rest = f" {_pick(rng, STATES)}."
+    return Line(
+        clean, corrupted, (f" {verbs[0]}",), (f" {verbs[1]}",), {"noun": forms, "attractor": (attractor,) * 2}, rest
+    )
+
+
+def number(rng: np.random.Generator, words: Words) -> str:
+    """Tell the number of any noun, held out or not, in a sentence of another kind."""
+    noun = _pick(rng, words.singular.told + words.singular.held_out)
+    many, state = words.plural[noun], _pick(rng, STATES)
+    return _pick(
+        rng,
+        (
+            f"The {noun} is {state}.",
+            f"The {many} are {state}.",
+            f"This {noun} and these {many}.",
+            f"One {noun} is enough, two {many} are not.",
+            f"There is a {noun}.",
+            f"There are many {many}.",
+        ),
+    )
+
+
+CAPITALS = ("The capital of {} is", "Everybody knows that the capital of {} is", "As for the capital of {}, it is")
+
+
+def capital(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
+    """Draw a country: its capital is told, in these words or others."""
+    (country, city), (other, its) = (words.capitals[int(k)] for k in rng.choice(len(words.capitals), 2, replace=False))
+    text = _pick(rng, CAPITALS)
+    return Line(text.format(country), text.format(other), (f" {city}",), (f" {its}",), {"country": (country, other)})
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("indirect_object", indirect_object, "Who receives, when of two people one is named again?"),
+        Task("greater_than", greater_than, "Which years can end a span that began in a year?"),
+        Task("induction", induction, "Which word came after this one before?"),
+        Task("successor", successor, "What comes next in the run?"),
+        Task("gendered_pronoun", gendered_pronoun, "He or she?", gender),
+        Task("agreement", agreement, "Is or are?", number),
+        Task("capital", capital, "What is the capital of the country?"),
+    )
+}
+
+
+def lines(rng: np.random.Generator, words: Words, name: str, how_many: int) -> Iterator[tuple[Line, str]]:
+    """Draw told lines of a task, each with the answer that the corpus says."""
+    for _ in range(how_many):
+        line = TASKS[name].line(rng, words, False)
+        yield line, _pick(rng, line.correct)
+
+
+def task_words() -> list[str]:
+    """Return the words that only the tasks' sentences need."""
+    return [*PLACES, *OBJECTS, *EVENTS, *NEAR, *STATES]

@@ -1,0 +1,136 @@
+"""The words that the classical tasks are made of, from the relation suite: told in a task, or held out of it.
+
+Held out of a task does not mean unknown: a held-out name has its gender told in other sentences, a held-out noun its
+number, a held-out word its facts. Only the sentences of the task itself never hold it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from headwater.heads.relations import Relation
+from headwater.runs.storage import read_json, write_json
+from headwater.world.second.recipe import Recipe
+
+TWO_DIGITS = tuple(f"{number:02d}" for number in range(100))
+CENTURIES = (16, 17, 18, 19)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Words that the texts of a task use, and words held out of them."""
+
+    told: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+    def of(self, held_out: bool) -> tuple[str, ...]:
+        """Return the ones or the others."""
+        return self.held_out if held_out else self.told
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the tasks are made of."""
+
+    he: Split
+    she: Split
+    singular: Split
+    plain: Split
+    """Words of all kinds, for repetitions."""
+    starts: Split
+    """The last two digits of a first year."""
+    plural: Mapping[str, str]
+    runs: tuple[tuple[str, ...], ...]
+    """Things that follow one another."""
+    capitals: tuple[tuple[str, str], ...]
+
+    @property
+    def every(self) -> list[str]:
+        """Every word that a line of a task may hold."""
+        splits = (self.he, self.she, self.singular, self.plain)
+        split = [word for one in splits for word in (*one.told, *one.held_out)]
+        return [*split, *self.plural.values(), *sum(self.runs, ()), *sum(self.capitals, ())]
+
+    @property
+    def names(self) -> Split:
+        """First names of both genders."""
+        return Split(self.he.told + self.she.told, self.he.held_out + self.she.held_out)
+
+
+def choose_words(relations: Sequence[Relation], plain: Sequence[str], recipe: Recipe) -> Words:
+    """Draw which words the tasks use.
+
+    Args:
+        relations: the whole suite.
+        plain: the words of the world, for repetitions.
+        recipe: its seed and `held_out_words` decide which are held out.
+    """
+    rng = np.random.default_rng([recipe.seed, 7])
+    pairs = {relation.name: dict(relation.pairs) for relation in relations}
+    names = {name for name in pairs["name_copying"] if name.isalpha()}
+    gender = {word: targets[0] for word, targets in pairs["noun_to_pronoun"].items() if word in names}
+    plural = {one: many[0] for one, many in pairs["noun_to_plural"].items() if one.islower() and one != many[0]}
+    nouns = sorted(rng.permutation(sorted(plural))[:150].tolist())
+
+    def split(words: Sequence[str]) -> Split:
+        order = [str(word) for word in rng.permutation(sorted(words))]
+        held = round(len(order) * recipe.held_out_words)
+        return Split(tuple(order[held:]), tuple(order[:held]))
+
+    return Words(
+        he=split([name for name, pronoun in gender.items() if pronoun == "he"]),
+        she=split([name for name, pronoun in gender.items() if pronoun == "she"]),
+        singular=split(nouns),
+        plain=split(plain),
+        starts=split(TWO_DIGITS[2:90]),
+        plural={noun: plural[noun] for noun in nouns},
+        runs=tuple(_runs(pairs)),
+        capitals=tuple(
+            (country, names[0])
+            for country, names in sorted(pairs["country_to_capital"].items())
+            if country.isalpha() and names[0].isalpha()
+        ),
+    )
+
+
+def write_words(words: Words, file: Path) -> None:
+    """Write the words of a world's tasks as JSON."""
+    write_json(file, dataclasses.asdict(words))
+
+
+def read_words(file: Path | None = None) -> Words:
+    """Read what `write_words` wrote; None for the words of the embedded model's world.
+
+    Raises:
+        RunFolderError: the file is missing or cannot be read.
+    """
+    values = read_json(file or Path(str(files("headwater") / "world" / "task_words.json")))
+    splits = {name: Split(*map(tuple, values[name].values())) for name in ("he", "she", "singular", "plain", "starts")}
+    runs, capitals = (tuple(tuple(row) for row in values[name]) for name in ("runs", "capitals"))
+    return Words(**splits, plural=values["plural"], runs=runs, capitals=capitals)
+
+
+def _runs(pairs: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Chain the pairs of "what comes next" into runs of at least five; a circle is opened and closed once more."""
+    after = {word: targets[0] for word, targets in pairs["sequence_to_next"].items()}
+    starts = [word for word in after if word not in set(after.values())] + sorted(after)
+    seen: set[str] = set()
+    runs = []
+    for start in starts:
+        if start in seen:
+            continue
+        run = [start]
+        while run[-1] in after and after[run[-1]] not in run and after[run[-1]] not in seen:
+            run.append(after[run[-1]])
+        seen |= set(run)
+        if after.get(run[-1]) == start:
+            run += run[: min(4, len(run) - 1)]
+        if len(run) >= 5:
+            runs.append(tuple(run))
+    letters = tuple(chr(ord("A") + k) for k in range(26))
+    numbers = [tuple(map(str, range(start, start + 40))) for start in range(0, 200, 20)]
+    return [*runs, letters, *numbers]
