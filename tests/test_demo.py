@@ -90,7 +90,7 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
     assert_self_contained(page)
     assert "http://" not in text
     assert page.tags.count("img") == 3
-    assert page.tags.count("iframe") == 2  # heads and patching can be looked into
+    assert page.tags.count("iframe") == 3  # heads, patching and attention can be looked into
     assert "What was found" in page.text
     shown = "".join(page.text)
     for name, kind in (("heads", HeadMap), ("answers", None), ("patching", None)):
@@ -118,7 +118,9 @@ def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tm
     steps = {
         "answers": dataclasses.replace(STEPS["answers"], run=broken),
         "saliency": STEPS["saliency"],
-        "heads": dataclasses.replace(STEPS["heads"], run=lambda tour, options: Found.made(), number=None, table=None),
+        "heads": dataclasses.replace(
+            STEPS["heads"], run=lambda tour, options: Found.made(), number=None, table=None, view=None
+        ),
         "memorization": dataclasses.replace(STEPS["memorization"], run=refused),
     }
     monkeypatch.setattr(cli_demo, "STEPS", steps)

@@ -15,6 +15,7 @@ from headwater.figures.sweep import shown
 from headwater.models.sites import SITES
 from headwater.patching import runners
 from tests import chance
+from tests.same_table import assert_same_table
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -59,17 +60,6 @@ def random_pairs(lengths, changed=3):
         for position in [1, *torch.randint(1, len(tokens), (changed,)).tolist()]:
             tokens[position] = 2 + (tokens[position] + 5) % (N_TOKENS - 2)
     return clean, corrupted
-
-
-def assert_same_table(found, expected, atol):
-    """Effects within a tolerance; normalized ones within what it makes of them, as they are divided by a gap."""
-    measured = ["effect", "clean", "corrupted", "normalized_effect"]
-    pd.testing.assert_frame_equal(found.drop(columns=measured), expected.drop(columns=measured))
-    for column in measured[:3]:
-        assert (found[column] - expected[column]).abs().max() < atol
-    gap = (expected["clean"] - expected["corrupted"]).abs()
-    slack = 3 * atol * (1 + expected["normalized_effect"].abs()) / gap
-    assert ((found["normalized_effect"] - expected["normalized_effect"]).abs() < slack)[gap > 3 * atol].all()
 
 
 def assert_all_the_way(table):

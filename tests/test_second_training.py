@@ -42,6 +42,22 @@ TINY = Recipe(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def prepared_once():
+    """The same corpus serves all trainings of one recipe here: `prepare` by itself is tested elsewhere."""
+    prepare, made = training.prepare, {}
+
+    def prepared(recipe):
+        world = repr(dataclasses.replace(recipe, learning_rate=0.0))
+        if world not in made:
+            made[world] = prepare(recipe)
+        return made[world]
+
+    training.prepare = prepared
+    yield
+    training.prepare = prepare
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world") / "model"
@@ -176,6 +192,7 @@ def test_the_card_of_a_world_is_measured_and_says_what_it_misses(tmp_path):
     assert {"tasks", "forms", "notes", "best_heads"} <= set(read_json(tmp_path / "world" / "card.json"))
 
 
+@pytest.mark.slow
 def test_the_commands_write_a_recipe_train_it_and_measure_it(tmp_path):
     write_recipe(TINY, tmp_path / "tiny.json")
     trained = run("train", "--recipe", tmp_path / "tiny.json", "--out", tmp_path / "world")

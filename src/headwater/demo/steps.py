@@ -6,7 +6,7 @@ The page, its first lines, the report of a command and the words on the screen c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -119,9 +119,10 @@ def _cards(seen: Seen, heads: Any) -> View:
 
 
 def _attention(seen: Seen, sweep: Any) -> View:
-    """The attention in both prompts of the first pair that was patched."""
+    """The attention in both prompts of the first pair that was patched, dated as the sweep: pages stay equal."""
     clean, corrupted, *_ = sweep.run.options["prompts"]
     cache = seen.model.cache([list(clean[0]), list(corrupted[0])], sites=["pattern"], progress=False)
+    cache = replace(cache, run=replace(cache.run, created=sweep.run.created))
     return cache.view(example=[0, 1], values=seen.model)
 
 
