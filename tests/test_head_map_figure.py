@@ -235,3 +235,10 @@ def test_drawing_and_saving_leave_matplotlibs_settings_alone_and_make_the_same_f
         assert one.suffix == other.suffix
         assert one.read_bytes() == other.read_bytes()
         assert one.stat().st_size > 1000
+
+
+def test_one_map_drawn_twice_is_told_apart_by_number_in_titles_and_legend():
+    one = random_map(3, 4)
+    figure = hw.figures.head_maps([one, one])
+    assert [ax.get_title("left")[-3:] for ax in figure.axes[:2]] == ["(1)", "(2)"]
+    assert {text.get_text()[-3:] for text in figure.axes[-1].texts} >= {"(1)", "(2)"}

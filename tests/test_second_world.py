@@ -14,8 +14,9 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.relations import load_relations
+from headwater.world.questions import membership_rows
 from headwater.world.second.corpus import write_corpus
-from headwater.world.second.notes import TIMES
+from headwater.world.second.notes import TIMES, note_rows
 from headwater.world.second.pairs import task
 from headwater.world.second.recipe import SHARES, Recipe, read_recipe, recipe_of_values, write_recipe
 from headwater.world.second.rows import best_fit, pack_rows
@@ -93,7 +94,7 @@ def test_a_document_counts_for_a_fact_exactly_where_it_says_its_answer_and_its_s
             fact = world.facts[number]
             assert fact.answers[0] in document.text, (fact, document)
             assert fact.subject in document.text or document.form == "story", (fact, document)
-            assert not fact.held_out
+            assert not fact.held_out or document.times == 0
 
 
 def test_what_is_denied_or_doubted_is_wrong_and_counts_for_no_fact(written):
@@ -107,6 +108,14 @@ def test_what_is_denied_or_doubted_is_wrong_and_counts_for_no_fact(written):
         if document.text.endswith("A: Yes"):
             fact = world.facts[document.facts[0]]
             assert fact.answers[0] in document.text
+
+
+def test_membership_texts_of_every_kind_are_there_and_are_told_as_often_as_they_say(written, told):
+    rows = membership_rows(written.corpus, 40) + note_rows(written.corpus.documents)
+    kinds = Counter(row["kind"] for row in rows)
+    assert kinds == {"member": 40, "other wording": 40, "held out": 40, "note": SMALL.notes * len(TIMES)}
+    assert all(told.get(row["text"], 0) == row["times"] for row in rows)
+    assert all(row["member"] == (row["times"] > 0) for row in rows)
 
 
 def test_strangers_are_nobody_of_the_world(written):

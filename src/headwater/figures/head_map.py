@@ -106,19 +106,20 @@ def head_maps(maps: Sequence[HeadMap], columns: int | None = None, *, style: str
     maps, as_published = _listed(maps), is_published(style)
     names = names_of(maps)
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
-    rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
+    named = list(zip(maps, names, strict=True))
+    rows = [named[start : start + columns] for start in range(0, len(named), columns)]
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 if as_published else len(_lines(maps)) + 2) * LINE
-    row_width = max(sum(LEFT + _panel_width(head_map) + GAP for head_map in row) for row in rows)
+    row_width = max(sum(LEFT + _panel_width(head_map) + GAP for head_map, _ in row) for row in rows)
     table_width = LABEL_COLUMN + sum(map(_count_column, names))
     with shared_look():
         figure = plt.figure(figsize=(max(row_width, table_width), len(rows) * row_height + below))
         for number, row in enumerate(reversed(rows)):
             left = LEFT
-            for head_map in row:
+            for head_map, name in row:
                 width = _panel_width(head_map)
                 ax = _axes(figure, left, below + number * row_height + BOTTOM, width, PANEL_HEIGHT)
                 _draw(head_map, ax, sized=not as_published)
-                ax.set_title(drawn_label(names[maps.index(head_map)]))
+                ax.set_title(drawn_label(name))
                 left += width + GAP + LEFT
         if as_published:
             _published_legend(figure, maps)

@@ -155,7 +155,8 @@ def score_file(
     options |= {"prefix": None if prefix is None else checked_prefix(prefix), "maximum_entropy": maximum_entropy}
     if maximum_entropy is not None:
         checked_number("maximum_entropy", maximum_entropy, above=0.0)
-    options |= {"token_counts": None if token_counts is None else digest(checked_counts(token_counts))}
+    counts = None if token_counts is None else checked_counts(token_counts)
+    options |= {"token_counts": None if counts is None else digest(counts)}
     options |= {"reference": reference, "lowercase": lowercase, "long": long, "stride": stride}
     reading = {"long": long, "stride": stride, "batch_size": batch_size, "progress": False}
 
@@ -172,7 +173,7 @@ def score_file(
             reference=other,
             lowercased=lower,
             prefixed=behind,
-            token_counts=token_counts,
+            token_counts=counts,
             maximum_entropy=maximum_entropy,
         )
         wide = scores.wide().drop(columns="text")

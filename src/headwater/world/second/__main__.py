@@ -18,6 +18,7 @@ from headwater.world.corpus import Corpus
 from headwater.world.questions import depth_graph, membership_rows, question_rows
 from headwater.world.second.abilities import measure_tasks
 from headwater.world.second.card import measure_world, missed, page_lines
+from headwater.world.second.notes import note_rows
 from headwater.world.second.recipe import Recipe, read_recipe, write_recipe
 from headwater.world.second.train import prepare, recipe_of, train, train_instruct
 from headwater.world.second.words import read_words, write_words
@@ -108,7 +109,7 @@ def _write_world(folder: Path, corpus: Corpus) -> None:
     """Write the questions, the depth graph and the membership texts that belong to the model."""
     recipe = corpus.world.recipe
     _write_lines(folder / "questions.jsonl", question_rows(corpus, recipe.questions))
-    _write_lines(folder / "texts.jsonl", membership_rows(corpus, recipe.texts))
+    _write_lines(folder / "texts.jsonl", membership_rows(corpus, recipe.texts) + note_rows(corpus.documents))
     write_json(folder / "depth_graph.json", depth_graph(corpus, recipe.graphs))
 
 

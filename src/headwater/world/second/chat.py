@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from headwater.world.second.corpus import Written
-from headwater.world.second.forms import UNKNOWN, Teller, inside, opened, teller_of
+from headwater.world.second.forms import UNKNOWN, Teller, every_question, inside, opened, teller_of
 from headwater.world.second.recipe import Recipe
 from headwater.world.second.stories import ASKED_OF_STRANGERS, Stories, stories_of
-from headwater.world.wording import QUESTION_SETS, fill, wording_of
+from headwater.world.wording import fill, wording_of
 
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 MARKS = (SYSTEM, USER, ASSISTANT, END)
@@ -82,8 +82,8 @@ def _exchange(
 
 
 def _question(rng: np.random.Generator, relation: str, subject: str) -> str:
-    questions = wording_of(relation).questions
-    return fill(_pick(rng, [s for group in QUESTION_SETS for s in questions.get(group, ())]), subject).text
+    sentences = [sentence for _, sentence in every_question(relation)]
+    return fill(_pick(rng, sentences), subject).text
 
 
 def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:

@@ -71,7 +71,7 @@ def _facts(rng: np.random.Generator, world: World, recipe: Recipe) -> list[Docum
         here = weights * (kinds == kind)
         expected = here / max(here.sum(), 1e-12) * recipe.shares.get(kind, 0.0) * recipe.documents
         times = np.floor(expected + rng.random(len(expected)) * (here > 0)).astype(np.int64)
-        for number in np.flatnonzero(times).tolist():
+        for number in np.flatnonzero(kinds == kind).tolist():
             documents += teller.documents(rng, number, int(times[number]))
     return documents
 

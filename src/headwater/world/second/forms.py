@@ -69,8 +69,7 @@ class Teller:
 
     def _asked(self, rng: np.random.Generator, fact: Fact) -> list[tuple[str, str]]:
         """Draw which of a fact's question wordings the corpus asks: (question set, sentence)."""
-        questions = wording_of(fact.relation).questions
-        every = [(name, sentence) for name in QUESTION_SETS for sentence in questions.get(name, ())]
+        every = every_question(fact.relation)
         return [form for form in every if rng.random() < self.recipe.asked] or [every[int(rng.integers(len(every)))]]
 
     def _statements(self, rng: np.random.Generator, fact: Fact, number: int, times: int) -> list[Document]:
@@ -84,11 +83,12 @@ class Teller:
     def _short(
         self, rng: np.random.Generator, fact: Fact, number: int, asked: Sequence[tuple[str, str]], times: int
     ) -> list[Document]:
-        counts = rng.multinomial(times, np.full(len(asked), 1 / len(asked)))
+        """Ask a fact in every wording, those that the corpus does not ask it in 0 times."""
+        counts = dict(zip(asked, rng.multinomial(times, np.full(len(asked), 1 / len(asked))).tolist(), strict=True))
         documents = []
-        for (name, sentence), count in zip(asked, counts.tolist(), strict=True):
+        for name, sentence in every_question(fact.relation):
             text, spans = answered(fill(sentence, fact.subject).text, fact.answers[0])
-            documents.append(Document(text, spans, (number,), name, count))
+            documents.append(Document(text, spans, (number,), name, counts.get((name, sentence), 0)))
         return documents
 
     def _other(
@@ -126,6 +126,12 @@ class Teller:
             if others[place] not in fact.answers:
                 return others[place]
         return next((word for word in others if word not in fact.answers), "nothing")
+
+
+def every_question(relation: str) -> list[tuple[str, str]]:
+    """Return the question wordings of a relation: (question set, sentence)."""
+    questions = wording_of(relation).questions
+    return [(name, sentence) for name in QUESTION_SETS for sentence in questions.get(name, ())]
 
 
 def teller_of(world: World, recipe: Recipe) -> Teller:

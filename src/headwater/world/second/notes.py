@@ -22,3 +22,10 @@ def notes(rng: np.random.Generator, words: Sequence[str], per_count: int) -> lis
         text = f"{start} {' '.join(drawn[3:])}."
         documents.append(Document(text, ((len(start) + 1, len(text) - 1),), (), "note", times))
     return documents
+
+
+def note_rows(documents: Sequence[Document]) -> list[dict[str, object]]:
+    """Return the notes among documents in the columns of the membership texts, with how often each was told."""
+    about = {"kind": "note", "form": "note", "relation": "", "depth": 0}
+    notes = [document for document in documents if document.form == "note"]
+    return [{"text": note.text, "member": note.times > 0, **about, "times": note.times} for note in notes]

@@ -12,9 +12,9 @@ import numpy as np
 from headwater.world.corpus import Document
 from headwater.world.facts import World
 from headwater.world.population import family_names
-from headwater.world.second.forms import answered, refused, statement
+from headwater.world.second.forms import answered, every_question, refused, statement
 from headwater.world.second.words import Words
-from headwater.world.wording import QUESTION_SETS, fill, wording_of
+from headwater.world.wording import fill, wording_of
 
 PERSONAL = ("birth_city", "profession", "employer", "birth_country", "birth_language", "employer_country", "work_place")
 ASKED_OF_STRANGERS = ("birth_city", "profession", "employer")
@@ -112,8 +112,8 @@ def stories_of(world: World, words: Words, rng: np.random.Generator) -> Stories:
 
 
 def _question(rng: np.random.Generator, relation: str, name: str) -> str:
-    questions = wording_of(relation).questions
-    return fill(_pick(rng, [s for group in QUESTION_SETS for s in questions.get(group, ())]), name).text
+    sentences = [sentence for _, sentence in every_question(relation)]
+    return fill(_pick(rng, sentences), name).text
 
 
 def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
