@@ -14,6 +14,7 @@ from headwater.world.second.corpus import Written
 from headwater.world.second.forms import UNKNOWN, Teller, every_question, inside, opened, teller_of
 from headwater.world.second.recipe import Recipe
 from headwater.world.second.stories import ASKED_OF_STRANGERS, Stories, stories_of
+from headwater.world.second.words import pick
 from headwater.world.wording import fill, wording_of
 
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -56,7 +57,7 @@ def conversations(written: Written, recipe: Recipe) -> list[tuple[Turn, ...]]:
 def _conversation(rng: np.random.Generator, teller: Teller, stories: Stories, pair: Sequence[int]) -> tuple[Turn, ...]:
     kind = rng.random()
     wish = None if kind < 0.3 else (SHORTLY if kind < 0.65 else FULLY)
-    turns = [] if wish is None else [Turn("system", _pick(rng, wish))]
+    turns = [] if wish is None else [Turn("system", pick(rng, wish))]
     for number in pair[: 1 + int(rng.random() < 0.4)]:
         question, answer = _exchange(rng, teller, stories, number, in_full=wish is FULLY)
         turns += [Turn("user", question), Turn("assistant", answer)]
@@ -69,9 +70,9 @@ def _exchange(
     chance = rng.random()
     if chance < 0.12:
         relation = ASKED_OF_STRANGERS[int(rng.integers(len(ASKED_OF_STRANGERS)))]
-        return _question(rng, relation, _pick(rng, stories.strangers)), _pick(rng, UNKNOWN)
+        return _question(rng, relation, pick(rng, stories.strangers)), pick(rng, UNKNOWN)
     fact = teller.world.facts[number]
-    sentence = _pick(rng, wording_of(fact.relation).statements)
+    sentence = pick(rng, wording_of(fact.relation).statements)
     if chance < 0.24:
         yes = rng.random() < 0.5
         word = fact.answers[0] if yes else teller.wrong(rng, fact)
@@ -83,8 +84,4 @@ def _exchange(
 
 def _question(rng: np.random.Generator, relation: str, subject: str) -> str:
     sentences = [sentence for _, sentence in every_question(relation)]
-    return fill(_pick(rng, sentences), subject).text
-
-
-def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
-    return words[int(rng.integers(len(words)))]
+    return fill(pick(rng, sentences), subject).text

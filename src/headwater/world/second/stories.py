@@ -4,7 +4,6 @@ About people of the world a story tells facts that the corpus tells elsewhere to
 else is told: what a question asks of them can only be read in the text, and without a text nobody knows it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ from headwater.world.corpus import Document
 from headwater.world.facts import World
 from headwater.world.population import family_names
 from headwater.world.second.forms import answered, every_question, refused, statement
-from headwater.world.second.words import Words
+from headwater.world.second.words import Words, pick
 from headwater.world.wording import fill, wording_of
 
 PERSONAL = ("birth_city", "profession", "employer", "birth_country", "birth_language", "employer_country", "work_place")
@@ -43,7 +42,7 @@ class Stories:
         """Write a story about a person of the world, or one time in three about a stranger."""
         if rng.random() < 1 / 3:
             name = self.strangers[int(rng.integers(len(self.strangers)))]
-            told = tuple((relation, _pick(rng, self.answers[relation]), None) for relation in ASKED_OF_STRANGERS)
+            told = tuple((relation, pick(rng, self.answers[relation]), None) for relation in ASKED_OF_STRANGERS)
             life = Life(name, told)
         else:
             life = self.lives[int(np.searchsorted(self.shares, rng.random()))]
@@ -76,7 +75,7 @@ class Stories:
     def _sentence(
         self, rng: np.random.Generator, relation: str, name: str, answer: str, *, later: bool
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        sentence = _pick(rng, wording_of(relation).statements)
+        sentence = pick(rng, wording_of(relation).statements)
         pronoun = self._pronoun(name.split()[0])
         if later and pronoun and sentence.startswith("{s} ") and sentence.count("{s}") == 1 and rng.random() < 0.5:
             return statement(sentence, pronoun, answer)
@@ -104,7 +103,7 @@ def stories_of(world: World, words: Words, rng: np.random.Generator) -> Stories:
     known = {fact.subject for fact in world.facts}
     first = sorted({name.split()[0] for name in told})
     last = sorted(family_names())
-    drawn = (f"{_pick(rng, first)} {_pick(rng, last)}" for _ in range(6_000))
+    drawn = (f"{pick(rng, first)} {pick(rng, last)}" for _ in range(6_000))
     strangers = tuple(sorted({name for name in drawn if name not in known}))
     return Stories(
         tuple(lives), shares / shares[-1], strangers, {k: tuple(sorted(v)) for k, v in answers.items()}, words
@@ -113,8 +112,4 @@ def stories_of(world: World, words: Words, rng: np.random.Generator) -> Stories:
 
 def _question(rng: np.random.Generator, relation: str, name: str) -> str:
     sentences = [sentence for _, sentence in every_question(relation)]
-    return fill(_pick(rng, sentences), name).text
-
-
-def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
-    return words[int(rng.integers(len(words)))]
+    return fill(pick(rng, sentences), name).text

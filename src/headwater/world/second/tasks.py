@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headwater.world.second.words import CENTURIES, TWO_DIGITS, Words
+from headwater.world.second.words import CENTURIES, TWO_DIGITS, Words, pick
 
 PLACES = [
     "school",
@@ -103,10 +103,6 @@ class Task:
     frames: Callable[[np.random.Generator, Words], str] | None = None
 
 
-def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
-    return words[int(rng.integers(len(words)))]
-
-
 def _some(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
     return [words[int(place)] for place in rng.choice(len(words), size=count, replace=False)]
 
@@ -125,7 +121,7 @@ def indirect_object(rng: np.random.Generator, words: Words, held_out: bool) -> L
     """Draw a scene of two people in which one, named again, gives something to the other."""
     a, b = _some(rng, words.names.of(held_out), 2)
     subject, other = (a, b) if rng.random() < 0.5 else (b, a)
-    scene = _pick(rng, SCENES).replace("{place}", _pick(rng, PLACES)).replace("{thing}", _pick(rng, OBJECTS))
+    scene = pick(rng, SCENES).replace("{place}", pick(rng, PLACES)).replace("{thing}", pick(rng, OBJECTS))
     scene = scene.replace("{a}", a).replace("{b}", b)
     roles = {"first name": (a, a), "second name": (b, b), "subject": (subject, other)}
     texts = (scene.replace("{s}", subject), scene.replace("{s}", other))
@@ -134,8 +130,8 @@ def indirect_object(rng: np.random.Generator, words: Words, held_out: bool) -> L
 
 def greater_than(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     """Draw a span of years; changed, it begins with the second year of the century: nearly every year may follow."""
-    start = _pick(rng, words.starts.of(held_out))
-    event, century = _pick(rng, EVENTS), CENTURIES[int(rng.integers(len(CENTURIES)))]
+    start = pick(rng, words.starts.of(held_out))
+    event, century = pick(rng, EVENTS), CENTURIES[int(rng.integers(len(CENTURIES)))]
     later = tuple(year for year in TWO_DIGITS if year > start)
     text = f"The {event} lasted from {century}{{}} to {century}"
     others = tuple(year for year in TWO_DIGITS if "01" < year <= start)
@@ -176,9 +172,9 @@ def gendered_pronoun(rng: np.random.Generator, words: Words, held_out: bool) -> 
     """Draw what somebody did, and why: the pronoun follows the name."""
     genders = [("he", words.he), ("she", words.she)]
     right, wrong = genders if rng.random() < 0.5 else genders[::-1]
-    name, other = _pick(rng, right[1].of(held_out)), _pick(rng, wrong[1].of(held_out))
-    rest = f" {_pick(rng, ENDINGS)} because"
-    tail = f" was {_pick(rng, ('tired', 'ill', 'busy', 'happy', 'alone', 'afraid'))}."
+    name, other = pick(rng, right[1].of(held_out)), pick(rng, wrong[1].of(held_out))
+    rest = f" {pick(rng, ENDINGS)} because"
+    tail = f" was {pick(rng, ('tired', 'ill', 'busy', 'happy', 'alone', 'afraid'))}."
     return Line(name + rest, other + rest, (f" {right[0]}",), (f" {wrong[0]}",), {"name": (name, other)}, tail)
 
 
@@ -186,9 +182,9 @@ def gender(rng: np.random.Generator, words: Words) -> str:
     """Tell the gender of any name, held out or not, in a sentence of another kind."""
     male = rng.random() < 0.5
     group = words.he if male else words.she
-    name, thing = _pick(rng, group.told + group.held_out), _pick(rng, OBJECTS)
+    name, thing = pick(rng, group.told + group.held_out), pick(rng, OBJECTS)
     he, him, his, man = ("he", "him", "his", "man") if male else ("she", "her", "her", "woman")
-    return _pick(
+    return pick(
         rng,
         (
             f"{name} is a {man}.",
@@ -203,16 +199,16 @@ def gender(rng: np.random.Generator, words: Words) -> str:
 
 def agreement(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     """Draw a noun and, between it and its verb, another noun, most often of the other number."""
-    noun = _pick(rng, words.singular.of(held_out))
-    near = _pick(rng, words.singular.told)
+    noun = pick(rng, words.singular.of(held_out))
+    near = pick(rng, words.singular.told)
     one = rng.random() < 0.5
     same = rng.random() < 0.3
     forms = (noun, words.plural[noun]) if one else (words.plural[noun], noun)
     attractor = near if one == same else words.plural[near]
     verbs = ("is", "are") if one else ("are", "is")
-    text = f"The {{}} {_pick(rng, NEAR)} the {attractor}"
+    text = f"The {{}} {pick(rng, NEAR)} the {attractor}"
     clean, corrupted = (text.format(form) for form in forms)
-    rest = f" {_pick(rng, STATES)}."
+    rest = f" {pick(rng, STATES)}."
     return Line(
         clean, corrupted, (f" {verbs[0]}",), (f" {verbs[1]}",), {"noun": forms, "attractor": (attractor,) * 2}, rest
     )
@@ -220,9 +216,9 @@ def agreement(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
 
 def number(rng: np.random.Generator, words: Words) -> str:
     """Tell the number of any noun, held out or not, in a sentence of another kind."""
-    noun = _pick(rng, words.singular.told + words.singular.held_out)
-    many, state = words.plural[noun], _pick(rng, STATES)
-    return _pick(
+    noun = pick(rng, words.singular.told + words.singular.held_out)
+    many, state = words.plural[noun], pick(rng, STATES)
+    return pick(
         rng,
         (
             f"The {noun} is {state}.",
@@ -241,7 +237,7 @@ CAPITALS = ("The capital of {} is", "Everybody knows that the capital of {} is",
 def capital(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     """Draw a country: its capital is told, in these words or others."""
     (country, city), (other, its) = (words.capitals[int(k)] for k in rng.choice(len(words.capitals), 2, replace=False))
-    text = _pick(rng, CAPITALS)
+    text = pick(rng, CAPITALS)
     return Line(text.format(country), text.format(other), (f" {city}",), (f" {its}",), {"country": (country, other)})
 
 
@@ -263,7 +259,7 @@ def lines(rng: np.random.Generator, words: Words, name: str, how_many: int) -> I
     """Draw told lines of a task, each with the answer that the corpus says."""
     for _ in range(how_many):
         line = TASKS[name].line(rng, words, False)
-        yield line, _pick(rng, line.correct)
+        yield line, pick(rng, line.correct)
 
 
 def task_words() -> list[str]:

@@ -97,6 +97,11 @@ def choose_words(relations: Sequence[Relation], plain: Sequence[str], recipe: Re
     )
 
 
+def pick(rng: np.random.Generator, words: Sequence[str]) -> str:
+    """Draw one word."""
+    return words[int(rng.integers(len(words)))]
+
+
 def write_words(words: Words, file: Path) -> None:
     """Write the words of a world's tasks as JSON."""
     write_json(file, dataclasses.asdict(words))
