@@ -200,6 +200,7 @@ def test_the_commands_write_a_recipe_train_it_and_measure_it(tmp_path):
     assert "trained in" in trained.stdout
     tasks = run("tasks", tmp_path / "world", "--examples", 10)
     assert "indirect_object" in tasks.stdout, tasks.stderr
+    assert "relations are implemented by some head" in tasks.stdout
     again = run("recipe", tmp_path / "tiny.json")
     assert again.returncode == 2
     assert "is there already" in again.stderr

@@ -12,6 +12,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.errors import HeadwaterError, InputError
+from headwater.heads.classify import classify_heads
 from headwater.questions.sources import load_questions
 from headwater.runs.storage import read_json, write_atomically, write_json
 from headwater.world.corpus import Corpus
@@ -82,7 +83,7 @@ def tasks_command(
     folder: Annotated[Path, typer.Argument(help="The folder of a trained world.")],
     examples: Annotated[int, typer.Option(help="Prompts of each task, told and held out.", min=1)] = 500,
 ) -> None:
-    """Measure the classical tasks: the share of prompts that the model goes on with as it should."""
+    """Measure what a long training is decided on: the classical tasks, and how the relations spread over the heads."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     scores = measure_tasks(model, tokenizer, read_words(folder / "task_words.json"), examples)
@@ -92,6 +93,10 @@ def tasks_command(
         for words, score in both.items()
     ]
     typer.echo(pd.DataFrame(rows).to_string(index=False, float_format="{:.3f}".format))
+    heads = classify_heads(folder / "model", progress=False).table
+    found = heads[heads["implemented"]].sort_values("excess").drop_duplicates("relation", keep="last")
+    best = found[["layer", "head"]].drop_duplicates()
+    typer.echo(f"{len(found)} relations are implemented by some head; their best heads are {len(best)} different ones.")
 
 
 @app.command("card")
