@@ -43,7 +43,7 @@ Kept = tuple[Tensor, Tensor | None]
 def cached(model: HookedModel, device: str, asked: dict[str, object]) -> Kept:
     """Headwater: what is asked for, of the suite's texts."""
     cache = model.cache(_tokens(model), **asked, device=device, progress=False)  # type: ignore[arg-type]
-    return cache.residual, cache.attention
+    return cache.residual, cache.attention if asked["attention"] else None
 
 
 def _tokens(model: HookedModel) -> Tensor:

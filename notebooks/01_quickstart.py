@@ -94,7 +94,7 @@ print(f"The patch with the largest effect: layer {best.layer}, token {best.token
 print(f"{answered.z.mean():.0%} of {len(answered.z)} answers are wrong.")
 
 # %%
-_ = sweep.plot()
+figure = sweep.plot()
 
 # %% [markdown]
 # In the first layers the whole effect sits on the country's own token; before the last layer part of it has moved to

@@ -127,11 +127,12 @@ print(
 )
 print(f"Mean correlation of static and dynamic scores: {r['without']:.2f} without context, {r['with']:.2f} with it.")
 removed = ablation.summary().set_index(["n_heads", "removed"])
-n_heads = removed.index.get_level_values("n_heads").max()
-own, random = (removed.loc[(n_heads, f"{whose} heads")] for whose in ("relation", "random"))
-print(f"city_to_country is right for {removed.loc[(0, 'none'), 'accuracy']:.0%} with every head,", end=" ")
-print(f"{own['accuracy']:.0%} without its {n_heads} heads and {random['accuracy']:.0%}", end=" ")
-print(f"(±{random['accuracy_sd']:.0%}) without as many random ones.")
+n_heads = int(ablation.summary()["n_heads"].max())
+accuracy, spread = removed["accuracy"], removed["accuracy_sd"]
+own, random = (n_heads, "relation heads"), (n_heads, "random heads")
+print(f"city_to_country is right for {accuracy[0, 'none']:.0%} with every head,", end=" ")
+print(f"{accuracy[own]:.0%} without its {n_heads} heads and {accuracy[random]:.0%}", end=" ")
+print(f"(±{spread[random]:.0%}) without as many random ones.")
 
 # %%
 _ = ablation.plot()

@@ -14,6 +14,8 @@
 # **Result and what would change one's mind** stand at the end.
 
 # %%
+import torch
+
 import headwater as hw
 
 model = hw.load()
@@ -94,7 +96,7 @@ _ = single.plot()
 
 
 # %%
-def entropy(logits):
+def entropy(logits: torch.Tensor) -> torch.Tensor:
     """Return the entropy of the next token, in nats."""
     log_p = logits[:, -1].log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
@@ -123,7 +125,7 @@ by_role.grid("layer", "role", value="normalized_effect").round(2)
 
 
 # %%
-def halfway(activation, other, place):
+def halfway(activation: torch.Tensor, other: torch.Tensor, place: object) -> torch.Tensor:
     """Return the middle between the two runs."""
     return (activation + other) / 2
 
@@ -136,8 +138,8 @@ half.grid("layer", "role", value="normalized_effect").round(2)
 # three heads that did most above, and without all *other* heads of the model?
 
 # %%
-three = by_head.summary().sort_values("mean", ascending=False).head(3)
-three = [tuple(pair) for pair in three[["layer", "head"]].astype(int).to_numpy().tolist()]
+best = by_head.summary().sort_values("mean", ascending=False).head(3)
+three = [tuple(pair) for pair in best[["layer", "head"]].astype(int).to_numpy().tolist()]
 ablated = hw.ablate(
     model,
     clean,

@@ -87,7 +87,7 @@ for sentence in pathways.report():
 # ΔP in percentage points against the layer of the probe. The Q-anchored curve lies below 0 by definition.
 
 # %%
-_ = pathways.plot()
+figure = pathways.plot()
 
 # %% [markdown]
 # **What would change one's mind.** Two pathways would be worth believing in where one mode is rejected within

@@ -16,7 +16,9 @@
 # %%
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -32,7 +34,7 @@ model = hw.load()
 
 # %%
 capitals = next(r for r in hw.load_relations() if r.name == "country_to_capital")
-inverse = {}
+inverse: dict[str, list[str]] = {}
 for country, cities in capitals.pairs:
     inverse.setdefault(cities[0], []).append(country)
 (folder / "relations").mkdir()
@@ -44,8 +46,8 @@ relations = [capitals, *hw.load_relations(folder / "relations")]
 
 # %% [markdown]
 # ## A model folder of one's own
-# Any folder with a transformers checkpoint and tokenizer will do. This one has the embedded model's shape and random
-# weights: what it scores is what an untrained model scores.
+# Any folder with a transformers checkpoint will do; its tokenizer is in it, or is given. This one has the embedded
+# model's shape and random weights: what it scores is what an untrained model scores.
 
 # %%
 import transformers
@@ -53,8 +55,7 @@ import transformers
 transformers.set_seed(0)
 untrained = transformers.AutoModelForCausalLM.from_config(model.config)
 untrained.save_pretrained(folder / "untrained")
-model.tokenizer.save_pretrained(folder / "untrained")
-random_model = hw.load(folder / "untrained", dtype="float32")
+random_model = hw.load(folder / "untrained", tokenizer=model.tokenizer, dtype="float32")
 
 # %%
 maps = {m.name: hw.classify_heads(m, relations=relations) for m in (model, random_model)}
@@ -108,13 +109,13 @@ answered.table.groupby("dataset")["z"].agg(questions="size", wrong="mean").round
 # %%
 import torch
 
-cities = sorted({model.tokenize(f" {city}").tokens[0, -1].item() for _, (city, *_) in capitals.pairs})
+city_ids = torch.tensor([model.tokenize(f" {city}").tokens[0, -1].item() for _, (city, *_) in capitals.pairs]).unique()
 
 
-def lead_over_all_capitals(logits, answer):
+def lead_over_all_capitals(logits: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
     """Return the answer's logit minus the largest logit of another capital."""
     last, rows = logits[:, -1], torch.arange(len(answer))
-    others = last[:, cities].masked_fill(torch.tensor(cities) == answer[:, None], -torch.inf)
+    others = last[:, city_ids].masked_fill(city_ids == answer[:, None], -torch.inf)
     return last[rows, answer] - others.amax(dim=1)
 
 
@@ -146,10 +147,10 @@ answers = torch.nn.functional.normalize(W_U[answer_ids], dim=-1)
 drawn = torch.nn.functional.normalize(torch.randn(answers.shape, generator=torch.Generator().manual_seed(0)), dim=-1)
 
 
-def without(directions):
+def without(directions: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Return an intervention that takes each prompt's direction out of what attention adds."""
 
-    def project(activation, other, place):
+    def project(activation: torch.Tensor, other: torch.Tensor, place: Any) -> torch.Tensor:
         along = directions[place.example]
         return activation - (activation * along).sum(-1, keepdim=True) * along
 
@@ -177,7 +178,8 @@ print(again, again.run.analysis, again.run.options["max_new_tokens"])
 # Errors say what was asked, what was found and what to do, in one line:
 
 # %%
-for mistake in (lambda: questions.select("to capitals"), lambda: hw.classify_heads(model, rule="publish")):
+misspelt: Any = "publish"  # written into the call, a type checker finds it
+for mistake in (lambda: questions.select("to capitals"), lambda: hw.classify_heads(model, rule=misspelt)):
     try:
         mistake()
     except hw.HeadwaterError as error:
@@ -188,13 +190,12 @@ for mistake in (lambda: questions.select("to capitals"), lambda: hw.classify_hea
 
 # %%
 wrong = answered.table.groupby("dataset")["z"].mean()
-heads = scores.set_index(["model", "relation"])["heads"]
 print(f"Wrong answers: {wrong['to capital']:.0%} from country to capital, {wrong['to country']:.0%} the other way.")
-for (name, relation), count in heads.items():
-    print(f"{name}: {count} heads for {relation}")
+for row in scores.itertuples():
+    print(f"{row.model}: {row.heads} heads for {row.relation}")
 
 # %%
-_ = sweep.plot()
+figure = sweep.plot()
 
 # %% [markdown]
 # **What would change one's mind.** The corpus of this model asks for capitals in its own wording; questions in the

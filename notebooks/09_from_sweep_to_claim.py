@@ -15,6 +15,8 @@
 # **Result and what would change one's mind** stand at the end.
 
 # %%
+from typing import Any
+
 import headwater as hw
 from headwater.planted import circuits
 
@@ -50,7 +52,7 @@ for number, (indirect, subject, other) in enumerate(triples):
     template = first if number % 2 else second
     clean.append(template.format(a=indirect, b=subject, c=subject))
     corrupted.append(template.format(a=indirect, b=subject, c=other))
-roles = {
+roles: dict[str, Any] = {
     "IO": [f" {indirect}" for indirect, _, _ in triples],
     "S1": [lambda tokens, name=f" {subject}": tokens.index(name) for _, subject, _ in triples],
     "S2": lambda tokens: tokens.index(" gave") - 1,
@@ -109,7 +111,7 @@ relation = next(one for one in hw.load_relations() if one.name == "country_to_ca
 wordings = (" The capital of {} is", " Q: What is the capital of {} ?\n A:")
 
 
-def known(wording):
+def known(wording: str) -> set[tuple[str, str]]:
     """Return the countries, with their capitals, that the model answers right: words of one token each."""
     pairs = [(country, cities[0]) for country, cities in relation.pairs]
     pairs = [pair for pair in pairs if all(len(model.tokenize(f" {word}").tokens[0]) == 2 for word in pair)]
@@ -128,7 +130,7 @@ print(f"{len(usable)} capitals are right in both wordings")
 
 
 # %%
-def task(pairs):
+def task(pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """Return clean prompts, corrupted ones, roles and metric of some countries, in both wordings by turns."""
     nexts = pairs[2:] + pairs[:2]  # of the same wording
     text = [wordings[i % 2].format(country) for i, (country, _) in enumerate(pairs)]
@@ -168,8 +170,8 @@ claims = {
 pd.concat({name: claim.table for name, claim in claims.items()}).droplevel(1).T
 
 # %%
-for name, claim in claims.items():
-    print(f"{name}: {claim.sentence}\n")
+for what, claim in claims.items():
+    print(f"{what}: {claim.sentence}\n")
 
 # %% [markdown]
 # `noise` writes the corrupted activation into the clean run. A head that suffices need not be needed, since another

@@ -12,6 +12,8 @@
 # **Result and what would change one's mind** stand at the end.
 
 # %%
+from typing import Any
+
 import headwater as hw
 
 model = hw.load()
@@ -23,11 +25,12 @@ capitals = {
 }  # fmt: skip
 
 
-def answered(country, city):
+def answered(country: str, city: str) -> bool:
     """Whether the model says the capital, a single token, of a country of a single token."""
     names = [len(model.tokenize(f" {name}").tokens[0]) for name in (country, city)]
     right = model.tokenize(f" {city}").tokens[0, -1]
-    return max(names) <= 2 and model.run([f"The capital of {country} is"])[0, -1].argmax() == right
+    best = model.run([f"The capital of {country} is"])[0, -1].argmax()
+    return max(names) <= 2 and bool(best == right)
 
 
 known = [pair for pair in capitals.items() if answered(*pair)]
@@ -39,7 +42,7 @@ print(f"{len(known)} of {len(capitals)} capitals are right")
 
 
 # %%
-def task(countries):
+def task(countries: list[tuple[str, str]]) -> dict[str, Any]:
     """Return clean prompts, corrupted ones, and the logit of the right capital less that of the other's."""
     others = countries[1:] + countries[:1]
     prompts = [[f"The capital of {country} is" for country, _ in side] for side in (countries, others)]

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 import torch
+import transformers as tf
 
 import headwater as hw
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
@@ -18,6 +19,13 @@ LLAMA_3 = (
     "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
     "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
+    "{% for message in messages if message['role'] != 'system' %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + ('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system else '') + "
+    "message['content'] | trim + ' [/INST]' }}{% else %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
 )
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -31,7 +39,15 @@ QWEN_3 = (
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{% endif %}"
 )
-FAMILIES = {"gpt2": "gpt2", "pythia": "neox", "Mistral": "mistral", "Qwen3": "qwen3", "lama": "llama"}
+FAMILIES = {
+    "gpt2": "gpt2",
+    "pythia": "neox",
+    "phi": "phi",
+    "mamba": "mamba",
+    "Mistral": "mistral",
+    "Qwen3": "qwen3",
+    "lama": "llama",
+}
 CONTEXT = 4096
 ENDING = 4
 """How much larger than another's the logit of the end token is."""
@@ -47,12 +63,14 @@ def template_of(model: str) -> str | None:
     """The chat template of a published model; None of a base model."""
     if "Qwen3" in model:
         return QWEN_3
+    if "chat" in model:
+        return LLAMA_2
     return (MISTRAL if "Mistral" in model else LLAMA_3) if "Instruct" in model else None
 
 
 def random_checkpoint(folder: Path, model: str) -> Path:
     """Write a tiny random model of a published one's family, which writes words and comes to an end."""
-    network, tokenizer = tiny_model(family_of(model)), tiny_tokenizer()
+    network, tokenizer = _network(model), tiny_tokenizer()
     tokenizer.chat_template = template_of(model)
     if family_of(model) == "gpt2":
         network.config.n_positions = CONTEXT
@@ -71,6 +89,14 @@ def random_checkpoint(folder: Path, model: str) -> Path:
     network.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return target
+
+
+def _network(model: str) -> tf.PreTrainedModel:
+    """A tiny random network of a published model's family."""
+    if family_of(model) != "mamba":
+        return tiny_model(family_of(model))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 4, "bos_token_id": 0, "eos_token_id": 0}
+    return tf.MambaForCausalLM(tf.MambaConfig(vocab_size=len(tiny_tokenizer()), pad_token_id=1, **sizes))
 
 
 def relation_folder(folder: Path, names: list[str]) -> Path:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import headwater as hw
 from headwater.views.interactive import packed
 from tests.looking import Look
-from tests.test_views import HOSTILE, SHOWN, attended, mapped, profiled, read, swept, traced, wired
+from tests.test_views import HOSTILE, PAIR, SHOWN, attended, mapped, profiled, read, swept, traced, wired
 
 pytestmark = pytest.mark.browser
 
@@ -64,6 +65,44 @@ def test_a_cell_of_a_sweep_says_its_mean_and_dragging_gives_a_query_of_the_table
     chosen = swept().table.query(code.removeprefix("sweep.table.query('").removesuffix("')"))
     assert set(chosen["layer"]) == {layer}
     assert position in set(chosen["position"])
+    look.is_well()
+
+
+def test_a_cell_of_a_sweep_is_reached_opened_and_closed_by_keys(browser, tmp_path):
+    look = Look(browser, swept().view(), tmp_path)
+    canvas, card = look.page.locator("[data-main]"), look.page.locator(".card")
+    assert "Enter opens" in canvas.get_attribute("aria-label")
+    canvas.press("ArrowRight")
+    canvas.press("ArrowUp")
+    rows = swept().table.query("site == 'z' and layer == 1 and head == 1")
+    assert look.page.locator("[aria-live]").inner_text().startswith(f"layer 1, head 1: {rows['effect'].mean():+.3f}")
+    assert not card.locator("table").is_visible()
+    canvas.press("Enter")
+    assert card.locator("tbody tr").all_inner_texts() == [
+        f"{row.example}\t{row.effect:+.3f}" for row in rows.sort_values("effect", ascending=False).itertuples()
+    ]
+    canvas.press("Escape")
+    assert not card.locator("table").is_visible()
+    assert "1 cell selected" in card.inner_text()
+    canvas.press("Escape")
+    assert "Hover a cell" in card.inner_text()
+    look.is_well()
+
+
+def test_a_sweep_by_role_is_looked_at_role_by_role(browser, tmp_path):
+    roles = {"country": [(" France", " Italy")] * 2, "end": "last"}
+    metric, prompts = hw.logit_difference(" Paris", " Rome"), [[one] * 2 for one in PAIR]
+    sweep = hw.patch(hw.load(), *prompts, sites="z", positions=roles, metric=metric, progress=False)
+    look = Look(browser, sweep.view(), tmp_path)
+    canvas = look.page.locator("[data-main]")
+    means = sweep.table.groupby(["role", "layer", "head"])["effect"].mean()
+    for number, role in enumerate(roles):
+        look.page.get_by_label("role", exact=True).select_option(str(number))
+        canvas.press("ArrowUp")
+        assert look.page.locator("[aria-live]").inner_text().startswith(f"layer 1, head 0: {means[role, 1, 0]:+.3f}")
+        code = look.page.locator(".card code").inner_text()
+        chosen = sweep.table.query(code.removeprefix("sweep.table.query('").removesuffix("')"))
+        assert set(chosen["role"]) == {role}
     look.is_well()
 
 

@@ -77,6 +77,25 @@ def test_thumbnails_and_cells_are_walked_to_with_arrow_keys(browser, tmp_path):
     look.is_well()
 
 
+def test_enter_goes_to_the_pattern_and_keeps_a_query_and_escape_goes_back(browser, tmp_path):
+    look = Look(browser, attended().view(), tmp_path)
+    thumbs, big = look.page.locator("[data-thumbs]"), look.page.locator("[data-main]")
+    thumbs.press("ArrowRight")
+    thumbs.press("Enter")
+    assert big.evaluate("one => one === document.activeElement")
+    for key in ("ArrowDown", "ArrowUp", "Enter"):
+        look.page.keyboard.press(key)
+    kept = look.page.locator(".token.locked")
+    query = len(attended().example("pattern", 1, 0)[1]) - 2
+    assert kept.count() == 1
+    assert look.page.locator(".token").nth(query).get_attribute("aria-selected") == "true"
+    assert look.page.locator("h2").first.inner_text().startswith(f"Head 1.1: {kept.inner_text()} reads ")
+    look.page.keyboard.press("Escape")
+    assert kept.count() == 0
+    assert thumbs.evaluate("one => one === document.activeElement")
+    look.is_well()
+
+
 def test_hostile_tokens_stay_text(browser, tmp_path):
     _, view = large(2, 2, len(HOSTILE))
     spec = spec_in(view)

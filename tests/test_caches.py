@@ -112,9 +112,11 @@ def test_the_labels_are_the_tokens(llama):
 
 
 def test_only_what_is_asked_for_is_there(llama):
-    assert llama.cache("Paris", residual=False).residual is None
+    with pytest.raises(InputError, match="keeps pattern and no residual stream: ask for sites='resid_post'"):
+        _ = llama.cache("Paris", residual=False).residual
     assert llama.cache("Paris", residual=False).site is None
-    assert llama.cache("Paris", attention=False).attention is None
+    with pytest.raises(InputError, match="keeps resid_post and no attention: ask for sites='pattern'"):
+        _ = llama.cache("Paris", attention=False).attention
     assert llama.cache("Paris").site == "resid_post"
 
 

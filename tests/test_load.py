@@ -182,14 +182,17 @@ def test_a_sharded_checkpoint_loads(checkpoint, tmp_path):
 
 
 def test_an_absent_embedded_model_says_how_to_make_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
-    with pytest.raises(ModelError, match=r"python -m headwater\.world train"):
-        hw.load()
+    monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path)
+    for name in (None, "embedded", "embedded-instruct"):
+        with pytest.raises(ModelError, match=r"python -m headwater\.world train"):
+            hw.load(name)
 
 
 def test_an_unknown_name_offers_the_nearest_ones():
     with pytest.raises(ModelError, match="gpt2-xl'"):
         hw.load("gpt2-xll")
+    with pytest.raises(ModelError, match="Did you mean 'embedded-instruct'"):
+        hw.load("embeded-instruct")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])

@@ -34,6 +34,17 @@ def test_logit_differences_log_probabilities_probabilities_and_ranks(logits):
         assert torch.allclose(measured(metric, logits, *answers), torch.stack(expected), atol=1e-5), metric.name
 
 
+def test_a_token_is_not_compared_with_itself_by_a_sweep_and_what_a_sweep_has_not_is_told_with_what_it_has():
+    model, pair = hw.load(), (" Paris is in", " Rome is in")
+    with pytest.raises(InputError, match="compares ' France' with itself, which is always 0"):
+        hw.patch(model, *pair, sites="z", layers=0, metric=hw.logit_difference(" France", " France"), progress=False)
+    sweep = hw.patch(model, *pair, sites="z", layers=[0, 2], metric=hw.rank(" France"), progress=False)
+    with pytest.raises(InputError, match=r"This sweep has no layer 1; it has 0, 2\."):
+        sweep.plot(layer=1)
+    with pytest.raises(InputError, match=r"This sweep has no metric 'rnak'; it has rank\."):
+        sweep.plot(metric="rnak")
+
+
 def test_kl_divergence_is_from_the_clean_run_and_zero_for_it(logits):
     clean = torch.randn(4, 2, 50)
     p, q = clean.softmax(-1), logits.softmax(-1)

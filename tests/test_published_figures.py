@@ -1,5 +1,6 @@
 """The published style: panels, series, words and axes as the papers have them, in Python and on the command line."""
 
+import itertools
 import json
 
 import matplotlib.pyplot as plt
@@ -42,6 +43,9 @@ def test_head_maps_stand_two_by_two_with_the_published_words_and_marks_of_one_si
     corners = {(round(ax.get_position().x0, 2), round(ax.get_position().y0, 2)) for ax in figure.axes}
     assert len(corners) == 4
     assert len({x for x, _ in corners}) == len({y for _, y in corners}) == 2
+    assert len({(round(ax.get_position().width, 3), round(ax.get_position().height, 3)) for ax in figure.axes}) == 1
+    none = [random_map(2, 2, "small", share=0.0)]
+    assert legend_of(hw.figures.head_maps(none, style="published")) == words
     for collection in figure.axes[0].collections:
         assert len(set(collection.get_sizes())) == 1
 
@@ -50,7 +54,10 @@ def test_saliency_has_the_published_series_and_axis():
     figure = hw.figures.saliency([made(("triviaqa", "nq_open"), scale=1.0)], style="published")
     kinds = ("E_Q \\to E_A", "E_Q \\to *")
     assert legend_of(figure) == [f"$S_{{{kind}}}$ ({name})" for kind in kinds for name in ("TriviaQA", "NQ")]
-    assert figure.axes[0].get_xlabel().startswith("Saliency Score")
+    assert figure.axes[0].get_xlabel() == "Saliency Score"
+    small = hw.figures.saliency([made(("triviaqa", "nq_open"), scale=1e-5)], style="published").axes[0]
+    assert small.get_xlabel() == "Saliency Score"
+    assert [text.get_text() for text in small.texts] == ["$\\times 10^{-4}$", "$\\times 10^{4}$"]
     assert figure.axes[0].get_ylabel() == "Density"
 
 
@@ -66,6 +73,18 @@ def test_memorization_has_lettered_panels_half_ticks_and_no_density_without_scor
     assert densities.get_xlabel() == "Score Gap (D3 − D2)"
     assert np.allclose(densities.get_xticks(), np.arange(-1.5, 1.6, 0.5))
     assert [text.get_text() for text in densities.get_legend().get_texts()] == ["25%", "75%"]
+
+
+def test_titles_of_neighbouring_panels_do_not_meet():
+    rng = chance.rng()
+    names = ["Llama-2-70b-chat-hf", "Meta-Llama-3-70B-Instruct", "Meta-Llama-3-8B-Instruct", "Llama-2-7b-chat-hf"]
+    for style in ("headwater", "published"):
+        figure = depth_profiles([made_up(rng, name) for name in names], style=style)
+        figure.canvas.draw()
+        titles = [(ax._left_title if ax._left_title.get_text() else ax.title).get_window_extent() for ax in figure.axes]
+        for one, other in itertools.combinations(titles, 2):
+            assert not one.overlaps(other)
+        assert max(title.x1 for title in titles) <= figure.bbox.x1
 
 
 def test_the_numbers_drawn_are_the_same_in_both_styles():

@@ -323,7 +323,7 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syst
         ),
         (
             NO_SYSTEM,
-            "[user] You are a helpful, respectful and honest assistant. Answer the question.\n###Question: \n"
+            "[user] You are a helpful, respectful and honest assistant. Answer the question.\n\n###Question: \n"
             "What is a ?\n\n###Answer: [end][bot] ",
         ),
         (None, "Q: What is a ?\nA:"),

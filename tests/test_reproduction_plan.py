@@ -57,7 +57,9 @@ def config_of(name: str) -> tf.PretrainedConfig:
     shape |= {"num_hidden_layers": s.layers, "num_attention_heads": s.heads}
     if family == "neox":
         return tf.GPTNeoXConfig(**shape)
-    kinds = {"llama": tf.LlamaConfig, "mistral": tf.MistralConfig, "qwen3": tf.Qwen3Config}
+    if family == "mamba":
+        return tf.MambaConfig(vocab_size=s.d_vocab, hidden_size=s.d_model, num_hidden_layers=s.layers)
+    kinds = {"phi": tf.PhiConfig, "llama": tf.LlamaConfig, "mistral": tf.MistralConfig, "qwen3": tf.Qwen3Config}
     grouped = {"num_key_value_heads": s.kv_heads, "head_dim": s.d_head, "tie_word_embeddings": s.tied}
     return kinds[family](**shape, **grouped)
 
@@ -153,11 +155,11 @@ def test_an_unknown_benchmark_is_refused(texts, tmp_path):
 
 def pretended(monkeypatch):
     """Let every published model have the shape of the tiny ones; the numbers stay."""
-    heads = {"layers": 3, "heads": 4}
 
     def shrunk(kind):
         found = published_numbers(kind)
-        models = {name: {**one, **heads} for name, one in found.models.items()}
+        shapes = {name: {"layers": 3, "heads": 1 if "mamba" in name else 4} for name in found.models}
+        models = {name: {**one, **shapes[name]} for name, one in found.models.items()}
         for one in models.values():
             for relation in one.get("relations", {}).values():
                 if "ablation" in relation:

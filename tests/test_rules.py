@@ -6,7 +6,7 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.questions.agreement import agreement
+from headwater.questions.agreement import SENTENCES, agreement
 from headwater.questions.extract import EXTRACTORS, call_extractor
 from headwater.questions.rules import by_rules
 from headwater.questions.templates import WORDINGS
@@ -57,6 +57,10 @@ def test_the_entity_and_what_is_asked_of_it_are_found(question, subject, asked):
         ),
         ("What is he?", "He was a politician and soldier.", "politician"),
         ("What is he?", "the doctor", "doctor"),
+        ("What is it?", "Bucharest, I think.", "Bucharest"),
+        ("What is it?", "I would say association football.", "association football"),
+        ("What is it?", "I believe that it is Rome.", "Rome"),
+        ("What is it?", "The answer is thriller.", "thriller"),
         ("What is it?", " ... ", None),
         ("What is it?", "", None),
     ],
@@ -96,9 +100,28 @@ def test_the_agreement_with_words_that_a_set_names_is_measured_set_by_set():
     assert rephrased["property"] < plain["property"]
     nothing = agreement(sets[0], lambda question, answer: {}).iloc[0]
     assert (nothing["subject"], nothing["property"], nothing["found"], nothing["overlap"]) == (0, 0, 0, 0)
+    assert (nothing["answer"], nothing["answer_overlap"]) == (0, 0)
     whole = agreement(sets[0]).iloc[1]
     assert (whole["extractor"], whole["overlap"], whole["no_reply"]) == ("whole question", 1, 0)
     assert whole["named"] < plain["named"]
+    assert plain["answer"] > 0.98
+    assert (whole["answer"], whole["answer_overlap"]) == (0.2, 1)  # one of five sentences is the answer alone
+    assert whole["answer_named"] < plain["answer_named"]
+
+
+def test_agreement_asks_with_the_accepted_answer_in_each_sentence_in_turn():
+    asked = []
+
+    def knows(question, answer):
+        asked.append(answer)
+        words = questions.table.set_index("question").at[question, "answers"]
+        return {"answer": words[0]}
+
+    questions = hw.load_questions("properties", sample=10)
+    known = agreement(questions, knows).iloc[0]
+    answers = [row[0] for row in questions.table["answers"]]
+    assert asked == [SENTENCES[n % len(SENTENCES)].replace("{answer}", answer) for n, answer in enumerate(answers)]
+    assert (known["answer"], known["answer_overlap"], known["answer_named"]) == (1, 1, 1)
 
 
 def test_answers_are_extracted_by_the_name_of_the_rules_without_any_service():

@@ -1,12 +1,14 @@
 """What the card measures: answers, probes and ablations against independent computations."""
 
 import copy
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
+from headwater.world.card import missed_targets
 from headwater.world.measure import _auc, answer, is_right, mlp_outputs, silent_heads
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
@@ -90,3 +92,37 @@ def test_an_answer_is_right_when_an_accepted_one_stands_in_it_as_it_does_everywh
     assert is_right("Paris Texas", ("Paris",))
     assert not is_right("Parisian", ("Paris",))
     assert not is_right("", ("Paris",))
+
+
+def reached():
+    """What `card.json` says of a run that reached every target."""
+    return {
+        "bytes": {"embedded": 9_000_000, "embedded-instruct": 9_000_000},
+        "by_quarter_one_fact": {"1": [0.4, 10], "2": [0.5, 10], "4": [0.97, 10]},
+        "wrong": 0.4,
+        "heads": {"by_layer": {"knowledge": [0, 1], "linguistic": [2, 0]}},
+        "best_heads": 12,
+        "tasks": {"induction": {"told": {"right": 1.0}, "held out": {"right": 0.95}}},
+    }
+
+
+def test_a_run_that_reached_every_target_misses_none():
+    assert missed_targets(reached()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({"bytes": {"embedded": 9_000_000, "embedded-instruct": 10_000_001}}, "weights of at most 10 MB"),
+        ({"by_quarter_one_fact": {"1": [0.4, 10], "4": [0.9, 10]}}, "at least 95 % right on the most frequent quarter"),
+        ({"by_quarter_one_fact": {"2": [0.8, 10], "4": [0.97, 10]}}, "the rarest quarter clearly worse"),
+        ({"by_quarter_one_fact": {"4": [0.97, 10]}}, "the rarest quarter clearly worse"),
+        ({"wrong": 0.2}, "between 25 and 75 % of the answers wrong"),
+        ({"heads": {"by_layer": {"knowledge": [0, 1], "linguistic": [0, 0]}}}, "heads of all four categories"),
+        ({"best_heads": 11}, r"in 12 heads \(found in 11\)"),
+        ({"tasks": {"induction": {"held out": {"right": 0.949}}}}, r"held out words right in 95 % \(found in 94.9 %\)"),
+    ],
+)
+def test_a_missed_target_is_named(change, missed):
+    (found,) = missed_targets(reached() | change)
+    assert re.search(missed, found)

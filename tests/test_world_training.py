@@ -1,100 +1,203 @@
-"""Training: resumable to the bit, the same for the same seed, and a loss that is the cross-entropy."""
+"""Training: to the same bytes also when cut short, embeddings still while copying, then conversations; its commands."""
 
 import dataclasses
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.errors import ModelError, RunFolderError
-from headwater.models.embedded import embedded_folder
-from headwater.world import train as training
-from headwater.world.recipe import Recipe
+from headwater.models.embedded import VERSION, checked_folder
+from headwater.runs.storage import read_json
+from headwater.world.recipe import write_recipe
+from headwater.world.training import run as runs
+from headwater.world.training import stages
+from headwater.world.training.cross_entropy import linear_cross_entropy
+from headwater.world.training.model_folder import build_model, kept_checkpoints, opened, recipe_of, save
+from headwater.world.training.rows import chat_rows
+from tests import chance, small_world
+from tests.small_world import SMALL, TINY
 
-TINY = Recipe(
-    seed=5,
-    knowledge_pairs=25,
-    other_pairs=12,
-    people=60,
-    family_names=20,
-    titles=10,
-    birth_cities=10,
-    documents=1500,
-    layers=2,
-    width=32,
-    heads=4,
-    kv_heads=2,
-    d_head=8,
-    d_mlp=48,
-    rows_per_step=8,
-    checkpoint_every=5,
-)
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared_once():
+    """The same corpus serves all trainings of one recipe here: `prepare` by itself is tested elsewhere."""
+    prepare, made = stages.prepare, {}
+
+    def prepared(recipe):
+        world = repr(dataclasses.replace(recipe, learning_rate=0.0))
+        if world not in made:
+            made[world] = prepare(recipe)
+        return made[world]
+
+    stages.prepare = prepared
+    yield
+    stages.prepare = prepare
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world") / "model"
-    return folder, training.train(TINY, folder, progress=False)
+def trained():
+    world = small_world.tiny()
+    return world.folder / "model", world.base
 
 
-def test_a_run_cut_short_goes_on_and_ends_with_the_same_weights(trained, tmp_path, monkeypatch):
-    folder, _ = trained
-    write, written = training._write_checkpoint, []
+@pytest.mark.parametrize("cut", [1, 4])
+def test_a_run_cut_short_in_any_stage_ends_with_the_same_weights(trained, tmp_path, monkeypatch, cut):
+    folder, run = trained
+    write, written = runs.Run._write, []
 
-    def write_twice_then_die(*arguments):
-        write(*arguments)
-        written.append(arguments)
-        if len(written) == 2:
+    def write_then_die(self, state):
+        write(self, state)
+        written.append(state["stage"])
+        if len(written) == cut:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "_write_checkpoint", write_twice_then_die)
+    monkeypatch.setattr(runs.Run, "_write", write_then_die)
     with pytest.raises(KeyboardInterrupt):
-        training.train(TINY, tmp_path / "again", progress=False)
-    assert not (tmp_path / "again" / "model.safetensors").exists()
-    resumed = training.train(TINY, tmp_path / "again", progress=False)
-    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "again", folder))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert resumed.losses == trained[1].losses
+        stages.train(TINY, tmp_path, progress=False)
+    assert not (tmp_path / "model.safetensors").exists()
+    resumed = stages.train(TINY, tmp_path, progress=False)
+    assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert resumed.losses == run.losses
+
+
+def test_both_stages_were_cut_by_the_test_above(trained):
+    steps = [step for stage, step, _ in trained[1].losses if stage == "copying"]
+    assert 1 <= len(steps) < 4
+
+
+def test_copying_leaves_the_embeddings_as_they_were_and_the_world_changes_them(monkeypatch, tmp_path):
+    seen = {}
+    fit = runs.Run._fit
+
+    def watch(self, stage, state):
+        before = self.model.model.embed_tokens.weight.detach().clone()
+        state = fit(self, stage, state)
+        seen[stage.name] = not torch.equal(before, self.model.model.embed_tokens.weight.detach())
+        return state
+
+    monkeypatch.setattr(runs.Run, "_fit", watch)
+    stages.train(TINY, tmp_path, progress=False)
+    assert seen == {"copying": False, "world": True}
+
+
+def test_an_mlp_left_out_adds_nothing_in_a_share_of_the_rows_and_the_first_is_never_left_out():
+    model = build_model(dataclasses.replace(TINY, layers=3, copying_layers=3), 50)
+    tokens = torch.from_numpy(chance.rng().integers(1, 50, (40, 6)))
+    whole = [layer.mlp for layer in model.model.layers]
+    with runs._mlps_left_out(model, 0.5, 40, [TINY.seed, 4, 0]), torch.no_grad():
+        masked = model.model(input_ids=tokens).last_hidden_state
+    kept = torch.from_numpy(np.random.default_rng([TINY.seed, 4, 0]).random((3, 40)) >= 0.5)
+    assert 0 < kept[1:].float().mean() < 1
+    with torch.no_grad():
+        for row in range(40):
+            for layer in range(1, 3):
+                if not kept[layer, row]:
+                    model.model.layers[layer].mlp = Nothing()
+            assert torch.allclose(model.model(input_ids=tokens[[row]]).last_hidden_state[0], masked[row], atol=1e-5)
+            for layer, mlp in enumerate(whole):
+                model.model.layers[layer].mlp = mlp
+    with torch.no_grad():
+        assert not torch.equal(model.model(input_ids=tokens).last_hidden_state, masked)
+
+
+class Nothing(torch.nn.Module):
+    def forward(self, hidden):
+        return torch.zeros_like(hidden)
+
+
+def test_a_model_of_one_embedding_is_saved_with_it_once(trained, tmp_path):
+    recipe = dataclasses.replace(TINY, tied=True)
+    model = build_model(recipe, len(trained[1].tokenizer))
+    save(model, trained[1].tokenizer, recipe, tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight, model.model.embed_tokens.weight.half().float())
+
+
+def test_training_lowers_the_loss(trained):
+    losses = [loss for stage, _, loss in trained[1].losses if stage == "world"]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_models_kept_along_the_way_are_checkpoints_in_order(trained):
+    folder, _ = trained
+    kept = list(kept_checkpoints(folder))
+    assert [step for step, _ in kept] == list(range(10, 10 * len(kept) + 1, 10))
+    assert kept
+    weights = [load_file(path / "model.safetensors")["lm_head.weight"] for _, path in kept[:2]]
+    assert len(weights) == 1 or not torch.equal(*weights)
+
+
+def test_an_unfinished_run_of_another_recipe_is_refused_by_name(trained):
+    folder, _ = trained
+    with pytest.raises(RunFolderError, match=r"another recipe \(learning_rate differ"):
+        stages.train(dataclasses.replace(TINY, learning_rate=0.1), folder, progress=False)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / runs.CHECKPOINT).write_bytes(b"no checkpoint")
+    with pytest.raises(RunFolderError, match="delete it to train from the start"):
+        stages.train(TINY, tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("read", [recipe_of, opened])
+def test_a_folder_that_no_training_wrote_is_named(tmp_path, read):
+    with pytest.raises(ModelError, match=r"no world.json with a recipe"):
+        read(tmp_path)
+
+
+def test_the_manifest_holds_the_recipe(trained):
+    assert recipe_of(trained[0]) == TINY
+
+
+def test_the_rate_rises_stays_and_falls_to_nothing():
+    rates = [runs.schedule(step / 100, 0.02, 0.6) for step in range(101)]
+    assert rates[0] == 0
+    assert rates[1] == 0.5
+    assert set(rates[2:60]) == {1.0}
+    assert rates[80] == pytest.approx(0.5)
+    assert rates[100] == 0
+
+
+def test_the_instruct_model_has_a_template_and_learns_what_the_assistant_says():
+    folder, run = small_world.tiny().folder / "instruct", small_world.tiny().chat
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert text == "<s><|system|>Be brief.<|end|><|user|>Where?<|end|><|assistant|>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids)[:4] == ["<s>", "<|system|>", "ĠBe", "Ġbrief"]
+    with pytest.raises(Exception, match="roles are system, user and assistant, found tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
+    assert read_json(folder / "generation_config.json")["eos_token_id"] == tokenizer.convert_tokens_to_ids("<|end|>")
+    assert run.losses[-1][2] < run.losses[0][2]
+
+
+def test_the_loss_of_a_conversation_counts_what_the_assistant_says_and_nothing_else(trained):
+    tokenizer = trained[1].tokenizer
+    rows = chat_rows(trained[1].written, tokenizer)
+    for tokens, said in zip(rows.tokens[:20], rows.answers[:20], strict=True):
+        text = tokenizer.decode(tokens[said])
+        assert "<|user|>" not in text
+        assert "<|system|>" not in text
+        whole = tokenizer.decode(tokens)
+        assert text.count("<|end|>") == whole.count("<|assistant|>")
 
 
 def test_a_run_that_was_over_is_not_trained_again(trained, monkeypatch):
     folder, run = trained
-    monkeypatch.setattr(training, "_step_loss", lambda *arguments: pytest.fail("trained again"))
-    again = training.train(TINY, folder, progress=False)
+    monkeypatch.setattr(runs, "_step_loss", lambda *arguments: pytest.fail("trained again"))
+    again = stages.train(TINY, folder, progress=False)
     assert (again.losses, again.seconds) == (run.losses, run.seconds)
-    assert embedded_folder(folder) == folder
-
-
-def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / training.CHECKPOINT).write_bytes(b"no checkpoint")
-    with pytest.raises(RunFolderError, match="delete it to train from the start"):
-        training.train(TINY, tmp_path, progress=False)
-
-
-def test_the_command_names_the_folder_that_no_training_wrote(tmp_path):
-    with pytest.raises(ModelError, match=r"no world.json with a recipe.*headwater.world train"):
-        training.recipe_of(tmp_path)
-
-
-def test_an_unfinished_run_of_another_recipe_is_refused_by_name(tmp_path, monkeypatch):
-    write = training._write_checkpoint
-
-    def write_then_die(*arguments):
-        write(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "_write_checkpoint", write_then_die)
-    with pytest.raises(KeyboardInterrupt):
-        training.train(TINY, tmp_path, progress=False)
-    with pytest.raises(RunFolderError, match=r"another recipe \(learning_rate differ"):
-        training.train(dataclasses.replace(TINY, learning_rate=0.1), tmp_path, progress=False)
-
-
-def test_training_lowers_the_loss(trained):
-    losses = [loss for _, loss in trained[1].losses]
-    assert losses[-1] < losses[0] - 0.5
+    assert checked_folder(folder) == folder
 
 
 def test_the_folder_is_an_ordinary_checkpoint_with_half_precision_weights(trained):
@@ -102,17 +205,11 @@ def test_the_folder_is_an_ordinary_checkpoint_with_half_precision_weights(traine
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.float16}
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert model.config.num_key_value_heads == 2
+    assert model.config.num_key_value_heads == 4
     assert next(model.parameters()).dtype == torch.float32
     assert len(tokenizer) == model.config.vocab_size
-    text = run.corpus.documents[0].text
+    text = run.written.corpus.documents[0].text
     assert tokenizer(text)["input_ids"] == run.tokenizer(text)["input_ids"]
-
-
-def test_the_manifest_describes_the_weights_and_the_recipe(trained):
-    folder, _ = trained
-    assert embedded_folder(folder) == folder
-    assert training.recipe_of(folder) == TINY
 
 
 @pytest.mark.parametrize("positions", [1, 255, 256, 700])
@@ -121,7 +218,7 @@ def test_blockwise_cross_entropy_equals_the_usual_one_with_its_gradients(positio
     targets = torch.randint(97, (positions,))
     grads = []
     for loss_of in (
-        lambda h, w: training.linear_cross_entropy(h, w, targets, 256),
+        lambda h, w: linear_cross_entropy(h, w, targets, 256),
         lambda h, w: torch.nn.functional.cross_entropy(h @ w.T, targets),
     ):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -134,21 +231,83 @@ def test_blockwise_cross_entropy_equals_the_usual_one_with_its_gradients(positio
 
 def test_a_damaged_file_names_itself_and_the_command_that_rebuilds_it(trained, tmp_path):
     source, _ = trained
-    for file in source.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for name in ("model.safetensors", "world.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
     weights, manifest = tmp_path / "model.safetensors", tmp_path / "world.json"
     data, about = weights.read_bytes(), manifest.read_text()
     flipped = data[:-1] + bytes([data[-1] ^ 1])
     for content, what in ((flipped, "SHA-256"), (data[:-7], "bytes instead of")):
         weights.write_bytes(content)
         with pytest.raises(ModelError, match=rf"damaged.*{what}.*python -m headwater.world train"):
-            embedded_folder(tmp_path)
+            checked_folder(tmp_path)
     weights.unlink()
     with pytest.raises(ModelError, match=r"no model.safetensors.*python -m headwater.world train"):
-        embedded_folder(tmp_path)
-    manifest.write_text(about.replace('"version": 1', '"version": 99'))
+        checked_folder(tmp_path)
+    manifest.write_text(about.replace(f'"version": {VERSION}', '"version": 99'))
     with pytest.raises(ModelError, match=r"version 99.*python -m headwater.world train"):
-        embedded_folder(tmp_path)
+        checked_folder(tmp_path)
     manifest.write_text("{")
     with pytest.raises(ModelError, match=r"no readable world.json"):
-        embedded_folder(tmp_path)
+        checked_folder(tmp_path)
+
+
+def test_first_layer_heads_look_back_by_their_number():
+    _, tokenizer = small_world.small()
+    model = build_model(dataclasses.replace(SMALL, looking=20.0), len(tokenizer))
+    model.set_attn_implementation("eager")
+    tokens = torch.from_numpy(chance.rng().integers(300, len(tokenizer), size=(1, 40)))
+    pattern = model(tokens, output_attentions=True).attentions[0][0]
+    for head in range(SMALL.heads):
+        looked = pattern[head, 10:].argmax(-1)
+        expected = torch.arange(10, 40) - head
+        assert (looked == expected).float().mean() > 0.9, head
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tiny world that the command trained, and what it said."""
+    folder = tmp_path_factory.mktemp("commands")
+    write_recipe(TINY, folder / "tiny.json")
+    return folder / "world", run("train", "--recipe", folder / "tiny.json", "--out", folder / "world")
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "headwater.world", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_trains_both_models_writes_their_world_measures_them_and_says_what_is_missed(made):
+    folder, said = made
+    assert said.returncode == 0, said.stderr
+    assert "indirect_object on held out words right in 95 % (found" in said.stdout
+    files = {"questions.jsonl", "texts.jsonl", "depth_graph.json", "task_words.json", "card.json", "CARD.md"}
+    assert {path.name for path in folder.iterdir()} == files | {"model", "instruct"}
+    card, page = read_json(folder / "card.json"), (folder / "CARD.md").read_text()
+    assert {"tasks", "forms", "conversations", "notes", "best_heads", "losses", "probe"} <= set(card)
+    assert "## The classical tasks" in page
+    assert "between 25 and 75 % of the answers wrong" in page
+    assert {stage for stage, *_ in card["losses"]} == {"copying", "world", "instruct"}
+    tasks = run("tasks", folder, "--examples", 10)
+    assert "indirect_object" in tasks.stdout, tasks.stderr
+    assert "relations are implemented by some head" in tasks.stdout
+
+
+@pytest.mark.slow
+def test_a_trained_world_is_not_trained_again_and_stands_beside_others_on_one_page(made):
+    folder, _ = made
+    again = run("train", "--out", folder)
+    assert again.returncode == 2
+    assert "holds a trained world" in again.stderr
+    card = run("card", folder, folder)
+    assert card.returncode == 0, card.stderr
+    assert "| steps of each stage |" in (folder / "CARD.md").read_text()
+    assert (folder / "CARD.md").read_text().count("- seed 5") == 2
+
+
+def test_a_recipe_is_not_written_over(tmp_path):
+    assert run("recipe", tmp_path / "tiny.json").returncode == 0
+    again = run("recipe", tmp_path / "tiny.json")
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+    assert "no world.json" in run("card", tmp_path).stderr

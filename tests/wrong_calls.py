@@ -39,6 +39,7 @@ from headwater.heads.salient import salient_operations
 from headwater.heads.validation import dynamic_scores
 from headwater.models.weights.opening import open_weights
 from headwater.planted import question_lookup
+from headwater.world.corpus.words import choose_words, write_words
 from tests.test_trace import ask
 from tests.tiny import WORDS, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -259,6 +260,20 @@ class Given:
         return self.model.cache([CLEAN, CORRUPTED], sites="z", **QUIET)
 
     @cached_property
+    def world(self) -> Path:
+        folder = self.folder / "world"
+        folder.mkdir(exist_ok=True)
+        plain = [f"word{number}" for number in range(100)]
+        write_words(choose_words(hw.load_relations(), plain, hw.world.Recipe()), folder)
+        return folder
+
+    @cached_property
+    def recipe(self) -> Path:
+        file = self.folder / "recipe.json"
+        file.write_text('{"people": 300}')
+        return file
+
+    @cached_property
     def checkpoint(self) -> Path:
         return tiny_folder(self.folder / "checkpoint", "llama")
 
@@ -330,7 +345,29 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             lambda pair, source, target: [hw.Relation("r", None, [pair]), hw.Relation("r", None, [(source, target)])],
             {"pair": PAIR[0], "source": "a", "target": "b"},
         ),
+        "world.task": lambda: (
+            hw.world.task,
+            {"name": "capital", "examples": 3, "held_out": True, "seed": 0, "world": g.world},
+        ),
+        "world.read_recipe": lambda: (hw.world.read_recipe, {"file": g.recipe}),
         "HeadMap.salient": lambda: (g.heads.salient, {"layer": 1, "head": 0, "model": g.model, "embedding": "raw"}),
+        "HeadMap.salient_of": lambda: (
+            lambda heads, layer, model, sources, targets: [
+                g.heads.salient_of(heads, model=model, sources=sources, targets=targets),
+                g.heads.salient_of([(layer, 0)], model=model),
+            ],
+            {"heads": [(1, 0), (0, 1)], "layer": 1, "model": g.model, "sources": 1, "targets": 1},
+        ),
+        "HeadMap.view": lambda: (
+            lambda beside, model: g.heads.view(beside=beside, model=model),
+            {"beside": [g.heads], "model": g.model},
+        ),
+        "Cache.view": lambda: (
+            lambda example, layers, values: g.model.cache([CLEAN, CORRUPTED], sites="pattern", **QUIET).view(
+                example=example, layers=layers, values=values
+            ),
+            {"example": 0, "layers": [0], "values": None},
+        ),
         "HeadMap.head": lambda: (
             g.heads.head,
             {"layer": 1, "head": 0, "model": g.model, "behaviour": None, "sources": 1, "targets": 1},
@@ -387,8 +424,12 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             {"relation": "next", "controls": [], "shots": 3, "draws": 1, "seed": 0},
         ),
         "figures.head_maps": lambda: (
-            lambda maps, columns, axes: [g.heads.plot(axes), hw.figures.head_maps(maps, columns)],
-            {"maps": [g.heads], "columns": None, "axes": None},
+            lambda maps, columns, axes, title, figsize: [
+                g.heads.plot(axes),
+                hw.figures.head_maps([g.heads], ax=axes, title=title),
+                hw.figures.head_maps(maps, columns, title=title, figsize=figsize),
+            ],
+            {"maps": [g.heads], "columns": None, "axes": None, "title": None, "figsize": None},
         ),
         "patch": lambda: (
             hw.patch,
@@ -482,6 +523,15 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "EdgeEffects.agreement": lambda: (g.edges.agreement, {"exact": g.edges}),
         "EdgeEffects.circuit": lambda: (g.edges.circuit, {"n": 3, "by": "size"}),
         "Circuit.of": lambda: (hw.Circuit.of, {"edges": ["embed -> logits"], "model": g.model}),
+        "Circuit.strongest": lambda: (g.edges.circuit(3).strongest, {"n": 2}),
+        "Circuit.view": lambda: (
+            lambda n, edges, metric, runs: g.edges.circuit(3).view(n=n, edges=edges, metric=metric, runs=runs),
+            {"n": 2, "edges": g.edges, "metric": METRIC.name, "runs": g.circuit_runs},
+        ),
+        "EdgeEffects.view": lambda: (
+            lambda n, metric, runs: g.all_edges.view(n=n, metric=metric, runs=runs),
+            {"n": 2, "metric": METRIC.name, "runs": g.circuit_runs},
+        ),
         "Circuit.placebos": lambda: (g.edges.circuit(3).placebos, {"n": 2, "seed": 0}),
         "Circuit.overlap": lambda: (g.edges.circuit(3).overlap, {"other": g.edges.circuit(2)}),
         "Circuit.save": lambda: (g.edges.circuit(3).save, {"path": g.folder / "circuit.parquet"}),
@@ -601,6 +651,14 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         ),
         "Sweep.claim": lambda: (g.sweep.claim, {"cells": {"layer": 1, "position": 2}}),
         "Sweep.agreement": lambda: (g.sweep.agreement, {"exact": g.sweep}),
+        "Result.plot": lambda: (
+            lambda place, title, figsize: [g.sweep.plot(place, title=title), g.sweep.plot(figsize=figsize)],
+            {"place": None, "title": None, "figsize": None},
+        ),
+        "figures.save_figure": lambda: (
+            hw.figures.save_figure,
+            {"plot": g.sweep.plot(), "stem": g.folder / "figure", "formats": "png"},
+        ),
         "Sweep.plot": lambda: (
             partial(plot_of_sweep, g.sweep),
             dict.fromkeys(("site", "metric", "normalize", "layer")) | {"value": "effect"},

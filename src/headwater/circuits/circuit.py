@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from headwater.patching.metrics import Measures
+
 METADATA = b"headwater circuit"
 REDRAWS = 20
 """How often a placebo that came out as the circuit itself is drawn again."""
@@ -169,7 +171,7 @@ class Circuit:
         clean: object,
         corrupted: object = None,
         *,
-        metric: object,
+        metric: Measures,
         other: object = "mean",
         placebos: int = 100,
         margin: float | Any = None,

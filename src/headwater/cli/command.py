@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
     from headwater.runs.result import Result
 
-EMBEDDED = "embedded"
 INTERRUPTED = 130
 screen = Console(stderr=True, highlight=False)
 
@@ -39,7 +38,10 @@ def is_main() -> bool:
 
 
 Model = Annotated[
-    str | None, typer.Argument(help="Checkpoint folder or hub name. Default: the embedded model.", show_default=False)
+    str | None,
+    typer.Argument(
+        help="Checkpoint folder or hub name, or `embedded-instruct`. Default: the embedded model.", show_default=False
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -68,11 +70,11 @@ LOAD = Of(
 
 
 def load_model(name: str | None, options: Options) -> HookedModel:
-    """Load the model that a command was given; none, or `embedded`, is the one that comes with headwater."""
+    """Load the model that a command was given; none is the one that comes with headwater."""
     with said_if_slow(LIBRARIES):
         from headwater.models.loading import load
 
-    return load(None if name == EMBEDDED else name, **options.of("load"))
+    return load(name, **options.of("load"))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def demo(
 ) -> None:
     """Run every analysis on the model that comes with headwater, and show them on one page, index.html.
 
-    A few minutes on two processor cores. What fails is named, and the others are kept.
+    Three minutes of one processor core. What fails is named, and the others are kept.
 
     **Example**
 

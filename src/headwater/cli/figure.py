@@ -16,6 +16,7 @@ from headwater.errors import InputError
 STYLE = Shaped("style", help="With intervals and counts, or the panels, series and words of the papers.")
 STYLES = {"style": "headwater.figures.published:STYLES"}
 BY_HAND = {"columns": "for a notebook", "titles": "the models' names", "labels": "the models' names"}
+PLACE = dict.fromkeys(("ax", "title", "figsize"), "for a notebook")
 
 
 class _Kind(NamedTuple):
@@ -34,7 +35,7 @@ KINDS = {
             shaped=(STYLE,),
             choices=STYLES,
             filled="maps",
-            left_out={"columns": BY_HAND["columns"]},
+            left_out={"columns": BY_HAND["columns"], **PLACE},
         ),
     ),
     "pathways": _Kind(
@@ -49,6 +50,7 @@ KINDS = {
                 "titles": BY_HAND["titles"],
                 "split_by": "per layer, as published",
                 "value": "ΔP, as published",
+                **PLACE,
             },
         ),
         "pathways",
@@ -60,7 +62,7 @@ KINDS = {
             shaped=(STYLE,),
             choices=STYLES,
             filled="results",
-            left_out={"target": "what the runs asked for", "log_scale": "for a notebook"},
+            left_out={"target": "what the runs asked for", "log_scale": "for a notebook", **PLACE},
         ),
         "saliency",
     ),
@@ -71,7 +73,7 @@ KINDS = {
             shaped=(STYLE,),
             choices=STYLES,
             filled="profiles",
-            left_out={"labels": BY_HAND["labels"]},
+            left_out={"labels": BY_HAND["labels"], **PLACE},
         ),
     ),
 }

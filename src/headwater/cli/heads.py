@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from headwater.cli.command import (
-    EMBEDDED,
     LOAD,
     AsJson,
     Model,
@@ -25,6 +24,7 @@ from headwater.cli.command import (
 )
 from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.errors import InputError
+from headwater.models.embedded import BASE, is_embedded
 
 RELATIONS = Shaped("relations", Path)
 MULTI_TOKEN = Shaped(
@@ -129,8 +129,8 @@ def heads(
 
         given = _told_apart(options.of("classify_heads"), distinguishing)
         given["relations"] = load_relations(given.get("relations"))
-        is_loaded, name = validate or model in (None, EMBEDDED), None if model == EMBEDDED else model
-        loaded = load(name, device=given.pop("device", None)) if is_loaded else None
+        is_loaded = validate or is_embedded(model or BASE)
+        loaded = load(model, device=given.pop("device", None)) if is_loaded else None
         head_map = classify_heads(loaded or str(model), progress=not quiet, out=out, **given)
         files = write(head_map, out, "head_map") if out else []
         if validate and loaded is not None:
@@ -207,17 +207,15 @@ def relations(
     """
     from headwater.heads.coverage import relation_coverage
     from headwater.heads.relations import load_relations
-    from headwater.models.embedded import embedded_folder
     from headwater.models.tokenizers import load_tokenizer
     from headwater.models.weights.checkpoint import checkpoint_folder
 
     suite = load_relations(**options.of("load_relations"))
-    folder = embedded_folder() if model is None or model == EMBEDDED else checkpoint_folder(model)
-    coverage = relation_coverage(
-        suite, load_tokenizer(folder), **_told_apart(options.of("relation_coverage"), distinguishing)
-    )
+    tokenizer = load_tokenizer(checkpoint_folder(model or BASE))
+    given = _told_apart(options.of("relation_coverage"), distinguishing)
+    coverage = relation_coverage(suite, tokenizer, **given)
     rows = coverage.astype(object).where(coverage.notna(), None).to_dict("records")
-    report({"model": model or EMBEDDED, "relations": rows}, as_json, _show_coverage)
+    report({"model": model or BASE, "relations": rows}, as_json, _show_coverage)
 
 
 def _told_apart(given: dict[str, Any], distinguishing: bool) -> dict[str, Any]:

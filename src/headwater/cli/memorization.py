@@ -63,11 +63,12 @@ GRAPH = Of(
 )
 PROFILE = Of(
     "headwater.likelihood.profile:memorization",
-    offers="span context aggregate k answers max_new_tokens controls seed batch_size",
+    offers="span context predecessors aggregate k answers max_new_tokens controls seed batch_size",
     shaped=(Shaped("layers", str, help="final, all, or layers such as 0,4,8.", read=_layers), JUDGE),
     choices={
         "span": "SPANS",
         "context": "headwater.questions.asking:CONTEXTS",
+        "predecessors": "headwater.likelihood.contexts:PREDECESSORS",
         "aggregate": "AGGREGATES",
         "answers": "headwater.likelihood.answering:SOURCES",
     },
@@ -75,12 +76,13 @@ PROFILE = Of(
     left_out={
         "lens": "takes a function or a result",
         "prompt": "several lines, or messages of a chat",
+        "predecessor_prompt": "likewise",
         "quartiles": "the other reading is a question for a notebook",
     },
 )
 SCORE = Of(
     "headwater.likelihood.files:score_file",
-    offers="field lowercase maximum_entropy long stride batch_size",
+    offers="field lowercase maximum_entropy gradient_norm long stride batch_size",
     shaped=(
         Shaped("k", list[float]),
         Shaped("prefix", Path, help="A file with texts known not to have been seen, for the score recall.", read=_text),

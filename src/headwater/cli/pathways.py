@@ -11,7 +11,6 @@ from rich.console import Console
 
 from headwater.cli.asked import EXTRACTOR
 from headwater.cli.command import (
-    EMBEDDED,
     LOAD,
     AsJson,
     Model,
@@ -26,6 +25,7 @@ from headwater.cli.command import (
 )
 from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.errors import InputError
+from headwater.models.embedded import BASE, is_embedded
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -222,7 +222,7 @@ def _questions(model: str | None, sources: list[str] | None, options: Options) -
 
     from headwater.questions.sources import WORLD_SETS, Questions, load_questions
 
-    if sources is None and model not in (None, EMBEDDED):
+    if sources is None and not is_embedded(model or BASE):
         raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
     read, given = [], options.of("load_questions")
     for source in sources or WORLD_SETS:

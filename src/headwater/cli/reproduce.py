@@ -10,7 +10,6 @@ from rich.console import Console
 
 from headwater.cli.asked import EXTRACTOR, JUDGE
 from headwater.cli.command import (
-    EMBEDDED,
     LOAD,
     AsJson,
     Out,
@@ -60,7 +59,7 @@ def _another(name: str) -> Any:
 
 MAPS = Of(
     "headwater.reference.maps:reproduce_maps",
-    offers="published correlations ablations device",
+    offers="published correlations ablations multi_token device",
     shaped=(
         Shaped(
             "templates",
@@ -83,7 +82,8 @@ PATHWAYS = Of(
 )
 DEPTH = Of(
     "headwater.reference.depth:reproduce_depth",
-    offers="published batch_size",
+    offers="published predecessors batch_size",
+    choices={"predecessors": "headwater.likelihood.contexts:PREDECESSORS"},
     shaped=(JUDGE,),
     filled="graph",
 )
@@ -138,9 +138,9 @@ def _show_plan(found: dict[str, Any], console: Console) -> None:
             console.print(f"  data: {plain(one)}")
         gpus = "GPU" if line["gpus"] == 1 else "GPUs"
         console.print(f"  takes {line['gpus']} {gpus} of 80 GB, {line['weights']:.0f} GiB of weights, {_time(line)}")
-        if not line["numbers"]:
-            console.print("  numbers: the publication lists this model; none of its numbers are held here")
-        else:
+        for one in line["limits"]:
+            console.print(f"  limit: {plain(one)}")
+        if line["numbers"]:
             console.print("  published | measured [95 % interval] | difference")
             for row in line["numbers"]:
                 published, measured, low, high, difference = (_number(row[name]) for name in NUMBERS)
@@ -170,11 +170,9 @@ def maps(
     `headwater reproduce maps path/to/pythia-12b --datasets MAPS/datasets --no-correlations --out runs/maps`
     """
     with continues(out):
-        from headwater.models.loading import load
         from headwater.reference.maps import reproduce_maps
 
-        read = load() if model == EMBEDDED else model
-        found = reproduce_maps(read, datasets, progress=not quiet, out=out, **options.of("reproduce_maps"))
+        found = reproduce_maps(model, datasets, progress=not quiet, out=out, **options.of("reproduce_maps"))
         _report(found, out, as_json)
 
 

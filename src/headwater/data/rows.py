@@ -142,6 +142,8 @@ def check_readable(path: Path, what: str) -> None:
         raise InputError(f"{path} is a folder; give a file of {what}.") from None
     except OSError as error:
         raise InputError(f"The file of {what} {path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:  # NUL, half a character
+        raise InputError(f"{str(path)!r} is no path of a file of {what}: {error}.") from None
 
 
 def read_parquet(path: Path) -> pd.DataFrame:

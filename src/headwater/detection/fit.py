@@ -25,7 +25,7 @@ from headwater.detection.methods import (
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.names import VariantName
+from headwater.names import ProbeSiteName, TokenName, VariantName
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens
 from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
@@ -45,8 +45,8 @@ class DetectorSetup:
     """How detectors are fitted; see `detect`."""
 
     methods: tuple[str, ...]
-    site: str
-    token: str
+    site: ProbeSiteName
+    token: TokenName
     layer: int | None
     variant: VariantName
     cross_fit: bool

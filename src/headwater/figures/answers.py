@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
-from headwater.figures.fonts import label
+from headwater.figures.fonts import ticks
 from headwater.figures.style import legend_above, model_title, style
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.result import DRAWINGS
@@ -24,7 +24,8 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
         ax: where to draw; by default a new figure.
     """
     sets = answered.findings()["datasets"]
-    names = [f"{label(row['dataset'])} ({row['questions']:,})" for row in sets]
+    written = ticks(row["dataset"] for row in sets)
+    names = [f"{name} ({row['questions']:,})" for name, row in zip(written, sets, strict=True)]
     used = [row["used"] / row["questions"] for row in sets]
     wrong = [share * (row["wrong"] or 0.0) for share, row in zip(used, sets, strict=True)]
     right = [share - part for share, part in zip(used, wrong, strict=True)]
@@ -38,8 +39,8 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
             if not any(shares):
                 continue
             bars = ax.barh(range(len(names)), shares, left=left, height=0.6, color=COLORS[name], label=name)
-            written = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
-            ax.bar_label(bars, written, label_type="center", color=INKS[name], fontsize=7)
+            said = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
+            ax.bar_label(bars, said, label_type="center", color=INKS[name], fontsize=7)
             left = [start + share for start, share in zip(left, shares, strict=True)]
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(len(names) - 0.5, -0.5)

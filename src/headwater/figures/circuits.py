@@ -16,7 +16,7 @@ from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.curve import CircuitCurve
 from headwater.circuits.greedy import DECISIONS, KEPT, NOT_TRIED
 from headwater.circuits.search import CircuitSearch
-from headwater.figures.fonts import label
+from headwater.figures.fonts import label, ticks
 from headwater.figures.style import model_title, style
 from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS
@@ -41,7 +41,8 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
             if np.isfinite(row["low"]):
                 ax.plot([row["low"], row["high"]], [place, place], color=CIRCUIT, linewidth=1.2)
             ax.plot(row["faithfulness"], place, "o", color=CIRCUIT, markersize=5)
-        ax.set_yticks(range(len(summary)), [label(f"{r.circuit} ({r.edges:,})") for r in summary.itertuples()])
+        names = zip(ticks(summary["circuit"].map(str)), summary["edges"], strict=True)
+        ax.set_yticks(range(len(summary)), [f"{name} ({edges:,})" for name, edges in names])
         ax.invert_yaxis()
         ax.set_xlabel(label(f"Faithfulness on {name.replace('_', ' ')}"))
         ax.set_title(model_title(runs.run, "circuits alone (bars: random ones)"))

@@ -23,9 +23,10 @@ from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.published import is_published, lettered
-from headwater.figures.style import BANDS_ARE, DASHED, legend_above, model_title, whole_numbers
+from headwater.figures.style import BANDS_ARE, DASHED, checked_place, legend_above, model_title, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.likelihood.profile import DepthProfile
+from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
@@ -35,19 +36,26 @@ QUARTILES: dict[int, tuple[str, Any, str]] = {25: (GREEN, "-", ""), 75: (ORANGE,
 GAP_RANGE = 1.5
 COLUMNS = 4
 AVERAGE = "Depthwise Average\nMIN-K% (nats)"
-LONG, LONG_TITLE = 16, 6.5
-"""Characters from which on a title is long, beside other panels, and its font size."""
+LONG, LONG_TITLE, TITLE_WIDTH = 16, 6.5, 175.0
+"""Characters from which on a title is long, beside other panels, and its font size; characters times font size that fit
+above a panel."""
 
 
 @DRAWINGS.add(DepthProfile)
 def plot_depth_profile(profile: DepthProfile, ax: Axes | None = None) -> Axes | Figure:
     """Draw one profile: boxes and densities, or on a given `ax` the boxes alone."""
-    return depth_profiles([profile]) if ax is None else plot_boxes(profile, ax)
+    return depth_profiles([profile], ax=ax)
 
 
 def depth_profiles(
-    profiles: Sequence[DepthProfile], labels: Sequence[str] | None = None, *, style: str = "headwater"
-) -> Figure:
+    profiles: Sequence[DepthProfile],
+    labels: Sequence[str] | None = None,
+    *,
+    style: str = "headwater",
+    ax: Axes | None = None,
+    title: str | None = None,
+    figsize: Size | None = None,
+) -> Axes | Figure:
     """Draw boxes and densities of several models side by side; of one, next to each other.
 
     Args:
@@ -55,13 +63,21 @@ def depth_profiles(
         labels: a title per model. Default: the models' names, without the folders in front.
         style: "headwater", or "published": lettered panels, those of the score gap for models that have scores alone;
             axes by their published names, without counts.
+        ax: where to draw the boxes of a single profile, without the densities; default: a new figure.
+        title: above all panels; of the boxes on `ax`, in place of the model's name.
+        figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there are no profiles, or not as many labels, or no such style.
+        InputError: there are no profiles, or not as many labels, or no such style; or `ax` was given for several.
     """
     labels = [model_title(one.run) for one in profiles] if labels is None else [drawn_label(one) for one in labels]
     if not profiles or len(labels) != len(profiles):
         raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
+    size, as_published = checked_place(ax, len(profiles), figsize), is_published(style)
+    if ax is not None:
+        with shared_look():
+            plot_boxes(profiles[0], ax).set_title(labels[0])
+        return dressed(ax, title, None)
     columns = min(len(profiles), COLUMNS)
     bands = math.ceil(len(profiles) / columns)
     with shared_look():
@@ -69,30 +85,30 @@ def depth_profiles(
             figure, grid = plt.subplots(1, 2, figsize=(5.6, 2.5), layout="constrained", squeeze=False)
             pairs = [(grid[0, 0], grid[0, 1])]
         else:
-            size = (1.9 * columns + 0.4, 4.4 * bands)
-            figure, grid = plt.subplots(2 * bands, columns, figsize=size, layout="constrained", squeeze=False)
+            usual = (1.9 * columns + 0.4, 4.4 * bands)
+            figure, grid = plt.subplots(2 * bands, columns, figsize=usual, layout="constrained", squeeze=False)
             places = [divmod(number, columns) for number in range(len(profiles))]
             pairs = [(grid[2 * band, column], grid[2 * band + 1, column]) for band, column in places]
             for ax in set(grid.flat) - {ax for pair in pairs for ax in pair}:
                 ax.remove()
-        for number, (profile, label, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
+        for number, (profile, name, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
             plot_boxes(profile, boxes)
             plot_gaps(profile, densities, legend_columns=2 if len(profiles) == 1 else 1)
-            boxes.set_title(label, **({"fontsize": LONG_TITLE} if len(label) > LONG and len(profiles) > 1 else {}))
+            boxes.set_title(name, **_title_size(name, len(profiles)))
             if number % columns:
                 boxes.set_ylabel("")
                 densities.set_ylabel("")
         _share_top([boxes for boxes, _ in pairs])
-        if is_published(style):
+        if as_published:
             _as_published(profiles, labels, pairs)
-    return figure
+    return dressed(figure, title, size)
 
 
 def _as_published(profiles: Sequence[DepthProfile], labels: Sequence[str], pairs: Sequence[tuple[Axes, Axes]]) -> None:
     """Name panels, axes and series as they were published; the density of a model without scores has no panel."""
     number = len(profiles)
     for place, (profile, name, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
-        boxes.set_title(lettered(place, name))
+        boxes.set_title(lettered(place, name), **_title_size(lettered(place, name), len(profiles)))
         boxes.set_xticks(boxes.get_xticks(), [f"Depth {depth}" for depth in profile.depths])
         if boxes.get_ylabel():
             boxes.set_ylabel(AVERAGE.removesuffix(" (nats)"))
@@ -100,11 +116,16 @@ def _as_published(profiles: Sequence[DepthProfile], labels: Sequence[str], pairs
         if not series:
             densities.remove()
             continue
-        densities.set_title(lettered(number, name))
+        densities.set_title(lettered(number, name), **_title_size(lettered(number, name), len(profiles)))
         densities.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
         densities.tick_params(axis="x", labelsize=6)
         densities.legend(handles, [one.partition(" ")[0] for one in series], loc="upper right", handlelength=1.6)
         number += 1
+
+
+def _title_size(name: str, panels: int) -> dict[str, Any]:
+    """What a title needs to end before the next panel's begins; nothing where it is short, or alone."""
+    return {"fontsize": min(LONG_TITLE, TITLE_WIDTH / len(name))} if len(name) > LONG and panels > 1 else {}
 
 
 def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
@@ -155,17 +176,27 @@ def plot_gaps(profile: DepthProfile, ax: Axes, legend_columns: int = 2) -> Axes:
     return ax
 
 
-def layer_curves(profile: DepthProfile, score: str | None = None, ax: Axes | None = None) -> Axes:
+def layer_curves(
+    profile: DepthProfile,
+    score: str | None = None,
+    ax: Axes | None = None,
+    *,
+    title: str | None = None,
+    figsize: Size | None = None,
+) -> Axes | Figure:
     """Draw a score against the layer it is read at, a line per depth with its 95 % interval.
 
     Args:
         profile: a result of `memorization` with several layers.
         score: a column of scores, such as "min_k++_0.2". Default: the figure's Min-K%. Drawn with the figure's sign.
-        ax: where to draw; by default a new figure.
+        ax: where to draw; default: a new figure.
+        title: in place of the figure's own.
+        figsize: width and height of a new figure, in inches.
 
     Raises:
         InputError: there is no such score.
     """
+    size = checked_place(ax, 1, figsize)
     score = score or profile.main
     rows = profile.by_layer[profile.by_layer["score"] == score]
     if rows.empty:
@@ -181,7 +212,7 @@ def layer_curves(profile: DepthProfile, score: str | None = None, ax: Axes | Non
         ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")
         whole_numbers(ax.xaxis)
         legend_above(ax, min(3, len(profile.depths)), model_title(profile.run, "Min-K% by layer"))
-    return ax
+    return dressed(ax, title, size)
 
 
 def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:

@@ -6,6 +6,8 @@ Matplotlib's own font has no Chinese, Korean, Thai or Hindi. It would draw boxes
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 
 from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
@@ -18,6 +20,8 @@ OTHERS = (
 )  # fmt: skip
 """Fonts looked for where the usual one has no glyph, in this order."""
 UNKNOWN = "▯"
+LONGEST = 40
+"""Characters of a name that a tick shows."""
 
 
 @cache
@@ -30,6 +34,23 @@ def others() -> tuple[str, ...]:
 def label(text: str) -> str:
     """Return a text of the data as a title, tick or legend shows it: in one line, nothing in it read as mathematics."""
     return drawable(" ".join(text.split())).replace("$", r"\$")
+
+
+def ticks(names: Iterable[str], most: int = LONGEST) -> list[str]:
+    """Return names of the data as tick labels, each of `most` characters at most.
+
+    A longer name keeps its beginning and ends in "…". Names that would then read alike lose their middle instead, so
+    that what tells them apart at their ends can be read.
+    """
+    listed = [" ".join(name.split()) for name in names]
+    shortened = [name if len(name) <= most else f"{name[: most - 1].rstrip()}…" for name in listed]
+    alike = {name for name, times in Counter(shortened).items() if times > 1}
+    end = (most - 1) // 2
+    told_apart = [f"{name[: most - 1 - end].rstrip()}…{name[-end:].lstrip()}" for name in listed]
+    return [
+        label(longer if short in alike and short != name else short)
+        for name, short, longer in zip(listed, shortened, told_apart, strict=True)
+    ]
 
 
 def drawable(text: str, family: str = "sans-serif") -> str:

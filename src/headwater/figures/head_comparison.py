@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.errors import InputError
-from headwater.figures.fonts import label
+from headwater.figures.fonts import label, ticks
 from headwater.figures.style import style, whole_numbers
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.comparison import HeadComparison
@@ -104,7 +104,7 @@ def _draw_curves(comparison: HeadComparison) -> Figure:
     lower.set_title(label(f"Gained or lost a relation since {models[0]}"))
     lower.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     lower.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    lower.set_xticks(at, [label(name) for name in models], rotation=30 if len(models) > 4 else 0)
+    lower.set_xticks(at, ticks(models, 24), rotation=30 if len(models) > 4 else 0)
     for axes in (upper, lower):
         whole_numbers(axes.yaxis)
     return figure

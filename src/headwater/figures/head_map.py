@@ -21,11 +21,12 @@ from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.published import is_published
+from headwater.figures.style import checked_place, whole_numbers
 from headwater.figures.style import style as shared_look
-from headwater.figures.style import whole_numbers
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.options import checked_count
+from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 
 NONE = ("#d4d4d4", "o")
@@ -33,6 +34,7 @@ SEVERAL = (("#b08fd8", "p"), (PURPLE, "h"), ("#45156e", "*"), ("#1f0833", "P"))
 """The colour and shape of two, three, four and more categories."""
 AREAS = {"o": 1.0, "s": 0.82, "^": 1.0, "D": 0.62, "p": 1.1, "h": 1.1, "*": 1.6}
 """Areas, relative to a disc, at which the shapes look equally large."""
+PUBLISHED_SEVERAL = ("2 categories", "3 categories", "4 categories")
 UNCLASSIFIED_AREA = 0.25
 NO_EXCESS_AREA = 0.3
 """The area of a mark whose excess is 0, beside one whose excess is 1."""
@@ -48,6 +50,7 @@ LARGEST = (6.0, 4.2)
 PANEL_HEIGHT = 2.2
 LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.5, 0.165
 LABEL_COLUMN, COUNT_COLUMN, LETTER = 1.2, 0.6, 0.085
+HEADING = 0.3
 
 
 @DRAWINGS.add(HeadMap)
@@ -61,8 +64,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     Raises:
         InputError: `ax` is no matplotlib axes.
     """
-    if not isinstance(ax, Axes | None):
-        raise InputError(f"ax=, a {type(ax).__name__}, is no matplotlib axes: leave it out for a new figure.")
+    checked_place(ax, 1, None)
     with shared_look():
         place: dict[str, Any] = {
             "loc": "upper center",
@@ -92,31 +94,49 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def head_maps(maps: Sequence[HeadMap], columns: int | None = None, *, style: str = "headwater") -> Figure:
+def head_maps(
+    maps: Sequence[HeadMap],
+    columns: int | None = None,
+    *,
+    style: str = "headwater",
+    ax: Axes | None = None,
+    title: str | None = None,
+    figsize: Size | None = None,
+) -> Axes | Figure:
     """Draw several head maps in one figure, each with its own ranges of layers and heads, with one legend for all.
 
     Args:
         maps: results of `classify_heads`.
         columns: maps in a row; up to four by default, in the published style two.
-        style: "headwater" or "published": marks of one size, and a legend of the published words without counts.
+        style: "headwater" or "published": panels and marks of one size, and a legend of the published words without
+            counts.
+        ax: where to draw a single map; default: a new figure.
+        title: above all maps; of a single one on `ax`, in place of its own.
+        figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there are no maps, or what is given are none.
+        InputError: there are no maps, or what is given are none; or `ax` was given for several.
     """
     maps, as_published = _listed(maps), is_published(style)
+    size = checked_place(ax, len(maps), figsize)
+    if ax is not None:
+        return dressed(plot_head_map(maps[0], ax), title, None)
     names = names_of(maps)
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
     named = list(zip(maps, names, strict=True))
     rows = [named[start : start + columns] for start in range(0, len(named), columns)]
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 if as_published else len(_lines(maps)) + 2) * LINE
-    row_width = max(sum(LEFT + _panel_width(head_map) + GAP for head_map, _ in row) for row in rows)
+    widest = max(map(_panel_width, maps))
+    widths = {id(one): widest if as_published else _panel_width(one) for one in maps}
+    row_width = max(sum(LEFT + widths[id(head_map)] + GAP for head_map, _ in row) for row in rows)
     table_width = LABEL_COLUMN + sum(map(_count_column, names))
     with shared_look():
-        figure = plt.figure(figsize=(max(row_width, table_width), len(rows) * row_height + below))
+        above = 0.0 if title is None else HEADING
+        figure = plt.figure(figsize=(max(row_width, table_width), len(rows) * row_height + below + above))
         for number, row in enumerate(reversed(rows)):
             left = LEFT
             for head_map, name in row:
-                width = _panel_width(head_map)
+                width = widths[id(head_map)]
                 ax = _axes(figure, left, below + number * row_height + BOTTOM, width, PANEL_HEIGHT)
                 _draw(head_map, ax, sized=not as_published)
                 ax.set_title(drawn_label(name))
@@ -125,7 +145,7 @@ def head_maps(maps: Sequence[HeadMap], columns: int | None = None, *, style: str
             _published_legend(figure, maps)
         else:
             _legend_table(figure, maps, names, table_width, below)
-    return figure
+    return dressed(figure, title, size)
 
 
 def names_of(maps: Sequence[HeadMap]) -> list[str]:
@@ -238,8 +258,8 @@ def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]
 
 
 def _published_legend(figure: Figure, maps: Sequence[HeadMap]) -> None:
-    """The published words, below all maps."""
-    shown = _shown(maps)
+    """The published words, below all maps, also those of categories that no head has."""
+    shown = [label for label in labels() if label in _shown(maps) or label in PUBLISHED_SEVERAL]
     handles, words = [_mark(label) for label in shown], [label.capitalize() for label in shown]
     columns = -(-len(shown) // (1 if figure.get_size_inches()[0] > len(shown) else 2))
     figure.legend(handles, words, loc="lower center", ncols=columns, handletextpad=0.2, columnspacing=1.2)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from headwater.circuits.path_effects import PathEffects
 from headwater.figures.edge_effects import DIVERGING, MOST_TICKS, root, square
-from headwater.figures.fonts import label
+from headwater.figures.fonts import label, ticks
 from headwater.figures.style import model_title, style
 from headwater.runs.result import DRAWINGS
 
@@ -33,7 +33,7 @@ def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str
         image = ax.imshow(matrix, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         for names, axis in ((matrix.columns, ax.xaxis), (matrix.index, ax.yaxis)):
             kept = range(0, len(names), -(-len(names) // MOST_TICKS))
-            axis.set_ticks(list(kept), [_short(names[i]) for i in kept], rotation=90 if axis is ax.xaxis else 0)
+            axis.set_ticks(list(kept), ticks([names[i] for i in kept], LONGEST), rotation=90 if axis is ax.xaxis else 0)
         ax.set_xlabel("Sender")
         ax.set_ylabel("Receiver")
         name = paths.metrics[0] if metric is None else metric
@@ -42,7 +42,3 @@ def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str
         way = "direct paths" if paths.through == "direct" else "paths through MLPs"
         ax.set_title(model_title(paths.run, f"{way}, {paths.run.options['direction']}" + f" (n = {n})" * (n > 1)))
     return ax
-
-
-def _short(name: str) -> str:
-    return label(name if len(name) <= LONGEST else name[: LONGEST - 1] + "…")

@@ -12,24 +12,31 @@ from matplotlib.figure import Figure
 from headwater.colors import BLUE, FAINT, ORANGE
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import LINES_ARE, model_title, style
+from headwater.figures.style import LINES_ARE, checked_place, model_title, style
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
+from headwater.runs.dressing import Size, dressed
 
 SHOWN = {WRONG: (PROBE, RELATION, RELATION_ANSWER, SPANS), ANY_MODE: (AWARE, MARGIN, BY_LOGIT)}
 """By question: what is measured, and what it is held against."""
 
 
-def baselines(pathways: Pathways) -> Figure:
+def baselines(
+    pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
+) -> Axes | Figure:
     """Draw the AUC of the probe and of the probe of the mode beside their baselines: a column per question set.
 
     Args:
         pathways: a result of `hw.trace_pathways` with its controls.
+        ax: refused, as there are two panels for each question set.
+        title: in place of the figure's own.
+        figsize: width and height, in inches.
 
     Raises:
-        InputError: no baseline was measured.
+        InputError: no baseline was measured, or `ax` was given.
     """
+    size = checked_place(ax, 2 * len(pathways.datasets), figsize)
     table = pathways.baselines[~pathways.baselines["difference"] & pathways.baselines["value"].notna()]
     if not table["score"].isin([*SHOWN[WRONG][1:], *SHOWN[ANY_MODE][1:]]).any():
         raise InputError("This trace measured no baseline: there is nothing to draw.")
@@ -48,7 +55,7 @@ def baselines(pathways: Pathways) -> Figure:
         axes[0][0].set_ylabel("wrong answers")
         axes[1][0].set_ylabel("Q-anchored")
         figure.suptitle(f"{model_title(pathways.run, 'probes beside baselines')} ({LINES_ARE})", fontsize=9)
-    return figure
+    return dressed(figure, title, size)
 
 
 def _panel(ax: Axes, rows: object, scores: tuple[str, ...]) -> None:

@@ -17,12 +17,13 @@ from matplotlib.ticker import MaxNLocator
 
 from headwater.colors import BLUE, FAINT, ORANGE, PURPLE, RED
 from headwater.figures.fonts import label
-from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, style, whole_numbers
+from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, checked_place, model_title, style, whole_numbers
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.trace import Pathways
+from headwater.runs.dressing import Size, dressed
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -37,15 +38,23 @@ PANEL = (2.5, 1.9)
 MOST_ACROSS = 4
 
 
-def flip_rates(pathways: Pathways) -> Figure:
+def flip_rates(
+    pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
+) -> Axes | Figure:
     """Draw how often the probe's prediction flips, by layer, for every intervention: a panel per question set.
 
     Args:
         pathways: a result of `hw.trace_pathways`. The dotted line stands at the layer chosen most often as l*.
+        ax: where to draw a single question set; default: a new figure.
+        title: in place of the figure's own.
+        figsize: width and height of a new figure, in inches.
+
+    Raises:
+        InputError: `ax` was given for several question sets.
     """
     table = pathways.controls[pathways.controls["group"] == ALL]
     with style():
-        figure, axes = panels(pathways)
+        figure, axes = panels(pathways, ax, figsize)
         for ax, name in zip(axes, pathways.datasets, strict=True):
             for intervention, look in LOOKS.items():
                 line = table[(table["dataset"] == name) & (table["intervention"] == intervention)]
@@ -60,21 +69,29 @@ def flip_rates(pathways: Pathways) -> Figure:
             whole_numbers(ax.xaxis)
         shared_label(axes, "Predictions that flip (%)")
         _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*")
-    return figure
+        return entitled(figure, axes, pathways, "predictions that flip", title)
 
 
-def controls(pathways: Pathways) -> Figure:
+def controls(
+    pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
+) -> Axes | Figure:
     """Draw ΔP at l* after every intervention, for examples of either mode: a panel per question set.
 
     Modes are given by another seed's probe, where there is one.
 
     Args:
         pathways: a result of `hw.trace_pathways`.
+        ax: where to draw a single question set; default: a new figure.
+        title: in place of the figure's own.
+        figsize: width and height of a new figure, in inches.
+
+    Raises:
+        InputError: `ax` was given for several question sets.
     """
     table = pathways.controls_at_best
     shown = [name for name in LOOKS if (table["intervention"] == name).any()]
     with style():
-        figure, axes = panels(pathways, sharey=True, names=1.7)
+        figure, axes = panels(pathways, ax, figsize, sharey=True, names=1.7)
         for ax, dataset in zip(axes, pathways.datasets, strict=True):
             ax.axvline(0, color=FAINT, linewidth=0.6)
             for shift, mode in zip((-0.14, 0.14), MODES, strict=True):
@@ -89,20 +106,40 @@ def controls(pathways: Pathways) -> Figure:
             ax.set_ylim(len(shown) - 0.5, -0.5)
             ax.xaxis.set_major_locator(MaxNLocator(4))
         _legend_below(figure, axes, LINES_ARE)
-    return figure
+        return entitled(figure, axes, pathways, "controls", title)
 
 
-def panels(pathways: Pathways, *, sharey: bool = False, names: float = 0.0) -> tuple[Figure, list[Axes]]:
-    """Make a figure with a panel per question set, and inches for names at the left."""
+def panels(
+    pathways: Pathways, ax: Axes | None, figsize: Size | None, *, sharey: bool = False, names: float = 0.0
+) -> tuple[Figure | None, list[Axes]]:
+    """Make a figure with a panel per question set, and inches for names at the left; or take `ax` for a single one.
+
+    Raises:
+        InputError: `ax` was given for several question sets, or a size that is none.
+    """
     n = len(pathways.datasets)
+    given = checked_place(ax, n, figsize)
+    if ax is not None:
+        return None, [ax]
     across = n if n <= MOST_ACROSS and n != 4 else 2 if n == 4 else MOST_ACROSS
     rows = -(-n // across)
     size = max(PANEL[0] * across, 3.4) + names, PANEL[1] * rows + 0.4
-    figure = plt.figure(figsize=size, layout="constrained")
+    figure = plt.figure(figsize=given or size, layout="constrained")
     axes = figure.subplots(rows, across, squeeze=False, sharey=sharey).ravel().tolist()
     for spare in axes[n:]:
         spare.remove()
     return figure, axes[:n]
+
+
+def entitled(
+    figure: Figure | None, axes: list[Axes], pathways: Pathways, seen: str, title: str | None
+) -> Axes | Figure:
+    """Put the model and what is seen of it above the panels; of a single one, above its title."""
+    if len(axes) == 1:
+        axes[0].set_title(f"{model_title(pathways.run, seen)}\n{axes[0].get_title(loc='left')}")
+    elif figure is not None:
+        figure.suptitle(model_title(pathways.run, seen), fontsize=9)
+    return dressed(axes[0] if figure is None else figure, title, None)
 
 
 def main_layer(pathways: Pathways, dataset: str) -> int:
@@ -127,8 +164,12 @@ def _titled(pathways: Pathways, dataset: str, between: str = " ") -> str:
     return f"{label(dataset)}{between}(n = {examples:,}{beside})"
 
 
-def _legend_below(figure: Figure, axes: list[Axes], title: str) -> None:
+def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
     found = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
     across = 3 if len(found) > 2 else 2
     look: dict[str, Any] = {"handlelength": 2.6, "title": title, "title_fontsize": 7}
+    if figure is None:
+        look |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
+        axes[0].legend(list(found.values()), list(found), ncols=min(across, 2), fontsize=6, **look)
+        return
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=across, **look)

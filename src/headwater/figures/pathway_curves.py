@@ -21,11 +21,12 @@ from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
 from headwater.figures.published import is_published, set_name
-from headwater.figures.style import BANDS_ARE, DASHED, model_title, whole_numbers
+from headwater.figures.style import BANDS_ARE, DASHED, checked_place, model_title, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.options import shown as written
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, PER_LAYER, RANDOM_SPLIT
 from headwater.pathways.trace import Pathways
+from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 
 COLORS = {
@@ -58,7 +59,10 @@ def delta_p(
     titles: Sequence[str] | None = None,
     columns: int | None = None,
     style: str = "headwater",
-) -> Figure:
+    ax: Axes | None = None,
+    title: str | None = None,
+    figsize: Size | None = None,
+) -> Axes | Figure:
     """Draw ΔP against the layer, a panel per model, with one legend for all.
 
     Args:
@@ -68,11 +72,15 @@ def delta_p(
         titles: of the panels; by default the models' names.
         columns: panels in a row; up to three by default.
         style: "headwater", or "published": series and axes by their published names, without counts.
+        ax: where to draw a single model's; default: a new figure.
+        title: above all panels; of a single one, in place of its own.
+        figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: there is nothing to draw, or no such split, value or style.
+        InputError: there is nothing to draw, or no such split, value or style; or `ax` was given for several.
     """
     shown, as_published = list(pathways), is_published(style)
+    size = checked_place(ax, len(shown), figsize)
     if not shown:
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
     if titles is None:
@@ -85,6 +93,11 @@ def delta_p(
     columns = columns or min(len(shown), 3)
     rows = -(-len(shown) // columns)
     names = _names(shown)
+    if ax is not None:
+        plot_delta_p(shown[0], ax, split_by=split_by, value=value)
+        with shared_look():
+            ax.set_title(titles[0])
+        return dressed(ax, title, None)
     with shared_look():
         below = LINE * (len(names) + (1 if as_published else 3)) + 0.1
         figure = plt.figure(figsize=(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below), layout="constrained")
@@ -93,17 +106,17 @@ def delta_p(
         axes = panels.subplots(rows, columns, squeeze=False).ravel()
         for spare in axes[len(shown) :]:
             spare.remove()
-        for ax, one, title in zip(axes, shown, titles, strict=False):
-            _draw(ax, one, names, _split(one, split_by), value)
-            ax.set_title(title)
-        for ax in axes[: len(shown) : columns]:
-            ax.set_ylabel(VALUES[value].partition(" (")[0] if as_published else VALUES[value])
+        for panel, one, name in zip(axes, shown, titles, strict=False):
+            _draw(panel, one, names, _split(one, split_by), value)
+            panel.set_title(name)
+        for panel in axes[: len(shown) : columns]:
+            panel.set_ylabel(VALUES[value].partition(" (")[0] if as_published else VALUES[value])
         if as_published:
             legend.legend(*_published_legend(names), loc="upper center", ncols=2, **ROOMY)
         else:
             handles, labels = _legend(shown, names, split_by)
             legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
-    return figure
+    return dressed(figure, title, size)
 
 
 @DRAWINGS.add(Pathways)

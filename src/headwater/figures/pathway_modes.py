@@ -19,11 +19,12 @@ from scipy.stats import gaussian_kde
 
 from headwater.colors import FAINT, GREEN, RED, SETS
 from headwater.errors import InputError
-from headwater.figures.fonts import label
-from headwater.figures.pathway_controls import MODE_LOOKS, panels, shared_label
-from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, legend_above, model_title, style
+from headwater.figures.fonts import label, ticks
+from headwater.figures.pathway_controls import MODE_LOOKS, entitled, panels, shared_label
+from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, checked_place, legend_above, model_title, style
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES, WITHIN
+from headwater.runs.dressing import Size, dressed
 from headwater.stats.resample import Draws, interval
 
 if TYPE_CHECKING:
@@ -35,15 +36,23 @@ GROUPS = 5
 """Groups of equal size, from the rarest subjects to the most popular."""
 
 
-def logit_changes(pathways: Pathways) -> Figure:
+def logit_changes(
+    pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
+) -> Axes | Figure:
     """Draw the density of the change of the probe's logit at l*, by prediction: its peaks, and the modes in relations.
 
     Args:
         pathways: a result of `hw.trace_pathways`. Changes are in standard deviations of the probe's logit, averaged
             over seeds; negative is away from the original prediction.
+        ax: where to draw a single question set; default: a new figure.
+        title: in place of the figure's own.
+        figsize: width and height of a new figure, in inches.
+
+    Raises:
+        InputError: `ax` was given for several question sets.
     """
     with style():
-        figure, axes = panels(pathways)
+        figure, axes = panels(pathways, ax, figsize)
         for ax, name in zip(axes, pathways.datasets, strict=True):
             own = _changes(pathways, name)
             verdicts = pathways.components[
@@ -66,24 +75,36 @@ def logit_changes(pathways: Pathways) -> Figure:
             ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
             ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
         shared_label(axes, "Density")
-    return figure
+        return entitled(figure, axes, pathways, "logit changes", title)
 
 
-def mode_properties(pathways: Pathways) -> Figure:
+def mode_properties(
+    pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
+) -> Axes | Figure:
     """Draw how often the answers of either mode are right, and the share that is Q-anchored against popularity.
 
     Args:
         pathways: a result of `hw.trace_pathways`; the second panel needs a column popularity in the questions.
+        ax: where to draw what has no second panel; default: a new figure.
+        title: in place of the figure's own.
+        figsize: width and height of a new figure, in inches.
+
+    Raises:
+        InputError: `ax` was given for two panels.
     """
     modes = pathways.modes
-    has_popularity = "popularity" in modes and modes["popularity"].notna().any()
+    has_popularity = "popularity" in modes and bool(modes["popularity"].notna().any())
+    size = checked_place(ax, 1 + has_popularity, figsize)
     with style():
+        if ax is not None:
+            _accuracy(ax, pathways)
+            return dressed(ax, title, None)
         figure = plt.figure(figsize=(6.4 if has_popularity else 3.2, 2.7), layout="constrained")
         axes = figure.subplots(1, 2 if has_popularity else 1, squeeze=False)[0]
         _accuracy(axes[0], pathways)
         if has_popularity:
             _popularity(axes[1], pathways)
-    return figure
+    return dressed(figure, title, size)
 
 
 def _changes(pathways: Pathways, dataset: str) -> pd.DataFrame:
@@ -115,7 +136,7 @@ def _accuracy(ax: Axes, pathways: Pathways) -> None:
             named = None if mode in ax.get_legend_handles_labels()[1] else mode
             ax.hlines(row + shift, low, high, colors=color, linewidths=1.2)
             ax.plot(value, row + shift, marker, color=color, markersize=3.6, linestyle="none", label=named)
-    ax.set_yticks(range(len(pathways.datasets)), [label(name) for name in pathways.datasets])
+    ax.set_yticks(range(len(pathways.datasets)), ticks(pathways.datasets))
     ax.set_ylim(len(pathways.datasets) - 0.5, -0.5)
     ax.set_xlabel(f"Right answers (%; {LINES_ARE})")
     legend_above(ax, 2, model_title(pathways.run, "right by mode"))

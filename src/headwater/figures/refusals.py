@@ -5,7 +5,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from headwater.figures.fonts import label
+from headwater.figures.fonts import ticks
 from headwater.figures.pathway_controls import MODE_LOOKS
 from headwater.figures.style import LINES_ARE, legend_above, model_title, style
 from headwater.pathways.declined import Refusals
@@ -22,7 +22,7 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
         ax: where to draw; default: a new figure.
     """
     rows = found.summary()
-    names = [f"{label(row['dataset'])}, {row['split_by']}" for row in rows.to_dict("records")]
+    names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with style():
         if ax is None:
             ax = plt.figure(figsize=(4.2, 0.9 + 0.28 * len(rows)), layout="constrained").add_subplot()

@@ -26,9 +26,10 @@ from scipy.stats import gaussian_kde
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.published import is_published, set_name
-from headwater.figures.style import DASHED, model_title
+from headwater.figures.style import DASHED, checked_place, model_title
 from headwater.figures.style import style as shared_look
 from headwater.pathways.attention_saliency import Saliency
+from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 
 KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
@@ -49,8 +50,15 @@ MAX_SETS = 4
 
 
 def saliency(
-    results: Sequence[Saliency], *, target: str | None = None, log_scale: bool = False, style: str = "headwater"
-) -> Figure:
+    results: Sequence[Saliency],
+    *,
+    target: str | None = None,
+    log_scale: bool = False,
+    style: str = "headwater",
+    ax: Axes | None = None,
+    title: str | None = None,
+    figsize: Size | None = None,
+) -> Axes | Figure:
     """Draw the densities of several runs, a panel per model.
 
     Args:
@@ -59,9 +67,13 @@ def saliency(
         log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), where the bulk of
             the values would be crushed against 0.
         style: "headwater", or "published": series and axes by their published names, without counts.
+        ax: where to draw two question sets of one model at most; default: a new figure.
+        title: above all panels; of a single one, in place of its own.
+        figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: nothing was given, or a set has no density: fewer than two examples, or all of one value.
+        InputError: nothing was given, or a set has no density: fewer than two examples, or all of one value; or `ax`
+            was given for several panels.
     """
     listed = list(results)
     if not listed:
@@ -77,18 +89,23 @@ def saliency(
     if len(names) > MAX_SETS:
         raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were given: draw fewer.")
     pairs, as_published = [names[i : i + 2] for i in range(0, len(names), 2)], is_published(style)
+    size = checked_place(ax, len(pairs) * len(tables), figsize)
     with shared_look():
+        if ax is not None:
+            (table,) = tables.values()
+            _alone(ax, table, names, chosen, log_scale, model_title(listed[0].run))
+            return dressed(ax, title, None)
         width = max(3.4, 2.7 * len(tables))
         figure = plt.figure(figsize=(width, 1.9 * len(pairs) + 0.15 * len(names) + 0.6), layout="constrained")
         axes = figure.subplots(len(pairs), len(tables), squeeze=False)
         handles: dict[str, Any] = {}
         for column, (model, table) in enumerate(tables.items()):
-            for ax, pair in zip(axes[:, column], pairs, strict=True):
-                found = _panel(ax, table[table["dataset"].isin(pair)], names, chosen, log_scale)
+            for panel, pair in zip(axes[:, column], pairs, strict=True):
+                found = _panel(panel, table[table["dataset"].isin(pair)], names, chosen, log_scale)
                 handles |= {_series(entry[2], names): entry for entry in found.values()} if as_published else found
-                ax.set_ylabel("" if column else "Density")
+                panel.set_ylabel("" if column else "Density")
                 if as_published:
-                    ax.set_xlabel("Saliency Score" + ax.get_xlabel().partition(")")[2])
+                    _published_axis(panel)
             axes[0, column].set_title(titles[model])
         if not handles:
             raise InputError("No example has a saliency to draw: every value is NaN.")
@@ -102,7 +119,7 @@ def saliency(
             ncols=ncols,
             handlelength=2.4,
         )
-    return figure
+    return dressed(figure, title, size)
 
 
 @DRAWINGS.add(Saliency)
@@ -111,10 +128,16 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
     if ax is None:
         return saliency([result])
     with shared_look():
-        handles = _panel(ax, result.of(), list(result.datasets), result.target, False)
-        ax.set_ylabel("Density")
-        ax.legend([entry[:2] for entry in handles.values()], handles, handlelength=2.4)
+        _alone(ax, result.of(), list(result.datasets), result.target, False, model_title(result.run))
     return ax
+
+
+def _alone(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_scale: bool, title: str) -> None:
+    """Draw a panel that is a figure: with its legend and title."""
+    handles = _panel(ax, table, names, target, log_scale)
+    ax.set(ylabel="Density")
+    ax.set_title(title)
+    ax.legend([entry[:2] for entry in handles.values()], handles, handlelength=2.4)
 
 
 def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_scale: bool) -> dict[str, Any]:
@@ -162,6 +185,16 @@ def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_sca
     unit = f" / $10^{{{exponent}}}$" if exponent else ""
     ax.set_xlabel(f"Saliency ({TARGET_NAMES[target]}){unit}")
     return handles
+
+
+def _published_axis(ax: Axes) -> None:
+    """Name the axis as published; powers of ten stand at the ends of both axes."""
+    power = ax.get_xlabel().partition("{")[2].partition("}")[0]
+    ax.set_xlabel("Saliency Score")
+    if power:
+        at: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 6}
+        ax.annotate(f"$\\times 10^{{{power}}}$", (1, 0), (0, -14), ha="right", va="top", **at)
+        ax.annotate(f"$\\times 10^{{{-int(power)}}}$", (0, 1), (-3, 0), ha="right", va="bottom", **at)
 
 
 def _series(of: tuple[int, int], names: Sequence[str]) -> str:

@@ -19,14 +19,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headwater.colors import INK
+from headwater.errors import InputError
 from headwater.figures.fonts import label, others
-from headwater.options import checked_path
+from headwater.options import checked_name, checked_path, one_or_several
+from headwater.runs.dressing import Size, checked_size
+from headwater.runs.storage import make_folder
 
 if TYPE_CHECKING:
     from headwater.runs.record import RunRecord
 
 DASHED: Any = (0, (4, 1.6))
 LINES_ARE = "lines: 95 % intervals"
+DEFAULT_FORMATS = ("png", "pdf")
 BANDS_ARE = "bands: 95 % intervals"
 MARKS_ONLY: dict[str, Any] = {"handlelength": 0.9, "handletextpad": 0.4, "columnspacing": 1.0}
 """For legends whose entries are marks without lines."""
@@ -104,11 +108,31 @@ def legend_above(ax: Axes, columns: int, title: str, **options: object) -> None:
 
 
 def figure_of(plot: Axes | Figure) -> Figure:
-    """Return the figure that axes are in, or the figure itself."""
+    """Return the figure that axes are in, or the figure itself.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if not isinstance(plot, Axes | Figure):
+        hint = ": give what its plot() returns" if hasattr(plot, "plot") else ""
+        raise InputError(f"A {type(plot).__name__} is no figure of matplotlib{hint}.")
     figure = plot if isinstance(plot, Figure) else plot.figure
     while not isinstance(figure, Figure):
         figure = figure.figure
     return figure
+
+
+def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
+    """Return the size of a new figure, if one was given; see whether a figure of so many panels can be on `ax`.
+
+    Raises:
+        InputError: `ax` is no axes, or there are several panels; `figsize` is no size, or `ax` was given, too.
+    """
+    if not isinstance(ax, Axes | None):
+        raise InputError(f"ax=, a {type(ax).__name__}, is no matplotlib axes: leave it out for a new figure.")
+    if ax is not None and panels > 1:
+        raise InputError(f"This figure has {panels} panels, and ax= holds one: leave it out for a new figure.")
+    return checked_size(figsize, ax)
 
 
 def png_of(plot: Axes | Figure, dpi: int | None = None) -> bytes:
@@ -119,21 +143,30 @@ def png_of(plot: Axes | Figure, dpi: int | None = None) -> bytes:
     return written.getvalue()
 
 
-def save_figure(plot: Axes | Figure, stem: str | Path, formats: Iterable[str] = ("png", "pdf")) -> list[Path]:
+def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[str] | None = None) -> list[Path]:
     """Write a figure in several formats, cropped to what it holds; the same figure gives the same bytes.
 
     Args:
         plot: what a result's `plot` returned; of axes, the figure they are in.
         stem: the path without its suffix; folders on the way are made.
-        formats: suffixes that matplotlib knows: png, pdf, svg.
+        formats: one or more suffixes that matplotlib knows, such as png, pdf, svg; default: that of `stem` where it has
+            one of them ("figure.png"), else png and pdf.
 
     Returns:
         The files written.
+
+    Raises:
+        InputError: what is given is no figure, no path, or no such format.
+        RunFolderError: the folder cannot be made.
     """
     figure = figure_of(plot)
     path = checked_path("stem", stem)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files = [Path(f"{path}.{name}") for name in formats]
+    known = tuple(figure.canvas.get_supported_filetypes())
+    if path.suffix[1:] in known:
+        path, formats = path.with_suffix(""), path.suffix[1:] if formats is None else formats
+    listed = DEFAULT_FORMATS if formats is None else one_or_several(formats)
+    make_folder(path.parent)
+    files = [Path(f"{path}.{checked_name('formats', name, known)}") for name in listed]
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with style():
         for file in files:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, SETS
 from headwater.errors import InputError
-from headwater.figures.fonts import drawable
+from headwater.figures.fonts import LONGEST, drawable, ticks
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import model_title, style, whole_numbers
 from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
@@ -43,8 +43,6 @@ CURVE = SETS[0][0]
 NARROWEST, WIDEST = 2.8, 9.0
 TOKEN = 0.13
 """Inches that a token needs along an axis."""
-SET = 40
-"""Characters of a set's or role's name that are drawn."""
 NAMED = ("set", *ROLES)
 """Axes whose places have names in place of numbers."""
 
@@ -136,7 +134,7 @@ def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
     """A panel's width and height in inches: cells of one size within limits, curves of the usual shape."""
     axes = panel_axes(part, fixed)
     if len(axes) == 1 and axes[0] in NAMED:
-        longest = part[axes[0]].str.len().clip(upper=SET).max()
+        longest = part[axes[0]].str.len().clip(upper=LONGEST).max()
         return max(4.4, 2.8 + 0.065 * longest), max(1.6, 0.9 + 0.22 * part[axes[0]].nunique())
     if len(axes) != 2:
         return 3.4, 2.4
@@ -257,9 +255,11 @@ def _dots(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str) -> 
 def _names(names: Iterable[str], axis: str, part: pd.DataFrame) -> list[str]:
     """Names of sets or roles as labels, long ones cut; with how many prompts have each, where these differ."""
     counts = part.dropna(subset=["effect"]).groupby(axis)["example"].nunique()
-    cut = {name: name if len(name) <= SET else name[: SET - 1] + "…" for name in names}
-    unlike = counts.nunique() > 1
-    return [drawn_label(f"{cut[name]} (n = {counts.get(name, 0):,})" if unlike else cut[name]) for name in cut]
+    listed = list(dict.fromkeys(names))
+    cut = ticks(listed)
+    if counts.nunique() <= 1:
+        return cut
+    return [f"{short} (n = {counts.get(name, 0):,})" for name, short in zip(listed, cut, strict=True)]
 
 
 def _ticks(which: Any, axis: str, places: np.ndarray, part: pd.DataFrame) -> None:

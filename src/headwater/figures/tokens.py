@@ -21,7 +21,8 @@ from matplotlib.patches import Rectangle
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import columns, drawable, label, others
-from headwater.figures.style import style
+from headwater.figures.style import checked_place, model_title, style
+from headwater.runs.dressing import Size, dressed
 
 if TYPE_CHECKING:
     from headwater.likelihood.profile import DepthProfile
@@ -45,16 +46,27 @@ class Placed(NamedTuple):
     lowest: bool
 
 
-def token_heat_map(profile: DepthProfile, nodes: Sequence[str] | None = None) -> Figure:
+def token_heat_map(
+    profile: DepthProfile,
+    nodes: Sequence[str] | None = None,
+    *,
+    ax: Axes | None = None,
+    title: str | None = None,
+    figsize: Size | None = None,
+) -> Axes | Figure:
     """Draw the scored tokens of questions, a block of lines each.
 
     Args:
         profile: a result of `memorization`.
         nodes: ids of questions. Default: the first of the first graphs.
+        ax: where to draw; default: a new figure, whose size fits the type of the tokens.
+        title: in place of the figure's own.
+        figsize: width and height of a new figure, in inches.
 
     Raises:
         InputError: a node is unknown, or has no scored tokens.
     """
+    size = checked_place(ax, 1, figsize)
     chosen = _tokens_of(profile, nodes)
     placed, headings, line = [], [], 0
     for name, rows in chosen.items():
@@ -64,8 +76,10 @@ def token_heat_map(profile: DepthProfile, nodes: Sequence[str] | None = None) ->
         line = block[-1].line + 2
     width = max(40, *(token.column + columns(token.text) for token in placed))
     with style():
-        figure = plt.figure(figsize=(0.7 + 0.058 * width, 0.45 + 0.16 * line), layout="constrained")
-        ax = figure.add_subplot()
+        figure = None
+        if ax is None:
+            figure = plt.figure(figsize=(0.7 + 0.058 * width, 0.6 + 0.16 * line), layout="constrained")
+            ax = figure.add_subplot()
         for start, name in headings:
             depth = int(profile.table.loc[profile.table["id"] == name, "depth"].iloc[0])
             ax.text(0, start + 0.5, label(f"{name}, depth {depth}"), va="center", color=FAINT, size=6.5)
@@ -74,9 +88,11 @@ def token_heat_map(profile: DepthProfile, nodes: Sequence[str] | None = None) ->
         ax.set(xlim=(0, width), ylim=(line - 0.5, -0.2))
         ax.axis("off")
         scale = mpl.cm.ScalarMappable(Normalize(UNLIKELY, 0), mpl.colormaps[COLORS].reversed())
-        bar = figure.colorbar(scale, ax=ax, fraction=0.02, pad=0.01, aspect=12, extend="min", shrink=0.9)
+        bar = ax.figure.colorbar(scale, ax=ax, fraction=0.02, pad=0.01, aspect=12, extend="min", shrink=0.9)
         bar.set_label("log p (nats);\nframed: lowest K%")
-    return figure
+        ax.set_title(model_title(profile.run, "how likely each token is"))
+    dressed(ax, title, size)
+    return ax if figure is None else figure
 
 
 def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str:

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
-from headwater.figures.fonts import label
+from headwater.figures.fonts import label, ticks
 from headwater.figures.style import LINES_ARE, MARKS_ONLY, legend_above, model_title, style, whole_numbers
 from headwater.heads.ablation import HeadAblation
 from headwater.heads.validation import DynamicScores
@@ -32,7 +32,7 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
             y = [place + shift for place in range(len(names))]
             ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1)
             ax.plot(found["pearson"], y, mark, color=color, markersize=4, label=f"{context} context")
-        ax.set_yticks(range(len(names)), [label(name.replace("_", " ")) for name in names])
+        ax.set_yticks(range(len(names)), ticks(name.replace("_", " ") for name in names))
         ax.set(
             xlim=(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02),
             xlabel=f"Pearson correlation over {heads} heads ({LINES_ARE})",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +38,7 @@ from headwater.heads.patterns import (
     position_share,
     rows_that_fit,
 )
+from headwater.models.embedded import is_embedded, world_folder
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.tokens import Batch, Inputs, by_length
@@ -236,10 +236,10 @@ def _copying(model: HookedModel, embedding: str | None, seed: int, run: Run) -> 
 
 
 def _own_texts(model: HookedModel) -> list[str] | None:
-    """Return texts of the embedded model's world for that model; None for others."""
-    if model.name != "embedded":
+    """Return texts of the embedded models' world for these models; None for others."""
+    if not is_embedded(model.name):
         return None
-    lines = read_texts(Path(str(files("headwater") / "world" / "texts.jsonl")), "text")
+    lines = read_texts(world_folder() / "texts.jsonl", "text")
     return [text for text in islice(lines, OWN_TEXTS) if text]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.heads.ablation import Heads, layer_matched
+from headwater.heads.pairs import head_pairs
 from headwater.models.hooked import HookedModel, check_model
 from headwater.names import ValueName
 from headwater.options import checked_count, checked_number, checked_seed
@@ -107,9 +108,7 @@ def claim(
 def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs, each of the model's and named once."""
     if isinstance(heads, pd.DataFrame):
-        if missing := [name for name in ("layer", "head") if name not in heads.columns]:
-            raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")
-        heads = list(heads[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
+        heads = head_pairs(heads)
     read_sets(model, {"heads": heads, "mlps": None, "neurons": None, "features": None}, None, False)
     return [(int(layer), int(head)) for layer, head in heads]
 

@@ -14,13 +14,14 @@ from headwater.errors import InputError, ModelError
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, relations_of_head
 from headwater.heads.categories import UNCLASSIFIED, add_excess, apply_rule, head_categories, label_counts
+from headwater.heads.pairs import head_pairs
 from headwater.heads.prompts import TEMPLATE, relations_of
 from headwater.heads.relations import Relations
 from headwater.heads.salient import salient_of_heads, salient_operations
 from headwater.heads.sensitivity import Sensitivity, heads_by_threshold
 from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
-from headwater.models.loading import load, weights_of
+from headwater.models.loading import weights_of
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, shown
 from headwater.runs.dressing import Size
@@ -241,7 +242,7 @@ class HeadMap(Result):
 
     def salient_of(
         self,
-        heads: Sequence[tuple[int, int]],
+        heads: Sequence[tuple[int, int]] | pd.DataFrame,
         *,
         model: HookedModel | str | Path | None = None,
         sources: int = 5,
@@ -250,18 +251,19 @@ class HeadMap(Result):
         """Return what `salient` says of several heads, with `layer, head` in front; the vocabulary is read once.
 
         Args:
-            heads: (layer, head) of each.
+            heads: (layer, head) of each, or rows with these columns, such as those of `table`.
             model: the model these heads belong to; by default it is opened again by its name.
             sources: how many salient tokens.
             targets: how many tokens to list for each, written and suppressed.
 
         Raises:
             ModelError: the model cannot be opened by its name, or is another one.
-            InputError: a head does not exist.
+            InputError: a head does not exist, or is no pair.
         """
+        asked = head_pairs(heads)
         weights = self._weights(model)
-        kinds = list(dict.fromkeys(self.read_by(layer) for layer, _ in heads))
-        alike = {kind: [(layer, head) for layer, head in heads if self.read_by(layer) == kind] for kind in kinds}
+        kinds = list(dict.fromkeys(self.read_by(layer) for layer, _ in asked))
+        alike = {kind: [(layer, head) for layer, head in asked if self.read_by(layer) == kind] for kind in kinds}
         tables = [
             salient_of_heads(weights, some, embedding=kind, sources=sources, targets=targets)
             for kind, some in alike.items()
@@ -273,13 +275,11 @@ class HeadMap(Result):
         return str(self.run.options["embedding"]) if layer > 0 else "raw"
 
     def _weights(self, model: HookedModel | str | Path | None) -> WeightSource:
-        if model is None:
-            model = load() if self.run.model == "embedded" else self.run.model
-        weights = weights_of(model)
+        weights = weights_of(self.run.model if model is None else model)
         if other := self.run.mismatch(weights):
             raise ModelError(
-                f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}. "
-                "Pass that model as model=."
+                f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}."
+                f"{self.run.edition} Pass that model as model=."
             )
         return weights
 

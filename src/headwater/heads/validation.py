@@ -14,7 +14,7 @@ Elhelo & Geva (ACL 2025), first experiment. For a relation's items, each put int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -136,30 +136,47 @@ def dynamic_scores(
     templates = checked_templates(templates)
     batch_size = checked_count("batch_size", batch_size)
     known = relations_of(model, checked_map(head_map), relations)
-    weights = open_weights(model)
-    W_U, pieces = weights.unembedding(), []
-    longest = longest_column(W_U)
-    with torch.inference_mode():
-        for tokens, k in progress_bar(progress, known.values(), desc="Dynamic scores", unit="relation"):
-            prompts = source_prompts(model, tokens, templates, bos=bos)
-            values = last_values(model, prompts, batch_size)
-            scores = torch.stack(
-                [
-                    score_outputs(values[:, layer], weights.ov(layer).W_O, W_U, longest, prompts, tokens, k)
-                    for layer in range(model.shape.n_layers)
-                ],
-                dim=2,
-            )
-            pieces.append(_rows(scores, tokens.relation.name, prompts, templates))
-    static = head_map.table[["layer", "head", "relation", "category", "score", "suppression"]]
-    static = static.rename(columns={"score": "static", "suppression": "static_suppression"})
-    table = pd.concat(pieces).merge(static, on=["layer", "head", "relation"], validate="many_to_one")
+    bar = progress_bar(progress, known.values(), desc="Dynamic scores", unit="relation")
+    asked = ((source_prompts(model, tokens, templates, bos=bos), tokens, k) for tokens, k in bar)
+    table = scored_prompts(model, head_map, asked, templates, batch_size)
     run = RunRecord.of(
         "dynamic_scores",
         model,
         options={"templates": templates, "bos": bos, "head_map": head_map.run.options},
     )
     return DynamicScores(table, correlate(table), run)
+
+
+def scored_prompts(
+    model: HookedModel,
+    head_map: HeadMap,
+    asked: Iterable[tuple[SourcePrompts, TokenRelation, int]],
+    templates: Sequence[str],
+    batch_size: int,
+) -> pd.DataFrame:
+    """Return the dynamic scores of prompts beside the map's static ones: the table of `DynamicScores`.
+
+    Args:
+        model: the model.
+        head_map: of that model.
+        asked: of each relation the prompts, the items that they are of, and k; at least one relation.
+        templates: what the prompts stand in.
+        batch_size: sentences in a run.
+    """
+    weights = open_weights(model)
+    W_U, pieces = weights.unembedding(), []
+    longest = longest_column(W_U)
+    with torch.inference_mode():
+        for prompts, tokens, k in asked:
+            values = last_values(model, prompts, batch_size)
+            scores = [
+                score_outputs(values[:, layer], weights.ov(layer).W_O, W_U, longest, prompts, tokens, k)
+                for layer in range(model.shape.n_layers)
+            ]
+            pieces.append(laid_out(torch.stack(scores, dim=2), tokens.relation.name, prompts, templates))
+    static = head_map.table[["layer", "head", "relation", "category", "score", "suppression"]]
+    static = static.rename(columns={"score": "static", "suppression": "static_suppression"})
+    return pd.concat(pieces).merge(static, on=["layer", "head", "relation"], validate="many_to_one")
 
 
 def published_bos(model: HookedModel) -> bool:
@@ -239,7 +256,7 @@ def correlate(table: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson", "low", "high", "heads"])
 
 
-def _rows(
+def laid_out(
     scores: Float[Tensor, "context sign layer template head"],
     relation: str,
     prompts: SourcePrompts,

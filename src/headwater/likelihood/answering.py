@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -34,7 +34,6 @@ SHORT = 10
 class Asking(NamedTuple):
     """How a model is asked for its own answers."""
 
-    frame: Frame
     max_new_tokens: int
     until: Literal["line", "end"]
     batch_size: int
@@ -57,8 +56,16 @@ class Plan(NamedTuple):
     """ "data", "label", "judge", or "" for none."""
 
 
-def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str) -> Plan:
+def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> Plan:
     """Decide where answers and scores come from.
+
+    Args:
+        graph: what is asked.
+        answers: "data", "model", or None for the first that there is.
+        judge: see `hw.memorization`.
+        span: what is scored.
+        alone: questions are asked alone. Answers in the data are taken for such: behind other questions they count only
+            where "data" is asked for.
 
     Raises:
         InputError: there is no such source, or the data lack what is asked of them.
@@ -66,7 +73,9 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str) -> 
     if answers is not None:
         checked_name("answers", answers, SOURCES)
     check_judge(judge)
-    has_answers, has_scores = graph.table["model_answer"].notna().any(), graph.table["score"].notna().any()
+    usable = alone or answers == DATA
+    has_answers = usable and graph.table["model_answer"].notna().any()
+    has_scores = usable and graph.table["score"].notna().any()
     if answers == DATA and not has_answers:
         raise InputError("answers='data': the graph has no answers of a model; give answers='model'.")
     if judge is None and has_scores and answers != MODEL:
@@ -80,13 +89,23 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str) -> 
 
 
 def answered_and_scored(
-    run: Run, model: HookedModel, graph: DepthGraph, plan: Plan, judge: Judge, asking: Asking
+    run: Run,
+    model: HookedModel,
+    graph: DepthGraph,
+    plan: Plan,
+    judge: Judge,
+    asking: Asking,
+    frames: Sequence[Frame | None],
+    known: dict[str, Own | None],
 ) -> pd.DataFrame:
-    """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node."""
+    """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node, in its frame."""
     table = graph.table
     given, cut = table["model_answer"].tolist(), [False] * len(table)
     if plan.answers == MODEL:
-        own = own_answers(run, model, table["question"], asking)
+        asked = {place: frame for place, frame in enumerate(frames) if frame is not None}
+        prompts = [frame.asking(table["question"].iloc[place]) for place, frame in asked.items()]
+        found = dict(zip(asked, own_answers(run, model, prompts, asking, known), strict=True))
+        own = [found.get(place) for place in range(len(table))]
         given = [one.text if one else None for one in own]
         cut = [one is not None and not one.ended for one in own]
     scores = table["score"].to_numpy(float)
@@ -100,18 +119,31 @@ def answered_and_scored(
     return pd.DataFrame({"model_answer": given, "cut": cut, "score": scores}, index=table.index)
 
 
-def own_answers(run: Run, model: HookedModel, questions: Iterable[str], asking: Asking) -> list[Own | None]:
-    """Let the model answer, each different question once; None where a question leaves no room for an answer."""
-    places: dict[str, int] = {}
-    place_of = [places.setdefault(question, len(places)) for question in questions]
-    ids = {
-        place: encode(model.tokenizer, asking.frame.asking(question), model.bos)[0]  # type: ignore[arg-type]
-        for question, place in places.items()
-    }
-    found: dict[int, Own] = {}
-    for batch in ask(run, model, ids, asking.max_new_tokens, asking.until, asking.batch_size):
+def own_answers(
+    run: Run,
+    model: HookedModel,
+    prompts: Iterable[str],
+    asking: Asking,
+    known: dict[str, Own | None],
+    stage: str = "answers",
+) -> list[Own | None]:
+    """Let the model answer, behind each different prompt once; None where one leaves no room for an answer.
+
+    Args:
+        run: the analysis that asks.
+        model: with a tokenizer.
+        prompts: a question each, in its frame.
+        asking: how.
+        known: what was written behind prompts that were asked before; those asked now are added.
+        stage: of the run's pieces.
+    """
+    listed = list(prompts)
+    new = dict(enumerate(one for one in dict.fromkeys(listed) if one not in known))
+    known.update(dict.fromkeys(new.values()))
+    ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in new.items()}  # type: ignore[arg-type]
+    for batch in ask(run, model, ids, asking.max_new_tokens, asking.until, asking.batch_size, stage=stage):
         for place, written in batch:
             text = plain_text(model, ids[place], written.tokens)
             line = text.split("\n", 1)[0] if asking.until == "line" else text
-            found[place] = Own(line.strip(), written.ended)
-    return [found.get(place) for place in place_of]
+            known[new[place]] = Own(line.strip(), written.ended)
+    return [known[one] for one in listed]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwater.data.rows import check_readable, read_texts
 from headwater.errors import InputError
+from headwater.likelihood.gradient_norms import gradient_norms
 from headwater.likelihood.scores import (
     SHARES,
     Counts,
@@ -114,6 +115,7 @@ def score_file(
     prefix: str | None = None,
     token_counts: Counts | None = None,
     maximum_entropy: float | None = None,
+    gradient_norm: bool = False,
     long: str = "window",
     stride: int | None = None,
     batch_size: int = 16,
@@ -132,6 +134,7 @@ def score_file(
         prefix: also read every text behind this one, which is known not to have been seen, for the score `recall`.
         token_counts: how often each token id stands in a corpus, for the score `dc_pdd`.
         maximum_entropy: in nats; the score `surp` is over positions of a lower one.
+        gradient_norm: also take the gradient of every text's loss, for the score `grad_norm`: a step back for each.
         long: what becomes of texts longer than the context: read in windows ("window"), or an "error".
         stride: how many new tokens each further window scores. Default: half the context.
         batch_size: texts in one run of the model.
@@ -140,7 +143,7 @@ def score_file(
 
     Raises:
         InputError: the file does not exist, is empty or has no such column, an option cannot be used, or a text does
-            not fit behind the prefix.
+            not fit behind the prefix, or is longer than the context where its gradient is taken.
         RunFolderError: `out` holds another run.
     """
     check_model(model)
@@ -151,6 +154,7 @@ def score_file(
     if reference is not None:
         check_model(reference, "reference")
     shares, lowercase = checked_shares(k), checked_flag("lowercase", lowercase)
+    gradient_norm = checked_flag("gradient_norm", gradient_norm)
     options: dict[str, Any] = {"file": digest_of_file(path), "field": field, "k": shares}
     options |= {"prefix": None if prefix is None else checked_prefix(prefix), "maximum_entropy": maximum_entropy}
     if maximum_entropy is not None:
@@ -158,6 +162,7 @@ def score_file(
     counts = None if token_counts is None else checked_counts(token_counts)
     options |= {"token_counts": None if counts is None else digest(counts)}
     options |= {"reference": reference, "lowercase": lowercase, "long": long, "stride": stride}
+    options |= {"gradient_norm": gradient_norm}
     reading = {"long": long, "stride": stride, "batch_size": batch_size, "progress": False}
 
     def columns_of(texts: list[str | None]) -> dict[str, Tensor]:
@@ -167,6 +172,7 @@ def score_file(
         lowered = [text.lower() for text in stats.texts["content"]]
         lower = token_statistics(model, lowered, **reading) if lowercase else None  # type: ignore[arg-type]
         behind = prefixed_statistics(model, given, prefix, batch_size=batch_size, progress=False) if prefix else None
+        norms = gradient_norms(model, stats.texts["content"], progress=False) if gradient_norm else None
         scores = memorization_scores(
             stats,
             k=shares,
@@ -175,6 +181,7 @@ def score_file(
             prefixed=behind,
             token_counts=counts,
             maximum_entropy=maximum_entropy,
+            gradient_norms=norms,
         )
         wide = scores.wide().drop(columns="text")
         wide["note"] = [

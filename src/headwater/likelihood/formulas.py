@@ -18,10 +18,11 @@ tokens, t = 1 ... T, μ_t = -entropy and σ_t² = the variance of log p under p:
     dc_pdd       mean min(p_t · -log f_t, 0.01) over the first occurrence of      DC-PDD, Zhang et al. 2024
                  each token id; f_t its share of a corpus, Laplace-smoothed       (EMNLP)
     recall       mean l_t behind a given prefix / mean l_t                        ReCaLL, Xie et al. 2024
+    grad_norm    -mean over parameters of the norm of the gradient of -mean l_t   MIMIR, Duan et al. 2024
 
-The last three need what is given for them: an entropy, for which no published default is known; counts of tokens in a
-corpus; statistics of the same texts behind texts that are known not to have been seen. A text without a surprising
-token has no `surp`.
+The last four need what is given for them: an entropy, for which no published default is known; counts of tokens in a
+corpus; statistics of the same texts behind texts that are known not to have been seen; gradients (`gradient_norms`). A
+text without a surprising token has no `surp`.
 
 k = max(1, floor(K · T)), where T counts what is sorted: tokens, or averages of three (a text of fewer than three tokens
 is not averaged). Published code agrees, but for texts so short that K · T < 1: Shi's and Zhang's give NaN there.
@@ -69,6 +70,8 @@ class TextTokens:
     """The mean log-probability under another model."""
     prefixed: float = math.nan
     """The mean log-probability behind a prefix."""
+    gradient_norm: float = math.nan
+    """The mean norm of the gradient of the loss, over parameters."""
     token_id: Int[ndarray, " token"] | None = None
     share: Float[ndarray, " token"] | None = None
     """Of each token in a corpus."""
@@ -97,8 +100,8 @@ class Score:
     """What figures call it."""
     takes_k: bool = False
     needs: str | None = None
-    """What must be given for there to be such a score: "lowercased", "reference", "prefixed", "token_counts" or
-    "maximum_entropy"."""
+    """What must be given for there to be such a score: "lowercased", "reference", "prefixed", "token_counts",
+    "maximum_entropy" or "gradient_norm"."""
     color: str = FAINT
     """Of its line against K, with `mark`."""
     mark: str = "v"
@@ -163,3 +166,4 @@ SCORES.add("gap_k", Score(gap_k, "Gap-K%", takes_k=True, color=GREEN, mark="^"))
 SCORES.add("surp", Score(surp, "SURP", takes_k=True, needs="maximum_entropy", color=PURPLE, mark="D"))
 SCORES.add("dc_pdd", Score(dc_pdd, "DC-PDD", needs="token_counts"))
 SCORES.add("recall", Score(lambda text: text.prefixed / text.mean, "ReCaLL", needs="prefixed"))
+SCORES.add("grad_norm", Score(lambda text: -text.gradient_norm, "gradient norm", needs="gradient_norm"))

@@ -1,6 +1,6 @@
 """The texts of a depth graph as a model reads them, and their scores.
 
-1. A text is the question in its frame (`questions.asking`), and an answer behind it.
+1. A text is the question in its frame (`questions.asking`, `contexts`), and an answer behind it.
 2. `span` names what is scored: "question", "answer" (the first accepted one, the question in front of it),
    "model_answer" (likewise), or "both", question and accepted answer without what stands between them.
 3. Each different text is scored once, at every layer asked for, as it is or with its words shuffled.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SPANS = ("question", "answer", "model_answer", "both")
 NO_ANSWER = "no answer of the model"
+NO_CONTEXT = "a predecessor has no answer of the model"
 DESCRIBED = ("tokens", "scored", "windows", "note")
 
 
@@ -42,8 +43,10 @@ class Framed(NamedTuple):
         return (self.spans[0][0], self.spans[-1][1]) if self.spans else None
 
 
-def framed(frame: Frame, span: str, question: str, answer: str | None) -> Framed:
-    """Write one text; without an answer, where one is to be scored, there is nothing to score."""
+def framed(frame: Frame | None, span: str, question: str, answer: str | None) -> Framed:
+    """Write one text; without a frame, or an answer where one is to be scored, there is nothing to score."""
+    if frame is None:
+        return Framed("", ())
     start = len(frame.before)
     asked = (start, start + len(question))
     if span == "question":
@@ -102,7 +105,8 @@ class Scoring:
 
     run: Run
     model: HookedModel
-    frame: Frame
+    frames: Sequence[Frame | None]
+    """Of every node."""
     span: str
     layers: list[int]
     lens: Lens
@@ -128,7 +132,8 @@ class Scoring:
 
     def _score(self, nodes: pd.DataFrame, questions: list[str], answers: list[str | None], name: str) -> Scored:
         """Score each different text once, and give its scores to the nodes that have it."""
-        written = [framed(self.frame, self.span, *pair) for pair in zip(questions, answers, strict=True)]
+        texts = zip(self.frames, questions, answers, strict=True)
+        written = [framed(frame, self.span, question, answer) for frame, question, answer in texts]
         numbers: dict[Framed, int] = {}
         number_of = [numbers.setdefault(one, len(numbers)) for one in written]
         stats = framed_statistics(
@@ -141,6 +146,8 @@ class Scoring:
         found = places.merge(wide[kept], on="text").drop(columns="text")
         if self.span == "model_answer":
             found["note"] = found["note"].where(found["tokens"] > 0, NO_ANSWER)
+        lacking = [name for name, frame in zip(nodes["id"], self.frames, strict=True) if frame is None]
+        found.loc[found["id"].isin(lacking), "note"] = NO_CONTEXT
         return Scored(found, self._tokens(stats.table, places))
 
     def _tokens(self, table: pd.DataFrame, places: pd.DataFrame) -> pd.DataFrame:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import pandas as pd
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.likelihood import depthqa
+from headwater.models.embedded import world_folder
 from headwater.options import checked_path
 from headwater.questions.judge import checked_score
 from headwater.runs.result import table_html
@@ -74,10 +74,9 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
         InputError: a file is missing or not of this format, or this is not a graph whose edges join neighbouring
             depths; the message names the node, the file and the line.
     """
-    own = str(files("headwater") / "world" / "depth_graph.json")
-    path = checked_path("source", own if source is None else source)
+    path = world_folder() / "depth_graph.json" if source is None else checked_path("source", source)
     if not path.exists():
-        raise InputError(f"The depth graph {path} does not exist.")
+        raise InputError(f"The depth graph {path} does not exist: give a folder as DepthQA has it, or a JSON file.")
     if path.is_dir():
         chosen = None if predictions is None else checked_path("predictions", predictions)
         read, notes = depthqa.read_folder(path, chosen)

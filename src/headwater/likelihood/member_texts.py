@@ -2,19 +2,19 @@
 
 A file has a row per text: .jsonl, .json (a list), .csv or .parquet, with the columns `text` and `member`, or `input`
 and `label` as WikiMIA has them (Shi et al., ICLR 2024). The embedded model comes with such texts, because its corpus is
-known to the last line: members; facts of the corpus in wordings that it does not use ("other wording"); and facts that
-it does not hold in any ("held out").
+known to the last line: members; facts of the corpus in wordings that it does not use ("other wording"); facts that it
+does not hold in any ("held out"); and notes, random texts that were told up to 32 times or never ("note").
 """
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
 
 from headwater.data.rows import check_readable, read_objects, read_parquet
 from headwater.errors import InputError
+from headwater.models.embedded import world_folder
 from headwater.options import checked_path
 
 NAMES = {"input": "text", "label": "member"}
@@ -28,13 +28,12 @@ def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
 
     Returns:
         A row per text: `text`, `member` (bool), and what else the file has. The world's have `kind` ("member", "other
-        wording", "held out"), `form`, `relation`, `depth` and `times`, how often the corpus holds them.
+        wording", "held out", "note"), `form`, `relation`, `depth` and `times`, how often the corpus holds them.
 
     Raises:
         InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
     """
-    own = str(files("headwater") / "world" / "texts.jsonl")
-    path = checked_path("source", own if source is None else source)
+    path = world_folder() / "texts.jsonl" if source is None else checked_path("source", source)
     check_readable(path, "texts")
     table = _read(path)
     table = table.rename(columns={old: new for old, new in NAMES.items() if new not in table})

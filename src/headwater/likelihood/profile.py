@@ -2,7 +2,8 @@
 
 Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, §4; Min-K% of Shi et al., ICLR 2024.
 
-1. Write every question, or an answer behind its question, as the model reads it (`framed`).
+1. Write every question, or an answer behind its question, as the model reads it (`framed`), alone or behind the
+   questions that it builds on (`contexts`).
 2. Take the likelihood statistics of the tokens of the span, at the final layer and at any others (`statistics`), and
    score them: Min-K% and its relatives (`scores`). Higher = more likely seen; the figure draws minus Min-K%.
 3. Average over each graph's questions of a depth (`aggregate="group"`), or keep questions apart ("node").
@@ -25,8 +26,9 @@ import pandas as pd
 
 from headwater.errors import InputError
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens
-from headwater.likelihood.answering import MODEL, Asking, answered_and_scored, plan_of
+from headwater.likelihood.answering import MODEL, Asking, Own, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
+from headwater.likelihood.contexts import NONE, PREDECESSORS, PREDICTED, TURNS, Wording, checked_wording, frames_of
 from headwater.likelihood.discrepancy import discrepancies, judged
 from headwater.likelihood.framed import SPANS, Scored, Scoring
 from headwater.likelihood.graph import DepthGraph
@@ -35,7 +37,7 @@ from headwater.likelihood.scores import checked_shares
 from headwater.models.generation.loop import end_tokens
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
-from headwater.questions.asking import RAW, Messages, question_frame
+from headwater.questions.asking import RAW, Messages
 from headwater.questions.judge import Judge
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
@@ -118,6 +120,7 @@ class DepthProfile(Result):
         return {
             "model": self.run.model,
             "graph": self.run.options["graph"],
+            "predecessors": self.run.options["predecessors"],
             "nodes": len(self.table),
             "graphs": int(self.table["group"].nunique()),
             "not_scored": {str(n): int(c) for n, c in self.table["note"].value_counts().items() if n},
@@ -156,6 +159,8 @@ def memorization(
     answers: str | None = None,
     judge: Judge = None,
     prompt: str | Messages | None = None,
+    predecessors: str = NONE,
+    predecessor_prompt: str | Messages | None = None,
     max_new_tokens: int = 32,
     quartiles: str = "node",
     controls: bool = True,
@@ -183,6 +188,12 @@ def memorization(
         prompt: of a raw context, a text with one `{question}`; default "Q: {question}" and "A:" on two lines. Of a
             chat, messages as transformers has them (`role`, `content`) with one `{question}` in them all; default the
             question as a message of the user.
+        predecessors: what a question is asked with, as the depth study did: "none", the question alone; "gold", behind
+            the questions it builds on with their accepted answers; "predicted", with the model's own answers to them;
+            "multi-turn", in a conversation in which the model was asked these first (`likelihood.contexts`). Answers in
+            the data are taken for answers to the question alone, unless `answers="data"`.
+        predecessor_prompt: in place of `prompt` where a question has predecessors: with one `{question}` and, unless
+            multi-turn, one `{pairs}`; of a multi-turn chat, one message. Default: `prompt` with the pairs in front.
         max_new_tokens: the model's own answers are cut off after so many tokens; one that had not ended, the line break
             or end token counted, is not judged.
         quartiles: Min-K% that makes the quartile groups: of the deepest question itself ("node"), or the average over
@@ -205,23 +216,28 @@ def memorization(
     checked_name("quartiles", quartiles, AGGREGATES)
     checked_count("batch_size", batch_size)
     controls, seed = checked_flag("controls", controls), checked_seed(seed)
-    frame = question_frame(model, context, prompt)
-    plan = plan_of(graph, answers, judge, span)
-    checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if plan.answers == MODEL else None)
+    checked_name("predecessors", predecessors, PREDECESSORS)
+    wording = checked_wording(Wording(model, context, prompt, predecessors, predecessor_prompt))
+    plan = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
+    asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
+    checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
     shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     options = {
-        "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(frame),
+        "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone),
+        "predecessors": predecessors, "predecessor_prompt": wording.written,
         "aggregate": aggregate, "layers": read, "k": shares, "answers": plan.answers, "scores": plan.scores,
         "lens": lens_named(lens), "judge": judge, "ends": end_tokens(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
     }  # fmt: skip
-    asking = Asking(frame, max_new_tokens, "line" if context == RAW else "end", batch_size)
+    asking = Asking(max_new_tokens, "line" if context == RAW else "end", batch_size)
 
     def work(run: Run) -> DepthProfile:
+        known: dict[str, Own | None] = {}
+        frames = frames_of(run, graph.table, wording, asking, known)
         nodes = graph.table.drop(columns=["model_answer", "score"])
-        nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, asking))
-        scoring = Scoring(run, model, frame, span, read, lens, shares, batch_size)
+        nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, asking, frames, known))
+        scoring = Scoring(run, model, frames, span, read, lens, shares, batch_size)
         scored = scoring.score(nodes)
         shuffled = scoring.score_shuffled(nodes, seed) if controls else None
         return _profile(nodes, scored, shuffled, run.record)

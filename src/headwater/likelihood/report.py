@@ -22,6 +22,11 @@ SPANS = {
     "model_answer": "the model's answer given the question",
     "both": "question and accepted answer",
 }
+ASKED_WITH = {
+    "gold": "the questions they build on and these questions' accepted answers",
+    "predicted": "the questions they build on and the model's own answers to these, asked alone",
+    "multi-turn": "a conversation in which the model was asked the questions they build on",
+}
 SCORED_BY = {
     "data": "from the data",
     "label": "by label match, 5 where an accepted answer stands in the model's answer and else 1",
@@ -81,6 +86,8 @@ def _what(profile: Profiled) -> str:
         f"{profile.run.model} on {options['graph']}: {len(table):,} questions in {table['group'].nunique():,} graphs; "
         f"scored is {SPANS[options['span']]}, in a {options['context']} context, Min-K% at K = {share:.0%}."
     ]
+    if options["predecessors"] in ASKED_WITH:
+        lines.append(f"Questions above depth {profile.depths[0]} stand behind {ASKED_WITH[options['predecessors']]}.")
     if (~scored).any():
         lines.append(f"{int((~scored).sum()):,} questions have nothing to score and are left out.")
     if short:

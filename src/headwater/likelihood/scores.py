@@ -36,6 +36,8 @@ SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0)
 PUBLISHED_SHARE = 0.2
 Counts: TypeAlias = Sequence[int] | Real[ndarray, " d_vocab"]
 """How often each token id stands in a corpus."""
+Norms: TypeAlias = Sequence[float] | Float[ndarray, " text"]
+"""A number for every text; NaN of one without tokens to score."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -146,6 +148,7 @@ def memorization_scores(
     prefixed: TextStatistics | None = None,
     token_counts: Counts | None = None,
     maximum_entropy: float | None = None,
+    gradient_norms: Norms | None = None,
     minimum_variance: float = 1e-8,
 ) -> MemorizationScores:
     """Score texts by the statistics of their tokens; higher = more likely seen.
@@ -158,6 +161,7 @@ def memorization_scores(
         prefixed: statistics of the same texts behind a prefix, given as spans (`prefixed_statistics`), for `recall`.
         token_counts: how often each token id stands in a corpus, for the score `dc_pdd`.
         maximum_entropy: in nats; the score `surp` is over positions of a lower one.
+        gradient_norms: of the same texts under the same model (`likelihood.gradient_norms`), for `grad_norm`.
         minimum_variance: the least σ² that `min_k++` and `gap_k` divide by, in nats².
 
     Raises:
@@ -172,6 +176,7 @@ def memorization_scores(
         "lowercased": _means_like(stats, lowercased, [text.lower() for text in contents], "lowercased"),
         "reference": _means_like(stats, reference, contents, "reference"),
         "prefixed": _means_like(stats, prefixed, contents, "prefixed"),
+        "gradient_norm": None if gradient_norms is None else _norms_of(stats, gradient_norms),
     }
     shares_of = None if token_counts is None else _token_shares(token_counts, stats)
     if maximum_entropy is not None:
@@ -202,6 +207,7 @@ def memorization_scores(
             "prefixed": prefixed.run.fingerprint if prefixed is not None else None,
             "token_counts": digest(shares_of) if shares_of is not None else None,
             "maximum_entropy": maximum_entropy,
+            "gradient_norms": digest(other["gradient_norm"]) if gradient_norms is not None else None,
         },
     )
     return MemorizationScores(_tidy(texts, names, values), texts, run)
@@ -262,6 +268,22 @@ def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
     if counts.ndim != 1 or not counts.size or not (np.isfinite(counts) & (counts >= 0)).all():
         raise InputError(f"token_counts={shown(token_counts)} must hold a number from 0 up for every token id.")
     return counts
+
+
+def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
+    """Return the gradient norms of texts, checked to be one for each."""
+    if "layer" in stats.table:
+        raise InputError("gradient_norms= are those of the whole model: use statistics of layers='final'.")
+    try:
+        found = np.asarray(norms, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = np.zeros((0, 0))
+    scored = stats.texts["scored"].to_numpy() > 0
+    if found.shape != scored.shape or not (found[scored] >= 0).all() or np.isinf(found).any():
+        raise InputError(
+            f"gradient_norms={shown(norms)} must hold a number from 0 up for each of the {len(scored):,} texts."
+        )
+    return found
 
 
 def checked_prefix(prefix: str) -> str:

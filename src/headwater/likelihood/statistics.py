@@ -191,23 +191,34 @@ def token_statistics(
     return carry_out(TextStatistics, "token_statistics", model, options, work, out=out, progress=progress)
 
 
-def _windows(
-    model: HookedModel, texts: Sequence[Any], spans: Sequence[Span] | None, long: str, stride: int
-) -> tuple[pd.DataFrame, list[_Window]]:
-    """Tokenize every text and cut it; describe every text, also those of which nothing can be scored."""
+def check_texts(model: HookedModel, texts: Sequence[Any]) -> None:
+    """Refuse what no model can read: no text at all, something else than a string, a model without a tokenizer."""
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer to read texts with: pass tokenizer= to hw.load.")
     if not texts:
         raise InputError("There are no texts to score.")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
+
+
+def as_unicode(text: str) -> str:
+    """Return a text with a mark for each character that is none; only a text that stays as it is can be scored."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _windows(
+    model: HookedModel, texts: Sequence[Any], spans: Sequence[Span] | None, long: str, stride: int
+) -> tuple[pd.DataFrame, list[_Window]]:
+    """Tokenize every text and cut it; describe every text, also those of which nothing can be scored."""
+    check_texts(model, texts)
     if spans is not None and len(spans) != len(texts):
         raise InputError(f"{len(spans)} spans were given for {len(texts)} texts; give one per text, or None for it.")
     checked_name("long", long, ("error", "window"))
     described, windows = [], []
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
         span = _checked_span(spans[index], text, index) if spans is not None else None
-        content = text.encode("utf-8", "replace").decode("utf-8")
+        content = as_unicode(text)
         ids, wanted = _tokens(model, content, span, index) if content == text else ([], [])
         found = _cut(model, index, ids, wanted, long, stride)
         n_tokens = len(ids) - (ids[:1] == [model.bos])

@@ -1,32 +1,60 @@
-"""Where the embedded model lies, and whether its weight file is the one that its manifest describes.
+"""Where the embedded models lie, and whether a weight file is the one that its manifest describes.
 
-The manifest `world.json` stands beside the weights and is written by the run that trained them: the version of the
-format, the size of `model.safetensors` and its SHA-256.
+There are two, `embedded` and `embedded-instruct`, which was trained on with conversations; beside them lie the files of
+their world: questions, depth graph, membership texts, words of tasks. The manifest `world.json` stands beside the
+weights and is written by the run that trained them: the version of the format, the size of `model.safetensors` and its
+SHA-256.
 """
 
 import hashlib
 import json
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeGuard
 
 from headwater.errors import ModelError
+from headwater.runs.embedded_edition import HAS_FIRST_EDITION
 
-VERSION = 1
+VERSION = 1 if HAS_FIRST_EDITION else 2
+"""1 is the first edition: one model, of answers of one word. The second, which `world` trains, will be 2."""
 MANIFEST = "world.json"
 REBUILD = "Rebuild it with `python -m headwater.world train`, or install headwater again."
+BASE = "embedded"
+FOLDERS = {BASE: "model", "embedded-instruct": "instruct"}
+"""By the name of an embedded model, its folder within the folder of the world."""
 
 
-def embedded_folder(folder: str | Path | None = None) -> Path:
-    """Return the checkpoint folder of the embedded model after checking that it is whole.
+def is_embedded(name: object) -> TypeGuard[str]:
+    """Say whether a name is that of a model that comes with headwater; a folder is given as a path, as `./embedded`."""
+    return isinstance(name, str) and name in FOLDERS
 
-    Args:
-        folder: another folder that `python -m headwater.world train` wrote; None for the one that comes with headwater.
+
+def world_folder() -> Path:
+    """Return the folder in which the embedded models and the files of their world lie."""
+    return Path(str(files("headwater") / "world"))
+
+
+def embedded_folder(name: str = BASE) -> Path:
+    """Return the checkpoint folder of an embedded model after checking that it is whole.
+
+    Raises:
+        ModelError: as `checked_folder` does.
+    """
+    return checked_folder(world_folder() / FOLDERS[name])
+
+
+def checked_folder(path: Path) -> Path:
+    """Return a folder that `python -m headwater.world train` wrote, after checking that it is whole.
 
     Raises:
         ModelError: a file is missing or damaged, or the weights are of another version; the message has the command
             that rebuilds them.
     """
-    path = Path(folder) if folder is not None else Path(str(files("headwater") / "world" / "model"))
+    if not path.is_dir():
+        raise ModelError(
+            f"There is no {path.name!r} model in {path.parent}: this headwater comes without it. "
+            f"`python -m headwater.world train --out FOLDER` trains it; load it from FOLDER/{path.name}."
+        )
     weights = path / "model.safetensors"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))

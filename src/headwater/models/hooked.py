@@ -51,6 +51,7 @@ from headwater.models.sites import Site, hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.models.transformer_lens_ways import what_to_use
+from headwater.names import SiteName
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 
 
@@ -254,7 +255,7 @@ class HookedModel(Identified, TransformerLensNames):
         self,
         inputs: Inputs,
         *,
-        sites: str | Site | Iterable[str | Site] | None = None,
+        sites: SiteName | str | Site | Iterable[SiteName | str | Site] | None = None,
         residual: bool | str | None = None,
         attention: bool | None = None,
         layers: Sequence[int] | None = None,

@@ -9,7 +9,6 @@ modules that shares the numbers.
 from __future__ import annotations
 
 import copy
-import importlib.resources
 import math
 import re
 import warnings
@@ -24,7 +23,7 @@ from headwater.kernels.devices import usable_device
 from headwater.models import checks
 from headwater.models.adapters import config_for_adapter, setter_right
 from headwater.models.agreement import Seen, agree, see
-from headwater.models.embedded import embedded_folder
+from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedded
 from headwater.models.families import FAMILIES, text_config
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
@@ -65,10 +64,10 @@ def load(
     """Load a model with hooks.
 
     Args:
-        what: nothing (the embedded model), a hub name, a folder with a checkpoint (also one that a HookedTransformer
-            wrote: state dict and config), a transformers model, a TransformerBridge, or a HookedTransformer where
-            transformer-lens 3.9 is installed. Models given in memory are not changed. Of a multimodal model (Gemma 3,
-            Llava) the text model is loaded.
+        what: nothing or "embedded" (the embedded model), "embedded-instruct" (the same, trained on conversations), a
+            hub name, a folder with a checkpoint (also one that a HookedTransformer wrote: state dict and config), a
+            transformers model, a TransformerBridge, or a HookedTransformer where transformer-lens 3.9 is installed.
+            Models given in memory are not changed. Of a multimodal model (Gemma 3, Llava) the text model is loaded.
         tokenizer: needed for a transformers model; for a checkpoint, instead of its own. A name or folder works too.
         device: where it runs, as "cpu", "cuda" or "cuda:1"; default: a CUDA device if there is one, else the CPU; for
             models given in memory: where they are. "auto" spreads the layers of a checkpoint over all CUDA devices,
@@ -95,8 +94,8 @@ def load(
     kind = _dtype(dtype)
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
-    if what is None:
-        return _embedded(device, kind)
+    if what is None or is_embedded(what):
+        return _embedded(what or BASE, tokenizer, device, kind)
     if isinstance(what, str | Path):
         path = checked_path("what", what)
         if is_lens_checkpoint(path):
@@ -119,11 +118,14 @@ def load(
     )
 
 
-def _embedded(device: str | torch.device | None, dtype: torch.dtype | None) -> HookedModel:
-    folder = importlib.resources.files("headwater") / "world" / "model"
-    with importlib.resources.as_file(folder) as path:
-        model = _from_checkpoint(str(embedded_folder(path)), None, device, dtype, None, False)
-    model.name = "embedded"
+def _embedded(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+) -> HookedModel:
+    model = _from_checkpoint(str(embedded_folder(name)), tokenizer, device, dtype, None, False)
+    model.name = name
     return model
 
 
@@ -333,7 +335,7 @@ def _folder(source: str, revision: str | None) -> Path:
     try:
         return checkpoint_folder(known.get(source, source), revision)
     except ModelError as error:
-        near = did_you_mean(source, known)
+        near = did_you_mean(source, {*known, *FOLDERS})
         raise ModelError(f"{error}{near if near.startswith(' Did') else ''}") from error
 
 

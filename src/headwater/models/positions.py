@@ -89,7 +89,7 @@ Place: TypeAlias = (
     | Characters
     | LastTokenOf
     | Callable[..., Any]
-    | list[Any]
+    | Sequence[Any]
 )
 Where: TypeAlias = Place | Mapping[str, Place]
 """Positions as this file's first lines name them."""

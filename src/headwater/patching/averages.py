@@ -23,6 +23,8 @@ NORMALIZE = ("mean of ratios", "ratio of means")
 SMALL_GAP = 0.1
 """Of the median gap: below this share a pair is named."""
 RESAMPLES = 2000
+LISTED = 12
+"""Values of a column that a message names."""
 
 
 def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
@@ -115,7 +117,9 @@ def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFram
     for column, wanted in fixed.items():
         known = table[column].tolist() if column in table.columns else []
         if not isinstance(wanted, str | Integral) or wanted not in known:
-            raise InputError(f"This sweep has no {column} {shown(wanted)}.")
+            held = [str(one) for one in dict.fromkeys(known) if not pd.isna(one)]
+            listed = f"; it has {', '.join(held[:LISTED])}{', ...' if len(held) > LISTED else ''}" if held else ""
+            raise InputError(f"This sweep has no {column} {shown(wanted)}{listed}.")
         table = table[table[column] == wanted]
     return table
 

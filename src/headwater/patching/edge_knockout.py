@@ -29,7 +29,7 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, sites_named
-from headwater.names import AxisName, VariantName
+from headwater.names import AxisName, SiteName, VariantName
 from headwater.options import checked_name, shown
 from headwater.patching.call import check_call, metric_options, prompt_options
 from headwater.patching.cells import Cells, Kind
@@ -279,7 +279,7 @@ def knocked_out_states(
     prompts: Prompts,
     *,
     block: Blocked,
-    sites: str | Sequence[str] = "mlp_out",
+    sites: SiteName | Sequence[SiteName] = "mlp_out",
     at: Where = "last",
     variant: VariantName = "mask",
     layers: Iterable[int] | int | None = None,

@@ -18,7 +18,7 @@ from headwater.models.edits import Hook, PromptHook, looks, makes
 from headwater.models.positions import Prompt, Where, is_all, positions_of, roles_of
 from headwater.models.sites import SITES, Site
 from headwater.models.tokens import Batch
-from headwater.names import ValueName
+from headwater.names import SiteName, ValueName
 from headwater.options import checked_count, checked_layer, shown
 from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
@@ -150,7 +150,7 @@ class _Writes:
 
 
 def edit(
-    site: str | Site,
+    site: SiteName | Site,
     layer: int | None,
     values: ValueName | Recipe | Tensor | Callable[..., Any],
     *,

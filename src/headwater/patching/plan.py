@@ -23,7 +23,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import Site, sites_named
 from headwater.models.tokens import Batch, pad_id
-from headwater.options import checked_count
+from headwater.options import checked_count, shown
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.corruption import Corruption
 from headwater.patching.metrics import Metric, answer_ids
@@ -141,6 +141,12 @@ class Plan:
             [answer_ids(answer, model.tokenizer, n, model.n_logits) for answer in metric.answers]
             for metric in self.metrics
         ]
+        for metric, answers in zip(self.metrics, of_prompts, strict=True):
+            if metric.name == "logit_difference" and len(answers) == 2 and bool((answers[0] == answers[1]).all()):
+                raise InputError(
+                    f"hw.logit_difference compares {shown(metric.answers[0])} with itself, which is always 0: "
+                    "give two different answers."
+                )
         warn_of_missing_spaces(at_the_end, ends, model.tokenizer)
         return tuple(tuple(ids.repeat_interleave(self.draws) for ids in answers) for answers in of_prompts)
 

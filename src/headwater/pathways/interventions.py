@@ -19,7 +19,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode, token_span
-from headwater.names import VariantName
+from headwater.names import ProbeSiteName, VariantName
 from headwater.patching.edge_knockout import Edges, knocked_out_states, windowed_states
 from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
@@ -41,7 +41,7 @@ Places: TypeAlias = list[tuple[int, ...]]
 class Setup:
     """The options that every run of an analysis shares."""
 
-    site: str
+    site: ProbeSiteName
     token: str
     variant: VariantName
     edges: str

@@ -26,6 +26,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from headwater.models.hooked import HookedModel
+from headwater.names import ProbeSiteName
 from headwater.options import checked_flag, checked_name, checked_repeats, checked_several
 from headwater.pathways.controls import span_logits
 from headwater.pathways.effects import Halves, halves
@@ -102,7 +103,7 @@ def probe_map(
     answered: AnsweredQuestions,
     *,
     tokens: Iterable[str] = MAP_TOKENS,
-    site: str = "mlp_out",
+    site: ProbeSiteName = "mlp_out",
     seeds: int = 1,
     controls: bool = True,
     batch_size: int = 64,

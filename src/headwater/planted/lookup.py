@@ -36,7 +36,7 @@ from headwater.planted.wiring import (
     llama,
     word_token,
 )
-from headwater.world.tokenizer import build_tokenizer
+from headwater.world.training.tokenizer import build_tokenizer
 
 PROPERTIES = ("capital", "river")
 SUBJECTS = tuple(

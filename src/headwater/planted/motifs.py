@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.planted.wiring import CERTAIN, Head, Layout, Neurons, PlantedModel, llama
-from headwater.world.tokenizer import build_tokenizer
+from headwater.world.training.tokenizer import build_tokenizer
 
 CLEAN, CORRUPTED, ANSWER, OTHER = "signal", "nothing", "yes", "no"
 N_LAYERS, N_HEADS = 3, 4

@@ -37,7 +37,7 @@ from headwater.planted.wiring import (
     llama,
     word_token,
 )
-from headwater.world.tokenizer import build_tokenizer
+from headwater.world.training.tokenizer import build_tokenizer
 
 Pairs = Sequence[tuple[str, Sequence[str]]]
 """(source, accepted targets), as in `Relation.pairs`."""

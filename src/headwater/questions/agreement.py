@@ -1,6 +1,10 @@
 """How often extractors find the words that a question set names itself, such as PopQA's by its wordings.
 
-Beside every extractor stands its control: the whole question, which holds all named words and says nothing.
+1. Subject and property are those that the set names.
+2. No set holds answers with their exact words marked: each accepted answer is put into sentences (`SENTENCES`) in turn,
+   and is then the exact answer of them.
+3. Beside every extractor stands its control: the whole question and the whole answer, which hold all named words and
+   say nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ import pandas as pd
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.questions.endpoint import Silence
-from headwater.questions.extract import Extractor, call_extractor_on, extractor_of
+from headwater.questions.extract import PARTS, Extractor, call_extractor_on, extractor_of
 from headwater.questions.sources import Questions
 from headwater.questions.words import Span
 
 WHOLE = "whole question"
+SENTENCES = ("{answer}", "It is {answer}.", "The answer is {answer}.", "{answer}, I think.", "I would say {answer}.")
+"""What the accepted answers of a set stand in, one after another."""
 
 
 def agreement(
@@ -26,13 +32,14 @@ def agreement(
 
     Args:
         questions: with subject and property.
-        extractor: as of `hw.answer`; called with each question and no answer.
+        extractor: as of `hw.answer`; called with each question and a sentence with its accepted answer.
         model: what "model" means.
 
     Returns:
         Two rows per set, of the extractor and of the whole question: `dataset, extractor, questions`, and as shares
         `subject`, `property` (the very characters), `found` (any word of either), `overlap` (the mean share of the
-        named characters that were found), `named` (that of the found characters that are named), `no_reply`.
+        named characters that were found), `named` (that of the found characters that are named); `answer` (the very
+        characters), `answer_overlap`, `answer_named`; `no_reply`.
 
     Raises:
         InputError: no question names its words, or the extractor cannot be used.
@@ -46,17 +53,31 @@ def agreement(
     ask = extractor_of(extractor, model)
     if ask is None:
         raise InputError("extractor=None names no extractor.")
-    said = call_extractor_on(ask, [(question, "") for question in known["question"]], Silence())
+    pairs = [
+        _answered(place, question, accepted[0])
+        for place, (question, accepted) in enumerate(zip(known["question"], known["answers"], strict=True))
+    ]
+    said = call_extractor_on(ask, [(question, answer) for question, answer, _ in pairs], Silence())
     name = extractor if isinstance(extractor, str) else getattr(extractor, "__name__", type(extractor).__name__)
-    whole: list[Mapping[str, tuple[Span, ...]] | None] = [{"subject": ((0, len(q)),)} for q in known["question"]]
+    whole: list[Mapping[str, tuple[Span, ...]] | None] = [
+        {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer, _ in pairs
+    ]
+    known = known.assign(answer=pd.Series([(span,) for _, _, span in pairs], index=known.index, dtype=object))
     rows = [row for title, spans in ((name, said), (WHOLE, whole)) for row in _shares(known, title, spans)]
     return pd.DataFrame(rows)
+
+
+def _answered(place: int, question: str, accepted: str) -> tuple[str, str, Span]:
+    """A question, a sentence that answers it, and the characters of the exact answer."""
+    sentence = SENTENCES[place % len(SENTENCES)]
+    start = sentence.index("{answer}")
+    return question, sentence.replace("{answer}", accepted), (start, start + len(accepted))
 
 
 def _shares(
     known: pd.DataFrame, title: str, said: Iterable[Mapping[str, tuple[Span, ...]] | None]
 ) -> list[dict[str, object]]:
-    asked = zip(known["subject"], known["property"], said, strict=True)
+    asked = zip(known["subject"], known["property"], known["answer"], said, strict=True)
     compared = pd.DataFrame([_compared(*one) for one in asked])
     each = compared.groupby(known["dataset"].to_numpy(), sort=False)
     counts, means = each.size(), each.mean()
@@ -67,10 +88,13 @@ def _shares(
 
 
 def _compared(
-    subject: Iterable[Span], prop: Iterable[Span], said: Mapping[str, tuple[Span, ...]] | None
+    subject: Iterable[Span],
+    prop: Iterable[Span],
+    answer: Iterable[Span],
+    said: Mapping[str, tuple[Span, ...]] | None,
 ) -> dict[str, float]:
-    named = [_places(part) for part in (subject, prop)]
-    found = [_places((said or {}).get(part, ())) for part in ("subject", "property")]
+    named = [_places(part) for part in (subject, prop, answer)]
+    found = [_places((said or {}).get(part, ())) for part in PARTS]
     every, got = named[0] | named[1], found[0] | found[1]
     return {
         "subject": float(named[0] == found[0]),
@@ -78,6 +102,9 @@ def _compared(
         "found": float(bool(got)),
         "overlap": len(every & got) / len(every),
         "named": len(every & got) / len(got) if got else float("nan"),
+        "answer": float(named[2] == found[2]),
+        "answer_overlap": len(named[2] & found[2]) / len(named[2]),
+        "answer_named": len(named[2] & found[2]) / len(found[2]) if found[2] else float("nan"),
         "no_reply": float(said is None),
     }
 

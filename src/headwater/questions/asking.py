@@ -3,6 +3,7 @@
 1. Frame: what stands before a question and behind it. Raw, a prompt, by default `Q: {question}` and `A:` on the next
    line, behind which an answer follows after a space. Chat, the question as a message of the user in the tokenizer's
    chat template, behind which an answer follows at once; other messages may be given, one of which holds the question.
+   A template that refuses or drops a message of the system has it at the head of the message behind it.
 2. Greedy generation (`models.generation`), shortest prompts first, up to the end token, or up to the first line break,
    which may be part of a token. The log-probability of every token is kept.
 3. A prompt that leaves no room for an answer is not asked.
@@ -88,15 +89,37 @@ def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
             "A text as prompt= belongs to context='raw'; with context='chat' the tokenizer writes the prompt: give "
             "messages, a list of {'role': ..., 'content': ...}."
         )
-    written = (
-        chat_text(model.tokenizer, SLOT if messages is None else messages) if model.tokenizer is not None else None
-    )
+    written = _written_chat(model.tokenizer, messages) if model.tokenizer is not None else None
     if written is None:
         raise InputError(f"The tokenizer of {model.name} has no chat template.")
     if written.count(SLOT) != 1:
         raise InputError(f"{model.name}'s chat template does not write a message out exactly once; pass prompt=.")
     before, after = written.split(SLOT)
     return Frame(before, after, "")
+
+
+def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
+    """Write messages in a template; one that has none of the system gets it at the head of the next message."""
+    if messages is None:
+        return chat_text(tokenizer, SLOT)
+    try:
+        written = chat_text(tokenizer, messages)
+    except InputError:
+        if not _opens_with_system(messages):
+            raise
+        return chat_text(tokenizer, _without_system(messages))
+    if written is None or not _opens_with_system(messages) or messages[0]["content"].strip() in written:
+        return written
+    return chat_text(tokenizer, _without_system(messages))
+
+
+def _opens_with_system(messages: Messages) -> bool:
+    return len(messages) > 1 and messages[0].get("role") == "system"
+
+
+def _without_system(messages: Messages) -> Messages:
+    system, first, *others = messages
+    return [{**first, "content": f"{system['content']}\n{first['content']}"}, *others]
 
 
 def ask(
@@ -107,6 +130,7 @@ def ask(
     until: Literal["line", "end"],
     batch_size: int,
     hooks: Sequence[Hook | PromptHook] = (),
+    stage: str = "answers",
 ) -> Iterator[list[tuple[int, Written]]]:
     """Let a model continue prompts, or take what an earlier run wrote, batch by batch, shortest prompts first.
 
@@ -118,6 +142,7 @@ def ask(
         until: an answer ends at its first line break ("line"), or where the model ends it ("end").
         batch_size: prompts in one run of the model.
         hooks: act at every step; in `now_reading().rows` (`headwater.models.reading`) rows are called by their places.
+        stage: the name of the run's pieces; a run that asks several times gives each a name.
 
     Yields:
         The places of a batch, and what was written behind each.
@@ -132,7 +157,7 @@ def ask(
         return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end, hooks=hooks)))
 
     with run.bar("Answering", "question", len(fitting)) as bar:
-        for places, made in zip(batches, run.pieces("answers", batches, compute, bar, len), strict=True):
+        for places, made in zip(batches, run.pieces(stage, batches, compute, bar, len), strict=True):
             yield [(place, _written(made, row, ends)) for row, place in enumerate(places)]
 
 

@@ -7,8 +7,8 @@
    "which", "how many", or behind the verb that follows them ("what is the capital of ..."), and what stands behind the
    entity ("In what city was she born?").
 3. The answer is what stands in quotation marks; else a date; else the first name that is not the question's; else a
-   number; else the first noun phrase behind "is", "was", ...; short answers are taken whole. Whether it is right does
-   not matter.
+   number; else the first noun phrase behind "is", "was", ...; short answers are taken whole. "I think" and the like do
+   not belong to it. Whether it is right does not matter.
 
 `headwater.questions.agreement` says how often these are the words that a question set names itself. Rules know nothing:
 titles without a capital, questions of several clauses and other languages are beyond them.
@@ -31,7 +31,7 @@ LINKS = frozenset("of for in on at by to from with about into as".split())  # no
 JOINING = frozenset("of the de la le von van der den al bin and & du da del di".split())  # noqa: SIM905
 """Small words that may stand inside a name."""
 ENDS = LINKS | frozenset("who which that where when and or but because so".split())  # noqa: SIM905
-FILLERS = frozenset("it he she they there this that yes no i we you".split())  # noqa: SIM905
+FILLERS = ARTICLES | frozenset("it he she they there this that yes no i we you".split())  # noqa: SIM905
 """Words that begin an answer with a capital and name nothing."""
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 DATES = re.compile(
@@ -44,6 +44,10 @@ COUNTED = (
 NUMBERS = re.compile(rf"\d[\d,.:/-]*\d%?|\d%?|\b(?:{COUNTED})\b(?:[ -](?:{COUNTED}))*", re.IGNORECASE)
 QUOTED = re.compile(r"[\"“”«]([^\"“”«»]+)[\"”»]|(?<!\w)['‘]([^'’‘]+)['’](?!\w)")
 WORDS = re.compile(r"[^\W_]+(?:[-.’'][^\W\d_]+)*\.?(?=\s|$|[^\w])|&|'s\b", re.UNICODE)
+OPINIONS = re.compile(
+    r"^I (?:think|believe|guess|suppose|would say)(?: that)?,? |,? I (?:think|believe|guess|suppose|would say)$"
+)
+"""What says of an answer that somebody gives it."""
 SHORT = 3
 """An answer of so many words and no verb is taken whole."""
 
@@ -216,7 +220,7 @@ def _behind(words: list[_Word], lower: list[str], free: list[bool]) -> list[Span
 
 def _answer(question: str, answer: str) -> str | None:
     """Return the exact words of an answer, found in one way in right and wrong ones."""
-    text = answer.strip().rstrip(".!? ")
+    text = OPINIONS.sub("", answer.strip().rstrip(".!? "))
     words = _Word.all(text)
     if not words:
         return None

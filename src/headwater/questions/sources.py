@@ -18,7 +18,6 @@ Files are read row by row, and every row is checked before the next is read.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import pandas as pd
 from headwater.data.rows import Row, read_rows
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
+from headwater.models.embedded import world_folder
 from headwater.options import checked_count, checked_path, checked_seed
 from headwater.questions.formats import adapt, check_format, columns_found, detect_format
 from headwater.questions.words import Span, find_words
@@ -121,7 +121,7 @@ def _open(source: Source | None) -> tuple[str, Iterator[tuple[int, Row]], str | 
         records = source.to_dict("records")
         return "the table", enumerate((_from_frame(row) for row in records), start=1), None
     if source is None or (isinstance(source, str) and source in WORLD_SETS and not Path(source).exists()):
-        world = Path(str(files("headwater") / "world" / "questions.jsonl"))
+        world = world_folder() / "questions.jsonl"
         return str(world), read_rows(world, "questions"), None if source is None else str(source)
     if not isinstance(source, str | Path):
         raise InputError(f"Questions come from a file or a data frame, not from a {type(source).__name__}.")

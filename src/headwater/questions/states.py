@@ -21,6 +21,7 @@ from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import by_length
+from headwater.names import ProbeSiteName, TokenName
 from headwater.options import checked_count, shown
 from headwater.probes.linear import States
 from headwater.progress import progress_bar
@@ -79,8 +80,8 @@ def probe_states(
     model: HookedModel,
     answered: AnsweredQuestions,
     *,
-    site: str = "mlp_out",
-    token: str = "exact_answer_last",
+    site: ProbeSiteName = "mlp_out",
+    token: TokenName = "exact_answer_last",
     batch_size: int = 64,
     progress: bool = True,
 ) -> States:

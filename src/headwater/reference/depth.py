@@ -8,6 +8,9 @@ A model with a chat template is asked as published: the published messages of sy
 1,024 tokens, the whole answer; greedily, where the publication sampled at temperature 1. A template without messages of
 the system has that message at the head of the user's. A base model, of which none was published, gets the raw prompt
 and answers in a line.
+
+The other three ways in which the publication asks, behind the questions that a question builds on, have its messages
+too (`predecessors`); their published numbers are not held here.
 """
 
 from __future__ import annotations
@@ -18,23 +21,26 @@ from typing import Any
 
 import pandas as pd
 
-from headwater.errors import InputError
 from headwater.likelihood.answering import MODEL
+from headwater.likelihood.contexts import GOLD, NONE, PREDICTED, TURNS
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.options import checked_path
-from headwater.questions.asking import question_frame
 from headwater.questions.judge import Judge
-from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
+from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
 from headwater.runs.analysis import Run, carry_out
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
 PUBLISHED = {"accuracy": "accuracy", "forward": "forward", "backward_first": "backward"}
 SYSTEM = "You are a helpful, respectful and honest assistant. Answer the question."
-USER = "\n###Question: \n{question}\n\n###Answer: "
+ASKED = "\n###Question: \n{question}\n\n###Answer: "
+SYSTEM_PAIRS = f"{SYSTEM[:-1]} using the knowledge in given QA pairs."
+ASKED_PAIRS = "\n###QA pairs:\n{pairs}\n###Question: \n{question}\n\n###Answer: "
+ASKED_LAST = f"\nBased on previous questions and responses, answer the given question:\n{ASKED}"
 NEW_TOKENS = 1024
+NOT_HELD = "The publication's numbers for questions behind those they build on are not held here."
 OWN_SCORES = (
     "The data hold no scores of a judge for these answers, so they are not GPT-4's: accuracy and discrepancies are on "
     "another judge's scale."
@@ -47,6 +53,7 @@ def reproduce_depth(
     *,
     published: str | None = None,
     judge: Judge = None,
+    predecessors: str = NONE,
     batch_size: int = 16,
     progress: bool = True,
     out: str | Path | None = None,
@@ -58,6 +65,7 @@ def reproduce_depth(
         graph: what `load_depth_graph` returned.
         published: the published model to compare with; by default the one of the model's name.
         judge: see `hw.memorization`.
+        predecessors: what a question is asked with; see `hw.memorization`.
         batch_size: texts in one run.
         progress: show progress bars.
         out: a folder for the result. An interrupted call, repeated, goes on from there.
@@ -73,7 +81,8 @@ def reproduce_depth(
         graph,
         judge=judge,
         controls=False,
-        **_asking(model),
+        predecessors=predecessors,
+        **_asking(model, predecessors),
         batch_size=batch_size,
         progress=progress,
         out=checked_path("out", out) / "profile" if out is not None else None,
@@ -83,23 +92,36 @@ def reproduce_depth(
     def work(run: Run) -> Reproduction:
         notes = [] if name else [no_numbers(model.name, reference)]
         notes += [OWN_SCORES] if graph.table["score"].isna().all() else []
-        rows = compare_depth(profile.judged, reference.models[name] if name else {})
+        held = bool(name) and predecessors == NONE
+        notes += [NOT_HELD] if name and not held else []
+        notes += [not_held(name)] if name and not reference.models[name].get("accuracy") else []
+        rows = compare_depth(profile.judged, reference.models[name] if name and held else {})
         notes += [*_asked(profile), *graph.notes]
         return Reproduction(compared(rows), name, reference.source, notes, run.record)
 
     return carry_out(Reproduction, "reproduce_depth", model, options, work, out=out, progress=progress)
 
 
-def _asking(model: HookedModel) -> dict[str, Any]:
+def _asking(model: HookedModel, predecessors: str) -> dict[str, Any]:
     """Return the options of `memorization` that ask a model as was published; none where it has no chat template."""
     if not getattr(model.tokenizer, "chat_template", None):
         return {}
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
-    try:
-        question_frame(model, "chat", messages)
-    except InputError:
-        messages = [{"role": "user", "content": SYSTEM + USER}]
-    return {"context": "chat", "prompt": messages, "max_new_tokens": min(NEW_TOKENS, model.shape.n_ctx // 2)}
+    behind = {
+        GOLD: _messages(ASKED_PAIRS, SYSTEM_PAIRS),
+        PREDICTED: _messages(ASKED_PAIRS, SYSTEM_PAIRS),
+        TURNS: _messages(ASKED_LAST),
+    }
+    return {
+        "context": "chat",
+        "prompt": _messages(ASKED, SYSTEM),
+        "predecessor_prompt": behind.get(predecessors),
+        "max_new_tokens": min(NEW_TOKENS, model.shape.n_ctx // 2),
+    }
+
+
+def _messages(asked: str, system: str | None = None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": asked}]
 
 
 def _asked(profile: DepthProfile) -> list[str]:

@@ -79,6 +79,20 @@ class Sizes:
         return rows * self.layers * self.heads * each / (PEAK_FLOAT32 * REACHED)
 
 
+@dataclass(frozen=True)
+class MambaSizes(Sizes):
+    """The sizes of a Mamba: no heads, and `d_mlp` is the inner width."""
+
+    state: int = 16
+    rank: int = 128
+
+    @property
+    def parameters(self) -> int:
+        """Weights, without norms, biases and convolutions."""
+        projections = 3 * self.d_model + 2 * self.rank + 3 * self.state
+        return self.layers * self.d_mlp * projections + (1 if self.tied else 2) * self.d_vocab * self.d_model
+
+
 def _llama(layers: int, d_model: int, heads: int, d_mlp: int, kv_heads: int = 8, vocab: int = 128256) -> Sizes:
     return Sizes(layers, d_model, heads, kv_heads, 128, d_mlp, vocab)
 
@@ -92,6 +106,8 @@ _3B = Sizes(28, 3072, 24, 8, 128, 8192, 128256, tied=True)
 _MISTRAL_1, _MISTRAL_3 = (_llama(32, 4096, 32, 14336, vocab=vocab) for vocab in (32000, 32768))
 SIZES = {
     "gpt2-xl": Sizes(48, 1600, 25, 25, 64, 6400, 50257, gated=False, tied=True),
+    "microsoft/phi-2": Sizes(32, 2560, 32, 32, 80, 10240, 51200, gated=False),
+    "state-spaces/mamba-1.4b-hf": MambaSizes(48, 2048, 1, 1, 2048, 4096, 50280, gated=False, tied=True),
     "EleutherAI/pythia-160m": _pythia(12, 768, 12),
     "EleutherAI/pythia-1.4b": _pythia(24, 2048, 16),
     "EleutherAI/pythia-2.8b": _pythia(32, 2560, 32),
@@ -100,12 +116,16 @@ SIZES = {
     "huggyllama/llama-13b": _llama(40, 5120, 40, 13824, 40, 32000),
     "huggyllama/llama-30b": _llama(60, 6656, 52, 17920, 52, 32000),
     "huggyllama/llama-65b": _llama(80, 8192, 64, 22016, 64, 32000),
+    "meta-llama/Llama-2-7b-chat-hf": _llama(32, 4096, 32, 11008, 32, 32000),
+    "meta-llama/Llama-2-13b-chat-hf": _llama(40, 5120, 40, 13824, 40, 32000),
+    "meta-llama/Llama-2-70b-chat-hf": _llama(80, 8192, 64, 28672, vocab=32000),
     "meta-llama/Llama-3.2-1B": Sizes(16, 2048, 32, 8, 64, 8192, 128256, tied=True),
     "meta-llama/Llama-3.2-3B": _3B,
     "meta-llama/Llama-3.2-3B-Instruct": _3B,
     "meta-llama/Meta-Llama-3-8B": _8B,
     "meta-llama/Meta-Llama-3-8B-Instruct": _8B,
     "meta-llama/Meta-Llama-3-70B": _70B,
+    "meta-llama/Meta-Llama-3-70B-Instruct": _70B,
     "meta-llama/Meta-Llama-3.1-8B": _8B,
     "meta-llama/Meta-Llama-3.1-70B": _70B,
     "mistralai/Mistral-7B-v0.1": _MISTRAL_1,

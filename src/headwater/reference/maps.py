@@ -9,7 +9,8 @@ Elhelo & Geva, "Inferring Functionality of Attention Heads from their Parameters
 4. The correlation of static and dynamic scores over heads and sentences, with and without context (`dynamic_scores`).
    Sentences begin as the tokenizer alone begins a text, as in the published code: GPT-2's without a
    beginning-of-sequence token, Llama's with one.
-5. On request: the accuracy on a relation's items before and after as many of its heads as published are removed (zeroed
+5. On request: the same correlation behind sources of several tokens (`multi_token`).
+6. On request: the accuracy on a relation's items before and after as many of its heads as published are removed (zeroed
    at the last position, strongest first), and after as many random heads of the same layers (`ablate_heads`).
 
 Intervals: Wilson's over the items of a relation; of the best score they are those of the head that reached it, which
@@ -35,6 +36,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.models.weights.opening import open_weights
 from headwater.options import checked_path
+from headwater.reference.multi_token import multi_token_correlations
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
 from headwater.runs.analysis import Run, carry_out
 from headwater.stats.significance import wilson_interval
@@ -44,6 +46,9 @@ OWN_TEMPLATES = (
     "`templates` takes."
 )
 OWN_TASK = "The ablations ask for a relation's targets in headwater's own words, not in those of the publication."
+IN_SENTENCES = ("correlations", "correlation")
+LONGER = ("multi_token", "correlation behind sources of several tokens")
+"""What correlations are called in the published numbers, and in the table."""
 REMOVALS = {
     "accuracy": ("none", "before"),
     "accuracy without the relation's heads": ("relation heads", "after"),
@@ -59,6 +64,7 @@ def reproduce_maps(
     published: str | None = None,
     correlations: bool = True,
     ablations: bool = False,
+    multi_token: bool = False,
     templates: Sequence[str] = TEMPLATES,
     device: str | None = None,
     progress: bool = True,
@@ -73,6 +79,7 @@ def reproduce_maps(
         correlations: measure the correlations too. That runs the model; the rest reads its parameters alone.
         ablations: remove the heads of the relations whose ablation was published too, and random ones: 60 runs over a
             relation's items.
+        multi_token: measure the correlations behind sources of several tokens too, in the published sentence.
         templates: the sentences of the correlations, each with one `{source}`.
         device: where a model that is loaded here runs; see `hw.load`.
         progress: show progress bars.
@@ -82,7 +89,7 @@ def reproduce_maps(
         InputError: no such published model, or one of another shape; or the datasets cannot be read.
     """
     relations = load_relations(datasets)
-    runs = correlations or ablations
+    runs = correlations or ablations or multi_token
     if runs and not isinstance(model, HookedModel):
         model = load(model, dtype="float32", device=device)
     weights = open_weights(model)
@@ -93,6 +100,7 @@ def reproduce_maps(
         "published": name,
         "correlations": correlations,
         "ablations": ablations,
+        "multi_token": multi_token,
         "templates": list(templates) if correlations else [],
         "bos": bos,
     }
@@ -114,6 +122,9 @@ def reproduce_maps(
             measured = dynamic_scores(model, head_map, **asked)
             pieces.append(compare_correlations(measured.correlations, numbers))
             notes += [OWN_TEMPLATES] if tuple(templates) == TEMPLATES else []
+        if multi_token and isinstance(model, HookedModel):
+            longer = multi_token_correlations(model, head_map, relations, progress=progress)
+            pieces.append(compare_correlations(longer, numbers, LONGER))
         if ablations and isinstance(model, HookedModel):
             for relation in (one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})):
                 heads = numbers[relation]["ablation"]["heads"]
@@ -176,13 +187,22 @@ def ranked_heads(heads: pd.DataFrame) -> list[str]:
     return [f"{layer}.{head}" for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
 
 
-def compare_correlations(measured: pd.DataFrame, numbers: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows of the correlations: `quantity, relation, published, measured`."""
+def compare_correlations(
+    measured: pd.DataFrame, numbers: Mapping[str, Any], kind: tuple[str, str] = IN_SENTENCES
+) -> pd.DataFrame:
+    """Return the rows of the correlations: `quantity, relation, published, measured`.
+
+    Args:
+        measured: a row per relation, sign and context.
+        numbers: the published ones, by relation.
+        kind: what they are called in the published numbers, and in the table.
+    """
+    key, quantity = kind
     rows = []
     for row in measured.to_dict("records"):
         name = f"{row['sign']} {row['context']} context"
-        published = numbers.get(row["relation"], {}).get("correlations", {}).get(name)
-        rows.append((f"correlation, {name}", row["relation"], published, row["pearson"], row["low"], row["high"]))
+        published = numbers.get(row["relation"], {}).get(key, {}).get(name)
+        rows.append((f"{quantity}, {name}", row["relation"], published, row["pearson"], row["low"], row["high"]))
     return pd.DataFrame(rows, columns=["quantity", "relation", "published", "measured", "low", "high"])
 
 

@@ -4,13 +4,14 @@
 2. Hardware is computed, not measured (`hardware`): float32 weights for head maps that run the model, bf16 elsewhere.
    Counted are loading, forwards, generation, and of head maps the products of every head with the vocabulary; fits on
    the processor and waiting are not.
-3. The published numbers of a line, beside what a finished run of the command measured, where its folder is there.
+3. What the command cannot measure, or not as published (`limits`): whoever reads a difference must know it.
+4. The published numbers of a line, beside what a finished run of the command measured, where its folder is there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,15 @@ import pandas as pd
 
 from headwater.errors import RunFolderError
 from headwater.options import checked_path
-from headwater.reference.hardware import GIB, SIZES, Sizes
-from headwater.reference.maps import REMOVALS
+from headwater.reference.hardware import GIB, SIZES, MambaSizes, Sizes
+from headwater.reference.maps import IN_SENTENCES, LONGER, REMOVALS
 from headwater.reference.membership import BEST, QUANTITIES
 from headwater.reference.published import NUMBERS, Reproduction, compared, published_numbers
 
 RUNS = "runs"
-SOURCES, SENTENCES, ABLATED_ITEMS, ABLATIONS, TASK_TOKENS = 3177, 4, 1300, 60, 24
-"""Of head maps: distinct words of the published relations; sentences per word; items of the ablated relations, how
-often each is run, and tokens of its prompt."""
+SOURCES, SENTENCES, LONGER_SOURCES, ABLATED_ITEMS, ABLATIONS, TASK_TOKENS = 3177, 4, 2800, 1300, 60, 24
+"""Of head maps: distinct words of the published relations; sentences per word; sources of several tokens, at
+most; items of the ablated relations, how often each is run, and tokens of its prompt."""
 SETS, QUESTIONS, PROMPT, NEW, READ, READS, ANSWER_BATCH = 4, 4000, 24, 32, 48, 24, 64
 """Of detection: sets; questions of each; tokens of a prompt, new ones, and of both as they are read; how often an
 answer is read (`tools/scaling.py reads`); prompts at a time."""
@@ -36,6 +37,26 @@ DEPTH_QUESTIONS, DEPTH_TOKENS, DEPTH_NEW, DEPTH_BATCH = 1571, 345_000, 1024, 16
 time."""
 TEXTS, TEXT_TOKENS, MIMIR_TEXTS, MIMIR_TOKENS = 776, 48, 14_000, 300
 """Of membership, read as they are and in lower case: texts of WikiMIA and their tokens; of MIMIR, assumed."""
+
+
+NO_NUMBERS = "the publication lists this model; none of its numbers are held here"
+LIMITS = {
+    "maps": (
+        "correlations and ablations ask in headwater's own words; --templates FILE takes the published sentences",
+        "descriptions of heads by GPT-4o, people's judgement of them and the list of heads known before are not here",
+    ),
+    "pathways": (
+        "prompt, label rule and draw of 2,000 + 2,000 questions are not stated in full; rules name the exact words in "
+        "place of GPT-4o",
+    ),
+    "depth": ("answers are greedy; published ones were sampled at temperature 1 and judged by GPT-4 (--judge)",),
+    "membership": (
+        "neighbor: needs texts that another model perturbed, and stays empty",
+        "reference: needs --reference MODEL (published: Pythia-70M, LLaMA-7B)",
+    ),
+}
+"""By analysis, what is so for every model."""
+BEGUN = "texts begin with a beginning-of-sequence token, as TransformerLens has it for Mamba; published ones did not"
 
 
 @dataclass(frozen=True)
@@ -55,6 +76,8 @@ class Line:
     hours: float
     folder: str
     """Where the command leaves its run, below `runs`."""
+    limits: tuple[str, ...]
+    """What the command cannot measure, or not as it was published."""
     numbers: pd.DataFrame
     """`quantity, of, published, measured, low, high, difference`; the last four are NaN until a run is finished."""
 
@@ -77,13 +100,23 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[Line, ...]:
     return tuple(line for kind in _LINES for line in _LINES[kind](below, kind))
 
 
-def _line(runs: Path, kind: str, model: str, words: str, data: Mapping[str, str], cost: _Cost, part: str = "") -> Line:
+def _line(
+    runs: Path,
+    kind: str,
+    model: str,
+    words: str,
+    data: Mapping[str, str],
+    cost: _Cost,
+    limits: Sequence[str],
+    part: str = "",
+) -> Line:
     folder = runs / "-".join(filter(None, (kind, model.rpartition("/")[2], part)))
     spread = " --device auto" if cost.gpus > 1 else ""
     command = f"headwater reproduce {kind} {model} {words}{spread} --out {folder}"
     listed = tuple(f"{name}: {what}" for name, what in data.items())
     numbers = _with_measured(published_rows(kind, model, part), folder)
-    return Line(kind, model, command, listed, cost.gpus, cost.weights, cost.hours, str(folder), numbers)
+    known = (*limits, *([] if len(numbers) else [NO_NUMBERS]))
+    return Line(kind, model, command, listed, cost.gpus, cost.weights, cost.hours, str(folder), known, numbers)
 
 
 @dataclass(frozen=True)
@@ -102,12 +135,16 @@ def _maps(runs: Path, kind: str) -> Iterator[Line]:
     data = {"MAPS/datasets": "the published relations, a folder of NAME/NAME.json (github.com/amitelhelo/MAPS)"}
     for model, numbers in published_numbers(kind).models.items():
         sizes = SIZES[model]
-        ablated = any("ablation" in one for one in numbers["relations"].values())
-        rows = SOURCES + 2 * SOURCES * SENTENCES
-        tokens = SOURCES * SENTENCES * 10 + ablated * ABLATED_ITEMS * ABLATIONS * TASK_TOKENS
+        ablated, longer = (
+            any(part in one for one in numbers["relations"].values()) for part in ("ablation", "multi_token")
+        )
+        rows = SOURCES + 2 * SOURCES * SENTENCES + 2 * longer * LONGER_SOURCES
+        tokens = (
+            SOURCES * SENTENCES + longer * LONGER_SOURCES
+        ) * 10 + ablated * ABLATED_ITEMS * ABLATIONS * TASK_TOKENS
         seconds = sizes.map_seconds(rows) + sizes.forward_seconds(tokens)
-        words = f"--datasets MAPS/datasets{' --ablations' * ablated}"
-        yield _line(runs, kind, model, words, data, _Cost.of(sizes, seconds, bytes_each=4))
+        words = f"--datasets MAPS/datasets{' --ablations' * ablated}{' --multi-token' * longer}"
+        yield _line(runs, kind, model, words, data, _Cost.of(sizes, seconds, bytes_each=4), LIMITS[kind])
 
 
 def _pathways(runs: Path, kind: str) -> Iterator[Line]:
@@ -122,7 +159,7 @@ def _pathways(runs: Path, kind: str) -> Iterator[Line]:
         sizes, examples = SIZES[model], SETS * QUESTIONS
         seconds = sizes.forward_seconds(examples * (PROMPT + READS * READ))
         seconds += sizes.generation_seconds(math.ceil(examples / ANSWER_BATCH) * NEW)
-        yield _line(runs, kind, model, words, files, _Cost.of(sizes, seconds))
+        yield _line(runs, kind, model, words, files, _Cost.of(sizes, seconds), LIMITS[kind])
 
 
 def _depth(runs: Path, kind: str) -> Iterator[Line]:
@@ -131,7 +168,7 @@ def _depth(runs: Path, kind: str) -> Iterator[Line]:
         sizes = SIZES[model]
         steps = math.ceil(DEPTH_QUESTIONS / DEPTH_BATCH) * DEPTH_NEW
         seconds = sizes.generation_seconds(steps) + sizes.forward_seconds(DEPTH_TOKENS)
-        yield _line(runs, kind, model, "--data depthqa --dtype bfloat16", data, _Cost.of(sizes, seconds))
+        yield _line(runs, kind, model, "--data depthqa --dtype bfloat16", data, _Cost.of(sizes, seconds), LIMITS[kind])
 
 
 def _membership(runs: Path, kind: str) -> Iterator[Line]:
@@ -148,7 +185,8 @@ def _membership(runs: Path, kind: str) -> Iterator[Line]:
             named = " ".join(f"--texts {name}" for name in files[benchmark])
             words = f"{named} --benchmark {benchmark} --dtype float32"
             cost = _Cost.of(sizes, sizes.forward_seconds(2 * texts), bytes_each=4)
-            yield _line(runs, kind, model, words, files[benchmark], cost, benchmark)
+            limits = (*LIMITS[kind], *([BEGUN] if isinstance(sizes, MambaSizes) else []))
+            yield _line(runs, kind, model, words, files[benchmark], cost, limits, benchmark)
 
 
 _LINES: dict[str, Callable[[Path, str], Iterator[Line]]] = {
@@ -174,8 +212,8 @@ def _rows_of_maps(numbers: Mapping[str, Any], _: str) -> Iterator[tuple[str, str
         yield "best suppression", relation, one["suppression"]
         if one.get("ranked_heads"):
             yield "heads in their published place", relation, len(one["ranked_heads"].split())
-        for name, value in one["correlations"].items():
-            yield f"correlation, {name}", relation, value
+        for key, quantity in (IN_SENTENCES, LONGER):
+            yield from ((f"{quantity}, {name}", relation, value) for name, value in one.get(key, {}).items())
         for quantity, (_, key) in REMOVALS.items():
             if key in one.get("ablation", {}):
                 yield quantity, relation, one["ablation"][key]
@@ -191,8 +229,8 @@ def _rows_of_pathways(numbers: Mapping[str, Any], _: str) -> Iterator[tuple[str,
 
 def _rows_of_depth(numbers: Mapping[str, Any], _: str) -> Iterator[tuple[str, str, float]]:
     for key, quantity in (("accuracy", "accuracy"), ("forward", "forward discrepancy")):
-        yield from ((quantity, depth, value) for depth, value in numbers[key].items())
-    yield from (("backward discrepancy", depth, value) for depth, value in numbers["backward"].items())
+        yield from ((quantity, depth, value) for depth, value in numbers.get(key, {}).items())
+    yield from (("backward discrepancy", depth, value) for depth, value in numbers.get("backward", {}).items())
 
 
 def _rows_of_membership(numbers: Mapping[str, Any], benchmark: str) -> Iterator[tuple[str, str, float]]:

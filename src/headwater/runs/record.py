@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from headwater.errors import RunFolderError
+from headwater.runs.embedded_edition import FIRST_EDITION, HAS_FIRST_EDITION
 from headwater.runs.identity import UNKNOWN, describe, unknown_in
 from headwater.runs.storage import read_json
 
@@ -126,6 +127,14 @@ class RunRecord:
         is_other = self.tokenizer is not None and self.tokenizer != model.tokenizer_digest
         return "another tokenizer" if is_other else None
 
+    @property
+    def edition(self) -> str:
+        """A sentence where the run's model is one that headwater no longer has; else nothing. A space comes before."""
+        is_first = self.model == "embedded" and self.versions.get("headwater") == "0.1.0"
+        if HAS_FIRST_EDITION or (not is_first and self.fingerprint not in FIRST_EDITION):
+            return ""
+        return " It was made with the first edition of the embedded model, which headwater no longer has."
+
     def differences(self, other: RunRecord) -> list[str]:
         """Name what tells this run from another; empty when `other` would compute the same result."""
         ours, theirs = self._identity, other._identity
@@ -164,15 +173,16 @@ def refuse_other_run(path: Path, run: RunRecord) -> RunRecord | None:
     if plain.get("format", 0) < RECORD_SINCE:
         raise RunFolderError(
             f"The output folder {path} was written by an earlier headwater ({earlier.versions.get('headwater')}), "
-            "which recorded too little to tell whether this is the same run. Choose another folder, or delete this "
-            "one; what is finished there can still be read with load()."
+            f"which recorded too little to tell whether this is the same run.{earlier.edition} Choose another folder, "
+            "or delete this one; what is finished there can still be read with load()."
         )
     differences = run.differences(earlier)
     if differences:
         is_code = any("function " in difference for difference in differences)
         why = " A function differs by its code, or by a value that it reads or keeps." if is_code else ""
+        edition = "" if run.fingerprint == earlier.fingerprint else earlier.edition
         raise RunFolderError(
-            f"The output folder {path} holds another run ({'; '.join(differences[:4])}).{why} "
+            f"The output folder {path} holds another run ({'; '.join(differences[:4])}).{edition}{why} "
             "Choose another folder, or delete this one."
         )
     return earlier

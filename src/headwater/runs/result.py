@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwater.errors import InputError, RunFolderError, did_you_mean
-from headwater.options import checked_path
+from headwater.options import checked_path, shown
 from headwater.registry import Registry
 from headwater.runs.dressing import Size, checked_size, dressed
 from headwater.runs.findings import records_of
@@ -100,6 +100,11 @@ class Result:
 
     def _drawn(self, ax: Axes | None, title: str | None, figsize: Size | None, **options: object) -> Axes | Figure:
         """Draw with what is registered for the result's class, or for the nearest that it inherits from."""
+        if ax is not None and not hasattr(ax, "get_subplotspec"):
+            raise InputError(
+                f"ax={shown(ax)} is no matplotlib axes: leave it out for a new figure. A figure is written by "
+                "hw.figures.save_figure(result.plot(), path)."
+            )
         size = checked_size(figsize, ax)
         drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax, **options)
         return dressed(drawn, title, size)

@@ -37,7 +37,7 @@ def view_cache(
     cache: Cache,
     *,
     example: int | Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
+    layers: int | Sequence[int] | None = None,
     values: HookedModel | None = None,
 ) -> View:
     """Show the attention patterns of texts; a cache that keeps none shows how large its activations are.
@@ -57,13 +57,16 @@ def view_cache(
 
 
 def spec_of(
-    cache: Cache, example: int | Sequence[int] | None, layers: Sequence[int] | None, values: HookedModel | None
+    cache: Cache, example: int | Sequence[int] | None, layers: int | Sequence[int] | None, values: HookedModel | None
 ) -> dict[str, object]:
     """Return what the script draws: of each text its tokens, `layer head entry` weights, and `layer head key` norms."""
     kept = cache.kept["pattern"].layers
-    chosen = list(kept if layers is None else layers)
+    asked = list(kept) if layers is None else one_or_several(layers)
+    if not asked:
+        raise InputError(f"layers={shown(layers)} names no layer; leave it out, or name some of {list(kept)}.")
+    chosen = list(dict.fromkeys(checked_count("layers", layer, least=0) for layer in asked))
     if missing := [layer for layer in chosen if layer not in kept]:
-        raise InputError(f"The cache keeps no pattern of layer {shown(missing[0])}; it keeps those of {list(kept)}.")
+        raise InputError(f"The cache keeps no pattern of layer {missing[0]}; it keeps those of {list(kept)}.")
     texts = _chosen(cache, example, len(chosen) * len(cache.heads))
     which = f"text {texts[0]}" if len(texts) == 1 else f"{len(texts)} texts"
     of_all = f" of {len(cache.texts):,}" if len(texts) not in (1, len(cache.texts)) else ""
@@ -124,7 +127,10 @@ def written_norms(
     """
     check_model(model, "values")
     if other := cache.run.mismatch(model):
-        raise InputError(f"The cache was made with {cache.run.model}, and values= is another model: it has {other}.")
+        raise InputError(
+            f"The cache was made with {cache.run.model}, and values= is another model: it has {other}."
+            f"{cache.run.edition}"
+        )
     ids = cache.tokens.loc[cache.tokens["example"] == example, "token_id"].tolist()
     read = model.cache([ids], sites=["v"], layers=list(layers), progress=False)
     weights, heads = open_weights(model), list(cache.heads)

@@ -14,8 +14,9 @@ from typing import Any
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import sites_named
+from headwater.names import SiteName
 from headwater.options import checked_name, one_or_several
-from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import read_sides
 from headwater.patching.together import WHOLE
@@ -33,9 +34,9 @@ def board(
     clean: Prompts,
     corrupted: Prompts,
     *,
-    metric: Metric | Any,
+    metric: Measures,
     dataset: Prompts | None = None,
-    sites: str | Sequence[str] | None = None,
+    sites: SiteName | Sequence[SiteName] | None = None,
     how: str = "denoise",
 ) -> Board:
     """Lay one pair of prompts open, to click on: each click is an exact patch, drawn at once.

@@ -1,5 +1,15 @@
-"""World: the embedded model, and the corpus that it was trained on."""
+"""World: the embedded models, the corpus that they were trained on, and how to make a world of one's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from headwater.rooms import opened
+
+if TYPE_CHECKING:
+    from headwater.world.pairs import PairedTask as PairedTask
+    from headwater.world.pairs import task as task
+    from headwater.world.recipe import Recipe as Recipe
+    from headwater.world.recipe import read_recipe as read_recipe
 
 __getattr__, __dir__, __all__ = opened(__name__)

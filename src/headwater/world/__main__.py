@@ -1,97 +1,144 @@
-"""`python -m headwater.world`: train the embedded model again, and write its card."""
+"""`python -m headwater.world`: write a recipe, train the models of a recipe, measure them, and write their page."""
 
-import json
+import dataclasses
 import sys
-from importlib.resources import files
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, InputError
+from headwater.heads.classify import classify_heads
+from headwater.models.embedded import FOLDERS
 from headwater.questions.sources import load_questions
-from headwater.runs.storage import read_json, write_atomically, write_json
-from headwater.world.card import measure_run, write_card
-from headwater.world.corpus import Corpus
-from headwater.world.questions import depth_graph, membership_rows, question_rows
-from headwater.world.recipe import Recipe
-from headwater.world.train import CHECKPOINT, prepare, recipe_of, train
+from headwater.runs.storage import make_folder, read_json, write_json
+from headwater.world.abilities import measure_tasks
+from headwater.world.card import best_heads, measure_world, missed_targets, strongest
+from headwater.world.card_page import write_card
+from headwater.world.corpus.words import read_words
+from headwater.world.corpus.written import Written
+from headwater.world.questions import write_world
+from headwater.world.recipe import Recipe, read_recipe, write_recipe
+from headwater.world.training.model_folder import opened, recipe_of
+from headwater.world.training.stages import Trained, prepare, train, train_instruct
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="The embedded model and its world.")
+CARD = "card.json"
+MODEL, INSTRUCT = FOLDERS.values()
 
-Folder = Annotated[Path | None, typer.Option(help="The world's folder; default: the one inside the package.")]
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="The world of the embedded models, and their training."
+)
+
+World = Annotated[Path, typer.Argument(help="The folder of a trained world.")]
+
+
+@app.command("recipe")
+def recipe_command(file: Annotated[Path, typer.Argument(help="Where to write it; a JSON file.")]) -> None:
+    """Write the default recipe as a file to change: how large the world is, what is told, how the model is shaped."""
+    if file.exists():
+        raise InputError(f"{file} is there already. Choose another name, or delete it.")
+    write_recipe(Recipe(), file)
+    typer.echo(f"{file}: change it, then run `python -m headwater.world train --recipe {file} --out FOLDER`.")
 
 
 @app.command("train")
 def train_command(
-    seed: Annotated[int, typer.Option(help="Decides the world, the corpus and the weights.", min=0)] = 0,
-    out: Folder = None,
+    out: Annotated[Path, typer.Option(help="The folder of the world; it may hold an unfinished run.")],
+    recipe: Annotated[Path | None, typer.Option(help="A recipe; default: the embedded model's.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="In place of the recipe's: world, corpus and weights.", min=0)
+    ] = None,
+    checkpoints: Annotated[int, typer.Option(help="Keep the model after every so many steps; 0: none.", min=0)] = 0,
     device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Train from scratch, or go on with the run that the folder holds; then measure it and write the card."""
-    folder, recipe = _world(out), Recipe(seed=seed)
-    trained = train(recipe, folder / "model", device=device)
-    about = {
-        "recipe": vars(recipe),
-        "seconds": round(trained.seconds),
-        "threads": torch.get_num_threads(),
-        "steps": trained.losses[-1][0],
-        "loss": round(trained.losses[-1][1], 4),
-        "losses": [[step, round(loss, 4)] for step, loss in trained.losses],
-        "vocabulary": len(trained.tokenizer),
-    }
-    write_json(folder / "card.json", about)
-    _write_world(folder, trained.corpus)
-    _measure(folder, trained.corpus)
-    write_card([read_json(folder / "card.json")], folder / "CARD.md")
-    (folder / "model" / CHECKPOINT).unlink(missing_ok=True)
+    """Train base and instruct model from scratch, or go on with the run that the folder holds; then measure them."""
+    chosen = read_recipe(recipe) if recipe is not None else Recipe()
+    if seed is not None:
+        chosen = dataclasses.replace(chosen, seed=seed)
+    if (out / CARD).exists():
+        raise InputError(
+            f"{out} holds a trained world: choose another folder, or measure it again with "
+            f"`python -m headwater.world card {out} --again`."
+        )
+    make_folder(out)
+    base = train(chosen, out / MODEL, device=device, checkpoints=checkpoints)
+    chat = train_instruct(out / MODEL, out / INSTRUCT, written=base.written, device=device)
+    write_world(out, base.written)
+    card = _about(chosen, base, chat) | _measured(out, base.written)
+    write_json(out / CARD, card)
+    write_card([card], out / "CARD.md")
+    typer.echo(f"{out}: trained in {card['seconds'] / 60:.0f} minutes. Read {out / 'CARD.md'}. Missed:")
+    for line in missed_targets(card) or ["nothing"]:
+        typer.echo(f"- {line}")
+
+
+@app.command("tasks")
+def tasks_command(
+    folder: World, examples: Annotated[int, typer.Option(help="Prompts of each task, told and held out.", min=1)] = 500
+) -> None:
+    """Measure what a long training is decided on: the classical tasks, and how the relations spread over the heads."""
+    scores = measure_tasks(*opened(folder / MODEL), read_words(folder), examples)
+    rows = [
+        {"task": name, "words": words, "right": score.right, "right word preferred": score.preferred}
+        for name, both in scores.items()
+        for words, score in both.items()
+    ]
+    typer.echo(pd.DataFrame(rows).to_string(index=False, float_format="{:.3f}".format))
+    found = strongest(classify_heads(folder / MODEL, progress=False))
+    typer.echo(
+        f"{len(found)} relations are implemented by some head; their best heads are {best_heads(found)} different ones."
+    )
 
 
 @app.command("card")
 def card_command(
-    others: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of runs with other seeds, to show beside it.")
-    ] = None,
-    out: Folder = None,
-    again: Annotated[bool, typer.Option(help="Measure again.")] = False,
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of trained worlds; CARD.md goes into the first."),
+    ],
+    again: Annotated[bool, typer.Option("--again", help="Measure again.")] = False,
 ) -> None:
-    """Write the card of a trained world, with other runs beside it."""
-    folders = [_world(out), *(others or [])]
-    recipes = [recipe_of(folder / "model") for folder in folders]
-    for folder, recipe in zip(folders, recipes, strict=True):
-        if again or "wrong" not in read_json(folder / "card.json"):
-            _measure(folder, prepare(recipe)[0])
-    write_card([read_json(folder / "card.json") for folder in folders], folders[0] / "CARD.md")
+    """Write the page of one or more trained worlds, measured if they are not yet."""
+    cards = [_card_of(folder, again) for folder in folders]
+    write_card(cards, folders[0] / "CARD.md")
+    typer.echo(f"{folders[0] / 'CARD.md'}: {len(cards)} {'run' if len(cards) == 1 else 'runs'}.")
 
 
-def _world(folder: Path | None) -> Path:
-    return folder if folder is not None else Path(str(files("headwater") / "world"))
+def _card_of(folder: Path, again: bool) -> dict[str, Any]:
+    """Return what `card.json` says of a trained world, measured anew where it is not there or asked for."""
+    recipe = recipe_of(folder / MODEL)
+    if not (folder / CARD).is_file():
+        raise InputError(f"{folder} has no {CARD}: run `python -m headwater.world train --out {folder}` to its end.")
+    card = read_json(folder / CARD)
+    if again or "wrong" not in card:
+        card |= _measured(folder, prepare(recipe)[0])
+        write_json(folder / CARD, card)
+    return card
 
 
-def _write_world(folder: Path, corpus: Corpus) -> None:
-    """Write the questions, the depth graph and the membership texts that belong to the model."""
-    recipe = corpus.world.recipe
-    _write_lines(folder / "questions.jsonl", question_rows(corpus, recipe.questions))
-    _write_lines(folder / "texts.jsonl", membership_rows(corpus, recipe.texts))
-    write_json(folder / "depth_graph.json", depth_graph(corpus, recipe.graphs))
+def _about(recipe: Recipe, *trained: Trained) -> dict[str, Any]:
+    """Say how the models were trained."""
+    losses = [entry for run in trained for entry in run.losses]
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "seconds": round(sum(run.seconds for run in trained)),
+        "threads": torch.get_num_threads(),
+        "losses": [[name, step, round(loss, 4)] for name, step, loss in losses],
+        "vocabulary": len(trained[0].tokenizer),
+    }
 
 
-def _write_lines(file: Path, rows: list[dict[str, object]]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+def _measured(folder: Path, written: Written) -> dict[str, Any]:
+    return measure_world(folder, written, load_questions(folder / "questions.jsonl").table)
 
 
-def _measure(folder: Path, corpus: Corpus) -> None:
-    questions = load_questions(folder / "questions.jsonl").table
-    card = read_json(folder / "card.json") | measure_run(folder / "model", corpus, questions)
-    write_json(folder / "card.json", card)
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; an error of headwater's own is one line and exit code 2 or 1."""
     try:
-        app()
+        app(arguments)
     except HeadwaterError as error:
         typer.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)

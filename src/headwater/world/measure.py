@@ -10,7 +10,6 @@
    write nothing, against as many random other heads of the same layers.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,25 +24,32 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from headwater.models.tokens import Tokenizer
+from headwater.models.tokens import Tokenizer, by_length
 from headwater.questions.labels import match
 from headwater.stats.discrimination import auc
-from headwater.world.corpus import prompt_of
+from headwater.world.corpus.documents import prompt_of
 
 MAX_NEW_TOKENS = 6
 PROBED_TOKENS = ("answer_last", "before_answer")
 Head = tuple[int, int]
 
 
-@torch.inference_mode()
 def answer(
     model: Any, tokenizer: Tokenizer, questions: Sequence[str], batch: int = 512, tokens: int = MAX_NEW_TOKENS
 ) -> list[str]:
     """Answer each question greedily, in so many tokens at most; an answer ends at the line break."""
     prompts = tokenizer([prompt_of(question) for question in questions])["input_ids"]
-    stop = tokenizer.convert_tokens_to_ids("Ċ")
-    answers = [""] * len(prompts)
-    for places in _equally_long(prompts, batch):
+    return continued(model, tokenizer, prompts, "Ċ", batch, tokens)
+
+
+@torch.inference_mode()
+def continued(
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], end: str, batch: int, tokens: int
+) -> list[str]:
+    """Go on greedily from the tokens of each prompt, in so many tokens at most, up to the token `end`."""
+    stop = tokenizer.convert_tokens_to_ids(end)
+    said = [""] * len(prompts)
+    for places in equally_long(prompts, batch):
         written = torch.tensor([prompts[place] for place in places])
         length = written.shape[1]
         for _ in range(tokens):
@@ -52,8 +58,8 @@ def answer(
             if (written[:, length:] == stop).any(1).all():
                 break
         for place, new in zip(places, written[:, length:].tolist(), strict=True):
-            answers[place] = tokenizer.decode(new[: new.index(stop)] if stop in new else new).strip()
-    return answers
+            said[place] = tokenizer.decode(new[: new.index(stop)] if stop in new else new).strip()
+    return said
 
 
 def is_right(given: str, accepted: Sequence[str]) -> bool:
@@ -91,7 +97,7 @@ def mlp_outputs(
     ids = tokenizer(texts)["input_ids"]
     layers = model.model.layers
     outputs = torch.empty(len(layers), len(ids), model.config.hidden_size)
-    for places in _equally_long(ids, batch):
+    for places in equally_long(ids, batch):
         seen: list[Tensor] = []
 
         def keep_last(_module: Any, _inputs: Any, output: Tensor, seen: list[Tensor] = seen) -> None:
@@ -119,13 +125,15 @@ def probe_aucs(model: Any, tokenizer: Tokenizer, table: pd.DataFrame, seed: int 
 
 def _auc(values: NDArray[np.float64], table: pd.DataFrame, train: NDArray[np.bool_]) -> tuple[float, float]:
     right, tested = table["right"].to_numpy(), table[~train]
+    if len(set(right[train])) < 2 or tested["right"].nunique() < 2:
+        return float("nan"), float("nan")
     classifier = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1000))
     classifier.fit(values[train], right[train])
     scored = tested.assign(score=classifier.decision_function(values[~train]))
     mixed = [group for _, group in scored.groupby("relation") if group["right"].nunique() == 2]
     within = [auc(group["score"].to_numpy(), group["right"].to_numpy()) for group in mixed]
-    sizes = [len(group) for group in mixed]
-    return float(auc(scored["score"].to_numpy(), scored["right"].to_numpy())), float(np.average(within, weights=sizes))
+    whole = auc(scored["score"].to_numpy(), scored["right"].to_numpy())
+    return float(whole), float(np.average(within, weights=[len(group) for group in mixed])) if mixed else float("nan")
 
 
 def ablation(
@@ -189,10 +197,6 @@ def silent_heads(model: Any, heads: Sequence[Head]) -> Iterator[None]:
             hook.remove()
 
 
-def _equally_long(ids: Sequence[Sequence[int]], batch: int) -> Iterator[NDArray[np.int64]]:
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for place, tokens in enumerate(ids):
-        by_length[len(tokens)].append(place)
-    for places in by_length.values():
-        for start in range(0, len(places), batch):
-            yield np.array(places[start : start + batch])
+def equally_long(ids: Sequence[Sequence[int]], batch: int) -> list[list[int]]:
+    """Return the places of prompts of one length, in so many at most, so that a batch needs no padding."""
+    return by_length([len(tokens) for tokens in ids], batch, longest=lambda length: length)

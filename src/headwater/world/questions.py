@@ -9,17 +9,23 @@ Four sets stand where PopQA, TriviaQA, HotpotQA and NQ stand:
 
 The depth graph takes questions of depth 3 apart: into the two questions of depth 2 that each leave one hop out, and
 those into their facts. The membership texts are documents that the corpus holds and documents that it could hold and
-does not.
+does not; to them `write_world` adds the notes.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headwater.world.corpus import Corpus, prompt_of
-from headwater.world.facts import CHAIN_OF, CHAINS, Fact
-from headwater.world.wording import QUESTION_SETS, fill, wording_of
+from headwater.runs.storage import write_atomically, write_json
+from headwater.world.corpus.documents import Corpus, prompt_of
+from headwater.world.corpus.facts import CHAIN_OF, CHAINS, Fact
+from headwater.world.corpus.notes import note_rows
+from headwater.world.corpus.wording import QUESTION_SETS, fill, wording_of
+from headwater.world.corpus.words import write_words
+from headwater.world.corpus.written import Written
 
 CATEGORIES_OF = {
     "properties": ("knowledge", "invented"),
@@ -27,6 +33,15 @@ CATEGORIES_OF = {
     "natural": ("knowledge", "invented"),
     "multi_hop": ("joined",),
 }
+
+
+def write_world(folder: Path, written: Written) -> None:
+    """Write what belongs to a world's models: questions, depth graph, membership texts, and the words of its tasks."""
+    corpus, recipe = written.corpus, written.corpus.world.recipe
+    _write_lines(folder / "questions.jsonl", question_rows(corpus, recipe.questions))
+    _write_lines(folder / "texts.jsonl", membership_rows(corpus, recipe.texts) + note_rows(corpus.documents))
+    write_json(folder / "depth_graph.json", depth_graph(corpus, recipe.graphs))
+    write_words(written.words, folder)
 
 
 def question_rows(corpus: Corpus, per_set: int) -> list[dict[str, object]]:
@@ -135,3 +150,8 @@ def _membership(fact: Fact, times: int) -> str:
     if fact.held_out:
         return "held out"
     return "member" if times else "other wording"
+
+
+def _write_lines(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -228,14 +228,28 @@ class Cache(Result):
         return next(found, None)
 
     @cached_property
-    def residual(self) -> ResidualCache | None:
-        """What is kept at `site`, padded: `layer batch position d_model`, zero where `mask` is False."""
-        return None if self.site is None else self._layout.padded(self.kept[self.site], self.mask)
+    def residual(self) -> ResidualCache:
+        """What is kept at `site`, padded: `layer batch position d_model`, zero where `mask` is False.
+
+        Raises:
+            InputError: no site with one vector per token is kept.
+        """
+        if self.site is None:
+            raise InputError(
+                f"This cache keeps {self._said_sites()} and no residual stream: ask for sites='resid_post'."
+            )
+        return self._layout.padded(self.kept[self.site], self.mask)
 
     @cached_property
-    def attention(self) -> AttentionCache | None:
-        """Attention patterns, padded: `layer batch head query key`, zero where the query or key is padding."""
-        return self._layout.padded(self.kept["pattern"], self.mask) if "pattern" in self.kept else None
+    def attention(self) -> AttentionCache:
+        """Attention patterns, padded: `layer batch head query key`, zero where the query or key is padding.
+
+        Raises:
+            InputError: they are not kept.
+        """
+        if "pattern" not in self.kept:
+            raise InputError(f"This cache keeps {self._said_sites()} and no attention: ask for sites='pattern'.")
+        return self._layout.padded(self.kept["pattern"], self.mask)
 
     @cached_property
     def positions(self) -> Int[Tensor, "batch position"]:
@@ -332,6 +346,9 @@ class Cache(Result):
         return f"Cache({shapes}; {layers}{size:,.1f} MiB)"
 
     # Inside
+
+    def _said_sites(self) -> str:
+        return ", ".join(one.name for one in self._in_order())
 
     def _of_role(self, role: str | None) -> Bool[Tensor, " token"] | None:
         """Return which rows are of a role; None for all of them.

@@ -33,6 +33,7 @@ from headwater.models.memory import in_halves, refuse_too_large, refuse_too_larg
 from headwater.models.positions import Where
 from headwater.models.sites import Site
 from headwater.models.tokens import Inputs, by_length
+from headwater.names import SiteName
 from headwater.options import checked_count, checked_flag, checked_path
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
@@ -53,7 +54,7 @@ def fill_cache(
     model: Model,
     inputs: Inputs,
     *,
-    sites: str | Site | Iterable[str | Site] | None = None,
+    sites: SiteName | str | Site | Iterable[SiteName | str | Site] | None = None,
     residual: bool | str | None = None,
     attention: bool | None = None,
     layers: Sequence[int] | None = None,

@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from headwater.errors import ModelError
+from headwater.models.embedded import embedded_folder, is_embedded
 from headwater.models.families import family_of, text_config
 from headwater.models.shape import refuse_impossible_sizes, shape_of
 from headwater.models.weights.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
@@ -32,6 +34,8 @@ from headwater.models.weights.quantized import (
 )
 from headwater.options import checked_path
 
+OWN = ("embedded",)
+"""What the model that comes with headwater is called; it is loaded without a name."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
@@ -40,23 +44,26 @@ NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinj
 
 
 def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: a local one as it is, a hub name through the hub's cache.
+    """The folder of a checkpoint: a local one as it is, an embedded model's, a hub name through the hub's cache.
 
     Only the files that are needed are fetched: configs, tokenizer, safetensors.
 
     Args:
-        what: a folder, or a name on the hub such as "openai-community/gpt2".
+        what: a folder, "embedded" or "embedded-instruct", or a name on the hub such as "openai-community/gpt2".
         revision: branch, tag or commit on the hub.
 
     Raises:
         ModelError: there is no such folder and no such model, or it cannot be reached.
     """
+    if is_embedded(what):
+        return embedded_folder(what)
     path = checked_path("model", what)
     if path.is_dir():
         return path
     if path.is_file():
         raise ModelError(f"{what} is a file; give the folder of the checkpoint.")
     name = hub_name(str(what))
+    own = " The model that comes with headwater is hw.load()." if get_close_matches(name, OWN) else ""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(NEEDED_FILES)))
     except HFValidationError:
@@ -64,7 +71,7 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     except GatedRepoError:
         raise ModelError(f"{name!r} is gated on the hub; ask for access there, then `hf auth login`.") from None
     except RepositoryNotFoundError:
-        raise ModelError(f"The hub has no model {name!r} (or not for this login); check the name.") from None
+        raise ModelError(f"The hub has no model {name!r} (or not for this login); check the name.{own}") from None
     except RevisionNotFoundError:
         raise ModelError(
             f"The hub's model {name!r} has no revision {revision!r}; check the branch or commit."
@@ -72,7 +79,7 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     except OSError as error:
         raise ModelError(
             f"{name!r} is no folder, is not in the hub's cache, and the hub cannot be reached "
-            f"({type(error).__name__}); give a folder, or fetch it first with `hf download {name}`."
+            f"({type(error).__name__}); give a folder, or fetch it first with `hf download {name}`.{own}"
         ) from None
 
 

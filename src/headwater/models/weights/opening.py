@@ -7,6 +7,7 @@ import torch
 
 from headwater.kernels.devices import usable_device
 from headwater.models.checks import tokenizer_fits
+from headwater.models.embedded import is_embedded
 from headwater.models.tokenizers import load_tokenizer
 from headwater.models.weights.checkpoint import checkpoint_folder, open_checkpoint
 from headwater.models.weights.loaded_weights import LoadedWeights
@@ -44,7 +45,7 @@ def open_weights(
         checkpoint = open_checkpoint(folder, trust_remote_code)
         tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         tokenizer_fits(tokenizer, checkpoint.config.vocab_size)
-        commit = None if Path(what).is_dir() else folder.name
+        commit = None if is_embedded(what) or Path(what).is_dir() else folder.name
         source = StreamedWeights(str(what), commit, checkpoint, tokenizer)
     source.device = usable_device(device or source.device)
     source.given_dtype = dtype or source.given_dtype

@@ -80,7 +80,7 @@ hw.start(async (spec, root) => {
       pen.lineWidth = chosen ? 2.5 : 1;
       pen.strokeRect(...corner(...at), side, side);
     }
-  }, { role: "application", "data-thumbs": "", ariaLabel: "Heads, layer by layer: arrow keys choose the one that is enlarged." });
+  }, { role: "application", "data-thumbs": "", ariaLabel: "Heads, layer by layer: arrow keys choose the one that is enlarged, Enter goes to its pattern." });
 
   // The head chosen: query downward, key across.
   let edge = 22, shares = null;
@@ -110,7 +110,7 @@ hw.start(async (spec, root) => {
       pen.strokeRect(edge, edge + hovered[0] * cell, T * cell, cell);
       pen.strokeRect(edge + hovered[1] * cell, edge, cell, T * cell);
     }
-  }, { "data-main": "", role: "application", ariaLabel: "The pattern of the head chosen, query downward and key across: arrow keys walk over its cells. The table has its numbers." });
+  }, { "data-main": "", role: "application", ariaLabel: "The pattern of the head chosen, query downward and key across: arrow keys walk over its cells, Enter keeps the query's token, Escape frees it and goes back to the heads. The table has its numbers." });
   const told = ([q, k]) => [`${hw.token(tokens[q])} (${q}) reads ${hw.token(tokens[k])} (${k}): ${hw.number(raw(number(picked), q, k), 2)}`,
     ...(hasNorms ? [`times the norm of what it writes: ${hw.number(raw(number(picked), q, k) * norms[number(picked) * T + k], 2)}`] : [])];
   big.addEventListener("pointermove", (event) => {
@@ -122,10 +122,18 @@ hw.start(async (spec, root) => {
   big.addEventListener("pointerleave", () => { hovered = null; hw.tip(null); big.draw(); });
   big.addEventListener("keydown", (event) => {
     const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key];
-    if (!move) return;
-    const [q, k] = hovered ? hovered.map((one, i) => Math.min(Math.max(one + move[i], 0), T - 1)) : [T - 1, 0];
-    hovered = [q, causal ? Math.min(k, q) : k];
-    hw.say(told(hovered).join(", "));
+    if (move) {
+      const [q, k] = hovered ? hovered.map((one, i) => Math.min(Math.max(one + move[i], 0), T - 1)) : [T - 1, 0];
+      hovered = [q, causal ? Math.min(k, q) : k];
+      hw.say(told(hovered).join(", "));
+    } else if (event.key === "Enter" && hovered) {
+      strip.locked = hovered[0];
+      strip.tell(hovered[0]);
+    } else if (event.key === "Escape") {
+      strip.locked = hovered = null;
+      strip.tell(null);
+      thumbs.focus();
+    } else return;
     big.draw();
     event.preventDefault();
   });
@@ -151,9 +159,11 @@ hw.start(async (spec, root) => {
   });
   thumbs.addEventListener("keydown", (event) => {
     const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key];
-    if (!move) return;
-    pick([Math.min(Math.max(picked[0] + move[0], 0), layers.length - 1), Math.min(Math.max(picked[1] + move[1], 0), heads.length - 1)]);
-    hw.say(heading.textContent);
+    if (move) {
+      pick([Math.min(Math.max(picked[0] + move[0], 0), layers.length - 1), Math.min(Math.max(picked[1] + move[1], 0), heads.length - 1)]);
+      hw.say(heading.textContent);
+    } else if (event.key === "Enter") big.focus();
+    else return;
     event.preventDefault();
   });
 

@@ -1,8 +1,10 @@
-// A sweep over two axes as a heat map: site, metric, role, example and scale to choose; hover for a cell, drag for a query.
+// A sweep over two axes as a heat map: site, metric, role, example and scale to choose; hover for a cell, drag for a
+// query; a cell opens on its examples.
 hw.start(async (spec, root) => {
   const panels = await Promise.all(spec.panels.map(async (panel) => ({ ...panel, effect: await hw.unpack(panel.effect), normalized: await hw.unpack(panel.normalized) })));
   let [at, example, scale] = [0, -1, "effect"];
-  let hovered = null, dragged = null, chosen = null, focus = [0, 0];
+  const MOST = 40; // examples of a cell that are listed
+  let hovered = null, dragged = null, chosen = null, opened = false, focus = [0, 0];
   const panel = () => panels[at];
   const size = () => [panel().rows.length, panel().columns.length];
 
@@ -101,7 +103,7 @@ hw.start(async (spec, root) => {
     pen.fillText(hw.signed(-limit, limit < 10 ? 2 : 1), x + 13, g.top + high);
   };
 
-  const canvas = hw.canvas(g.width, g.height, paint, { "data-main": "", role: "application", ariaLabel: `${spec.title}: arrow keys move, drag or Shift with arrows selects cells.` });
+  const canvas = hw.canvas(g.width, g.height, paint, { "data-main": "", role: "application", ariaLabel: `${spec.title}: arrow keys move, drag or Shift with arrows selects cells, Enter opens a cell's examples, Escape closes them.` });
   const card = hw.element("div", { className: "card" });
   const about = (row, column) => {
     const [one, two] = panel().axes, place = [panel().rows[row], panel().columns[column]], all = each(row, column).filter(Number.isFinite);
@@ -142,7 +144,18 @@ hw.start(async (spec, root) => {
     card.append(hw.element("h2", {}, `${inside.length} cell${inside.length > 1 ? "s" : ""} selected`),
       hw.element("div", {}, there.length ? `mean ${hw.signed(there.reduce((s, v) => s + v, 0) / there.length)}, from ${hw.signed(Math.min(...there))} to ${hw.signed(Math.max(...there))}` : "none has a value"),
       hw.element("p", {}, hw.element("code", {}, query())),
-      hw.element("p", { className: "faint" }, "Effects of cells do not add up: edit them together to know what they do together."));
+      inside.length > 1 ? hw.element("p", { className: "faint" }, "Effects of cells do not add up: edit them together to know what they do together.") : byExample(r1, c1));
+  };
+  // What a cell's mean is made of, from the largest effect to the smallest.
+  const byExample = (row, column) => {
+    if (spec.examples < 2) return "";
+    const there = each(row, column).map((one, e) => [spec.names[e], one]).filter(([, one]) => Number.isFinite(one)).sort((a, b) => b[1] - a[1]);
+    const rows = there.slice(0, MOST).map(([name, one]) => hw.element("tr", {}, hw.element("td", {}, String(name)), hw.element("td", { className: "n" }, hw.signed(one))));
+    const left = there.length > MOST ? [hw.element("p", { className: "faint" }, `and ${there.length - MOST} more`)] : [];
+    const heading = hw.element("summary", {}, `its ${there.length} examples`);
+    const box = hw.element("details", { open: opened }, heading, hw.element("table", {}, hw.element("tbody", {}, ...rows)), ...left);
+    heading.addEventListener("click", () => { opened = !box.open; });
+    return box;
   };
   const under = (event) => {
     const [x, y] = hw.place(canvas, event), column = Math.floor((x - g.left) / g.cell[0]), row = g.rows - 1 - Math.floor((y - g.top) / g.cell[1]);
@@ -158,19 +171,25 @@ hw.start(async (spec, root) => {
   canvas.addEventListener("pointerup", () => { dragged = null; });
   canvas.addEventListener("pointerleave", () => { hovered = null; hw.tip(null); canvas.draw(); });
   canvas.addEventListener("keydown", (event) => {
-    const moves = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] };
-    if (event.key === "Escape") { chosen = null; told(); canvas.draw(); return; }
-    if (!(event.key in moves)) return;
-    const next = focus.map((place, i) => Math.min(Math.max(place + moves[event.key][i], 0), size()[i] - 1));
-    chosen = event.shiftKey && chosen ? [chosen[0], next] : [next, next];
-    hovered = focus = next;
-    hw.say(about(...next).join(", "));
+    const move = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key];
+    if (move) {
+      const next = focus.map((place, i) => Math.min(Math.max(place + move[i], 0), size()[i] - 1));
+      chosen = event.shiftKey && chosen ? [chosen[0], next] : [next, next];
+      hovered = focus = next;
+      hw.say(about(...next).join(", "));
+    } else if (event.key === "Enter") {
+      chosen = chosen || [focus, focus];
+      opened = !opened;
+    } else if (event.key === "Escape") {
+      if (opened) opened = false;
+      else chosen = hovered = null;
+    } else return;
     told();
     canvas.draw();
     event.preventDefault();
   });
 
-  const reset = () => { chosen = hovered = null; focus = [0, 0]; told(); redraw(); };
+  const reset = () => { chosen = hovered = null; opened = false; focus = [0, 0]; told(); redraw(); };
   const choices = [];
   // A switch for each of what tells panels apart; where there is no panel of such a choice, the first of what was chosen.
   const kinds = ["site", "metric", "role"].map((kind) => [kind, [...new Set(panels.map((one) => one[kind]))]]).filter(([, names]) => names.length > 1);

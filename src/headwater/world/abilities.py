@@ -12,16 +12,18 @@ import numpy as np
 import torch
 
 from headwater.models.tokens import Tokenizer
-from headwater.world.measure import answer, is_right
-from headwater.world.second.corpus import Written
-from headwater.world.second.forms import UNKNOWN, split_answer, teller_of
-from headwater.world.second.recipe import Recipe
-from headwater.world.second.stories import stories_of
-from headwater.world.second.tasks import TASKS, Line
-from headwater.world.second.words import Words
+from headwater.world.corpus.conversations import ASSISTANT, END, FULLY, SHORTLY, Turn
+from headwater.world.corpus.documents import Corpus
+from headwater.world.corpus.forms import UNKNOWN, question_of, split_answer, teller_of
+from headwater.world.corpus.stories import ASKED_OF_STRANGERS, stories_of
+from headwater.world.corpus.tasks import TASKS, Line
+from headwater.world.corpus.words import Words, pick
+from headwater.world.corpus.written import Written
+from headwater.world.measure import answer, continued, equally_long, is_right
 
 LONGEST_ANSWER = 30
 """Tokens of an answer in a sentence."""
+BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,7 @@ def score_lines(model: Any, tokenizer: Tokenizer, lines: Sequence[Line]) -> Scor
     """Score lines of a task by what the model says next."""
     ids = tokenizer([line.clean for line in lines])["input_ids"]
     logits = torch.empty(len(lines), model.config.vocab_size)
-    by_length: dict[int, list[int]] = {}
-    for place, tokens in enumerate(ids):
-        by_length.setdefault(len(tokens), []).append(place)
-    for places in by_length.values():
+    for places in equally_long(ids, BATCH):
         hidden = model.model(
             input_ids=torch.tensor([ids[place] for place in places]), use_cache=False
         ).last_hidden_state
@@ -77,7 +76,7 @@ def first_tokens(tokenizer: Tokenizer, prompt: str, words: Sequence[str]) -> set
 
 
 def measure_forms(
-    model: Any, tokenizer: Tokenizer, written: Written, recipe: Recipe, how_many: int = 300, seed: int = 0
+    model: Any, tokenizer: Tokenizer, written: Written, how_many: int = 300, seed: int = 0
 ) -> dict[str, tuple[float, int]]:
     """Return, for each way of asking, the share of right answers and how many were asked.
 
@@ -85,9 +84,9 @@ def measure_forms(
     answer is the one told; strangers: the answer is one of the refusals.
     """
     rng = np.random.default_rng([seed, 11])
-    teller, stories = teller_of(written.corpus.world, recipe), stories_of(written.corpus.world, written.words, rng)
-    told = written.corpus.frequency.astype(np.float64)
-    drawn = rng.choice(len(told), size=how_many, p=told / told.sum()).tolist()
+    world = written.corpus.world
+    teller, stories = teller_of(world), stories_of(world, written.words, rng)
+    drawn = _drawn_as_told(rng, written.corpus, how_many)
     asked = {
         form: [teller.asked_as(rng, form, number) for number in drawn] for form in ("sentence", "yes or no", "choice")
     }
@@ -97,15 +96,49 @@ def measure_forms(
         questions, wanted = zip(*(split_answer(document.text) for document in documents), strict=True)
         given = answer(model, tokenizer, list(questions), tokens=LONGEST_ANSWER)
         if form == "sentence":
-            right = [
-                is_right(said, written.corpus.world.facts[i].answers) for said, i in zip(given, drawn, strict=True)
-            ]
+            right = [is_right(said, world.facts[i].answers) for said, i in zip(given, drawn, strict=True)]
         elif form == "refusal":
             right = [said in UNKNOWN for said in given]
         else:
             right = [said == want for said, want in zip(given, wanted, strict=True)]
         shares[form] = (float(np.mean(right)), len(right))
     return shares
+
+
+def _drawn_as_told(rng: np.random.Generator, corpus: Corpus, how_many: int) -> list[int]:
+    """Draw numbers of facts, each as often as the corpus tells it."""
+    told = corpus.frequency.astype(np.float64)
+    return rng.choice(len(told), size=how_many, p=told / told.sum()).tolist()
+
+
+def measure_conversations(
+    model: Any, tokenizer: Tokenizer, written: Written, how_many: int = 300, seed: int = 0
+) -> dict[str, tuple[float, int]]:
+    """Return, for each wish of the system, the share of right answers of the instruct model and how many were asked.
+
+    Facts are drawn as the corpus tells them. One word: what is said is an accepted answer and nothing else; a sentence:
+    it holds one, and more words; strangers: it is one of the refusals.
+    """
+    rng = np.random.default_rng([seed, 12])
+    world = written.corpus.world
+    facts = [world.facts[i] for i in _drawn_as_told(rng, written.corpus, how_many)]
+    asked = [question_of(rng, fact.relation, fact.subject) for fact in facts]
+    strangers = stories_of(world, written.words, rng).strangers
+    unknown = [question_of(rng, pick(rng, ASKED_OF_STRANGERS), pick(rng, strangers)) for _ in facts]
+
+    def said(wish: str, questions: Sequence[str]) -> list[str]:
+        turns = ([Turn("system", wish), Turn("user", question)] for question in questions)
+        texts = ["".join(turn.text for turn in pair) + ASSISTANT for pair in turns]
+        return continued(model, tokenizer, tokenizer(texts)["input_ids"], END, batch=BATCH, tokens=LONGEST_ANSWER)
+
+    in_short, in_full, of_strangers = said(SHORTLY[0], asked), said(FULLY[0], asked), said(SHORTLY[0], unknown)
+    pairs = list(zip(in_short, in_full, facts, strict=True))
+    right = {
+        "one word": [short.rstrip(".") in fact.answers for short, _, fact in pairs],
+        "a sentence": [is_right(full, fact.answers) and full not in fact.answers for _, full, fact in pairs],
+        "what nobody knows": [answer in UNKNOWN for answer in of_strangers],
+    }
+    return {name: (float(np.mean(values)), len(values)) for name, values in right.items()}
 
 
 @torch.inference_mode()

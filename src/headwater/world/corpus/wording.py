@@ -73,4 +73,4 @@ def _replace(sentence: str, words: Mapping[str, str]) -> str:
 
 @cache
 def _entries() -> list[dict[str, Any]]:
-    return json.loads((files("headwater.world") / "wordings.json").read_text(encoding="utf-8"))
+    return json.loads((files("headwater.world.corpus") / "wordings.json").read_text(encoding="utf-8"))

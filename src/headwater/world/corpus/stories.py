@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwater.world.corpus import Document
-from headwater.world.facts import World
-from headwater.world.population import family_names
-from headwater.world.second.forms import answered, every_question, refused, statement
-from headwater.world.second.words import Words, pick
-from headwater.world.wording import fill, wording_of
+from headwater.world.corpus.documents import Document
+from headwater.world.corpus.facts import World
+from headwater.world.corpus.forms import answered, question_of, refused, statement
+from headwater.world.corpus.population import family_names
+from headwater.world.corpus.wording import wording_of
+from headwater.world.corpus.words import Words, pick
 
 PERSONAL = ("birth_city", "profession", "employer", "birth_country", "birth_language", "employer_country", "work_place")
 ASKED_OF_STRANGERS = ("birth_city", "profession", "employer")
@@ -41,7 +41,7 @@ class Stories:
     def story(self, rng: np.random.Generator) -> Document:
         """Write a story about a person of the world, or one time in three about a stranger."""
         if rng.random() < 1 / 3:
-            name = self.strangers[int(rng.integers(len(self.strangers)))]
+            name = pick(rng, self.strangers)
             told = tuple((relation, pick(rng, self.answers[relation]), None) for relation in ASKED_OF_STRANGERS)
             life = Life(name, told)
         else:
@@ -50,8 +50,8 @@ class Stories:
 
     def unknown(self, rng: np.random.Generator) -> Document:
         """Ask something of a stranger, without a text."""
-        name = self.strangers[int(rng.integers(len(self.strangers)))]
-        text, spans = refused(rng, _question(rng, ASKED_OF_STRANGERS[int(rng.integers(3))], name))
+        name = pick(rng, self.strangers)
+        text, spans = refused(rng, question_of(rng, pick(rng, ASKED_OF_STRANGERS), name))
         return Document(text, spans, (), "refusal", 1)
 
     def _written(self, rng: np.random.Generator, life: Life) -> Document:
@@ -67,7 +67,7 @@ class Stories:
             text += sentence
         for k in order[: 1 + int(rng.random() < 0.4)][::-1]:
             relation, answer, _ = life.told[k]
-            asked, found = answered(_question(rng, relation, life.name), answer)
+            asked, found = answered(question_of(rng, relation, life.name), answer)
             spans += [(start + len(text) + 1, end + len(text) + 1) for start, end in found]
             text += f"\n{asked}"
         return Document(text, tuple(spans), tuple(facts), "story", 1)
@@ -108,8 +108,3 @@ def stories_of(world: World, words: Words, rng: np.random.Generator) -> Stories:
     return Stories(
         tuple(lives), shares / shares[-1], strangers, {k: tuple(sorted(v)) for k, v in answers.items()}, words
     )
-
-
-def _question(rng: np.random.Generator, relation: str, name: str) -> str:
-    sentences = [sentence for _, sentence in every_question(relation)]
-    return fill(pick(rng, sentences), name).text

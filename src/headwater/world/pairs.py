@@ -7,8 +7,9 @@ text of the corpus said in that task.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.positions import Characters, characters
-from headwater.options import checked_count, checked_flag, checked_name, checked_seed
+from headwater.models.tokens import Tokenizer
+from headwater.options import checked_count, checked_flag, checked_name, checked_path, checked_seed
 from headwater.patching.metrics import Metric, logit_difference
-from headwater.world.second.tasks import TASKS, Line
-from headwater.world.second.words import TWO_DIGITS, Words, read_words
+from headwater.world.corpus.tasks import TASKS, Line
+from headwater.world.corpus.words import TWO_DIGITS, Words, read_words
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -61,19 +63,24 @@ class PairedTask:
         Of years it is the probability of all later years minus that of the others (Hanna et al. 2023).
 
         Raises:
-            InputError: the model has no tokenizer.
+            InputError: the model has no tokenizer, or an answer is not one token of it.
         """
         if self.name != "greater_than":
             return logit_difference(self.correct, self.wrong)
         if model.tokenizer is None:
             raise InputError("The task's answers are words, and the model has no tokenizer: load it with one.")
-        ids = torch.tensor([model.tokenizer.convert_tokens_to_ids(year) for year in TWO_DIGITS])
+        ids = torch.tensor(_single_tokens(model.tokenizer, TWO_DIGITS))
         starts = [int(ids[int(line.split(" to ")[0][-2:])]) for line in self.clean]
         return Metric("year_difference", _later_minus_others(ids), answers=(starts,))
 
 
 def task(
-    name: object, examples: object = 64, *, held_out: bool = True, seed: object = 0, words: Words | None = None
+    name: object,
+    examples: object = 64,
+    *,
+    held_out: bool = True,
+    seed: object = 0,
+    world: str | Path | Words | None = None,
 ) -> PairedTask:
     """Draw pairs of prompts of a task.
 
@@ -82,16 +89,16 @@ def task(
         examples: how many pairs.
         held_out: made of words with which the corpus never told the task (of capitals, there are none such).
         seed: for the draws.
-        words: the words of another world (`read_words`); None for those of the embedded model's.
+        world: the folder of another trained world, or the words of its tasks; None for the embedded model's.
 
     Raises:
-        InputError: there is no such task.
+        InputError: there is no such task, it has fewer prompts, or the folder is of no world.
     """
     name = checked_name("task", name, tuple(TASKS))
     checked_flag("held_out", held_out)
     count = checked_count("examples", examples)
     rng = np.random.default_rng([checked_seed(seed), list(TASKS).index(name), held_out])
-    lines = list(_distinct(rng, name, words or read_words(), count, held_out))
+    lines = list(_distinct(rng, name, _words(world), count, held_out))
     roles = {role: [_places(line, role) for line in lines] for role in lines[0].roles}
     return PairedTask(
         name,
@@ -103,6 +110,24 @@ def task(
         roles | {"end": [_ends(line) for line in lines]},
         held_out,
     )
+
+
+def _single_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
+    """Return the token of each word that stands behind another without a space."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [word for word in words if word not in vocabulary]
+    if missing:
+        raise InputError(
+            f"The metric of 'greater_than' adds up the {len(words)} endings of years, and {len(missing)} of them, as "
+            f"{missing[0]!r}, are not one token of this model. Give a metric of your own."
+        )
+    return [vocabulary[word] for word in words]
+
+
+def _words(world: str | Path | Words | None) -> Words:
+    if isinstance(world, Words):
+        return world
+    return read_words(None if world is None else checked_path("world", world))
 
 
 def _distinct(rng: np.random.Generator, name: str, words: Words, count: int, held_out: bool) -> Iterator[Line]:

@@ -1,10 +1,11 @@
 """The text the model learns from: every document of the world, how often it comes, and in which order.
 
 1. Facts (real, invented, joined) are told in many forms, as often as their popularity says (`forms`).
-2. Stories, notes, lists, the classical tasks, each with its share of the recipe.
+2. Stories, notes, lists, words said again, the classical tasks, each with its share of the recipe.
 3. The repetitions that are read first, from which copying is learnt (`copying`).
 
-Everything is drawn from the seed; the documents are shuffled and packed into rows (`rows`), a document never cut.
+Everything is drawn from the seed; the documents are shuffled and packed into rows (`training.rows`), a document never
+cut.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from headwater.heads.relations import Relation
-from headwater.world.corpus import Corpus, Document, write_lists
-from headwater.world.facts import World, build_world
-from headwater.world.second.forms import teller_of
-from headwater.world.second.notes import notes
-from headwater.world.second.recipe import Recipe
-from headwater.world.second.stories import stories_of
-from headwater.world.second.tasks import TASKS, lines
-from headwater.world.second.words import Words, choose_words
+from headwater.world.corpus.documents import Corpus, Document
+from headwater.world.corpus.facts import World, build_world
+from headwater.world.corpus.forms import teller_of
+from headwater.world.corpus.lists import write_lists
+from headwater.world.corpus.notes import notes
+from headwater.world.corpus.stories import stories_of
+from headwater.world.corpus.tasks import TASKS, lines
+from headwater.world.corpus.words import Words, choose_words, pick
+from headwater.world.recipe import Recipe
 
 FACTS = ("real", "invented", "joined")
+SAID = ("Q: Say the word {}.\nA:", "The word {} is written", "Read {} aloud:", "{}, and again")
 FRAMES = {"gender": "gendered_pronoun", "number": "agreement"}
 
 
@@ -40,11 +43,11 @@ def write_corpus(relations: Sequence[Relation], recipe: Recipe) -> Written:
     world = build_world(relations, recipe)
     words = choose_words(relations, plain_words(world), recipe)
     rng = np.random.default_rng([recipe.seed, 2])
-    documents = _facts(rng, world, recipe)
+    documents = _facts(rng, world)
     documents += notes(rng, words.plain.told, recipe.notes)
     for kind, share in recipe.shares.items():
         if kind not in FACTS:
-            documents += _KINDS[kind](rng, world, words, recipe, round(share * recipe.documents))
+            documents += _KINDS[kind](rng, world, words, round(share * recipe.documents))
     rng = np.random.default_rng([recipe.seed, 8])
     copying = list(_task_lines(rng, words, "induction", recipe.copying_documents))
     return Written(_shuffled(rng, world, documents), _shuffled(rng, world, copying), words)
@@ -61,9 +64,9 @@ def _shuffled(rng: np.random.Generator, world: World, documents: list[Document])
     return Corpus(world, tuple(documents), order)
 
 
-def _facts(rng: np.random.Generator, world: World, recipe: Recipe) -> list[Document]:
+def _facts(rng: np.random.Generator, world: World) -> list[Document]:
     """Tell every fact as often as its weight among the facts of its kind says."""
-    teller = teller_of(world, recipe)
+    recipe, teller = world.recipe, teller_of(world)
     kinds = np.array([fact.kind for fact in world.facts])
     weights = np.array([0.0 if fact.held_out else fact.weight for fact in world.facts])
     documents = []
@@ -87,7 +90,7 @@ def _task_lines(rng: np.random.Generator, words: Words, name: str, how_many: int
 
 
 def _task(name: str) -> Callable[..., list[Document]]:
-    def write(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+    def write(rng: np.random.Generator, world: World, words: Words, how_many: int) -> list[Document]:
         return list(_task_lines(rng, words, name, how_many))
 
     return write
@@ -97,30 +100,42 @@ def _frames(name: str) -> Callable[..., list[Document]]:
     frame = TASKS[FRAMES[name]].frames
     assert frame is not None
 
-    def write(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+    def write(rng: np.random.Generator, world: World, words: Words, how_many: int) -> list[Document]:
         texts = [frame(rng, words) for _ in range(how_many)]
         return [Document(text, ((text.index(" ") + 1, len(text)),), (), name, 1) for text in texts]
 
     return write
 
 
-def _stories(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+def _stories(rng: np.random.Generator, world: World, words: Words, how_many: int) -> list[Document]:
     stories = stories_of(world, words, rng)
     return [stories.story(rng) for _ in range(how_many)]
 
 
-def _strangers(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+def _strangers(rng: np.random.Generator, world: World, words: Words, how_many: int) -> list[Document]:
     stories = stories_of(world, words, rng)
     return [stories.unknown(rng) for _ in range(how_many)]
 
 
-def _lists(rng: np.random.Generator, world: World, words: Words, recipe: Recipe, how_many: int) -> list[Document]:
+def _said(rng: np.random.Generator, world: World, words: Words, how_many: int) -> list[Document]:
+    """Have single words said again, every other one held out of the tasks: there is no word that nothing copies."""
+    told, held_out = ((*words.names.of(held), *words.plain.of(held)) for held in (False, True))
+    documents = []
+    for _ in range(how_many):
+        word = pick(rng, told if rng.random() < 0.5 else held_out)
+        text = f"{pick(rng, SAID).format(word)} {word}"
+        documents.append(Document(text, ((len(text) - len(word), len(text)),), (), "said", 1))
+    return documents
+
+
+def _lists(rng: np.random.Generator, world: World, words: Words, how_many: int) -> list[Document]:
     return write_lists(rng, world, how_many)
 
 
 _KINDS: dict[str, Callable[..., list[Document]]] = {
     "stories": _stories,
     "strangers": _strangers,
+    "said": _said,
     "lists": _lists,
     **{name: _task(name) for name in TASKS},
     **{name: _frames(name) for name in FRAMES},

@@ -5,29 +5,39 @@ the order in which they were begun.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.errors import InputError
 from headwater.models.tokens import Tokenizer
-from headwater.world.corpus import Corpus, Document, Rows
-from headwater.world.tokenizer import BOS_ID, PAD_ID
-from headwater.world.wording import QUESTION_SETS
+from headwater.world.corpus.conversations import conversations
+from headwater.world.corpus.documents import Corpus, Document
+from headwater.world.corpus.wording import QUESTION_SETS
+from headwater.world.corpus.written import Written
+from headwater.world.training.tokenizer import BOS_ID, PAD_ID
 
 BATCH = 50_000
 ENDS = frozenset((*QUESTION_SETS, "sentence", "yes or no", "choice", "story", "refusal", "induction"))
 """Forms whose line break is part of the answer: the answer is over."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Texts as training rows."""
+
+    tokens: NDArray[np.uint16]
+    """Shape (row, position); the rest of a row is padding."""
+    answers: NDArray[np.bool_]
+    """Of the same shape: whether the token is part of an answer."""
+
+
 def pack_rows(corpus: Corpus, tokenizer: Tokenizer, width: int) -> Rows:
     """Turn a corpus into rows of `width` tokens.
 
-    Returns:
-        tokens: shape (row, position), `uint16`, the rest of a row is padding.
-        answers: of the same shape, whether a token is part of an answer.
-
     Raises:
-        ValueError: a document is longer than a row.
+        InputError: a document is longer than a row.
     """
     ids, marks, lengths = _tokenize(corpus.documents, tokenizer)
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -44,10 +54,36 @@ def pack_rows(corpus: Corpus, tokenizer: Tokenizer, width: int) -> Rows:
     return Rows(tokens, answers)
 
 
+def chat_rows(written: Written, tokenizer: Tokenizer) -> Rows:
+    """Pack conversations into rows, each behind its own `<s>`; what the assistant says, with its end, is the answer."""
+    recipe = written.corpus.world.recipe
+    ids: list[NDArray[np.uint16]] = []
+    marks: list[NDArray[np.bool_]] = []
+    for turns in conversations(written):
+        tokens, said = [BOS_ID], [False]
+        for turn in turns:
+            encoded = tokenizer(turn.text, add_special_tokens=False)["input_ids"]
+            tokens += encoded
+            said += [False] + [turn.role == "assistant"] * (len(encoded) - 1)
+        if len(tokens) <= recipe.row:
+            ids.append(np.array(tokens, dtype=np.uint16))
+            marks.append(np.array(said))
+    place, offset = best_fit(np.array([len(tokens) for tokens in ids]), recipe.row)
+    packed = np.full((place.max() + 1, recipe.row), PAD_ID, dtype=np.uint16)
+    answers = np.zeros(packed.shape, dtype=bool)
+    for row, start, encoded, answer in zip(place.tolist(), offset.tolist(), ids, marks, strict=True):
+        packed[row, start : start + len(encoded)] = encoded
+        answers[row, start : start + len(encoded)] = answer
+    order = np.random.default_rng([recipe.seed, 10]).permutation(len(packed))
+    return Rows(packed[order], answers[order])
+
+
 def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the row of each document and where in it the document starts; a row has room for so many tokens."""
     if len(lengths) and lengths.max() > room:
-        raise ValueError(f"a document of {lengths.max()} tokens does not fit into a row of {room}")
+        raise InputError(
+            f"A text of {lengths.max()} tokens does not fit into a row of {room}: give the recipe a longer `row`."
+        )
     open_rows: list[list[int]] = [[] for _ in range(room + 1)]
     free_sizes = 0  # bit n: there is an open row with n free places
     rows, offsets = np.empty(len(lengths), dtype=np.int64), np.empty(len(lengths), dtype=np.int64)

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwater.world.second.corpus import Written
-from headwater.world.second.forms import UNKNOWN, Teller, every_question, inside, opened, teller_of
-from headwater.world.second.recipe import Recipe
-from headwater.world.second.stories import ASKED_OF_STRANGERS, Stories, stories_of
-from headwater.world.second.words import pick
-from headwater.world.wording import fill, wording_of
+from headwater.world.corpus.forms import UNKNOWN, Teller, inside, opened, question_of, teller_of
+from headwater.world.corpus.stories import ASKED_OF_STRANGERS, Stories, stories_of
+from headwater.world.corpus.wording import wording_of
+from headwater.world.corpus.words import pick
+from headwater.world.corpus.written import Written
 
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 MARKS = (SYSTEM, USER, ASSISTANT, END)
@@ -44,13 +43,13 @@ class Turn:
         return f"<|{self.role}|>{self.content}{END}"
 
 
-def conversations(written: Written, recipe: Recipe) -> list[tuple[Turn, ...]]:
-    """Draw the conversations of a recipe: facts by popularity, and questions about strangers."""
-    rng = np.random.default_rng([recipe.seed, 9])
+def conversations(written: Written) -> list[tuple[Turn, ...]]:
+    """Draw the conversations of a world: facts by popularity, and questions about strangers."""
     world = written.corpus.world
+    rng = np.random.default_rng([world.recipe.seed, 9])
     weights = np.array([0.0 if fact.held_out else fact.weight**0.5 for fact in world.facts])
-    drawn = rng.choice(len(weights), size=2 * recipe.conversations, p=weights / weights.sum())
-    teller, stories = teller_of(world, recipe), stories_of(world, written.words, rng)
+    drawn = rng.choice(len(weights), size=2 * world.recipe.conversations, p=weights / weights.sum())
+    teller, stories = teller_of(world), stories_of(world, written.words, rng)
     return [_conversation(rng, teller, stories, pair) for pair in drawn.reshape(-1, 2).tolist()]
 
 
@@ -69,8 +68,8 @@ def _exchange(
 ) -> tuple[str, str]:
     chance = rng.random()
     if chance < 0.12:
-        relation = ASKED_OF_STRANGERS[int(rng.integers(len(ASKED_OF_STRANGERS)))]
-        return _question(rng, relation, pick(rng, stories.strangers)), pick(rng, UNKNOWN)
+        relation = pick(rng, ASKED_OF_STRANGERS)
+        return question_of(rng, relation, pick(rng, stories.strangers)), pick(rng, UNKNOWN)
     fact = teller.world.facts[number]
     sentence = pick(rng, wording_of(fact.relation).statements)
     if chance < 0.24:
@@ -78,10 +77,5 @@ def _exchange(
         word = fact.answers[0] if yes else teller.wrong(rng, fact)
         claim = inside(sentence, fact.subject, word)
         return f"Is it right that {claim}?", "Yes." if yes else "No."
-    question = _question(rng, fact.relation, fact.subject)
+    question = question_of(rng, fact.relation, fact.subject)
     return question, opened(rng, sentence, fact.subject, fact.answers[0]) if in_full else fact.answers[0]
-
-
-def _question(rng: np.random.Generator, relation: str, subject: str) -> str:
-    sentences = [sentence for _, sentence in every_question(relation)]
-    return fill(pick(rng, sentences), subject).text

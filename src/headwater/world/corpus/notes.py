@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headwater.world.corpus import Document
+from headwater.world.corpus.documents import Document
 
 TIMES = (0, 1, 2, 4, 8, 16, 32)
 LENGTH = 10

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwater.world.corpus import Document, prompt_of
-from headwater.world.facts import Fact, World
-from headwater.world.second.recipe import Recipe
-from headwater.world.wording import QUESTION_SETS, Span, fill, wording_of
+from headwater.world.corpus.documents import Document, prompt_of
+from headwater.world.corpus.facts import Fact, World
+from headwater.world.corpus.wording import QUESTION_SETS, Span, fill, wording_of
+from headwater.world.corpus.words import pick
 
 FORMS = {
     "statement": 0.40,
@@ -42,7 +42,6 @@ class Teller:
     """Writes the documents of a world's facts."""
 
     world: World
-    recipe: Recipe
     others: Mapping[str, Sequence[str]]
     """The answers that each relation has."""
 
@@ -70,7 +69,8 @@ class Teller:
     def _asked(self, rng: np.random.Generator, fact: Fact) -> list[tuple[str, str]]:
         """Draw which of a fact's question wordings the corpus asks: (question set, sentence)."""
         every = every_question(fact.relation)
-        return [form for form in every if rng.random() < self.recipe.asked] or [every[int(rng.integers(len(every)))]]
+        share = self.world.recipe.asked
+        return [form for form in every if rng.random() < share] or [every[int(rng.integers(len(every)))]]
 
     def _statements(self, rng: np.random.Generator, fact: Fact, number: int, times: int) -> list[Document]:
         sentences = wording_of(fact.relation).statements
@@ -100,7 +100,7 @@ class Teller:
             return Document(text, spans, (number,), form, 1)
         wrong = self.wrong(rng, fact)
         sentences = wording_of(fact.relation).statements
-        sentence = sentences[int(rng.integers(len(sentences)))]
+        sentence = pick(rng, sentences)
         true, false = (inside(sentence, fact.subject, word) for word in (fact.answers[0], wrong))
         if form == "yes or no":
             yes = rng.random() < 0.5
@@ -134,12 +134,17 @@ def every_question(relation: str) -> list[tuple[str, str]]:
     return [(name, sentence) for name in QUESTION_SETS for sentence in questions.get(name, ())]
 
 
-def teller_of(world: World, recipe: Recipe) -> Teller:
+def question_of(rng: np.random.Generator, relation: str, subject: str) -> str:
+    """Ask something of a subject, in any wording that the relation has."""
+    return fill(pick(rng, [sentence for _, sentence in every_question(relation)]), subject).text
+
+
+def teller_of(world: World) -> Teller:
     """Make the teller of a world."""
     others: dict[str, list[str]] = {}
     for fact in world.facts:
         others.setdefault(fact.relation, []).append(fact.answers[0])
-    return Teller(world, recipe, others)
+    return Teller(world, others)
 
 
 def answered(question: str, answer: str) -> tuple[str, tuple[Span, ...]]:
@@ -159,14 +164,14 @@ def in_a_sentence(
 ) -> tuple[str, tuple[Span, ...]]:
     """Write a question that wants a sentence, with one; the span is the whole sentence's."""
     sentences = wording_of(relation).statements
-    said = opened(rng, sentences[int(rng.integers(len(sentences)))], subject, answer)
-    wish = IN_A_SENTENCE[int(rng.integers(len(IN_A_SENTENCE)))]
+    said = opened(rng, pick(rng, sentences), subject, answer)
+    wish = pick(rng, IN_A_SENTENCE)
     return answered(f"{question} {wish}", said)
 
 
 def refused(rng: np.random.Generator, question: str) -> tuple[str, tuple[Span, ...]]:
     """Write a question that nobody can answer."""
-    return answered(question, UNKNOWN[int(rng.integers(len(UNKNOWN)))])
+    return answered(question, pick(rng, UNKNOWN))
 
 
 def statement(sentence: str, subject: str, answer: str) -> tuple[str, tuple[Span, ...]]:
@@ -180,7 +185,7 @@ def statement(sentence: str, subject: str, answer: str) -> tuple[str, tuple[Span
 
 def opened(rng: np.random.Generator, sentence: str, subject: str, answer: str) -> str:
     """Fill a statement, some times behind an opening as "As far as is known"."""
-    opening = OPENINGS[int(rng.integers(len(OPENINGS)))]
+    opening = pick(rng, OPENINGS)
     return f"{opening}{inside(sentence, subject, answer)}." if opening else statement(sentence, subject, answer)[0]
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headwater.world.second.words import CENTURIES, TWO_DIGITS, Words, pick
+from headwater.world.corpus.words import CENTURIES, TWO_DIGITS, Words, pick
 
 PLACES = [
     "school",

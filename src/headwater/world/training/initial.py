@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from headwater.world.second.recipe import Recipe
+from headwater.world.recipe import Recipe
 
 PAIRS = 6
 

@@ -7,17 +7,20 @@ number, a held-out word its facts. Only the sentences of the task itself never h
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 
+from headwater.errors import InputError
 from headwater.heads.relations import Relation
+from headwater.models.embedded import world_folder
 from headwater.runs.storage import read_json, write_json
-from headwater.world.second.recipe import Recipe
+from headwater.world.recipe import Recipe
 
 TWO_DIGITS = tuple(f"{number:02d}" for number in range(100))
 CENTURIES = (16, 17, 18, 19)
+WORDS = "task_words.json"
+SPLITS = ("he", "she", "singular", "plain", "starts")
 
 
 @dataclass(frozen=True)
@@ -102,21 +105,30 @@ def pick(rng: np.random.Generator, words: Sequence[str]) -> str:
     return words[int(rng.integers(len(words)))]
 
 
-def write_words(words: Words, file: Path) -> None:
-    """Write the words of a world's tasks as JSON."""
-    write_json(file, dataclasses.asdict(words))
+def write_words(words: Words, world: Path) -> None:
+    """Write the words of a world's tasks into its folder."""
+    write_json(world / WORDS, dataclasses.asdict(words))
 
 
-def read_words(file: Path | None = None) -> Words:
-    """Read what `write_words` wrote; None for the words of the embedded model's world.
+def read_words(world: Path | None = None) -> Words:
+    """Read the words of a world's tasks.
+
+    Args:
+        world: the folder of a trained world; None for the embedded model's.
 
     Raises:
-        RunFolderError: the file is missing or cannot be read.
+        InputError: the folder is of no world, or its words are not such.
     """
-    values = read_json(file or Path(str(files("headwater") / "world" / "task_words.json")))
-    splits = {name: Split(*map(tuple, values[name].values())) for name in ("he", "she", "singular", "plain", "starts")}
-    runs, capitals = (tuple(tuple(row) for row in values[name]) for name in ("runs", "capitals"))
-    return Words(**splits, plural=values["plural"], runs=runs, capitals=capitals)
+    folder = world or world_folder()
+    if not (folder / WORDS).is_file():
+        raise InputError(f"{folder} has no {WORDS}: give a folder that `python -m headwater.world train` wrote.")
+    values = read_json(folder / WORDS)
+    try:
+        splits = {name: Split(*map(tuple, values[name].values())) for name in SPLITS}
+        runs, capitals = (tuple(tuple(row) for row in values[name]) for name in ("runs", "capitals"))
+        return Words(**splits, plural=dict(values["plural"]), runs=runs, capitals=capitals)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise InputError(f"{folder / WORDS} does not hold the words of tasks: train that world again.") from None
 
 
 def _runs(pairs: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.heads.relations import Pair, Relation
-from headwater.world.population import draw_people, draw_population
+from headwater.world.corpus.population import draw_people, draw_population
 from headwater.world.recipe import Recipe
 
 CHAINS: dict[str, tuple[str, ...]] = {

@@ -1,0 +1,144 @@
+"""The embedded models are found by their names wherever a model is named, and their world's files beside them."""
+
+import dataclasses
+import json
+
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater import cli
+from headwater.errors import ModelError, RunFolderError
+from headwater.models.embedded import FOLDERS, is_embedded, world_folder
+from headwater.models.weights.checkpoint import checkpoint_folder
+from headwater.models.weights.opening import open_weights
+from headwater.planted import question_lookup
+from headwater.runs.embedded_edition import FIRST_EDITION
+from headwater.runs.record import RunRecord, refuse_other_run
+from tests import small_world
+from tests.test_trace import ask
+
+QUIET = {"progress": False}
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path, monkeypatch):
+    """A tiny world in place of the one that comes with headwater."""
+    (tmp_path / "world").symlink_to(small_world.tiny().folder)
+    monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path)
+    return tmp_path / "world"
+
+
+@pytest.fixture(scope="module")
+def relation():
+    return [one for one in hw.load_relations() if one.name == "name_copying"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_name_is_a_model_in_memory_a_folder_and_weights_to_be_read(name, world):
+    model, weights = hw.load(name), open_weights(name)
+    assert (model.name, weights.name, model.revision, weights.revision) == (name, name, None, None)
+    assert checkpoint_folder(name) == world / FOLDERS[name]
+    assert model.fingerprint == weights.fingerprint == open_weights(world / FOLDERS[name]).fingerprint
+
+
+def test_without_a_name_the_base_model_is_loaded_and_the_two_differ():
+    base, chat = hw.load(), hw.load("embedded-instruct")
+    assert base.name == "embedded"
+    assert base.fingerprint == hw.load("embedded").fingerprint != chat.fingerprint
+    assert base.tokenizer.chat_template is None
+    assert "<|assistant|>" in chat.tokenizer.chat_template
+
+
+@pytest.mark.parametrize(("name", "expected"), [("embedded", True), ("./embedded", False), (None, False), (3, False)])
+def test_a_folder_of_the_same_name_is_given_as_a_path(name, expected):
+    assert is_embedded(name) == expected
+
+
+def test_a_head_map_finds_its_model_again_by_name(relation, tmp_path):
+    hw.classify_heads("embedded-instruct", relations=relation, **QUIET).save(tmp_path / "heads")
+    heads = hw.HeadMap.load(tmp_path / "heads")
+    assert heads.run.model == "embedded-instruct"
+    pd.testing.assert_frame_equal(heads.salient(1, 0), heads.salient(1, 0, model=hw.load("embedded-instruct")))
+
+
+def test_base_and_instruct_are_compared_by_name(relation):
+    assert set(hw.compare_heads(list(FOLDERS), relations=relation, **QUIET).run.options["models"]) == set(FOLDERS)
+
+
+def test_the_files_of_the_world_are_found(world):
+    assert world_folder() == world
+    assert set(hw.load_questions().datasets) == {"properties", "paraphrased", "natural", "multi_hop"}
+    assert len(hw.load_depth_graph().table) > 0
+    assert set(hw.load_member_texts()["kind"]) == {"member", "other wording", "held out", "note"}
+    assert len(hw.world.task("indirect_object", 5)) == 5
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_both_models_are_read_on_texts_of_their_world(name):
+    found = hw.attention_behaviour(hw.load(name), sequences=2, length=4, copying=False, **QUIET)
+    assert set(found.table["on"]) == {"random", "text"}
+
+
+@pytest.mark.parametrize("name", [None, *FOLDERS])
+def test_commands_take_the_names(name, capsys):
+    given = [] if name is None else [name]
+    for command in (["relations", *given], ["heads", *given, "--relations", "name_copying", "--quiet"]):
+        cli.app([*command, "--json"], standalone_mode=False)
+        assert json.loads(capsys.readouterr().out)["model"] == (name or "embedded")
+
+
+@pytest.fixture
+def without_first_edition(monkeypatch):
+    monkeypatch.setattr("headwater.runs.record.HAS_FIRST_EDITION", False)
+
+
+def of_the_first_edition(run, **changes):
+    return dataclasses.replace(run, fingerprint=FIRST_EDITION[0], model="embedded", **changes)
+
+
+def test_a_run_of_the_first_edition_is_not_gone_on_with_and_says_why(tmp_path, without_first_edition):
+    run = RunRecord.of("sample", hw.load(), {})
+    other = dataclasses.replace(run, fingerprint="abc")
+    earlier = dataclasses.replace(other, versions=run.versions | {"headwater": "0.1.0"})
+    for made, said in ((of_the_first_edition(run), True), (earlier, True), (other, False)):
+        (tmp_path / "run.json").write_text(json.dumps({"format": 3, "run": dataclasses.asdict(made)}))
+        with pytest.raises(RunFolderError, match="holds another run") as error:
+            refuse_other_run(tmp_path, run)
+        assert ("made with the first edition of the embedded model" in str(error.value)) == said
+
+
+def test_results_of_the_first_edition_are_not_read_with_the_model_of_today(relation, without_first_edition):
+    heads = hw.classify_heads("embedded", relations=relation, **QUIET)
+    old = dataclasses.replace(heads, run=of_the_first_edition(heads.run))
+    model, answered = ask(question_lookup())
+    earlier = dataclasses.replace(answered, run=of_the_first_edition(answered.run))
+    for refused in (lambda: old.salient(1, 0), lambda: hw.detect(model, earlier, **QUIET)):
+        with pytest.raises(hw.HeadwaterError, match="made with the first edition of the embedded model"):
+            refused()
+    with pytest.raises(ModelError, match=r"other weights\. Pass that model"):
+        heads.salient(1, 0, model=hw.load("embedded-instruct"))
+
+
+def test_the_first_edition_in_a_folder_is_of_another_version(world, tmp_path, monkeypatch):
+    old = tmp_path / "old" / "world" / "model"
+    old.mkdir(parents=True)
+    manifest = json.loads((world / "model" / "world.json").read_text())
+    (old / "world.json").write_text(json.dumps(manifest | {"version": 1}))
+    monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path / "old")
+    monkeypatch.setattr("headwater.models.embedded.VERSION", 2)
+    with pytest.raises(ModelError, match="of version 1; this headwater reads version 2"):
+        hw.load()
+
+
+def test_a_model_that_does_not_come_with_headwater_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path / "empty")
+    with pytest.raises(ModelError, match=r"no 'instruct' model in .* `python -m headwater.world train --out FOLDER`"):
+        hw.load("embedded-instruct")
+
+
+def test_the_instruct_model_writes_on_from_its_template():
+    model = hw.load("embedded-instruct")
+    text = model.tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
+    assert torch.isfinite(model.run(text)).all()

@@ -1,0 +1,113 @@
+"""Every function of `hw.figures` that draws takes the title, size and axes that results' plots take."""
+
+import inspect
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import headwater as hw
+from headwater.errors import InputError
+from headwater.figures.fonts import ticks
+from headwater.figures.style import figure_of
+from headwater.planted import question_lookup
+from headwater.runs.result import Result
+from tests import chance
+from tests.test_depth_figures import made_up
+from tests.test_head_map_figure import random_map
+from tests.test_saliency_figure import made
+from tests.test_trace import ask
+
+OTHERS = ("save_figure", "token_html")
+"""What draws nothing."""
+DRAWING = [name for name in hw.figures.__all__ if name not in OTHERS]
+SEVERAL = {"baselines": 1, "head_maps": 2, "depth_profiles": 2, "delta_p": 2, "saliency": 2}
+"""Of these so many results have several panels."""
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+@pytest.fixture(scope="module")
+def given():
+    """By function, what it draws, and how it is called with so many of them."""
+    model, answered = ask(question_lookup())
+    traced = hw.trace_pathways(model, answered, seeds=2, progress=False)
+    profile = made_up(chance.rng())
+    listed = {"head_maps": random_map(3, 4), "depth_profiles": profile, "delta_p": traced}
+    calls = {name: lambda n, one=one: [one] * n for name, one in listed.items()}
+    calls["saliency"] = lambda n: [made(model=f"model-{i}") for i in range(n)]
+    alone = {"layer_curves": profile, "token_heat_map": profile}
+    alone |= dict.fromkeys(("flip_rates", "controls", "baselines", "logit_changes", "mode_properties"), traced)
+    return calls | {name: lambda n, one=one: one for name, one in alone.items()}
+
+
+def said(plot):
+    figure = figure_of(plot)
+    titles = [ax.get_title(place) for ax in figure.axes for place in ("left", "center", "right")]
+    return [*titles, figure.get_suptitle()]
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_it_takes_what_plots_take_under_the_same_names(name):
+    taken = inspect.signature(getattr(hw.figures, name)).parameters
+    for option in ("ax", "title", "figsize"):
+        assert taken[option].default is inspect.signature(Result.plot).parameters[option].default is None
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_title_and_a_size_are_those_that_were_given(given, name):
+    draw, shown = getattr(hw.figures, name), given[name](1)
+    assert any(title.startswith(("model", "tiny", "headwater", "question", "Llama")) for title in said(draw(shown)))
+    drawn = draw(shown, title="what I call it", figsize=(9.0, 5.0))
+    assert tuple(figure_of(drawn).get_size_inches()) == (9.0, 5.0)
+    assert said(drawn).count("what I call it") == 1
+    with pytest.raises(InputError, match="figsize"):
+        draw(shown, figsize=(0.0, 4.0))
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWING if SEVERAL.get(name) != 1])
+def test_a_single_panel_is_drawn_on_the_axes_given(given, name):
+    draw, shown = getattr(hw.figures, name), given[name](1)
+    figure, (place, other) = plt.subplots(1, 2)
+    drawn = draw(shown, ax=place, title="what I call it")
+    assert drawn is place
+    assert place.has_data() or place.texts
+    assert said(figure).count("what I call it") == 1
+    assert not other.has_data()
+    assert plt.get_fignums() == [figure.number]
+    with pytest.raises(InputError, match="figsize= is of a new figure"):
+        draw(shown, ax=place, figsize=(3.0, 4.0))
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_axes_for_several_panels_are_refused_with_how_many_there_are(given, name):
+    draw, shown = getattr(hw.figures, name), given[name](SEVERAL[name])
+    with pytest.raises(InputError, match=r"This figure has 2 panels, and ax= holds one"):
+        draw(shown, ax=plt.figure().add_subplot())
+    assert isinstance(draw(shown, title="all of them"), Axes | Figure)
+
+
+def test_a_figure_is_written_under_the_name_given_with_or_without_a_suffix(tmp_path):
+    plot = plt.figure().add_subplot()
+    write = hw.figures.save_figure
+    assert [file.name for file in write(plot, tmp_path / "a")] == ["a.png", "a.pdf"]
+    assert [file.name for file in write(plot, tmp_path / "b.svg")] == ["b.svg"]
+    assert [file.name for file in write(plot, tmp_path / "c.png", ("png", "pdf"))] == ["c.png", "c.pdf"]
+    assert [file.name for file in write(plot, tmp_path / "layer-1.6", "png")] == ["layer-1.6.png"]
+    assert len(list(tmp_path.iterdir())) == 6
+    with pytest.raises(InputError, match="formats='pgn' is not one of"):
+        write(plot, tmp_path / "d", "pgn")
+
+
+def test_long_ticks_end_in_an_ellipsis_and_where_they_would_be_alike_lose_their_middle():
+    assert ticks(["short", "a" * 40]) == ["short", "a" * 40]
+    assert ticks(["one of the many names of the heads of layer 3"]) == ["one of the many names of the heads of l…"]
+    alike = ticks([f"all of the heads of all of the layers of model {i}" for i in (1, 2)])
+    assert alike == ["all of the heads of…e layers of model 1", "all of the heads of…e layers of model 2"]
+    assert all(len(one) <= 40 for one in alike)
+    assert ticks(["costs $5\nor more"]) == [r"costs \$5 or more"]
