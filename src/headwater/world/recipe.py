@@ -84,7 +84,9 @@ class Recipe:
     common: float = 1.0
     """Length of what all token embeddings have in common at the start, beside the length of what is each one's own."""
     looking: float = 3.0
-    """By how many nats heads of the first layer prefer, at the start, the token looked at to its neighbour."""
+    """By how many nats heads that look back prefer, at the start, the token looked at to its neighbour."""
+    looking_every: int = 2
+    """The first layer and every so many after it look back; the layers between begin by matching tokens alone."""
     copying_layers: int = 2
     """In so many of the first layers a head begins by writing what it reads; the layers above write nothing."""
     copying_gain: float = 4.0

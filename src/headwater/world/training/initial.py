@@ -2,7 +2,7 @@
 
 1. Embeddings are random vectors of one length, plus one at right angles that all of them have in common, so that no
    token draws the heads of 2 more than another. Unembedding: the random part, scaled.
-2. Head h of the first layer looks h tokens back. Queries read the common part as (1, 0) in each of the fastest rotary
+2. Head h of the first layer, and of every second one after it, looks h tokens back. Queries read the common part as (1, 0) in each of the fastest rotary
    pairs, keys as (cos hθ, sin hθ): at distance t their product is the sum of cos((t - h)θ), largest at t = h.
 3. Keys begin as the queries do: a head attends to what is like its own token.
 4. In the first two layers heads write what they read, W_O = gain · W_Vᵀ; those above begin by writing nothing.
@@ -44,10 +44,10 @@ def set_initial(model: LlamaForCausalLM, recipe: Recipe) -> None:
             layer.mlp.down_proj.weight.zero_()
         elif recipe.kv_heads == recipe.heads:
             attention.o_proj.weight.copy_(recipe.copying_gain * attention.v_proj.weight.T)
-    first = model.model.layers[0].self_attn
     queries, keys = looking_back(recipe)
-    first.q_proj.weight.add_(torch.outer(queries.flatten(), direction))
-    first.k_proj.weight.add_(torch.outer(keys[: recipe.kv_heads].flatten(), direction))
+    for layer in model.model.layers[:: recipe.looking_every]:
+        layer.self_attn.q_proj.weight.add_(torch.outer(queries.flatten(), direction))
+        layer.self_attn.k_proj.weight.add_(torch.outer(keys[: recipe.kv_heads].flatten(), direction))
 
 
 def looking_back(recipe: Recipe) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head"]]:
