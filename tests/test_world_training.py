@@ -85,6 +85,15 @@ def test_copying_leaves_the_embeddings_as_they_were_and_the_world_changes_them(m
     assert seen == {"copying": False, "world": True}
 
 
+@pytest.mark.parametrize("still", [True, False])
+def test_the_first_layer_goes_on_looking_back_where_the_recipe_says_so(still, tmp_path, trained):
+    recipe = dataclasses.replace(TINY, looking_still=still)
+    model = trained[1].model if recipe == TINY else stages.train(recipe, tmp_path, progress=False).model
+    begun = build_model(recipe, len(trained[1].tokenizer)).half().float().state_dict()
+    same = {name for name, p in model.named_parameters() if torch.equal(p, begun[name])}
+    assert same == ({f"{name}.weight" for name in runs.LOOKING} if still else set())
+
+
 def test_an_mlp_left_out_adds_nothing_in_a_share_of_the_rows_and_the_first_is_never_left_out():
     model = build_model(dataclasses.replace(TINY, layers=3, copying_layers=3), 50)
     tokens = torch.from_numpy(chance.rng().integers(1, 50, (40, 6)))

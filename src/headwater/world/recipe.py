@@ -87,6 +87,8 @@ class Recipe:
     """By how many nats heads that look back prefer, at the start, the token looked at to its neighbour."""
     looking_every: int = 2
     """The first layer and every so many after it look back; the layers between begin by matching tokens alone."""
+    looking_still: bool = True
+    """Whether queries and keys of the first layer stay as they begin, so that its heads go on looking back."""
     copying_layers: int = 2
     """In so many of the first layers a head begins by writing what it reads; the layers above write nothing."""
     copying_gain: float = 4.0

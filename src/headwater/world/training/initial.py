@@ -2,8 +2,11 @@
 
 1. Embeddings are random vectors of one length, plus one at right angles that all of them have in common, so that no
    token draws the heads of 2 more than another. Unembedding: the random part, scaled.
-2. Head h of the first layer, and of every second one after it, looks h tokens back. Queries read the common part as (1, 0) in each of the fastest rotary
-   pairs, keys as (cos hθ, sin hθ): at distance t their product is the sum of cos((t - h)θ), largest at t = h.
+2. Head h of the first layer, and of every second one after it, looks h tokens back. Queries read the common part as
+   (1, 0) in each of the fastest rotary pairs, keys as (cos hθ, sin hθ): at distance t their product is the sum of
+   cos((t - h)θ), largest at t = h. Those of the first layer are not trained (`recipe.looking_still`): trained, they
+   soon read the subject of a question and what is asked of it, wherever these stood, and the model answered with its
+   first layer alone.
 3. Keys begin as the queries do: a head attends to what is like its own token.
 4. In the first two layers heads write what they read, W_O = gain · W_Vᵀ; those above begin by writing nothing.
 

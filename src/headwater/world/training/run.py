@@ -32,6 +32,8 @@ from headwater.world.training.rows import Rows
 from headwater.world.training.tokenizer import PAD_ID
 
 CHECKPOINT = "checkpoint.pt"
+LOOKING = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
+"""The parameters by which heads of the first layer look back (`initial`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,8 @@ class Run:
 
 def _optimizer(model: LlamaForCausalLM, stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
     for name, p in model.named_parameters():
-        p.requires_grad_(stage.embeddings or not _is_embedding(name))
+        still = recipe.looking_still and name.startswith(LOOKING)
+        p.requires_grad_(not still and (stage.embeddings or not _is_embedding(name)))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [p for name, p in named if p.ndim == 2 and not _is_embedding(name)]
     vectors = [p for _, p in named if p.ndim < 2]
