@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import headwater as hw
-from headwater.circuits import edge_effects, senders
+from headwater.circuits import edge_effects, result, senders
 from headwater.heads.categories import RULES
+from headwater.lenses import direct_attribution
 from headwater.models.sites import SITES
-from headwater.patching import activation_patching, edge_knockout, sides, sweep_axes
+from headwater.patching import activation_patching, averages, edge_knockout, sides, sweep_axes
 from headwater.patching.metrics import METRICS
 from headwater.patching.values import VALUES
+from headwater.pathways import attention_saliency
 from headwater.questions import states
 
 FILE = Path(hw.__file__).parent / "names.py"
@@ -29,6 +31,11 @@ THERE = {
     "RuleName": RULES,
     "ProbeSiteName": states.PROBE_SITES,
     "TokenName": states.PROBE_TOKENS,
+    "SpansName": sweep_axes.SPANS,
+    "NormalizeName": averages.NORMALIZE,
+    "RankName": result.RANKED_BY,
+    "PartName": direct_attribution.BY,
+    "LossName": attention_saliency.TARGETS,
 }
 TAKEN = {
     hw.patch: {"sites": "SiteName", "direction": "DirectionName", "values": "ValueName", "method": "MethodName"},

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
         "prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer",
         "answer_last",
     ]  # fmt: skip
+    SpansName: TypeAlias = Literal["together", "token by token"]
+    NormalizeName: TypeAlias = Literal["mean of ratios", "ratio of means"]
+    RankName: TypeAlias = Literal["size", "signed"]
+    PartName: TypeAlias = Literal["head", "layer", "component", "position"]
+    LossName: TypeAlias = Literal["cross_entropy", "logit"]
 else:
     SiteName = ValueName = MetricName = DirectionName = AxisName = MethodName = EdgeMethodName = VariantName = str
-    RuleName = ProbeSiteName = TokenName = str
+    RuleName = ProbeSiteName = TokenName = SpansName = NormalizeName = RankName = PartName = LossName = str

@@ -40,6 +40,7 @@ from headwater.circuits.measuring import Outcome
 from headwater.circuits.result import RANKED_BY, EdgeEffects
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.names import RankName
 from headwater.options import (
     checked_count,
     checked_kind,
@@ -152,7 +153,7 @@ def circuit_curve(
     *,
     metric: Metric | Any,
     sizes: Sequence[float | int] = SIZES,
-    by: str = "size",
+    by: RankName = "size",
     values: object = "other run",
     dataset: Prompts | None = None,
     placebos: int = 10,
@@ -194,7 +195,8 @@ def circuit_curve(
             f"The edges are {len(edges.chosen):,} of {graph.n_edges:,}: sizes are parts of all. Run hw.edges without "
             "senders= and receivers=."
         )
-    by, seed = checked_name("by", by, RANKED_BY), checked_seed(seed)
+    checked_name("by", by, RANKED_BY)
+    seed = checked_seed(seed)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     named = {f"{x:g}": edges.circuit(max(1, round(x * graph.n_edges)), by=by) for x in shares}
     outcome = Outcome.of(

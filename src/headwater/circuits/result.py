@@ -22,6 +22,7 @@ from headwater.circuits.circuit import Circuit, made
 from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
+from headwater.names import RankName
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
 from headwater.patching.averages import summarize
 from headwater.runs.findings import said_number
@@ -156,7 +157,7 @@ class EdgeEffects(ByMetric, Result):
         said.append("Effects of edges in series count the same path more than once: they do not add up to a whole.")
         return said
 
-    def circuit(self, n: int, *, by: str = "size", metric: str | None = None) -> Circuit:
+    def circuit(self, n: int, *, by: RankName = "size", metric: str | None = None) -> Circuit:
         """Return the circuit of the strongest edges, by their means over examples.
 
         Args:
@@ -178,7 +179,8 @@ class EdgeEffects(ByMetric, Result):
                 "Edges of single positions, or through MLPs, make no circuit; run hw.edges without over='position', "
                 "positions= or through='mlps'."
             )
-        n, by = checked_count("n", n, most=len(self.chosen)), checked_name("by", by, RANKED_BY)
+        n = checked_count("n", n, most=len(self.chosen))
+        checked_name("by", by, RANKED_BY)
         effects, estimates = (_means(self._flat(name))[:, m] for name in ("effects", "estimates"))
         means = np.where(np.isnan(effects), estimates, effects)
         for_the_answer = means if self.run.options["direction"] == "denoise" else -means

@@ -29,6 +29,7 @@ from headwater.circuits.result import RANKED_BY
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.norms import attention_post_norm
+from headwater.names import RankName
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
@@ -152,7 +153,7 @@ def find_circuit(
     *,
     metric: Metric | Any,
     threshold: float | int,
-    by: str = "size",
+    by: RankName = "size",
     budget: int | None = None,
     values: Any = "other run",
     dataset: Prompts | None = None,
@@ -192,7 +193,8 @@ def find_circuit(
     """
     graph = graph_of(model)
     threshold = checked_number("threshold", threshold, above=0.0)
-    by, seed = checked_name("by", by, RANKED_BY), checked_seed(seed)
+    checked_name("by", by, RANKED_BY)
+    seed = checked_seed(seed)
     budget = None if budget is None else checked_count("budget", budget)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     hours = None if hours is None else checked_number("hours", hours, above=0.0)

@@ -24,6 +24,7 @@ from headwater.cli.command import (
 from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.cli.patching import Measured, Pairs
 from headwater.errors import InputError
+from headwater.names import RankName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -171,7 +172,7 @@ def refuse_options_of_the_other_way(options: Options, size: int | None) -> None:
 
 
 def _searched(
-    model: str | None, pairs: Pairs, measured: Measured, by: str, options: Options, out: Path | None, quiet: bool
+    model: str | None, pairs: Pairs, measured: Measured, by: RankName, options: Options, out: Path | None, quiet: bool
 ) -> CircuitSearch:
     from headwater.circuits.search import find_circuit
 

@@ -20,6 +20,7 @@ from headwater.errors import InputError
 from headwater.figures.fonts import LONGEST, drawable, ticks
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import model_title, style, whole_numbers
+from headwater.names import NormalizeName
 from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
 from headwater.patching.sweep_axes import ROLES
@@ -55,7 +56,7 @@ def plot_sweep(
     site: str | None = None,
     metric: str | None = None,
     value: str = "effect",
-    normalize: str | None = None,
+    normalize: NormalizeName | None = None,
     **fixed: object,
 ) -> Axes | Figure:
     """Draw a sweep: what `Sweep.plot` says."""

@@ -36,6 +36,7 @@ from headwater.lenses.contributions import Contributions, Part
 from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
+from headwater.names import PartName
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
@@ -125,7 +126,7 @@ def direct_logit_attribution(
     *,
     tokens: tuple[Answer, Answer] | Any,
     at: Where = "last",
-    by: str = "head",
+    by: PartName = "head",
     batch_size: int = 16,
     progress: bool = True,
     out: str | Path | None = None,

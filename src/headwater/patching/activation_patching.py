@@ -29,7 +29,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, sites_named
-from headwater.names import AxisName, DirectionName, MethodName, SiteName, ValueName
+from headwater.names import AxisName, DirectionName, MethodName, SiteName, SpansName, ValueName
 from headwater.options import checked_name, checked_seed, shown
 from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
@@ -41,7 +41,7 @@ from headwater.patching.prompts import Prompts, Spot
 from headwater.patching.runners import Wave
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.sweep_axes import SPANS, Asked, Step, Window, chosen, covered, kinds_of, lasting
+from headwater.patching.sweep_axes import Asked, Step, Window, chosen, covered, kinds_of, lasting
 from headwater.patching.together import patch_together
 from headwater.patching.values import Recipe, recorded
 from headwater.runs.analysis import Run, carry_out
@@ -64,7 +64,7 @@ def patch(
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,
     keys: Where = "all",
-    spans: str = SPANS[0],
+    spans: SpansName = "together",
     window: Window = None,
     from_layer: Iterable[int] | int | None = None,
     dataset: Prompts | None = None,

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from headwater.names import NormalizeName
 from headwater.options import checked_kind
 from headwater.patching.attribution import Gradients
 from headwater.patching.averages import (
@@ -71,7 +72,7 @@ class Sweep(Result):
         object.__setattr__(self, "tokens", tuple(tuple(strings) for strings in self.tokens))
 
     def summary(
-        self, *, level: float = 0.95, value: str = "effect", normalize: str | None = None, seed: int = 0
+        self, *, level: float = 0.95, value: str = "effect", normalize: NormalizeName | None = None, seed: int = 0
     ) -> pd.DataFrame:
         """Summarize each cell over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
 
@@ -109,7 +110,7 @@ class Sweep(Result):
         columns: str | None = None,
         *,
         value: str = "effect",
-        normalize: str | None = None,
+        normalize: NormalizeName | None = None,
         **fixed: object,
     ) -> pd.DataFrame:
         """Lay the means over examples out as a grid, such as layers by heads or layers by roles.
@@ -227,7 +228,7 @@ class Sweep(Result):
         site: str | None = None,
         metric: str | None = None,
         value: str = "effect",
-        normalize: str | None = None,
+        normalize: NormalizeName | None = None,
         title: str | None = None,
         figsize: Size | None = None,
         **fixed: Any,

@@ -18,6 +18,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site
+from headwater.names import SpansName
 from headwater.options import checked_count, checked_name, one_or_several, shown, whole_numbers
 from headwater.patching.cells import Kind
 from headwater.patching.prompts import Spot, role_spots, spot_of
@@ -195,7 +196,7 @@ class Asked:
     positions: Where
     heads: Iterable[int] | int | None
     window: Window
-    spans: str = SPANS[0]
+    spans: SpansName = "together"
     """Whether the tokens of a role are edited together, or each by itself."""
     from_layer: Iterable[int] | int | None = None
     """The layers that values come from; None is the layer that is written."""

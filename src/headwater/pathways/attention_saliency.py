@@ -38,6 +38,7 @@ from headwater.errors import InputError
 from headwater.models.gradients import KeysValues, keys_values, refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
+from headwater.names import LossName
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.sweep_axes import chosen
 from headwater.pathways.edge_saliency import WORTH_A_RUN, SaliencyRow, Wanted, common_start, measure_batch, rows_of
@@ -75,7 +76,7 @@ class Saliency(Result):
     `probability` are that fold's, of a wrong answer."""
     by_layer: pd.DataFrame
     """The same at each layer: `dataset, example, target, layer, saliency_exact_answer, saliency_all`."""
-    target: str
+    target: LossName
     """The target that figures and `of` show unless told otherwise."""
     run: RunRecord
 
@@ -84,7 +85,7 @@ class Saliency(Result):
         """The names of the question sets, in the order of the table."""
         return tuple(dict.fromkeys(self.table["dataset"]))
 
-    def of(self, target: str | None = None) -> pd.DataFrame:
+    def of(self, target: LossName | None = None) -> pd.DataFrame:
         """Return the rows of one target, by default the one asked for.
 
         Raises:
@@ -132,7 +133,7 @@ def saliency(
     answered: AnsweredQuestions,
     probe: Probe,
     *,
-    target: str = "cross_entropy",
+    target: LossName = "cross_entropy",
     edges: str | Sequence[str] = EDGES,
     heads: str = "mean_abs",
     pairs: str = "mean",
@@ -236,7 +237,7 @@ def _result(
     measured: dict[str, Tensor],
     fold: NDArray[np.int64],
     layers: Sequence[int],
-    target: str,
+    target: LossName,
     run: RunRecord,
 ) -> Saliency:
     """Put the numbers into tables: cross-entropy's gradient is the logit's times |p - z|."""
