@@ -87,8 +87,8 @@ class Recipe:
     """By how many nats heads that look back prefer, at the start, the token looked at to its neighbour."""
     looking_every: int = 2
     """The first layer and every so many after it look back; the layers between begin by matching tokens alone."""
-    looking_first: int = 2
-    """Heads of the first layer look 0 to one less than so many tokens back, by turns: it does not reach the subject."""
+    looking_first: int = 1
+    """Heads of the first layer look 1 to so many tokens back, by turns: it does not reach the subject of a question."""
     looking_still: bool = True
     """Whether queries and keys of the first layer stay as they begin, so that its heads go on looking back."""
     copying_layers: int = 2

@@ -20,7 +20,8 @@ from headwater.world.recipe import Recipe
 TWO_DIGITS = tuple(f"{number:02d}" for number in range(100))
 CENTURIES = (16, 17, 18, 19)
 WORDS = "task_words.json"
-SPLITS = ("he", "she", "singular", "plain", "starts")
+SPLITS = ("names", "he", "she", "singular", "plain", "starts")
+MOST_NOUNS = 400
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,11 @@ class Split:
 class Words:
     """What the tasks are made of."""
 
+    names: Split
+    """First and family names. They are many more than the model is wide: what is done with the told ones has to be a
+    rule, since no table of single names fits."""
     he: Split
+    """The names of men among them."""
     she: Split
     singular: Split
     plain: Split
@@ -54,14 +59,9 @@ class Words:
     @property
     def every(self) -> list[str]:
         """Every word that a line of a task may hold."""
-        splits = (self.he, self.she, self.singular, self.plain)
+        splits = (self.names, self.singular, self.plain)
         split = [word for one in splits for word in (*one.told, *one.held_out)]
         return [*split, *self.plural.values(), *sum(self.runs, ()), *sum(self.capitals, ())]
-
-    @property
-    def names(self) -> Split:
-        """First names of both genders."""
-        return Split(self.he.told + self.she.told, self.he.held_out + self.she.held_out)
 
 
 def choose_words(relations: Sequence[Relation], plain: Sequence[str], recipe: Recipe) -> Words:
@@ -74,19 +74,25 @@ def choose_words(relations: Sequence[Relation], plain: Sequence[str], recipe: Re
     """
     rng = np.random.default_rng([recipe.seed, 7])
     pairs = {relation.name: dict(relation.pairs) for relation in relations}
-    names = {name for name in pairs["name_copying"] if name.isalpha()}
-    gender = {word: targets[0] for word, targets in pairs["noun_to_pronoun"].items() if word in names}
+    pronoun = {word: targets[0] for word, targets in pairs["noun_to_pronoun"].items()}
     plural = {one: many[0] for one, many in pairs["noun_to_plural"].items() if one.islower() and one != many[0]}
-    nouns = sorted(rng.permutation(sorted(plural))[:150].tolist())
+    nouns = sorted(rng.permutation(sorted(plural))[:MOST_NOUNS].tolist())
 
     def split(words: Sequence[str]) -> Split:
         order = [str(word) for word in rng.permutation(sorted(words))]
         held = round(len(order) * recipe.held_out_words)
         return Split(tuple(order[held:]), tuple(order[:held]))
 
+    def who_are(said: str) -> Split:
+        return Split(
+            *(tuple(name for name in part if pronoun.get(name) == said) for part in (names.told, names.held_out))
+        )
+
+    names = split([name for name in pairs["name_copying"] if name.isalpha()])
     return Words(
-        he=split([name for name, pronoun in gender.items() if pronoun == "he"]),
-        she=split([name for name, pronoun in gender.items() if pronoun == "she"]),
+        names=names,
+        he=who_are("he"),
+        she=who_are("she"),
         singular=split(nouns),
         plain=split(plain),
         starts=split(TWO_DIGITS[2:90]),

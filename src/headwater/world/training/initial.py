@@ -2,9 +2,9 @@
 
 1. Embeddings are random vectors of one length, plus one at right angles that all of them have in common, so that no
    token draws the heads of 2 more than another. Unembedding: the random part, scaled.
-2. Head h of the first layer looks h mod 2 tokens back, of every second layer after it h tokens. Queries read the common
-   part as (1, 0) in each of the fastest rotary pairs, keys as (cos hθ, sin hθ): at distance t their product is the sum
-   of cos((t - h)θ), largest at t = h. Those of the first layer are not trained (`recipe.looking_still`): trained, they
+2. Heads of the first layer look one token back, head h of every second layer after it h. Queries read the common part
+   as (1, 0) in each of the fastest rotary pairs, keys as (cos hθ, sin hθ): at distance t their product is the sum of
+   cos((t - h)θ), largest at t = h. Those of the first layer are not trained (`recipe.looking_still`): trained, they
    soon read the subject of a question and what is asked of it, wherever these stood, and the model answered with its
    first layer alone.
 3. Keys begin as the queries do: a head attends to what is like its own token.
@@ -18,7 +18,7 @@ million tokens.
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -48,13 +48,16 @@ def set_initial(model: LlamaForCausalLM, recipe: Recipe) -> None:
         elif recipe.kv_heads == recipe.heads:
             attention.o_proj.weight.copy_(recipe.copying_gain * attention.v_proj.weight.T)
     for number, layer in list(enumerate(model.model.layers))[:: recipe.looking_every]:
-        queries, keys = looking_back(recipe, recipe.heads if number else recipe.looking_first)
+        distances = torch.arange(recipe.heads) if number else 1 + torch.arange(recipe.heads) % recipe.looking_first
+        queries, keys = looking_back(recipe, distances)
         layer.self_attn.q_proj.weight.add_(torch.outer(queries.flatten(), direction))
         layer.self_attn.k_proj.weight.add_(torch.outer(keys[: recipe.kv_heads].flatten(), direction))
 
 
-def looking_back(recipe: Recipe, far: int) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head"]]:
-    """Return what queries and keys of each head read off the common direction: head h looks h mod `far` tokens back.
+def looking_back(
+    recipe: Recipe, distances: Int[Tensor, "head"]
+) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head"]]:
+    """Return what queries and keys of each head read off the common direction, so that each looks so many tokens back.
 
     The product is scaled so that the token looked at is preferred to its neighbour by `recipe.looking` nats.
     """
@@ -62,7 +65,7 @@ def looking_back(recipe: Recipe, far: int) -> tuple[Float[Tensor, "head d_head"]
     pairs = min(PAIRS, half)
     speeds = 10_000.0 ** (-torch.arange(half, dtype=torch.float32) / half)[:pairs]
     queries, keys = torch.zeros(recipe.heads, recipe.d_head), torch.zeros(recipe.heads, recipe.d_head)
-    angles = (torch.arange(recipe.heads) % far)[:, None] * speeds
+    angles = distances[:, None] * speeds
     queries[:, :pairs] = 1
     keys[:, :pairs], keys[:, half : half + pairs] = angles.cos(), angles.sin()
     if not recipe.common or not recipe.looking:
