@@ -18,7 +18,7 @@ from headwater.world.training import run as runs
 from headwater.world.training import stages
 from headwater.world.training.cross_entropy import linear_cross_entropy
 from headwater.world.training.model_folder import build_model, kept_checkpoints, opened, recipe_of, save
-from headwater.world.training.rows import chat_rows
+from headwater.world.training.rows import Rows, chat_rows
 from tests import chance, small_world
 from tests.small_world import SMALL, TINY
 
@@ -85,21 +85,24 @@ def test_copying_leaves_the_embeddings_as_they_were_and_the_world_changes_them(m
     assert seen == {"copying": False, "world": True}
 
 
-@pytest.mark.parametrize("still", [True, False])
-def test_the_first_layer_goes_on_looking_back_where_the_recipe_says_so(still, tmp_path, trained):
+@pytest.mark.parametrize("still", [0, 1, TINY.heads])
+def test_heads_of_the_first_layer_go_on_looking_back_where_the_recipe_says_so(still, tmp_path, trained):
     recipe = dataclasses.replace(TINY, looking_still=still)
-    model = trained[1].model if recipe == TINY else stages.train(recipe, tmp_path, progress=False).model
+    model = stages.train(recipe, tmp_path, progress=False).model
     begun = build_model(recipe, len(trained[1].tokenizer)).half().float().state_dict()
     same = {name for name, p in model.named_parameters() if torch.equal(p, begun[name])}
-    assert same == ({f"{name}.weight" for name in runs.LOOKING} if still else set())
+    looking = {f"{name}.weight" for name in runs.LOOKING}
+    assert same == (looking if still == TINY.heads else set())
+    for name in looking:
+        rows = (model.state_dict()[name] == begun[name]).all(1).unflatten(0, (-1, TINY.d_head))
+        assert rows[:still].all()
+        assert not rows[still:].any()
 
 
 def test_an_mlp_left_out_adds_nothing_in_a_share_of_the_rows_and_the_first_is_never_left_out():
-    model = build_model(dataclasses.replace(TINY, layers=3, copying_layers=3), 50)
-    tokens = torch.from_numpy(chance.rng().integers(1, 50, (40, 6)))
+    model, tokens = many_rows()
     whole = [layer.mlp for layer in model.model.layers]
-    with runs._mlps_left_out(model, 0.5, 40, [TINY.seed, 4, 0]), torch.no_grad():
-        masked = model.model(input_ids=tokens).last_hidden_state
+    masked = without(model, tokens, mlps_left_out=0.5)
     kept = torch.from_numpy(np.random.default_rng([TINY.seed, 4, 0]).random((3, 40)) >= 0.5)
     assert 0 < kept[1:].float().mean() < 1
     with torch.no_grad():
@@ -112,6 +115,36 @@ def test_an_mlp_left_out_adds_nothing_in_a_share_of_the_rows_and_the_first_is_ne
                 model.model.layers[layer].mlp = mlp
     with torch.no_grad():
         assert not torch.equal(model.model(input_ids=tokens).last_hidden_state, masked)
+
+
+def test_a_head_left_out_writes_nothing_in_a_share_of_the_rows_and_so_much_more_in_the_others():
+    model, tokens = many_rows()
+    masked = without(model, tokens, heads_left_out=0.25)
+    kept = np.random.default_rng([TINY.seed, 4, 0]).random((3, 40, TINY.heads)) >= 0.25
+    assert 0.65 < kept.mean() < 0.85
+    whole = [layer.self_attn.o_proj.weight.clone() for layer in model.model.layers]
+    with torch.no_grad():
+        for row in range(40):
+            for layer, weight in enumerate(whole):
+                for head in range(TINY.heads):
+                    written = slice(head * TINY.d_head, (head + 1) * TINY.d_head)
+                    scale = 4 / 3 if kept[layer, row, head] else 0.0
+                    model.model.layers[layer].self_attn.o_proj.weight[:, written] = scale * weight[:, written]
+            assert torch.allclose(model.model(input_ids=tokens[[row]]).last_hidden_state[0], masked[row], atol=1e-5)
+
+
+def many_rows():
+    """A model whose three layers all write, and forty rows of tokens."""
+    model = build_model(dataclasses.replace(TINY, layers=3, copying_layers=3), 50)
+    return model, torch.from_numpy(chance.rng().integers(1, 50, (40, 6)))
+
+
+def without(model, tokens, **shares):
+    """The last hidden states as a training step sees them where parts are left out."""
+    rows = Rows(tokens.numpy().astype(np.uint16), np.ones(tokens.shape, dtype=bool))
+    stage = runs.Stage("world", rows, 1e-3, **shares)
+    with runs._left_out(model, stage, len(tokens), [TINY.seed, 4, 0]), torch.no_grad():
+        return model.model(input_ids=tokens).last_hidden_state
 
 
 class Nothing(torch.nn.Module):
@@ -260,17 +293,20 @@ def test_a_damaged_file_names_itself_and_the_command_that_rebuilds_it(trained, t
         checked_folder(tmp_path)
 
 
-@pytest.mark.parametrize("far", [1, SMALL.heads])
-def test_first_layer_heads_look_back_by_their_number(far):
+def test_the_first_heads_of_the_first_layer_look_one_back_and_head_h_of_every_second_layer_h():
     _, tokenizer = small_world.small()
-    model = build_model(dataclasses.replace(SMALL, looking=20.0, looking_first=far), len(tokenizer))
+    recipe = dataclasses.replace(SMALL, layers=3, looking=20.0, looking_still=SMALL.heads - 1, copying_layers=0)
+    model = build_model(recipe, len(tokenizer))  # no layer writes: the third reads the embedding too
     model.set_attn_implementation("eager")
     tokens = torch.from_numpy(chance.rng().integers(300, len(tokenizer), size=(1, 40)))
-    pattern = model(tokens, output_attentions=True).attentions[0][0]
+    patterns = model(tokens, output_attentions=True).attentions
     for head in range(SMALL.heads):
-        looked = pattern[head, 10:].argmax(-1)
-        expected = torch.arange(10, 40) - (1 + head % far)
-        assert (looked == expected).float().mean() > 0.9, head
+        one_back, by_number = (
+            (patterns[layer][0, head, 10:].argmax(-1) == torch.arange(10, 40) - back).float().mean()
+            for layer, back in ((0, 1), (2, head))
+        )
+        assert one_back > 0.9 if head < SMALL.heads - 1 else one_back < 0.5
+        assert by_number > 0.9
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ SHARES = {
 }
 """How the documents are divided among their kinds (`corpus.written`)."""
 
-FROM_ZERO = ("seed", "notes", "copying_layers")
+FROM_ZERO = ("seed", "notes", "copying_layers", "looking_still")
 """The whole numbers that may be 0."""
 
 
@@ -87,10 +87,9 @@ class Recipe:
     """By how many nats heads that look back prefer, at the start, the token looked at to its neighbour."""
     looking_every: int = 2
     """The first layer and every so many after it look back; the layers between begin by matching tokens alone."""
-    looking_first: int = 1
-    """Heads of the first layer look 1 to so many tokens back, by turns: it does not reach the subject of a question."""
-    looking_still: bool = True
-    """Whether queries and keys of the first layer stay as they begin, so that its heads go on looking back."""
+    looking_still: int = 8
+    """So many heads of the first layer look one token back, and go on doing so: their queries and keys stay as they
+    begin. The others begin by matching tokens alone."""
     copying_layers: int = 2
     """In so many of the first layers a head begins by writing what it reads; the layers above write nothing."""
     copying_gain: float = 4.0
@@ -102,8 +101,10 @@ class Recipe:
     embedding_rate: float = 1.0
     unembedding_rate: float = 1.0
     """Learning rates of the two, as shares of the others'."""
-    left_out: float = 0.5
+    mlps_left_out: float = 0.5
     """The share of the rows in which each MLP above the first adds nothing, so that heads learn to write answers."""
+    heads_left_out: float = 0.0
+    """The share of the rows in which each head writes nothing, so that no relation rests on one head alone."""
     weight_decay: float = 0.05
     warmup: float = 0.02
     flat: float = 0.6
@@ -156,6 +157,13 @@ def recipe_of_values(values: dict[str, Any], where: str = "The recipe") -> Recip
     heads, groups = (values.get(name, defaults[name]) for name in ("heads", "kv_heads"))
     if heads % groups:
         raise InputError(f"{where}: kv_heads must divide heads, found {groups} and {heads}.")
+    if (width := values.get("width", defaults["width"])) % heads:
+        raise InputError(f"{where}: heads must divide width, found {heads} and {width}.")
+    if (still := values.get("looking_still", defaults["looking_still"])) > heads:
+        raise InputError(f"{where}: looking_still must be at most heads, found {still} and {heads}.")
+    for name in ("mlps_left_out", "heads_left_out"):
+        if values.get(name, defaults[name]) >= 1:
+            raise InputError(f"{where}: {name} must be less than 1, found {values[name]}: nothing would be left.")
     if isinstance(values.get("shares"), dict):
         values = values | {"shares": {name: float(share) for name, share in values["shares"].items()}}
     return Recipe(**values)

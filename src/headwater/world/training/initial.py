@@ -2,11 +2,10 @@
 
 1. Embeddings are random vectors of one length, plus one at right angles that all of them have in common, so that no
    token draws the heads of 2 more than another. Unembedding: the random part, scaled.
-2. Heads of the first layer look one token back, head h of every second layer after it h. Queries read the common part
-   as (1, 0) in each of the fastest rotary pairs, keys as (cos hθ, sin hθ): at distance t their product is the sum of
-   cos((t - h)θ), largest at t = h. Those of the first layer are not trained (`recipe.looking_still`): trained, they
-   soon read the subject of a question and what is asked of it, wherever these stood, and the model answered with its
-   first layer alone.
+2. The first heads of the first layer look one token back, head h of every second layer after it h. Queries read the
+   common part as (1, 0) in each of the fastest rotary pairs, keys as (cos hθ, sin hθ): at distance t their product is
+   the sum of cos((t - h)θ), largest at t = h. Those of the first layer are not trained (`recipe.looking_still`):
+   trained, they soon read the subject of a question and what is asked of it, wherever these stood.
 3. Keys begin as the queries do: a head attends to what is like its own token.
 4. In the first two layers heads write what they read, W_O = gain · W_Vᵀ; those above begin by writing nothing.
 
@@ -18,7 +17,7 @@ million tokens.
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Real
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -47,15 +46,15 @@ def set_initial(model: LlamaForCausalLM, recipe: Recipe) -> None:
             layer.mlp.down_proj.weight.zero_()
         elif recipe.kv_heads == recipe.heads:
             attention.o_proj.weight.copy_(recipe.copying_gain * attention.v_proj.weight.T)
+    heads = torch.arange(recipe.heads)
     for number, layer in list(enumerate(model.model.layers))[:: recipe.looking_every]:
-        distances = torch.arange(recipe.heads) if number else 1 + torch.arange(recipe.heads) % recipe.looking_first
-        queries, keys = looking_back(recipe, distances)
-        layer.self_attn.q_proj.weight.add_(torch.outer(queries.flatten(), direction))
-        layer.self_attn.k_proj.weight.add_(torch.outer(keys[: recipe.kv_heads].flatten(), direction))
+        queries, keys = looking_back(recipe, heads if number else torch.ones(recipe.looking_still))
+        for projection, read in ((layer.self_attn.q_proj, queries), (layer.self_attn.k_proj, keys[: recipe.kv_heads])):
+            projection.weight[: read.numel()].add_(torch.outer(read.flatten(), direction))
 
 
 def looking_back(
-    recipe: Recipe, distances: Int[Tensor, "head"]
+    recipe: Recipe, distances: Real[Tensor, "head"]
 ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head"]]:
     """Return what queries and keys of each head read off the common direction, so that each looks so many tokens back.
 
@@ -64,7 +63,7 @@ def looking_back(
     half = recipe.d_head // 2
     pairs = min(PAIRS, half)
     speeds = 10_000.0 ** (-torch.arange(half, dtype=torch.float32) / half)[:pairs]
-    queries, keys = torch.zeros(recipe.heads, recipe.d_head), torch.zeros(recipe.heads, recipe.d_head)
+    queries, keys = (torch.zeros(len(distances), recipe.d_head) for _ in range(2))
     angles = distances[:, None] * speeds
     queries[:, :pairs] = 1
     keys[:, :pairs], keys[:, half : half + pairs] = angles.cos(), angles.sin()

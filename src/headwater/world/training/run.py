@@ -4,8 +4,8 @@ Every `checkpoint_every` steps weights, optimizer and step are written; a run th
 ends with the same weights (on as many threads).
 
 A step: AdamW, gradients clipped to length 1, the rate by `schedule`. The loss is the mean cross-entropy at every answer
-token and at a random share of the others, drawn from the recipe's seed and the number of the step; so are the MLPs that
-a row does without (`Stage.left_out`; after Fan et al. 2020, who leave out whole layers).
+token and at a random share of the others, drawn from the recipe's seed and the number of the step; so are the MLPs and
+the heads that a row does without (`Stage.mlps_left_out`; after Fan et al. 2020, who leave out whole layers).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from headwater.world.training.tokenizer import PAD_ID
 
 CHECKPOINT = "checkpoint.pt"
 LOOKING = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
-"""The parameters by which heads of the first layer look back (`initial`)."""
+"""Where heads of the first layer look back (`initial`): their rows stay as they begin."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Stage:
     """Whether embedding and unembedding are trained."""
     other_positions: float = 0.0
     """The share of tokens outside answers that the loss counts too."""
-    left_out: float = 0.0
+    mlps_left_out: float = 0.0
     """The share of the rows in which each MLP above the first adds nothing."""
+    heads_left_out: float = 0.0
+    """The share of the rows in which each head writes nothing; where it writes, it writes so much more."""
     flat: float = 0.0
     """The share of its steps before the rate begins to fall; 1: it does not fall."""
 
@@ -95,6 +97,7 @@ class Run:
                 group["lr"] = stage.rate * group["share"] * schedule(step / steps, recipe.warmup, stage.flat)
             loss = _step_loss(self.model, stage, recipe, step)
             loss.backward()
+            _keep_still(self.model, recipe)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
             self.model.zero_grad(set_to_none=True)
@@ -139,20 +142,27 @@ class Run:
 
 def _optimizer(model: LlamaForCausalLM, stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
     for name, p in model.named_parameters():
-        still = recipe.looking_still and name.startswith(LOOKING)
-        p.requires_grad_(not still and (stage.embeddings or not _is_embedding(name)))
+        p.requires_grad_(stage.embeddings or not _is_embedding(name))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if p.ndim == 2 and not _is_embedding(name)]
-    vectors = [p for _, p in named if p.ndim < 2]
+    kept = [p for name, p in named if p.ndim < 2 or name.startswith(LOOKING)]
+    matrices = [p for name, p in named if p.ndim == 2 and not _is_embedding(name) and not name.startswith(LOOKING)]
     read, said = ([p for name, p in named if part in name] for part in ("embed_tokens", "lm_head"))
     groups = [
         {"params": matrices, "weight_decay": recipe.weight_decay, "share": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "share": 1.0},
+        {"params": kept, "weight_decay": 0.0, "share": 1.0},
         {"params": read, "weight_decay": 0.0, "share": recipe.embedding_rate},
         {"params": said, "weight_decay": 0.0, "share": recipe.unembedding_rate},
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=stage.rate, betas=(0.9, 0.98), fused=True)
+
+
+def _keep_still(model: LlamaForCausalLM, recipe: Recipe) -> None:
+    """Leave queries and keys of the heads that look back as they are."""
+    for name in LOOKING:
+        gradient = model.get_submodule(name).weight.grad
+        assert gradient is not None
+        gradient[: recipe.looking_still * recipe.d_head] = 0
 
 
 def _is_embedding(name: str) -> bool:
@@ -172,27 +182,39 @@ def _step_loss(model: LlamaForCausalLM, stage: Stage, recipe: Recipe, step: int)
     chosen = np.random.default_rng([recipe.seed, 3, step]).random(rows.shape) < stage.other_positions
     counted = torch.from_numpy((stage.rows.answers[block] | chosen) & (rows != PAD_ID))[:, 1:].to(model.device)
     tokens = torch.from_numpy(rows.astype(np.int64)).to(model.device)
-    with _mlps_left_out(model, stage.left_out, len(rows), [recipe.seed, 4, step]):
+    with _left_out(model, stage, len(rows), [recipe.seed, 4, step]):
         hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
     return linear_cross_entropy(hidden[counted], model.lm_head.weight, tokens[:, 1:][counted])
 
 
 @contextmanager
-def _mlps_left_out(model: LlamaForCausalLM, share: float, rows: int, seed: list[int]) -> Iterator[None]:
-    """Let each MLP above the first add nothing in a share of the rows, drawn from `seed`."""
-    if not share:
-        yield
-        return
-    kept = np.random.default_rng(seed).random((len(model.model.layers), rows, 1, 1)) >= share
-    masks = torch.from_numpy(kept).to(model.device)
-
-    def masked(mask: Tensor) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
-        return lambda module, inputs, output: output * mask
-
-    above = list(zip(model.model.layers, masks, strict=True))[1:]
-    handles = [layer.mlp.register_forward_hook(masked(mask)) for layer, mask in above]
+def _left_out(model: LlamaForCausalLM, stage: Stage, rows: int, seed: list[int]) -> Iterator[None]:
+    """Let MLPs and heads add nothing in the stage's shares of the rows, drawn from `seed`."""
+    layers, rng = model.model.layers, np.random.default_rng(seed)
+    handles = []
+    if stage.mlps_left_out:
+        kept = rng.random((len(layers), rows, 1, 1)) >= stage.mlps_left_out
+        above = list(zip(layers, torch.from_numpy(kept).to(model.device), strict=True))[1:]
+        handles += [layer.mlp.register_forward_hook(_masked_output(mask)) for layer, mask in above]
+    if stage.heads_left_out:
+        share, heads = stage.heads_left_out, model.config.num_attention_heads
+        written = (rng.random((len(layers), rows, 1, heads, 1)) >= share).astype(np.float32) / (1 - share)
+        masks = torch.from_numpy(written).to(model.device)
+        handles += [
+            layer.self_attn.o_proj.register_forward_pre_hook(_masked_heads(mask))
+            for layer, mask in zip(layers, masks, strict=True)
+        ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _masked_output(mask: Tensor) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
+    return lambda module, inputs, output: output * mask
+
+
+def _masked_heads(mask: Float[Tensor, "row 1 head 1"]) -> Callable[[nn.Module, tuple[Tensor]], tuple[Tensor]]:
+    heads = mask.shape[2]
+    return lambda module, inputs: ((inputs[0].unflatten(-1, (heads, -1)) * mask).flatten(-2),)

@@ -6,6 +6,7 @@
    random vectors copy any word; were the vectors trained meanwhile, words that no such text holds could not be copied.
 4. Stage "world": everything else. The loss is the cross-entropy at every answer token and at a random share of others.
    An MLP above the first adds nothing in a share of the rows: heads learn to answer without the MLPs behind them.
+   Nor does a head: what it knows others come to know too.
 5. Stage "instruct", from the finished model: conversations, the loss at what the assistant says.
 """
 
@@ -76,7 +77,8 @@ def train(recipe: Recipe, out: Path, *, device: str = "cpu", progress: bool = Tr
         corpus,
         recipe.learning_rate,
         other_positions=recipe.other_positions,
-        left_out=recipe.left_out,
+        mlps_left_out=recipe.mlps_left_out,
+        heads_left_out=recipe.heads_left_out,
         flat=recipe.flat,
     )
     stages = [Stage("copying", copying, recipe.learning_rate, embeddings=False, flat=1.0), world]
