@@ -92,7 +92,7 @@ def test_without_scripts_and_without_frames_the_picture_remains(browser, tmp_pat
     assert frames.count() == len(OUTPUTS)
     for i in range(len(OUTPUTS)):
         inside = tab.frame_locator("iframe").nth(i)
-        assert inside.locator("#still img").is_visible()
+        inside.locator("#still img").wait_for(state="visible", timeout=30_000)
         assert inside.locator("canvas").count() == 0
     stripped, _ = opened(browser, tmp_path, page)
     stripped.evaluate("document.querySelectorAll('iframe, script').forEach((one) => one.remove())")
