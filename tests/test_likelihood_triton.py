@@ -123,6 +123,40 @@ def test_three_bfloat16_parts_hold_every_bit_of_a_float32_number():
     assert ((two - numbers).abs() <= numbers.abs() * 2**-16).all()
 
 
+def tf32(numbers):
+    """Numbers as tensor cores read them: 10 bits behind the point, the others cut off."""
+    return (numbers.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def as_tensor_cores_multiply(hidden, W_U):
+    """The logits of precision="high" in float64, as the kernel and Triton's `tf32x3` say: what they leave out only."""
+    if W_U.dtype == torch.bfloat16:
+        return operand_parts(hidden, W_U.dtype, "high").double().sum(0) @ W_U.double()
+    (h, h_rest), (w, w_rest) = ((tf32(a), tf32(a - tf32(a))) for a in (hidden, W_U))
+    return sum(a.double() @ b.double() for a, b in ((h, w), (h_rest, w), (h, w_rest)))
+
+
+@pytest.mark.parametrize(("weights", "bound"), [(torch.float32, 2**-18), (torch.bfloat16, 2**-16)])
+def test_what_fewer_products_leave_out_of_a_logit_is_within_the_stated_bound(weights, bound):
+    hidden, head, _ = problem(tokens=200, d_model=300, seed=int(torch.randint(10**6, ())))
+    hidden *= torch.logspace(-4, 4, 300)
+    W_U = head.W_U.to(weights)
+    sizes = hidden.double().abs() @ W_U.double().abs()
+    error = (as_tensor_cores_multiply(hidden, W_U) - hidden.double() @ W_U.double()).abs() / sizes
+    assert bound / 2**9 < error.max() < bound
+
+
+@pytest.mark.parametrize(("weights", "bound"), [(torch.float32, 2**-18), (torch.bfloat16, 2**-16)])
+def test_statistics_of_fewer_products_are_the_formulas_within_the_stated_bound(weights, bound):
+    hidden, head, target = problem(tokens=30, d_model=48, spread=6.0)
+    head = UnembeddingHead(head.W_U.to(weights))
+    most = 2 * bound * float((hidden.double().abs() @ head.W_U.double().abs()).max())
+    exact = token_statistics_reference(hidden, head, target)
+    found = on_cpu(token_statistics(*on_device(hidden, head, target), "high"))
+    for name in ("log_probability", "top1_log_probability"):
+        assert (getattr(found, name).double() - getattr(exact, name)).abs().max() < most + 1e-5, name
+
+
 @given(st.integers(1, 300), st.integers(1, 600), st.integers(1, 200))
 @settings(max_examples=200)
 def test_no_other_number_of_shares_would_finish_sooner(blocks, tiles, processors):

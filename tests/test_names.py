@@ -10,6 +10,7 @@ import pytest
 import headwater as hw
 from headwater.circuits import edge_effects, result, senders
 from headwater.heads.categories import RULES
+from headwater.kernels.likelihood import PRECISIONS
 from headwater.lenses import direct_attribution
 from headwater.models.sites import SITES
 from headwater.patching import activation_patching, averages, edge_knockout, sides, sweep_axes
@@ -36,6 +37,7 @@ THERE = {
     "RankName": result.RANKED_BY,
     "PartName": direct_attribution.BY,
     "LossName": attention_saliency.TARGETS,
+    "PrecisionName": PRECISIONS,
 }
 TAKEN = {
     hw.patch: {"sites": "SiteName", "direction": "DirectionName", "values": "ValueName", "method": "MethodName"},
@@ -46,6 +48,8 @@ TAKEN = {
     hw.path_patch: {"direction": "DirectionName", "values": "ValueName"},
     hw.classify_heads: {"rule": "RuleName"},
     hw.trace_pathways: {"site": "ProbeSiteName", "token": "TokenName", "variant": "VariantName"},
+    hw.token_statistics: {"precision": "PrecisionName"},
+    hw.score_file: {"precision": "PrecisionName"},
     hw.detect: {"site": "ProbeSiteName", "token": "TokenName", "variant": "VariantName"},
 }
 

@@ -9,6 +9,7 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.kernels import likelihood_blocked
 from headwater.likelihood import files
 from headwater.likelihood.files import NO_TEXT, ScoredTexts, score_file
 from headwater.likelihood.scores import memorization_scores, prefixed_statistics
@@ -70,6 +71,27 @@ def test_prefix_counts_and_entropy_add_their_scores_in_pieces_too(model, tmp_pat
     for option, wrong in {"prefix": " ", "token_counts": [-1, 2], "maximum_entropy": 0.0}.items():
         with pytest.raises(InputError, match=option):
             score_file(model, file, **{option: wrong}, progress=False)
+
+
+def test_every_reading_of_a_text_multiplies_in_the_precision_asked_for(model, tmp_path, monkeypatch, run, checkpoint):
+    asked, kernel = [], likelihood_blocked.token_statistics
+
+    def seen(hidden, head, target, *, precision):
+        asked.append(precision)
+        return kernel(hidden, head, target, precision=precision)
+
+    monkeypatch.setattr(likelihood_blocked, "token_statistics", seen)
+    file = written(tmp_path, "a.txt", " one two three\n")
+    given = {"lowercase": True, "reference": model, "prefix": " one dog", "progress": False}
+    plain, high = (score_file(model, file, **given, **more) for more in ({}, {"precision": "high"}))
+    assert asked == ["highest"] * 4 + ["high"] * 4
+    pd.testing.assert_frame_equal(plain.table, high.table)
+    assert high.run.options["precision"] == "high"
+    asked.clear()
+    run("score", checkpoint("llama"), file, "--quiet", "--precision", "high")
+    assert asked == ["high"]
+    with pytest.raises(InputError, match=r"precision='full' is not one of highest, high\."):
+        score_file(model, file, precision="full", progress=False)
 
 
 def test_the_command_takes_a_prefix_and_counts_from_files(run, checkpoint, model, tmp_path):

@@ -7,6 +7,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
+from headwater.kernels import likelihood_blocked
 from headwater.kernels.likelihood import UnembeddingHead, token_statistics_reference
 from headwater.likelihood import statistics
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, TextStatistics, token_statistics
@@ -112,6 +113,53 @@ def test_what_a_lens_gives_is_normed_in_float32_whatever_the_weights(family, loa
     (ids,) = model.tokenize(text).tokens
     found = score(model, text, lens=lambda residual, layer: residual).table
     assert_close(found, from_logits(in_float64(model, hidden), ids[1:]))
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The precisions that the kernel was asked for."""
+    asked, kernel = [], likelihood_blocked.token_statistics
+
+    def seen(hidden, head, target, *, precision):
+        asked.append(precision)
+        return kernel(hidden, head, target, precision=precision)
+
+    monkeypatch.setattr(likelihood_blocked, "token_statistics", seen)
+    return asked
+
+
+def test_the_precision_of_products_reaches_the_kernel_at_every_layer_and_is_full_unless_asked(products, load, rng):
+    model, texts = load("llama"), texts_of(rng, 2)
+    plain = score(model, texts, layers=[0, 2])
+    assert products == ["highest", "highest"]
+    products.clear()
+    high = score(model, texts, layers=[0, 2], precision="high")
+    assert products == ["high", "high"]
+    pd.testing.assert_frame_equal(high.table, plain.table)  # a CPU multiplies in full in any case
+    assert [stats.run.options["precision"] for stats in (plain, high)] == ["highest", "high"]
+
+
+def test_behind_a_lens_a_card_multiplies_in_two_products_of_bfloat16_or_three(monkeypatch, load, rng):
+    pytest.importorskip("triton")
+    model, texts = load("llama", dtype=torch.bfloat16), texts_of(rng, 2)
+    asked = {"lens": lambda residual, layer: residual.float()}
+    expected = score(model, texts, **asked).table
+    monkeypatch.setattr(likelihood_blocked, "runs_triton", lambda hidden: True)  # on a CPU Triton interprets
+    found = {precision: score(model, texts, **asked, precision=precision).table for precision in ("highest", "high")}
+    assert_close(found["highest"], expected)
+    W_U, width = unembedding_head(model)[1].W_U.double(), model.shape.d_model
+    most = 2 * 2**-16 * float(width**0.5 * W_U.norm(dim=0).max()) * 2  # |h| is √width, gains of at most 2
+    error = np.abs(found["high"]["log_probability"] - found["highest"]["log_probability"])
+    assert 0 < error.max() < most
+
+
+def test_a_folder_of_other_products_is_refused_and_a_misspelt_precision_is_told(load, tmp_path):
+    model = load("llama")
+    score(model, " one two", out=tmp_path)
+    with pytest.raises(RunFolderError, match="option precision"):
+        score(model, " one two", out=tmp_path, precision="high")
+    with pytest.raises(InputError, match=r"precision='hihg' is not one of highest, high\. Did you mean"):
+        score(model, " one two", precision="hihg")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "neox", "gemma3"])

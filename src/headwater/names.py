@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     RankName: TypeAlias = Literal["size", "signed"]
     PartName: TypeAlias = Literal["head", "layer", "component", "position"]
     LossName: TypeAlias = Literal["cross_entropy", "logit"]
+    PrecisionName: TypeAlias = Literal["highest", "high"]
 else:
     SiteName = ValueName = MetricName = DirectionName = AxisName = MethodName = EdgeMethodName = VariantName = str
     RuleName = ProbeSiteName = TokenName = SpansName = NormalizeName = RankName = PartName = LossName = str
+    PrecisionName = str

@@ -82,7 +82,7 @@ PROFILE = Of(
 )
 SCORE = Of(
     "headwater.likelihood.files:score_file",
-    offers="field lowercase maximum_entropy gradient_norm long stride batch_size",
+    offers="field lowercase maximum_entropy gradient_norm long stride precision batch_size",
     shaped=(
         Shaped("k", list[float]),
         Shaped("prefix", Path, help="A file with texts known not to have been seen, for the score recall.", read=_text),
@@ -93,6 +93,7 @@ SCORE = Of(
             read=_counts,
         ),
     ),
+    choices={"precision": "headwater.kernels.likelihood:PRECISIONS"},
     filled="file reference",
 )
 

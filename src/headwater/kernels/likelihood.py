@@ -19,6 +19,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+PRECISIONS = ("highest", "high")
+"""How a CUDA device multiplies float32 states with W_U: with every bit, or in fewer tensor-core products."""
+
 
 class TokenStatistics(NamedTuple):
     """Five numbers per scored token; log-probabilities and entropy in nats, variance in nats²."""

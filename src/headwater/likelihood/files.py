@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwater.data.rows import check_readable, read_texts
 from headwater.errors import InputError
+from headwater.kernels.likelihood import PRECISIONS
 from headwater.likelihood.gradient_norms import gradient_norms
 from headwater.likelihood.scores import (
     SHARES,
@@ -38,7 +39,8 @@ from headwater.likelihood.scores import (
 )
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
-from headwater.options import checked_flag, checked_number, checked_path, shown
+from headwater.names import PrecisionName
+from headwater.options import checked_flag, checked_name, checked_number, checked_path, shown
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
 from headwater.runs.identity import digest, digest_of_file
@@ -118,6 +120,7 @@ def score_file(
     gradient_norm: bool = False,
     long: str = "window",
     stride: int | None = None,
+    precision: PrecisionName = "highest",
     batch_size: int = 16,
     progress: bool = True,
     out: str | Path | None = None,
@@ -137,6 +140,8 @@ def score_file(
         gradient_norm: also take the gradient of every text's loss, for the score `grad_norm`: a step back for each.
         long: what becomes of texts longer than the context: read in windows ("window"), or an "error".
         stride: how many new tokens each further window scores. Default: half the context.
+        precision: how a CUDA device multiplies float32 states with W_U, "highest" with all bits or "high" in fewer
+            tensor-core products. It matters to float32 models and to lenses; elsewhere both are the same.
         batch_size: texts in one run of the model.
         progress: show a bar.
         out: a folder for the result. An interrupted run, repeated with it, continues.
@@ -162,8 +167,9 @@ def score_file(
     counts = None if token_counts is None else checked_counts(token_counts)
     options |= {"token_counts": None if counts is None else digest(counts)}
     options |= {"reference": reference, "lowercase": lowercase, "long": long, "stride": stride}
-    options |= {"gradient_norm": gradient_norm}
-    reading = {"long": long, "stride": stride, "batch_size": batch_size, "progress": False}
+    options |= {"gradient_norm": gradient_norm, "precision": checked_name("precision", precision, PRECISIONS)}
+    computing = {"precision": precision, "batch_size": batch_size, "progress": False}
+    reading = {"long": long, "stride": stride} | computing
 
     def columns_of(texts: list[str | None]) -> dict[str, Tensor]:
         given = [text if text is not None else "" for text in texts]
@@ -171,7 +177,7 @@ def score_file(
         other = token_statistics(reference, given, **reading) if reference is not None else None  # type: ignore[arg-type]
         lowered = [text.lower() for text in stats.texts["content"]]
         lower = token_statistics(model, lowered, **reading) if lowercase else None  # type: ignore[arg-type]
-        behind = prefixed_statistics(model, given, prefix, batch_size=batch_size, progress=False) if prefix else None
+        behind = prefixed_statistics(model, given, prefix, **computing) if prefix else None  # type: ignore[arg-type]
         norms = gradient_norms(model, stats.texts["content"], progress=False) if gradient_norm else None
         scores = memorization_scores(
             stats,

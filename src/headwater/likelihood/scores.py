@@ -18,6 +18,7 @@ from numpy import ndarray
 from headwater.errors import InputError
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
+from headwater.names import PrecisionName
 from headwater.options import checked_number, checked_several, one_or_several, shown
 from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row
@@ -214,7 +215,13 @@ def memorization_scores(
 
 
 def prefixed_statistics(
-    model: HookedModel, texts: Iterable[str], prefix: str, *, batch_size: int = 16, progress: bool = True
+    model: HookedModel,
+    texts: Iterable[str],
+    prefix: str,
+    *,
+    precision: PrecisionName = "highest",
+    batch_size: int = 16,
+    progress: bool = True,
 ) -> TextStatistics:
     """Return the statistics of texts behind a prefix, for the score `recall`.
 
@@ -223,11 +230,12 @@ def prefixed_statistics(
         texts: the texts.
         prefix: texts that are known not to have been seen (ReCaLL, Xie et al. 2024: a few of them), and what stands
             between them and a text.
+        precision: how a CUDA device multiplies float32 states with W_U, see `token_statistics`.
         batch_size: texts in one run of the model.
         progress: show a bar.
 
     Raises:
-        InputError: the prefix is empty or no text, or a text does not fit behind it.
+        InputError: the prefix is empty or no text, a text does not fit behind it, or an option cannot be used.
     """
     prefix = checked_prefix(prefix)
     listed = checked_several("texts", texts, "a list of texts")
@@ -236,7 +244,7 @@ def prefixed_statistics(
             raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
     behind = [prefix + text if text else "" for text in listed]
     spans = [(len(prefix), len(prefix) + len(text)) if text else None for text in listed]
-    return token_statistics(model, behind, spans=spans, batch_size=batch_size, progress=progress)
+    return token_statistics(model, behind, spans=spans, precision=precision, batch_size=batch_size, progress=progress)
 
 
 def checked_shares(k: float | Iterable[float]) -> list[float]:
