@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import (
     cache,
+    circuits,
     collecting,
     edges,
     experiments,
@@ -44,9 +45,10 @@ SUITES = {
     "generation": generation.run,
     "short-texts": short_texts.run,
     "edges": edges.run,
+    "circuits": circuits.run,
 }
 
-QUICK = {"edges": edges.quick}
+QUICK = {"edges": edges.quick, "circuits": circuits.quick}
 """Suites that have small models too, to see whether they run and agree."""
 
 

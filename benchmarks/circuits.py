@@ -1,4 +1,4 @@
-"""Rows of circuits in suite `edges`: many circuits of a pair at once, beside plain forwards and another program's runs.
+"""Suite `circuits`: many circuits of a pair at once, beside plain forwards and another program's runs.
 
 Question: what does it cost to run a circuit alone, where the next one is as good as free?
 
@@ -6,6 +6,10 @@ The circuits are halves of all edges, each drawn by lot, so that every node is i
 them stands one plain forward of the clean prompt: the time per circuit must be less. TransformerLens's `faithfulness`
 runs one circuit, and again without each class of readers; its edges are those of single positions: it is given the same
 edges at every position. Its circuit is of the strongest edges, and it must find them as faithful as headwater does.
+Model and prompts are those of the suite `edges`. The floor of a circuit is a plain forward from the first token on at
+which the prompts differ: every node is in use, and reads something of its own.
+
+`quick` measures a model of few small layers: whether it runs and agrees, not how fast it is.
 """
 
 from collections.abc import Iterator
@@ -16,10 +20,11 @@ import torch
 from transformer_lens.tools.analysis.attribution_patching import faithfulness
 
 import headwater as hw
-from benchmarks.edge_task import METRIC, Task, measured, nodes
-from benchmarks.machine import seconds
+from benchmarks.edge_task import LENGTH, METRIC, QUICK, Task, measured, model_with_gradients, nodes
+from benchmarks.machine import Machine, Work, seconds
 from benchmarks.report import Row
 from headwater.circuits.circuit import made
+from headwater.models.hooked import HookedModel
 
 BATCHES = (8, 32)
 STRONGEST = 26
@@ -28,24 +33,41 @@ STRONGEST = 26
 POSITION_SPECIFIC = "the peer's edges are those of single positions: it is given each edge at every position"
 
 
-def rows(task: Task, rounds: int = 3) -> Iterator[Row]:
+def run(machine: Machine, device: str, model: HookedModel | None = None, rounds: int = 3) -> Iterator[Row]:
     """Yield a row per number of circuits, and one of the peer's."""
+    task = Task.of(model or model_with_gradients(device), 6, device)
     plain = _plain_forward(task, rounds)
     for n_circuits in BATCHES:
-        yield batched_row(task, n_circuits, plain, rounds)
-    yield faithfulness_row(task, rounds)
+        yield batched_row(machine, task, n_circuits, plain, rounds)
+    yield faithfulness_row(machine, task, rounds)
 
 
-def batched_row(task: Task, n_circuits: int, plain: float, rounds: int) -> Row:
+def quick(machine: Machine, device: str) -> Iterator[Row]:
+    """Yield the same rows of a model of three small layers."""
+    yield from run(machine, device, model_with_gradients(device, **QUICK), rounds=1)
+
+
+def least_of_one(task: Task) -> Work:
+    """What one circuit takes at least: two operations per weight that a token meets, the last layer's for what is read.
+
+    Of the 12 d_model² weights of a block keys and values are two; logits are left out. No weight need be read anew.
+    """
+    shape, tokens = task.model.shape, LENGTH - task.start
+    weights = (shape.n_layers - 1) * 12 * tokens + 2 * tokens + 10
+    return Work(2 * shape.d_model**2 * weights, 0.0, done=1, unit="circuits")
+
+
+def batched_row(machine: Machine, task: Task, n_circuits: int, plain: float, rounds: int) -> Row:
     """Some circuits at once: the time of each beside that of one plain forward."""
     some = halves(task, n_circuits)
     agrees = _alone_and_whole_agree(task, some)
-    a_call = median(seconds(lambda: run(task, some), task.device) for _ in range(rounds))
-    few = median(seconds(lambda: run(task, some[:1]), task.device) for _ in range(rounds))
+    a_call = median(seconds(lambda: together(task, some), task.device) for _ in range(rounds))
+    few = median(seconds(lambda: together(task, some[:1]), task.device) for _ in range(rounds))
     return Row(
         name=f"circuits: {n_circuits} at once, the time of one",
         peer="one plain forward of the clean prompt",
-        floor_s=None,
+        floor_s=machine.floor_of(least_of_one(task)),
+        work=least_of_one(task),
         peer_s=plain,
         headwater_s=a_call / n_circuits,
         agrees=agrees,
@@ -55,19 +77,19 @@ def batched_row(task: Task, n_circuits: int, plain: float, rounds: int) -> Row:
     )
 
 
-def faithfulness_row(task: Task, rounds: int) -> Row:
+def faithfulness_row(machine: Machine, task: Task, rounds: int) -> Row:
     """A circuit of the strongest edges, one of 32 at once, beside the peer's run of it."""
     circuit = task.edges(method="sublayer").circuit(task.graph.n_edges // STRONGEST)
     found: list[Any] = []
     kept = [edge for name in circuit.names for edge in nodes(name, task.model.shape)]
     peer_s = seconds(lambda: found.append(faithfulness(task.model.raw, *task.tokens, measured, kept)), task.device)
     some = [circuit, *circuit.placebos(max(BATCHES) - 1)]
-    ours = run(task, some).table["faithfulness"].iloc[0]
-    a_call = median(seconds(lambda: run(task, some), task.device) for _ in range(rounds))
+    ours = together(task, some).table["faithfulness"].iloc[0]
+    a_call = median(seconds(lambda: together(task, some), task.device) for _ in range(rounds))
     return Row(
         name=f"circuits: the {len(circuit):,} strongest edges, one of {len(some)} at once",
         peer=f"transformer_lens faithfulness, {len(kept):,} of its edges at single positions",
-        floor_s=None,
+        floor_s=None,  # a circuit of few edges leaves nodes out
         peer_s=peer_s,
         headwater_s=a_call / len(some),
         agrees=bool(abs(found[0].recovered - ours) < 1e-3 * max(1.0, abs(ours))),
@@ -84,17 +106,17 @@ def halves(task: Task, n_circuits: int) -> list[hw.Circuit]:
     return [made(graph, order[: graph.n_edges // 2].tolist()) for order in drawn]
 
 
-def run(task: Task, some: list[hw.Circuit]) -> hw.CircuitRuns:
+def together(task: Task, some: list[hw.Circuit]) -> hw.CircuitRuns:
     """Run circuits alone."""
     return hw.run_circuits(task.model, [task.clean], [task.corrupted], some, metric=METRIC, progress=False)
 
 
 def _alone_and_whole_agree(task: Task, some: list[hw.Circuit]) -> bool:
     """Whether circuits are at once what they are one by one, and the circuit of all edges is a plain run."""
-    together = run(task, [*some, ~made(task.graph, [])]).table["value"].to_numpy()
-    alone = [run(task, [one]).table["value"].iloc[0] for one in some[:2]]
+    at_once = together(task, [*some, ~made(task.graph, [])]).table["value"].to_numpy()
+    alone = [together(task, [one]).table["value"].iloc[0] for one in some[:2]]
     plain = float(measured(task.model.raw(task.tokens[0])))
-    pairs = [*zip(together[:2], alone, strict=True), (together[-1], plain)]
+    pairs = [*zip(at_once[:2], alone, strict=True), (at_once[-1], plain)]
     return all(abs(a - b) < 1e-4 * max(1.0, abs(b)) for a, b in pairs)
 
 

@@ -1,4 +1,4 @@
-"""What the rows of suite `edges` share: a random model, a pair of prompts, and what its peers call edges."""
+"""What the suites `edges` and `circuits` share: a random model, a pair of prompts, and what its peers call edges."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,8 @@ from headwater.circuits.graph import Graph
 from headwater.models.hooked import HookedModel
 
 LENGTH = 16
+QUICK = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 1200}
+"""Sizes of a model that shows whether a suite runs."""
 METRIC = hw.logit_difference(*ANSWERS)
 
 

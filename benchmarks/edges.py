@@ -6,7 +6,7 @@ The model has GPT-2's 124M shape and random weights; the two prompts of 16 token
 has no program for edges changes one receiver's input in one forward per edge: the same model object, a hook at its q,
 k or v, its MLP or the last norm (`hooked_run`). Of these runs some are made, and their time is scaled to all edges.
 Beside it stand TransformerLens's `get_act_patch_direct_path` for edges between heads, and its `attribution_patch` for
-estimates; circuits follow (`benchmarks.circuits`). Every row compares the numbers before the time counts. The floor of
+estimates; circuits are a suite of their own. Every row compares the numbers before the time counts. The floor of
 the exact ones is the least arithmetic: for every edge the positions from the first difference on, what its receiver
 makes of them and every layer above, in the last layer keys and values alone but where something is read.
 
@@ -22,8 +22,7 @@ from transformer_lens import patching as lens
 from transformer_lens.tools.analysis.attribution_patching import EdgeAttributionConfig, attribution_patch
 
 import headwater as hw
-from benchmarks import circuits
-from benchmarks.edge_task import LENGTH, Task, measured, model_with_gradients, named
+from benchmarks.edge_task import LENGTH, QUICK, Task, measured, model_with_gradients, named
 from benchmarks.live_bytes import live_bytes
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.patching import random_gpt2
@@ -33,7 +32,6 @@ from headwater.models.hooked import HookedModel
 
 SAMPLED = 24
 """Hooked runs that are made and scaled."""
-QUICK = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 1200}
 
 
 def run(machine: Machine, device: str, model: HookedModel | None = None, rounds: int = 1) -> Iterator[Row]:
@@ -46,7 +44,6 @@ def run(machine: Machine, device: str, model: HookedModel | None = None, rounds:
     yield direct_path_row(late)
     yield screened_row(late, a_run)
     yield from attribution_rows(late)
-    yield from circuits.rows(late, rounds=rounds + 2)
     yield memory_row(late)
 
 

@@ -5,17 +5,19 @@ features of a dictionary cost? And what does an edit cost that acts at every tok
 
 The model has GPT-2's 124M shape and random weights. The peer is headwater itself: the same cells with values from the
 other run, or the same text without hooks. Both take turns; medians are reported. Per cell, where a row has several
-draws. The floor of a sweep is that of the suite `patching`.
+draws. The floor of a sweep is that of the suite `patching`, for as many cells as the peer's; what a function, a
+dictionary or an edit computes by itself is left out of it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import headwater as hw
-from benchmarks.machine import Machine
-from benchmarks.patching import ANSWERS, in_turns, random_gpt2
+from benchmarks.machine import Machine, Work
+from benchmarks.patching import ANSWERS, in_turns, least_operations, random_gpt2
 from benchmarks.report import Row
 from headwater.models.generation.loop import generate
 from headwater.models.hooked import HookedModel
@@ -42,34 +44,64 @@ def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iter
 
     for site in ("resid_pre", "z"):
         yield compared(
-            device, f"a function, {site}", lambda s=site: sweep(sites=s, values=blend), lambda s=site: sweep(sites=s)
+            Job(machine, device, model, site),
+            f"a function, {site}",
+            lambda s=site: sweep(sites=s, values=blend),
+            lambda s=site: sweep(sites=s),
         )
+    job = Job(machine, device, model)
     noise = hw.noise(1.0, SAMPLES)
-    yield compared(device, f"{SAMPLES} samples of noise, resid_pre", lambda: sweep(values=noise), sweep)
+    yield compared(job, f"{SAMPLES} samples of noise, resid_pre", lambda: sweep(values=noise), sweep)
     tracing = hw.noise(3.0, SAMPLES, positions=0)
-    yield compared(device, f"causal tracing, {SAMPLES} samples, resid_pre", lambda: sweep(tracing), sweep)
+    yield compared(job, f"causal tracing, {SAMPLES} samples, resid_pre", lambda: sweep(tracing), sweep)
     roles = {"first": 0, "middle": (6, 8), "end": "last"}
     apart = {"positions": {0, 6, 7, LENGTH - 1}}
     by_role = {"positions": roles, "spans": "token by token"}
-    yield compared(device, "positions by role, resid_pre", lambda: sweep(**by_role), lambda: sweep(**apart))
+    four = Job(machine, device, model, places=dict.fromkeys(range(model.shape.n_layers), apart["positions"]))
+    yield compared(four, "positions by role, resid_pre", lambda: sweep(**by_role), lambda: sweep(**apart))
     dictionary, layer = features_of(model), model.shape.n_layers // 2
     whole = {"sites": "resid_post", "layers": layer, "over": ("layer", "position")}
     by_feature = {"sites": dictionary.only(range(8)), "over": ("layer", "feature", "position")}
+    behind = Job(machine, device, model, places={layer + 1: range(LENGTH)})  # what a layer gives, the next one reads
     yield compared(
-        device, "8 features and every position, resid_post", lambda: sweep(**by_feature), lambda: sweep(**whole)
+        behind, "8 features and every position, resid_post", lambda: sweep(**by_feature), lambda: sweep(**whole)
     )
-    yield written(model, clean)
+    yield written(machine, model, clean)
 
 
-def compared(device: str, name: str, brought: Callable[[], hw.Sweep], built_in: Callable[[], hw.Sweep]) -> Row:
+@dataclass(frozen=True)
+class Job:
+    """What two sweeps that are compared both run, for the least arithmetic of it."""
+
+    machine: Machine
+    device: str
+    model: HookedModel
+    site: str = "resid_pre"
+    places: Mapping[int, Collection[int]] | None = None
+    """By layer, the positions; None is all."""
+
+    def work(self, cells: int, draws: float) -> Work:
+        """What some cells take at least, where each is one of so many draws that the same prompts are run for."""
+        least = PAIRS * least_operations(self.model, self.site, LENGTH, self.places, draws) / draws
+        return Work(least, 4 * block_weights(self.model) / draws, done=cells, unit="cells")
+
+
+def block_weights(model: HookedModel) -> int:
+    """Return how many weights the matrices of all blocks have, the MLP four times as wide as the model."""
+    return 12 * model.shape.d_model**2 * model.shape.n_layers
+
+
+def compared(job: Job, name: str, brought: Callable[[], hw.Sweep], built_in: Callable[[], hw.Sweep]) -> Row:
     """Return the row of one sweep beside the same cells with values from the other run, the times per cell."""
     ours, theirs = brought(), built_in()
-    headwater_s, peer_s = in_turns(brought, built_in, device)
+    headwater_s, peer_s = in_turns(brought, built_in, job.device)
     share = len(theirs.table) / len(ours.table)
+    work = job.work(len(theirs.table), 1 / share)
     return Row(
         name=f"experiments: {name}, GPT-2 124M shape, T = {LENGTH}, {PAIRS} pairs, {len(ours.table)} cells",
         peer=f"values from the other run, {len(theirs.table)} cells",
-        floor_s=None,
+        floor_s=job.machine.floor_of(work),
+        work=work,
         peer_s=peer_s,
         headwater_s=headwater_s * share,
         agrees=ours.engine == theirs.engine == "wavefront",
@@ -79,8 +111,11 @@ def compared(device: str, name: str, brought: Callable[[], hw.Sweep], built_in: 
     )
 
 
-def written(model: HookedModel, clean: list[list[int]]) -> Row:
+def written(machine: Machine, model: HookedModel, clean: list[list[int]]) -> Row:
     """Return the row of generation with an edit at every token beside generation without hooks."""
+    blocks, unembedding = block_weights(model), model.shape.d_model * model.shape.d_vocab
+    operations = 2 * TEXTS * (blocks * (LENGTH + WRITTEN - 1) + unembedding * WRITTEN)
+    work = Work(operations, 4 * WRITTEN * (blocks + unembedding), done=TEXTS * WRITTEN, unit="tokens")
     prompts = (clean * TEXTS)[:TEXTS]
     edit = hw.edit("resid_post", model.shape.n_layers // 2, hw.add(torch.ones(model.shape.d_model)))
     batch = model.tokenize(prompts)
@@ -92,7 +127,8 @@ def written(model: HookedModel, clean: list[list[int]]) -> Row:
     return Row(
         name=f"experiments: {WRITTEN} tokens of {TEXTS} texts under hw.edit, GPT-2 124M shape, T = {LENGTH}",
         peer="the same without hooks",
-        floor_s=None,
+        floor_s=machine.floor_of(work),
+        work=work,
         peer_s=peer_s,
         headwater_s=headwater_s,
         agrees=None,

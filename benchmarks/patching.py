@@ -13,7 +13,7 @@ The last rows have the strongest simple way for a peer: the Hugging Face model i
 in turn, and all positions of a layer as one batch; once at GPT-2's size, once at that of a small model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -85,7 +85,7 @@ def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, len
     headwater_s, peer_s = in_turns(ours, theirs, device, first_s)
     columns = "position" if case.site == "resid_pre" else "head"
     values = found.table.pivot(index="layer", columns=columns, values="effect").to_numpy() + found.table["corrupted"][0]
-    work = Work(_least_operations(model, case.site, length), 4 * 85e6, done=len(found.table), unit="cells")
+    work = Work(least_operations(model, case.site, length), 4 * 85e6, done=len(found.table), unit="cells")
     return Row(
         name=f"patching: {case.site} by layer x {columns}, GPT-2 124M shape, T = {length}, {len(found.table)} cells",
         peer=f"transformer_lens.patching.{case.peer.func.__name__ if hasattr(case.peer, 'func') else 'get_act_patch'}",
@@ -115,7 +115,7 @@ def _beside_plain_hooks(machine: Machine, device: str, model: HookedModel, targe
     found, expected = ours(), theirs()
     headwater_s, peer_s = in_turns(ours, theirs, device)
     values = found.table.pivot(index="layer", columns="position", values="effect").to_numpy()
-    work = Work(_least_operations(model, "resid_pre", PLAIN_LENGTH), 4 * 85e6, done=len(found.table), unit="cells")
+    work = Work(least_operations(model, "resid_pre", PLAIN_LENGTH), 4 * 85e6, done=len(found.table), unit="cells")
     shape = model.shape
     return Row(
         name=f"patching: resid_pre by layer x position, {shape.n_layers} layers of width {shape.d_model}, "
@@ -194,20 +194,43 @@ def in_turns(
     return median(own for own, _ in times), median(peer for _, peer in times)
 
 
-def _least_operations(model: HookedModel, site: str, length: int) -> float:
+def least_operations(
+    model: HookedModel,
+    site: str,
+    length: int,
+    places: Mapping[int, Collection[int]] | None = None,
+    draws: float = 1,
+    start: int = 0,
+) -> float:
     """Two operations per weight that a token meets, attention scores and the logits of the two answers left out.
 
     Of the 12 d_model² weights of a block, queries, keys, values and outputs are one d_model² each and the MLP eight. In
     the layer of a residual patch, queries, keys and values change at the patched position only; in that of a head
     patch, attention is as it was. In the last layer one position is read: the others are keys and values.
+
+    Args:
+        model: of whose sizes it is, an MLP four times as wide as the model.
+        site: "resid_pre", or "z" by heads.
+        length: tokens of each of the two prompts.
+        places: by layer, which positions are patched one by one. Default: all from `start` on, in every layer.
+        draws: how many values are tried at each.
+        start: where the prompts begin to differ: what is before is run once, and nothing changes there.
     """
-    shape = model.shape
-    if site == "resid_pre":
-        tokens, rows = length * (length + 1) // 2, length
-        own, own_if_last = 9 * tokens + 3 * rows, 12 * rows
-    else:
-        tokens, rows = length * shape.n_heads, shape.n_heads
-        own, own_if_last = 8 * tokens, 8 * rows
-    between, last = shape.n_layers - 1, 2 * tokens + 10 * rows
-    variants = between * (own + last) + own_if_last + between * (between - 1) // 2 * 12 * tokens
-    return 2 * shape.d_model**2 * (variants + 2 * length * 12 * shape.n_layers)
+    shape, changing = model.shape, range(start, length)
+
+    def above(layer: int, tokens: int, rows: int) -> int:
+        """What tokens meet from a layer on."""
+        return max(0, shape.n_layers - 1 - layer) * 12 * tokens + (2 * tokens + 10 * rows) * (layer < shape.n_layers)
+
+    variants = 0
+    for layer in range(shape.n_layers):
+        if site == "z":
+            rows, tokens = shape.n_heads, shape.n_heads * len(changing)
+            own = 8 * tokens if layer < shape.n_layers - 1 else 8 * rows
+        else:
+            here = changing if places is None else places.get(layer, ())
+            rows, tokens = len(here), sum(length - position for position in here)
+            own = 9 * tokens + 3 * rows if layer < shape.n_layers - 1 else 12 * rows
+        variants += own + above(layer + 1, tokens, rows)
+    both = above(0, length, 1) + above(0, len(changing), 1)
+    return 2 * shape.d_model**2 * (draws * variants + both)

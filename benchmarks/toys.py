@@ -6,7 +6,8 @@ The models are TransformerLens's own (native, width 32, random weights). One is 
 the other by layer and position, 2 layers x 12 positions x 500 prompts. The peer is the loop that one would write: for
 each cell one `run_with_hooks` of all prompts together, fifteen lines, on the same model object in the same process. It
 gives a tensor; headwater gives a table with every prompt, checked, with a record. The two take turns; medians are
-reported.
+reported. The floor is that of the suite `patching`, of the cells in which the two prompts can differ: they do so at the
+second token, and in the first layer's input nowhere else.
 """
 
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 import headwater as hw
-from benchmarks.machine import Machine, peak_bytes
-from benchmarks.patching import ROUNDS, in_turns
+from benchmarks.machine import Machine, Work, peak_bytes
+from benchmarks.patching import ROUNDS, in_turns, least_operations
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
@@ -43,10 +44,10 @@ def toy(n_layers: int, device: str) -> HookedModel:
 def run(machine: Machine, device: str, prompts: int | None = None) -> Iterator[Row]:
     """Yield a row per sweep, of as many prompts as are given or else as the suite has."""
     for site, (n_layers, usual) in CASES.items():
-        yield _row(device, site, toy(n_layers, device), prompts or usual)
+        yield _row(machine, device, site, toy(n_layers, device), prompts or usual)
 
 
-def _row(device: str, site: str, model: HookedModel, n_prompts: int) -> Row:
+def _row(machine: Machine, device: str, site: str, model: HookedModel, n_prompts: int) -> Row:
     generator = torch.Generator().manual_seed(n_prompts)
     clean = torch.randint(2, SIZES["d_vocab"], (n_prompts, LENGTH), generator=generator)  # type: ignore[call-overload]
     corrupted = clean.clone()
@@ -62,11 +63,16 @@ def _row(device: str, site: str, model: HookedModel, n_prompts: int) -> Row:
     headwater_s, peer_s = in_turns(ours, theirs, device)
     column = "head" if site == "z" else "position"
     values = torch.tensor(found.table.sort_values(["layer", column, "example"])["effect"].to_numpy())
+    places = {layer: range(1, 2 if layer == 0 else LENGTH) for layer in range(model.shape.n_layers)}
+    operations = n_prompts * least_operations(model, site, LENGTH, places, start=1)
+    tokens_moved = 4 * model.shape.d_model * n_prompts * (2 * LENGTH - 1)  # the weights are next to nothing
+    work = Work(operations, tokens_moved, done=len(found.table), unit="cells")
     axes = f"{model.shape.n_layers} layers x {expected.shape[1]} {column}s x {n_prompts} prompts"
     return Row(
         name=f"toys: {site}, {axes}, width {model.shape.d_model}",
         peer="a run_with_hooks of all prompts per cell",
-        floor_s=None,
+        floor_s=machine.floor_of(work),
+        work=work,
         peer_s=peer_s,
         headwater_s=headwater_s,
         agrees=bool((values.view(expected.shape) - expected.cpu().double()).abs().max() < 1e-5),

@@ -33,15 +33,30 @@ def test_what_a_person_brings_goes_through_the_wavefront_beside_the_built_in_val
         rows = list(experiments.run(MACHINE, "cpu", model))
     assert len(rows) == 7
     assert all(row.agrees for row in rows[:-1])
+    assert all(0 < row.floor_s < row.headwater_s and row.use_of(MACHINE)["matrix_share"] > 0 for row in rows)
 
 
 def test_the_floor_of_a_sweep_is_less_than_the_peer_and_grows_with_the_prompt():
     model = patching.random_gpt2("cpu", **SIZES)
     shape, block = model.shape, 12 * model.shape.d_model**2
     for site, cells in (("resid_pre", 16 * shape.n_layers), ("z", shape.n_heads * shape.n_layers)):
-        floors = [patching._least_operations(model, site, length) for length in (16, 32)]
+        floors = [patching.least_operations(model, site, length) for length in (16, 32)]
         assert 2 * 2 * 16 * block * shape.n_layers < floors[0] < 2 * cells * 16 * block * shape.n_layers
         assert floors[1] > 1.9 * floors[0]
+
+
+def test_the_least_arithmetic_of_a_sweep_is_what_was_counted_by_hand():
+    """Two layers, two heads, 16 tokens that differ from the fourth on; of 12 d² weights of a block."""
+    model = patching.random_gpt2("cpu", **SIZES)
+    unit = 2 * model.shape.d_model**2
+    both = (12 + 2) * 16 + 10 + (12 + 2) * 13 + 10  # of the last layer keys, values, one token more
+    at_5 = 9 * 11 + 3 + 2 * 11 + 10
+    assert patching.least_operations(model, "resid_pre", 16, {0: [5]}, start=3) == unit * (both + at_5)
+    assert patching.least_operations(model, "resid_pre", 16, {1: [5, 15]}, start=3) == unit * (both + 2 * 12)
+    assert patching.least_operations(model, "resid_pre", 16, {2: [5]}, start=3) == unit * both
+    assert patching.least_operations(model, "resid_pre", 16, {0: [5]}, draws=4, start=3) == unit * (both + 4 * at_5)
+    heads = 2 * (8 * 13 + 2 * 13 + 10) + 2 * 8
+    assert patching.least_operations(model, "z", 16, start=3) == unit * (both + heads)
 
 
 def test_sweeps_of_toys_agree_with_a_loop_of_hooks_in_one_walk(monkeypatch):
@@ -50,6 +65,7 @@ def test_sweeps_of_toys_agree_with_a_loop_of_hooks_in_one_walk(monkeypatch):
         rows = list(toys.run(MACHINE, "cpu", prompts=3))
     assert [row.agrees for row in rows] == [True, True]
     assert all("engine: wavefront" in row.note for row in rows)
+    assert all(row.floor_s > 0 and row.work.done == 3 * cells for row, cells in zip(rows, (4, 2 * 12), strict=True))
 
 
 def test_plain_hooks_with_a_batch_of_positions_give_the_sweep(monkeypatch):
