@@ -3,9 +3,12 @@
     python tools/scaling.py             prints the tables of docs/scaling.md
     python tools/scaling.py probe       times the fit of one probe on this machine's processor
     python tools/scaling.py reads       counts how often pathways and detection read an answer of the embedded model
+    python tools/scaling.py host        times what a layer of one short pass takes on this machine's processor
 
 2 · parameters operations per token and forward; time = operations ÷ (peak × share reached), and for generation
-bytes of weights per step ÷ (bandwidth × share reached). Probes: seconds per number that a fit reads.
+bytes of weights per step ÷ (bandwidth × share reached). Probes: seconds per number that a fit reads. Beside the device
+the host works: for every pass of a batch so much per layer, through TransformerLens's hooks. It asks for the next
+operation while the device is at an earlier one, so that a pass takes the longer of the two.
 """
 
 from __future__ import annotations
@@ -32,6 +35,14 @@ SEEDS, HALVES, KEPT, POOLED = 3, 2, 0.8, 1000
 """Splits of a set; probes of each; the share of their rows that fit (the others choose l*); rows of a pooled set."""
 CHUNK = 256
 """Rows in one piece of a knockout: their states before and after are held."""
+HOST = 1e-3
+"""Seconds of the host per layer and pass through hooks, assumed; `host` times it where you are."""
+BACKWARD = 2
+"""Times the forward that a pass back takes, on the device; on the host it is as one more forward."""
+DETECTION_READS, SCORED_TEXTS, WAVE = 24, 16, 32_768
+"""How often detection reads an answer (`reads`); texts in a pass of `score`; tokens of a sweep's wave."""
+PER_TEXT = 500
+"""Tokens of a text of a corpus."""
 FIT = 7.2e-8
 """Seconds of one core per number read, as `probe` printed: 0.47 s for 800 rows of 8,192."""
 
@@ -65,7 +76,7 @@ def pathway(name: str) -> None:
     print(f"{(states + 2 * pooled) / GIB:.0f} GiB at most; detection {2 * states / GIB:.1f} GiB")
     per_copy = model.gpus()
     prefill = EXAMPLES * PROMPT * model.operations / (PEAK * REACHED)
-    steps = EXAMPLES / BATCH * NEW * model.weights / (BANDWIDTH * STREAMED)
+    steps = EXAMPLES / BATCH * NEW * max(model.weights / (BANDWIDTH * STREAMED), model.layers * HOST)
     reading = FORWARDS * EXAMPLES * READ * model.operations / (PEAK * REACHED)
     print(f"one copy: {per_copy} GPUs of 80 GB; load {model.weights / DISK:.0f} s, ", end="")
     print(f"generation {prefill + steps:.0f} s, {FORWARDS:.1f} forwards {reading:.0f} s")
@@ -77,7 +88,30 @@ def pathway(name: str) -> None:
         print("|", " | ".join([str(copies * per_copy), str(copies), *cells]), "|")
 
 
-def corpus(name: str, tokens: float = 1e12, per_text: int = 500, columns: int = 34) -> None:
+def host(name: str) -> None:
+    """Print, for a pass of each analysis, what the device takes and what the host does, and their sums."""
+    model = SIZES[name]
+    token, layers = model.operations / (PEAK * REACHED), model.layers * HOST
+    batches = EXAMPLES / BATCH
+    passes: dict[str, tuple[float, float, float]] = {
+        "a new token of 64 answers": (batches * NEW, BATCH * token, layers),
+        "pathways, 64 answers read": (batches * FORWARDS, BATCH * READ * token, layers),
+        "detection, 64 answers read": (batches * DETECTION_READS, BATCH * READ * token, layers),
+        "saliency, 64 answers read and back": (batches, (1 + BACKWARD) * BATCH * READ * token, 2 * layers),
+        f"`score`, {SCORED_TEXTS} texts of {PER_TEXT}": (1, SCORED_TEXTS * PER_TEXT * token, layers),
+        "`score`, one text of 50": (1, 50 * token, layers),
+        "`patch`, a wave of 32,768 tokens": (1, WAVE * token, layers),
+        "`patch`, a wave of one cell of 16 tokens": (1, 16 * token, layers),
+    }
+    print(f"\n{short(name)}: {layers * 1e3:.0f} ms of the host for each pass")
+    print("| a pass | how many | device, each | host, each | together, all |\n|---|---|---|---|---|")
+    for what, (count, computed, own) in passes.items():
+        device = max(computed, model.weights / (BANDWIDTH * STREAMED))  # every pass reads the weights
+        each = [f"{seconds * 1e3:,.0f} ms" for seconds in (device, own)]
+        print("|", " | ".join([what, f"{count:,.0f}", *each, f"{count * max(device, own):,.2f} s"]), "|")
+
+
+def corpus(name: str, tokens: float = 1e12, per_text: int = PER_TEXT, columns: int = 34) -> None:
     """Print what scoring a corpus takes, and how it is cut."""
     model = SIZES[name]
     seconds = tokens * 2 * model.parameters / (PEAK * REACHED)
@@ -130,7 +164,29 @@ def count_reads() -> None:
         print(f"{name}: {passed / tokens:.1f} times; {np.mean(answered.z == 0):.0%} of the answers are right")
 
 
-MODES = {"probe": time_a_probe, "reads": count_reads}
+def time_a_layer(passes: int = 200) -> None:
+    """Print the processor time of a layer in a pass of four tokens, watched by a hook at each layer: least of five."""
+    import torch
+
+    import headwater as hw
+
+    torch.set_num_threads(1)
+    model = hw.load(device="cpu")
+    hooks = [(f"blocks.{layer}.hook_resid_post", lambda x, hook: None) for layer in range(model.shape.n_layers)]
+
+    def one(stop_at: int) -> float:
+        start = time.process_time()
+        for _ in range(passes):
+            model.run([[10, 11, 12, 13]], hooks[:stop_at], stop_at=stop_at)
+        return (time.process_time() - start) / passes
+
+    one(model.shape.n_layers)
+    whole, half = (min(one(layers) for _ in range(5)) for layers in (model.shape.n_layers, model.shape.n_layers // 2))
+    each = (whole - half) / (model.shape.n_layers - model.shape.n_layers // 2)
+    print(f"{each * 1e3:.2f} ms a layer, beside {(half - each * (model.shape.n_layers // 2)) * 1e3:.2f} ms a pass")
+
+
+MODES = {"probe": time_a_probe, "reads": count_reads, "host": time_a_layer}
 
 if __name__ == "__main__":
     if sys.argv[1:]:
@@ -138,5 +194,7 @@ if __name__ == "__main__":
         sys.exit()
     pathway(LLAMA_70B)
     pathway(LLAMA_8B)
+    host(LLAMA_70B)
+    host(LLAMA_8B)
     corpus(LLAMA_8B)
     corpus(LLAMA_70B)
