@@ -2,19 +2,24 @@
 
 import copy
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from transformers import core_model_loading as core
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
+from headwater.models import loading
+from headwater.models.weights.checkpoint import read_config
 from headwater.models.weights.opening import open_weights
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -169,6 +174,76 @@ def test_a_device_that_is_not_there_is_one_clear_error(checkpoint, device):
     for model in (path, hw.load(path)):
         with pytest.raises(InputError, match=re.escape(f"device={device!r}")):
             hw.classify_heads(model, device=device)
+
+
+def test_a_model_whose_weights_go_straight_to_the_device_is_the_one_read_on_the_host(checkpoint, family, monkeypatch):
+    folder = checkpoint(family)
+    for options in ({}, {"dtype": "bfloat16"}):
+        whole = hw.load(folder, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "STRAIGHT", ("cpu",))
+            straight = hw.load(folder, device="cpu", **options)
+        assert torch.equal(straight.run(TEXTS[0]), whole.run(TEXTS[0]))
+        assert (straight.fingerprint, straight.dtype, straight.spread) == (whole.fingerprint, whole.dtype, False)
+        buffers = dict(whole.raw.named_buffers())
+        assert buffers.keys() == dict(straight.raw.named_buffers()).keys()
+        for name, buffer in straight.raw.named_buffers():
+            assert torch.equal(buffer, buffers[name]), name
+        assert not any(hasattr(module, "_hf_hook") for module in straight.raw.modules())
+
+
+class StoppedError(Exception):
+    """Raised in place of reading."""
+
+
+@pytest.mark.parametrize(
+    ("device", "own_code", "given"),
+    [
+        (torch.device("cpu"), False, None),
+        (torch.device("mps"), False, None),
+        (torch.device("cuda", 1), False, {"": torch.device("cuda", 1)}),
+        (torch.device("cuda"), False, {"": torch.device("cuda")}),
+        (torch.device("cuda"), True, None),
+        (None, False, "auto"),
+    ],
+)
+def test_only_weights_for_a_cuda_device_go_there_one_by_one(checkpoint, device, own_code, given, monkeypatch):
+    seen = []
+
+    def read(folder, **options):
+        seen.append(options["device_map"])
+        raise StoppedError
+
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", read)
+    folder = checkpoint("llama")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        loading._read_weights(folder, read_config(folder), None, own_code, device)
+    assert seen == [given]
+
+
+def test_of_weights_that_go_one_by_one_the_host_holds_a_few_at_a_time(checkpoint, monkeypatch):
+    """Onto the device "meta", which keeps nothing: what is read and has not yet arrived there is counted."""
+    arrive, lock, now, most, sizes = core._materialize_copy, threading.Lock(), [], [0], []
+
+    def counted(tensor, device=None, dtype=None):
+        size = math.prod(tensor.get_shape()) * 4
+        with lock:
+            now.append(size)
+            sizes.append(size)
+            most[0] = max(most[0], sum(now))
+        there = arrive(tensor, device, dtype)
+        with lock:
+            now.remove(size)
+        assert there.device == torch.device("meta")
+        return there
+
+    monkeypatch.setattr(core, "_materialize_copy", counted)
+    monkeypatch.setattr(loading, "STRAIGHT", ("meta",))
+    folder = checkpoint("llama")
+    with pytest.raises(InputError, match="is not in memory"):
+        loading._read_weights(folder, read_config(folder), None, False, torch.device("meta"))
+    assert len(sizes) == len(load_file(folder / "model.safetensors"))
+    assert most[0] <= 4 * max(sizes) < sum(sizes)
 
 
 def test_a_sharded_checkpoint_loads(checkpoint, tmp_path):

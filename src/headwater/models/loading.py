@@ -4,6 +4,11 @@ Weights are read from safetensors only (pickled ones of a HookedTransformer with
 and never processed: no folding of norms, no centring. No code of a checkpoint runs unless `trust_remote_code` is given.
 A model given in memory is not touched: TransformerLens replaces a model's modules in place, so it gets a copy of the
 modules that shares the numbers.
+
+The weights of a checkpoint go to a CUDA device tensor by tensor (`device_map={"": device}` of transformers, which wants
+accelerate): the host holds as many tensors at once as transformers reads side by side, four, and not the whole model.
+A multimodal model, of which a part is thrown away, and one that brings its own code are read whole on the host first,
+and so is what goes to any other device.
 """
 
 from __future__ import annotations
@@ -46,6 +51,8 @@ from headwater.models.weights.quantized import refuse_to_run
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
+STRAIGHT = ("cuda",)
+"""Kinds of devices to which weights go one by one as they are read."""
 NATIVE = "TransformerLensNative"
 """What TransformerLens calls its own models behind a bridge; their blocks are serial, whatever their config says."""
 
@@ -71,7 +78,8 @@ def load(
         tokenizer: needed for a transformers model; for a checkpoint, instead of its own. A name or folder works too.
         device: where it runs, as "cpu", "cuda" or "cuda:1"; default: a CUDA device if there is one, else the CPU; for
             models given in memory: where they are. "auto" spreads the layers of a checkpoint over all CUDA devices,
-            where one is too small.
+            where one is too small. To a CUDA device weights go tensor by tensor: beside the file's pages the host holds
+            four at once at most. Multimodal models and those with code of their own are read whole on the host first.
         dtype: of the weights, as "float32", "bfloat16" or "float16"; default: as the checkpoint stores them.
         revision: of the hub.
         trust_remote_code: allow a checkpoint to bring its own code.
@@ -146,11 +154,12 @@ def _from_checkpoint(
     else:
         stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
     tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    if not spread:
-        _refuse_unless_it_fits(folder, config, dtype, torch.device(device or _default_device()))
-    hf = language_model(_read_weights(folder, config, dtype, trust_remote_code, spread))
-    if not spread:
-        hf.to(device or _default_device())
+    there = None if spread else torch.device(device or _default_device())
+    if there is not None:
+        _refuse_unless_it_fits(folder, config, dtype, there)
+    hf = language_model(_read_weights(folder, config, dtype, trust_remote_code, there))
+    if there is not None:
+        hf.to(there)
     return _boot(hf, tokenizer, source, None if path.is_dir() else folder.name)
 
 
@@ -285,10 +294,15 @@ def _refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | No
 
 
 def _read_weights(
-    folder: Path, config: object, dtype: torch.dtype | None, trust_remote_code: bool, spread: bool
+    folder: Path, config: object, dtype: torch.dtype | None, trust_remote_code: bool, device: torch.device | None
 ) -> PreTrainedModel:
+    """Read a checkpoint: straight to a device where that is safe, else into the host's memory; None is all devices."""
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    where: str | dict[str, torch.device] | None = "auto"
+    if device is not None:
+        straight = device.type in STRAIGHT and not multimodal and not trust_remote_code
+        where = {"": device} if straight else None
     try:
         with quiet_transformers():
             hf, report = kind.from_pretrained(
@@ -299,7 +313,7 @@ def _read_weights(
                 attn_implementation="eager",
                 use_safetensors=True,
                 output_loading_info=True,
-                device_map="auto" if spread else None,
+                device_map=where,
             )
     except Exception as error:  # each model class believes its config, and fails on what it says in its own way
         raise ModelError(f"The weights in {folder} cannot be loaded: {one_line(error)}") from error
