@@ -3,8 +3,8 @@
 1. Say which activations are meant, and which tokens of each text (`headwater.models.caches.wanted`); estimate what
    they take, and refuse with the figure when the device, or the disk, has not got it.
 2. Run the texts in batches of about equal length, so that a long one hardly pads others. Hooks copy the chosen layers,
-   heads and positions of the real tokens into their place, so nothing else is ever kept. Layers after the last one
-   asked for do not run.
+   heads and positions of the real tokens into their place (`headwater.models.caches.transfer`), so nothing else is
+   ever kept. Layers after the last one asked for do not run.
 3. With `out=`, the texts of some batches are one part, written to its file as soon as it is whole: memory holds one of
    them, and an interrupted collection goes on behind its last part.
 """
@@ -27,6 +27,7 @@ from headwater.kernels.devices import usable_device
 from headwater.models.caches.activations import Activation, features_among
 from headwater.models.caches.cache import Cache
 from headwater.models.caches.sequences import Sequences, starts_of, steps
+from headwater.models.caches.transfer import Place, Transfer
 from headwater.models.caches.wanted import Wanted, names_asked, wanted_of
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
@@ -167,10 +168,11 @@ def _fill(
         own[one.has_keys, one.size] = starts_of(sizes[held])
     within = torch.empty(len(wanted.counts), dtype=torch.long)
     within[held] = torch.arange(len(held))
+    transfer = Transfer()
 
     def run(rows: Sequence[int]) -> None:
         batch = wanted.sequences.batch(rows)
-        taken = _Taken(wanted, torch.tensor(rows), batch.tokens.shape[1])
+        taken = _Taken(wanted, torch.tensor(rows), batch.tokens.shape[1], transfer)
         hooks: list[Hook] = []
         for one in wanted.activations:
             starts = own[one.has_keys, one.size][within[taken.rows]]
@@ -178,7 +180,8 @@ def _fill(
                 target = room[one.name][place]
                 keep = taken.pattern(one, target, starts) if one.has_keys else taken.vectors(one, target, starts)
                 hooks.append((one.hook_name(layer), keep))
-        model.run(batch, hooks, stop_at=wanted.stop_at)
+        with transfer:
+            model.run(batch, hooks, stop_at=wanted.stop_at)
         bar.update(len(rows))
 
     lengths = wanted.sequences.lengths[examples].tolist()
@@ -189,7 +192,8 @@ def _fill(
 class _Taken:
     """What is kept of the texts of one batch, as indices into its activations."""
 
-    def __init__(self, wanted: Wanted, rows: Int[Tensor, " row"], width: int):
+    def __init__(self, wanted: Wanted, rows: Int[Tensor, " row"], width: int, transfer: Transfer):
+        self.transfer = transfer
         self.rows, self.counts = rows, wanted.counts[rows]
         self.lengths = wanted.sequences.lengths[rows]
         first = starts_of(wanted.counts)[rows].repeat_interleave(self.counts)
@@ -200,13 +204,16 @@ class _Taken:
 
     def vectors(self, one: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
         """Return a hook that copies the chosen tokens of an activation into their rows."""
-        where = _run_of(starts.repeat_interleave(self.counts) + steps(self.counts))
+        where = starts.repeat_interleave(self.counts) + steps(self.counts)
+
+        def place(rows: slice, arrived: Tensor) -> None:
+            target[_run_of(where[rows])] = arrived.to(target.device, target.dtype)
 
         def keep(activation: Tensor, hook: object) -> None:
             there = activation.device
             chosen = activation.flatten(0, 1) if self.whole else activation[self.row.to(there), self.columns.to(there)]
             chosen = self.readers[one.name](chosen) if one.name in self.readers else self._heads(one, chosen)
-            target[where] = chosen.to(target.device, target.dtype)
+            self.transfer.bring(chosen, target, place)
 
         return looks(keep)
 
@@ -219,7 +226,7 @@ class _Taken:
             columns = self.columns.to(activation.device).split(counts)
             for row, (begin, queries) in enumerate(zip(begins, columns, strict=True)):
                 block = chosen[row] if self.whole else chosen[row][:, queries, : lengths[row]]
-                target[begin : begin + block.numel()].view(block.shape).copy_(block)
+                self.transfer.bring(block, target, _into(target[begin : begin + block.numel()].view(block.shape)))
 
         return looks(keep)
 
@@ -229,6 +236,15 @@ class _Taken:
         if axis is None:
             return activation
         return activation.index_select(axis, torch.tensor(self.heads, device=activation.device))
+
+
+def _into(target: Tensor) -> Place:
+    """Return what writes rows into those of a tensor."""
+
+    def place(rows: slice, arrived: Tensor) -> None:
+        target[rows].copy_(arrived)
+
+    return place
 
 
 def _run_of(where: Int[Tensor, " token"]) -> Int[Tensor, " token"] | slice:
