@@ -6,6 +6,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.sites import SITES
+from headwater.patching import attribution
 from tests import chance
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -140,3 +141,54 @@ def test_a_caller_in_inference_mode_gets_the_same_and_a_model_loaded_there_is_re
     assert inside.table.equals(outside.table)
     with pytest.raises(InputError, match=r"was loaded under torch.inference_mode\(\)"):
         hw.patch(frozen, [clean], [corrupted], **options)
+
+
+def by_cell(products, cells, first):
+    """Add up what each cell covers, a cell at a time."""
+    total = torch.zeros(len(cells), dtype=torch.float64)
+    for i, cell in enumerate(cells):
+        for edit in cell.edits:
+            for layer in edit.layers:
+                product = products[edit.site.name, layer, edit.read_at(layer), edit.sample][cell.example - first]
+                if edit.site.has_keys:
+                    product = (product if edit.keys is None else product[..., list(edit.keys)]).sum(-1).T
+                if edit.positions is not None:
+                    product = product[list(edit.positions)]
+                if edit.heads is not None:
+                    product = product[:, list(edit.heads)]
+                if edit.units is not None:
+                    product = product[:, [*edit.units, -1]]
+                total[i] += product.sum()
+    return total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sites": ["resid_pre", "mlp_post"], "window": {"layer": 2, "position": 3}},
+        {"sites": ["resid_pre", "z", "pattern"], "over": "layer"},
+        {"sites": ["z", "v"], "over": ["layer", "position", "head"], "values": hw.noise(1.0, samples=2)},
+        {"sites": ["z", "pattern"], "over": ["layer", "head"], "window": "cumulative", "heads": [1, 3]},
+        {"sites": "pattern", "over": ["layer", "position", "key"], "from_layer": [0, 2]},
+        {"sites": "pattern", "over": ["head", "key"], "window": {"key": 3}},
+        {"sites": "pattern", "over": "layer", "keys": range(1, 5), "heads": [0, 2]},
+        {"sites": "pattern", "positions": {"a": 4, "b": {3, 5}}, "keys": {"c": {0, 1}, "d": 3}},
+    ],
+    ids=str,
+)
+def test_cells_that_are_added_up_together_come_to_what_each_does_alone_to_the_last_bit(models, options, monkeypatch):
+    pairs = [random_pair(length) for length in (9, 7, 9)]
+    given = {"metric": [METRIC, hw.probability(7)], "method": "attribution", "progress": False} | options
+
+    def effects():
+        sweep = hw.patch(models("llama"), *map(list, zip(*pairs, strict=True)), **given)
+        return torch.tensor(sweep.table["effect"].to_numpy())
+
+    together = effects()
+    monkeypatch.setattr(attribution, "AT_ONCE", 50)
+    in_parts = effects()
+    monkeypatch.setattr(attribution, "sums", by_cell)
+    alone = effects()
+    assert torch.equal(together, alone)
+    assert torch.equal(in_parts, alone)
+    assert float(alone.abs().max()) > 1e-3

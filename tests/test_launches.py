@@ -6,6 +6,7 @@ import torch
 import headwater as hw
 from headwater.kernels import ov, ov_blocked, ov_sweep
 from headwater.kernels.likelihood import UnembeddingHead
+from headwater.models.sites import SITES
 from headwater.patching import runners
 from tests.launches import launches_of
 
@@ -54,21 +55,54 @@ def test_a_further_head_of_a_layer_costs_a_few_launches_not_a_pass_of_its_own(jo
     assert (many - few) / 60 < few / 8
 
 
-@pytest.mark.parametrize("site", ["resid_pre", "z"])
-def test_cells_of_a_sweep_go_through_a_block_together(checkpoint, monkeypatch, site):
+@pytest.fixture
+def of_sweeps(checkpoint, monkeypatch):
+    """`of_sweeps(length, n)` gives the launches of a sweep of `n` prompts, and how many cells it has."""
     model = hw.load(checkpoint("llama"))
     monkeypatch.setitem(runners.TILE_TOKENS, "cpu", runners.TILE_TOKENS["cuda"])
 
-    def launches(length):
-        prompts = torch.randint(200, (2, length)).tolist()
-        options = {"sites": site, "metric": hw.logit_difference(5, 6), "progress": False}
-        return launches_of(lambda: hw.patch(model, prompts[:1], prompts[1:], **options))
+    def launches(length, n, sweep=hw.patch, **options):
+        prompts, found = torch.randint(2, 200, (2 * n, length)).tolist(), []
+        pairs = (prompts[:n], prompts[n:]) if sweep is hw.patch else (prompts[:n],)
+        given = {"metric": hw.logit_difference(5, 6), "progress": False} | options
+        return launches_of(lambda: found.append(sweep(model, *pairs, **given))), len(found[0].table)
 
-    launches(6)  # the first sweep of a model checks its steps
-    short, long = launches(10), launches(30)
-    further_cells = 20 * model.shape.n_layers if site == "resid_pre" else 0
-    of_a_run = launches_of(lambda: model.run([[5] * 30]))
-    assert long - short <= further_cells * of_a_run / (4 * model.shape.n_layers)
+    launches(6, 1, sites="resid_pre")  # the first sweep of a model checks its steps
+    return launches
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("site", "options"),
+    [
+        *((site, {"over": ["layer", "position"]}) for site in SITES),
+        *((site, {"over": ["layer", "position", "head"]}) for site in ("z", "q", "k", "v", "pattern")),
+        ("pattern", {"over": ["layer", "head", "key"]}),
+        ("pattern", {"over": ["layer", "key"], "values": hw.scale(0.5)}),
+        ("resid_pre", {"window": 2}),
+        ("resid_pre", {"window": "cumulative"}),
+        ("resid_pre", {"over": ["layer", "position"], "method": "attribution"}),
+        ("z", {"over": ["layer", "position", "head"], "method": "attribution"}),
+        ("pattern", {"over": ["layer", "head", "key"], "method": "attribution"}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "-".join(str(value) for value in one.values()),
+)
+def test_a_further_cell_of_a_sweep_costs_three_launches_at_most(of_sweeps, site, options, n):
+    few, cells = of_sweeps(10, n, sites=site, **options)
+    many, more_cells = of_sweeps(30, n, sites=site, **options)
+    assert more_cells >= 3 * cells
+    assert many - few <= 3 * (more_cells - cells)
+    if n == 1 and more_cells <= 90:  # still one tile
+        assert many == few
+
+
+@pytest.mark.parametrize("variant", ["mask", "zero"])
+def test_heads_whose_attention_is_severed_go_through_a_block_together(of_sweeps, variant):
+    options = {"sweep": hw.knockout, "block": ("last", {1, 2}), "variant": variant}
+    few, cells = of_sweeps(12, 1, over="layer", **options)
+    many, more_cells = of_sweeps(12, 1, over=["layer", "head"], **options)
+    assert more_cells == 4 * cells
+    assert many - few <= more_cells - cells
 
 
 def test_likelihoods_take_the_same_launches_for_any_number_of_tokens_and_any_vocabulary(monkeypatch):

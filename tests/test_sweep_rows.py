@@ -4,6 +4,7 @@ import json
 import warnings
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -13,9 +14,11 @@ import headwater as hw
 from headwater.cli import app
 from headwater.errors import InputError
 from headwater.models.sites import SITES, Site, Stage, register_site
-from headwater.patching import runners
+from headwater.patching import rows, runners
 from headwater.patching.metrics import METRICS
+from headwater.patching.rows import Rows, Stretch, Values, write_patterns
 from headwater.patching.values import VALUES, Source
+from headwater.patching.variants import Replace
 from tests.tiny import tiny_model
 
 CLEAN, CORRUPTED = [[5, 33, 12, 40, 7, 21]], [[5, 33, 12, 44, 7, 21]]
@@ -207,3 +210,59 @@ def test_values_of_ones_own_stand_in_figure_record_and_suggestions(loaded, tmp_p
     other = type("Halved", (Source,), {"values": lambda self, wanted: wanted.other})
     with VALUES.with_row("halved", other), pytest.raises(hw.HeadwaterError, match="another run"):
         hw.patch(model, CLEAN, values="halved", out=tmp_path, **options)
+
+
+def write_one(held, stretch, example, columns, values, site, layer):
+    """Write an edit into the patterns of one row, a head and a query at a time."""
+    edit = stretch.edit
+    known, length = columns >= 0, values.lengths[example]
+    for head in range(held.shape[0]) if edit.heads is None else edit.heads:
+        for position in stretch.positions.tolist():
+            standing = held[head, position - stretch.start].clone()
+            weights = values.by_site[site.name, edit.read_at(layer)][example, head, position]
+            if values.change is not None:
+                ordered = torch.zeros(1, length)
+                ordered[:, columns[known]] = standing[known]
+                at = (torch.tensor([values.examples[example]]), torch.tensor([position]), torch.tensor([head]))
+                place = Rows(site.name, layer, *at, torch.tensor([edit.sample]))
+                weights = values.change(ordered, weights[None, :length], place)[0]
+            written = weights[columns.clamp_min(0)].masked_fill(~known, 0.0)
+            chosen = torch.ones_like(known) if edit.keys is None else torch.isin(columns, torch.tensor(edit.keys))
+            held[head, position - stretch.start] = torch.where(chosen, written, standing)
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 40])
+@pytest.mark.parametrize("changed", [False, True])
+def test_patterns_written_together_are_those_written_one_by_one(changed, at_once, monkeypatch):
+    monkeypatch.setattr(rows, "PATTERNS_AT_ONCE", at_once)
+    site, layer, lengths, starts = SITES["pattern"], 1, [7, 9, 7], [2, 5, 3, 2]
+    examples, width, before = [0, 1, 2, 2], 5, 5
+    columns = torch.full((4, before + width), -1)
+    for row, (example, start) in enumerate(zip(examples, starts, strict=True)):
+        columns[row, :start] = torch.arange(start)
+        n = min(width, lengths[example] - start)
+        columns[row, before : before + n] = torch.arange(start, start + n)
+    edits = [
+        [(Replace(site, range(3), None, (1, 3)), [0, 3])],
+        [(Replace(site, range(3), (5, 6, 8), None, (2, 5)), [1]), (Replace(site, range(3), (6,), (2,), (5, 6)), [1])],
+        [(Replace(site, range(3), None, None, None, source_layer=0), [2]), (Replace(site, range(3), (4,), (0,)), [2])],
+    ]
+    stretches = [
+        Stretch(edit, np.array([examples[i] for i in at]), starts[at[0]], width, np.array(at))
+        for own in edits
+        for edit, at in own
+    ]
+    by_site = {("pattern", of): torch.rand(3, 4, 9, 9) for of in (0, 1)}
+
+    def change(activation, other, place):
+        return activation * activation.sum(-1, keepdim=True) + other + place.head[:, None] * place.example[:, None]
+
+    values = Values(by_site, change if changed else None, [4, 5, 6], lengths)
+    held = torch.rand(4, 4, width, before + width).masked_fill(columns[:, None, None] < 0, 0.0)
+    together, alone = held.clone(), held.clone()
+    write_patterns(together, stretches, columns, values, site, layer)
+    for stretch in stretches:
+        for row, example in zip(stretch.offset.tolist(), stretch.example.tolist(), strict=True):
+            write_one(alone[row], stretch, example, columns[row], values, site, layer)
+    assert torch.equal(together, alone)
+    assert not torch.equal(together, held)

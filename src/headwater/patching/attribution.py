@@ -10,26 +10,33 @@ where the metric is linear in the activation, it can be far off where a softmax 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, TypeAlias
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
-from headwater.patching.cells import Cell
+from headwater.patching.cells import Cells
 from headwater.patching.forwards import written_into
 from headwater.patching.plan import Group, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.runners import Runner, other_run, state_names, values_written
-from headwater.patching.variants import LOGITS, Replace
+from headwater.patching.variants import LOGITS, Indices, Replace
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, a layer, the layer of the values that are written there, and which draw of them."""
+_Size: TypeAlias = tuple[int | None, ...]
+"""How many positions, heads, keys and units an edit covers; None is all."""
+AT_ONCE = 1 << 22
+"""At most so many products are gathered at once."""
 
 
 class Gradients(Runner):
@@ -59,11 +66,9 @@ class Gradients(Runner):
 
     def measure(self, cells: range) -> Measured:
         """Add to the unedited values what each cell covers."""
-        found = self.readout.unedited(cells)
-        for i, cell in enumerate(self.plan.cells.part(cells)):
-            row = cell.example - self.group.examples.start
-            effects = [_sum(product, cell, row) for product in self._products]
-            found.values[i] += torch.tensor(effects, dtype=torch.float64)
+        found, chosen = self.readout.unedited(cells), self.plan.cells.part(cells)
+        for m, products in enumerate(self._products):
+            found.values[:, m] += sums(products, chosen, self.group.examples.start).cpu()
         return found
 
     def _run_with_graph(self) -> tuple[dict[str, Tensor], Reads]:
@@ -136,20 +141,79 @@ def _carrying(site: Site) -> Site:
     return SITES[site.carrier.at] if site.carrier else site
 
 
-def _sum(products: Mapping[Drawn, Tensor], cell: Cell, example: int) -> float:
-    """Add up what a cell covers."""
-    total = 0.0
-    for edit in cell.edits:
-        assert isinstance(edit, Replace)
-        for layer in edit.layers:
-            product = products[edit.site.name, layer, edit.read_at(layer), edit.sample][example]
-            if edit.site.has_keys:
-                product = (product if edit.keys is None else product[..., list(edit.keys)]).sum(-1).T
-            if edit.positions is not None:
-                product = product[list(edit.positions)]
-            if edit.heads is not None:
-                product = product[:, list(edit.heads)]
-            if edit.units is not None:
-                product = product[:, [*edit.units, -1]]
-            total += float(product.sum())
+def sums(products: Mapping[Drawn, Tensor], cells: Cells, first: int) -> Float[Tensor, " cell"]:
+    """Add up what each cell covers, at once for all cells that cover as many places of the same layer.
+
+    Args:
+        products: see `Gradients`; by example, on its first axis.
+        cells: of these examples.
+        first: the number of the first example.
+    """
+    alike: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Replace]]] = {}
+    for number in np.unique(cells.kind):
+        among, turn = np.flatnonzero(cells.kind == number), 0
+        for edit in cells.kinds[number].edits:
+            assert isinstance(edit, Replace)
+            size = tuple(None if at is None else len(at) for at in _covered(edit))
+            for layer in edit.layers:
+                drawn = (edit.site.name, layer, edit.read_at(layer), edit.sample)
+                alike.setdefault((turn, drawn, size), []).append((among, edit))
+                turn += 1
+    total = torch.zeros(len(cells), dtype=torch.float64, device=next(iter(products.values())).device)
+    for (_, drawn, _), own in sorted(alike.items(), key=lambda one: one[0][0]):
+        product = products[drawn]
+        if own[0][1].site.has_keys and own[0][1].keys is None:
+            product = product.sum(-1).transpose(1, 2)
+        index = np.concatenate([among for among, _ in own])
+        listed = [_listed([_covered(edit)[axis] for _, edit in own], [among for among, _ in own]) for axis in range(4)]
+        every = product.shape[1:3]  # positions and heads, for a pattern's keys heads and positions
+        each = math.prod(every) * math.prod(at.shape[1] for at in listed[2:] if at is not None)
+        most = max(1, AT_ONCE // max(1, each))
+        for start in range(0, len(index), most):
+            part = slice(start, start + most)
+            at = [None if one is None else torch.from_numpy(one[part]).to(product.device) for one in listed]
+            rows = torch.from_numpy(cells.example[index[part]] - first).to(product.device)
+            total[torch.from_numpy(index[part]).to(total.device)] += _sums_alike(product, rows, *at).to(total.device)
     return total
+
+
+def _covered(edit: Replace) -> tuple[tuple[int, ...] | None, ...]:
+    """Which positions, heads, keys and units an edit covers; None is all. Behind units stands their error."""
+    return edit.positions, edit.heads, edit.keys, None if edit.units is None else (*edit.units, -1)
+
+
+def _listed(covered: Sequence[tuple[int, ...] | None], among: Sequence[Indices]) -> Int[np.ndarray, "cell _"] | None:
+    """List what cells cover on an axis, for each cell of each edit; None where they cover all of it."""
+    if any(one is None for one in covered):
+        return None
+    return np.repeat(np.array(covered, dtype=np.int64), [len(one) for one in among], 0)
+
+
+def _sums_alike(
+    product: Float[Tensor, "example ..."],
+    rows: Int[Tensor, " cell"],
+    positions: Int[Tensor, "cell position"] | None,
+    heads: Int[Tensor, "cell head"] | None,
+    keys: Int[Tensor, "cell key"] | None,
+    units: Int[Tensor, "cell unit"] | None,
+) -> Float[Tensor, " cell"]:
+    """Add up what cells cover that are alike in how much they cover.
+
+    Each is added up in the order in which it would be alone: over keys first, then over the rest as it lies in memory.
+    """
+    every = torch.arange(max(product.shape), device=rows.device).expand(len(rows), -1)
+    second = heads if heads is not None else units
+    whole = positions is None and second is None
+    if whole and keys is None:
+        order = sorted(range(1, product.ndim), key=product.stride, reverse=True)
+        return product.permute(0, *order)[rows].flatten(1).sum(-1)
+    positions = every[:, : product.shape[-2 if keys is not None else 1]] if positions is None else positions
+    if keys is not None:
+        heads = every[:, : product.shape[1]] if heads is None else heads
+        first, then = (heads[:, :, None], positions[:, None]) if whole else (heads[:, None], positions[:, :, None])
+        covered = product[rows[:, None, None, None], first[..., None], then[..., None], keys[:, None, None, :]]
+        return covered.sum(-1).flatten(1).sum(-1)
+    if product.ndim == 2:
+        return product[rows[:, None], positions].sum(-1)
+    second = every[:, : product.shape[2]] if second is None else second
+    return product[rows[:, None, None], positions[:, :, None], second[:, None, :]].flatten(1).sum(-1)

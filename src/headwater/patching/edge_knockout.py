@@ -249,7 +249,8 @@ def _kinds(
 ) -> list[Kind]:
     """List what is severed in one prompt of one set of edges."""
     shape = model.shape
-    matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead).to(model.device)
+    matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead)
+    first, there = int(matrix.any(-1).int().argmax()), matrix.to(model.device)
     heads = chosen(edges.heads, shape.n_heads, "head")
     listed = {
         "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),
@@ -258,7 +259,8 @@ def _kinds(
     kinds = []
     for step in grid(listed):
         covers = step["head"].covers
-        edits = tuple(Cut(run, matrix, covers, variant == "zero") for run in layer_runs(step["layer"].covers or ()))
+        runs = layer_runs(step["layer"].covers or ())
+        edits = tuple(Cut(run, there, covers, variant == "zero", first) for run in runs)
         nested = "layer" in sizes and len(edits) == 1
         family = (*labels.values(), step["head"].label, edits[0].layers.start) if nested else None
         kinds.append(Kind(dict(labels) | labels_of(step, sizes), edits, family))

@@ -17,7 +17,7 @@ from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES, Stage, hook_name, main_site
 from headwater.models.tokens import Batch
-from headwater.patching.rows import Stretch, Values, write_pattern, write_tokens
+from headwater.patching.rows import Stretch, Values, write_patterns, write_tokens
 from headwater.patching.variants import (
     LOGITS,
     Cut,
@@ -130,17 +130,17 @@ def written_into(
     edited = activation.clone(memory_format=torch.contiguous_format)
     site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]
     lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
+    apart = 1 if site.has_keys else length
     stretches = [
-        Stretch(edit, np.array([example]), 0, held, np.array([i * length]))
+        Stretch(edit, np.array([example]), 0, held, np.array([i * apart]))
         for i, ((edit, example), held) in enumerate(zip(edits, lengths, strict=True))
     ]
     if not site.has_keys:
         write_tokens(edited.flatten(0, 1), stretches, values, site, layer)
         return edited
-    columns = torch.arange(edited.shape[-1], device=edited.device)
-    for i, stretch in enumerate(stretches):
-        known = columns.where(columns < stretch.length, -1)
-        write_pattern(edited[i], stretch, known, values, site, layer)
+    keys = np.arange(edited.shape[-1])
+    columns = torch.from_numpy(np.where(keys < np.array(lengths)[:, None], keys, -1)).to(edited.device)
+    write_patterns(edited, stretches, columns, values, site, layer)
     return edited
 
 

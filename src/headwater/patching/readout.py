@@ -109,8 +109,10 @@ class Readout:
         if self._of_other is not None:
             found.other = self._of(self._of_other, chosen, rows)
         cutting = [any(isinstance(edit, Cut) for edit in kind.edits) for kind in chosen.kinds]
-        for i in np.flatnonzero(np.array(cutting)[chosen.kind]) if self.plan.metrics else ():
-            found.edges[i] = self._visible_edges(chosen.kinds[chosen.kind[i]])
+        if self.plan.metrics and len(among := np.flatnonzero(np.array(cutting)[chosen.kind])):
+            numbers, which = np.unique(chosen.kind[among], return_inverse=True)
+            edges = self._visible_edges([chosen.kinds[number] for number in numbers])
+            found.edges[torch.from_numpy(among)] = edges[torch.from_numpy(which.reshape(-1))]
         found.values = found.unedited.clone()
         found.before = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
         found.after = {reading: states.clone() for reading, states in found.before.items()}
@@ -235,19 +237,33 @@ class Readout:
         rows = torch.arange(len(read), device=read.device)[:, None]
         return read[rows, torch.from_numpy(index).to(read.device)]
 
-    def _visible_edges(self, kind: Kind) -> float:
-        """Count the visible edges that a cell of a kind severs, over its layers and heads; NaN where it severs none."""
-        cuts: Sequence[Cut] = [edit for edit in kind.edits if isinstance(edit, Cut)]
-        if not cuts:
-            return float("nan")
-        total = 0
-        for cut in cuts:
-            heads = self.plan.model.shape.n_heads if cut.heads is None else len(cut.heads)
-            length = cut.edges.shape[0]
-            for layer in cut.layers:
-                visible = self._visible[layer][:length, :length].to(cut.edges.device)
-                total += heads * int((cut.edges & visible).sum())
-        return float(total)
+    def _visible_edges(self, kinds: Sequence[Kind]) -> Float[Tensor, " kind"]:
+        """Count the visible edges that cells of each kind sever, over their layers and heads.
+
+        The edges of a matrix are counted in every layer at once, and all counts fetched together.
+        """
+        cuts = [[edit for edit in kind.edits if isinstance(edit, Cut)] for kind in kinds]
+        matrices = {id(cut.edges): cut.edges for own in cuts for cut in own}
+        device = next(iter(matrices.values())).device
+        visible = torch.stack([seen.to(device) for seen in self._visible.values()])
+        counts = torch.stack(
+            [(visible[:, : len(edges), : len(edges)] & edges).sum((1, 2)) for edges in matrices.values()]
+        ).tolist()
+        of_matrix = {one: dict(zip(self._visible, own, strict=True)) for one, own in zip(matrices, counts, strict=True)}
+        n_heads = self.plan.model.shape.n_heads
+        return torch.from_numpy(
+            np.array(
+                [
+                    sum(
+                        (n_heads if cut.heads is None else len(cut.heads))
+                        * sum(of_matrix[id(cut.edges)][layer] for layer in cut.layers)
+                        for cut in own
+                    )
+                    for own in cuts
+                ],
+                dtype=np.float64,
+            )
+        )
 
 
 def _batches(read: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -7,18 +7,22 @@ a function of rows, which is called once for all rows that are written together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from headwater.models.sites import Site
 from headwater.patching.variants import Indices, Place, Replace
+
+PATTERNS_AT_ONCE = 1 << 22
+"""At most so many attention weights are written at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +90,7 @@ class Stretch:
     """The position of the first token."""
     length: int
     offset: Indices
-    """Where each example's first token lies among the tokens of the activation."""
+    """Where each example's first token lies among the tokens of the activation; of patterns, which row is its."""
 
     @property
     def positions(self) -> Int[np.ndarray, " position"]:
@@ -96,11 +100,9 @@ class Stretch:
         held = range(self.start, self.start + self.length)
         return np.array([position for position in self.edit.positions if position in held], dtype=np.int64)
 
-    def each(self) -> Iterator[Stretch]:
-        """Yield the stretch of every example by itself."""
-        for i in range(len(self.example)):
-            one = slice(i, i + 1)
-            yield Stretch(self.edit, self.example[one], self.start, self.length, self.offset[one])
+    def part(self, chosen: Bool[np.ndarray, " example"]) -> Stretch:
+        """Return the stretch of some of the examples."""
+        return Stretch(self.edit, self.example[chosen], self.start, self.length, self.offset[chosen])
 
 
 def write_tokens(
@@ -189,49 +191,78 @@ def _changed(
     return changed.unflatten(0, standing.shape[:2])
 
 
-def write_pattern(
-    held: Float[Tensor, "head position key"],
-    stretch: Stretch,
-    columns: Int[Tensor, " key"],
+def write_patterns(
+    held: Float[Tensor, "row head position key"],
+    stretches: Sequence[Stretch],
+    columns: Int[Tensor, "row key"],
     values: Values,
     site: Site,
     layer: int,
 ) -> None:
-    """Write an edit into the patterns of one example, whose key axis holds the positions `columns`, in place.
+    """Write edits into patterns of padded rows, whose key axes hold the positions `columns`, in place.
 
-    `columns` is -1 where a key belongs to no position of this row. A change is given the weights of all keys of the
-    prompt in order, 0 where there is none.
+    An offset of a stretch numbers the row. `columns` is -1 where a key belongs to no position of its row. A change is
+    given the weights of all keys of the prompt in order, 0 where there is none. Rows are written together; edits of one
+    row act in turn, each on what the one before it has left.
 
     Raises:
         InterventionError: a change returns what cannot stand there.
     """
-    edit, known = stretch.edit, columns >= 0
-    queries = torch.from_numpy(stretch.positions).to(held.device)
-    rows = queries - stretch.start
-    heads = torch.tensor(range(held.shape[0]) if edit.heads is None else edit.heads, device=held.device)
-    if not len(queries):
-        return
-    of = int(stretch.example[0])
-    example, sample = (torch.full((1, 1), number, device=held.device) for number in (of, edit.sample))
-    taken = values.taken(site, edit.read_at(layer), example, sample, heads[:, None], queries[None])
-    standing = held[heads[:, None], rows[None]]
-    if values.change is None:
-        assert taken is not None
-        written = taken[..., columns.clamp_min(0)].masked_fill(~known, 0.0)
-    else:
-        length = values.lengths[of]
-        ordered = standing.new_zeros(*standing.shape[:2], length)
-        ordered[..., columns[known]] = standing[..., known]
-        n = len(heads) * len(queries)
-        at = [values.known(example.flatten()).expand(n), queries.repeat(len(heads)), sample.flatten().expand(n)]
-        other = None if taken is None else taken[..., :length].flatten(0, 1)
-        named = _rows(site, layer, at, [heads.repeat_interleave(len(queries))])
-        changed = values.change(ordered.flatten(0, 1), other, named).view_as(ordered)
-        written = changed[..., columns.clamp_min(0)].masked_fill(~known, 0.0)
-    if edit.keys is not None:
-        kept = ~torch.isin(columns, torch.tensor(edit.keys, device=columns.device))
-        written = torch.where(kept, standing, written)
-    held[heads[:, None], rows[None]] = written
+    turns: Counter[int] = Counter()
+    together: dict[tuple[int, int, int], list[Stretch]] = {}
+    for stretch in stretches:
+        source, row = stretch.edit.read_at(layer), int(stretch.offset[0])
+        for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
+            part = stretch if example is None else stretch.part(stretch.example == example)
+            length = 0 if example is None else values.lengths[example]
+            together.setdefault((turns[row], source, length), []).append(part)
+        turns[row] += 1
+    for (_, source, length), among in sorted(together.items(), key=lambda one: one[0]):
+        index = _pattern_rows(among, held.shape[1])
+        keys = _chosen_keys(among, held.shape[-1])
+        most = max(1, PATTERNS_AT_ONCE // held.shape[-1])
+        for start in range(0, index.shape[1], most):
+            of_stretch, row, head, query, *at = torch.from_numpy(index[:, start : start + most]).to(held.device)
+            named = columns[row]
+            example, sample, position = at
+            taken = values.taken(site, source, example, sample, head, position)
+            standing = held[row, head, query]
+            if values.change is not None:
+                place = named.where(named >= 0, length)
+                ordered = standing.new_zeros(len(standing), length + 1).scatter(1, place, standing)[:, :length]
+                other = None if taken is None else taken[:, :length].contiguous()
+                rows = _rows(site, layer, [values.known(example), position, sample], [head])
+                taken = values.change(ordered.contiguous(), other, rows)
+            assert taken is not None
+            written = taken.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
+            if keys is not None:
+                chosen = torch.from_numpy(keys).to(held.device)[of_stretch[:, None], named]
+                written = torch.where(chosen, written, standing)
+            held[row, head, query] = written
+
+
+def _pattern_rows(stretches: Sequence[Stretch], n_heads: int) -> Int[np.ndarray, "7 row"]:
+    """Return stretch, row, head, query, example, sample and position of each query and head that is written."""
+    parts = []
+    for number, stretch in enumerate(stretches):
+        positions, heads = stretch.positions, stretch.edit.heads
+        listed = np.arange(n_heads) if heads is None else np.array(heads, dtype=np.int64)
+        shape = (len(stretch.example), len(listed), len(positions))
+        row, example = (one[:, None, None] for one in (stretch.offset, stretch.example))
+        at = (number, row, listed[:, None], positions - stretch.start, example, stretch.edit.sample, positions)
+        parts.append(np.stack([np.broadcast_to(one, shape).reshape(-1) for one in at]))
+    return np.concatenate(parts, 1)
+
+
+def _chosen_keys(stretches: Sequence[Stretch], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
+    """Say by stretch which keys are written, and last whether what is no key of the row is; None where all are."""
+    if all(stretch.edit.keys is None for stretch in stretches):
+        return None
+    chosen = np.zeros((len(stretches), n_keys + 1), dtype=bool)
+    for own, stretch in zip(chosen, stretches, strict=True):
+        keys = stretch.edit.keys
+        own[slice(None) if keys is None else [key for key in keys if key < n_keys]] = True
+    return chosen
 
 
 def _indices(stretches: Sequence[Stretch], device: torch.device) -> list[Tensor]:

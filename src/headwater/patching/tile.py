@@ -57,16 +57,19 @@ class Lanes:
 
 
 class Tile:
-    """Some rows, and where their tokens lie."""
+    """Some rows, and where their tokens lie; that is found on the host, so that no device is waited for."""
 
     def __init__(self, rows: Lanes, device: torch.device):
         self.rows = rows
         ends = np.cumsum(rows.length)
         self.begins, self.n_tokens = ends - rows.length, int(ends[-1])
         """Where each row's tokens begin among those of the tile, and how many there are."""
-        layout = torch.from_numpy(np.stack([rows.start, rows.length, rows.offset, rows.example])).to(device)
-        self.starts, self.lengths, self._offsets, self._examples = layout.unbind()
-        self._columns = torch.arange(int(rows.length.max()), device=device)
+        self.width = int(rows.length.max())
+        """The tokens of the longest row."""
+        self.starts, self.lengths, self._examples = torch.from_numpy(
+            np.stack([rows.start, rows.length, rows.example])
+        ).to(device)
+        self._columns = torch.arange(self.width, device=device)
 
     @cached_property
     def held(self) -> Bool[Tensor, "row position"]:
@@ -81,7 +84,7 @@ class Tile:
     @cached_property
     def places(self) -> Int[Tensor, " token"]:
         """Where each token lies among those of all rows."""
-        return (self._offsets[:, None] + self._columns)[self.held]
+        return self._each_token(self.rows.offset)
 
     @cached_property
     def key_positions(self) -> Int[Tensor, "row key"]:
@@ -95,21 +98,26 @@ class Tile:
         """How many recorded keys stand before the rows' own."""
         return int(self.rows.start.max())
 
+    @property
+    def _is_full(self) -> bool:
+        """Whether no place is padding."""
+        return self.n_tokens == len(self.rows) * self.width
+
     def padded(self, tokens: Float[Tensor, "token d"]) -> Float[Tensor, "row position d"]:
         """Lay tokens out as rows of one length."""
-        if len(tokens) == self.held.numel():
-            return tokens.view(*self.held.shape, -1)
+        if self._is_full:
+            return tokens.view(len(self.rows), self.width, -1)
         begins = torch.from_numpy(self.begins).to(tokens.device)
         return tokens[begins[:, None] + self._within]
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
         """Lay rows end to end again."""
-        return rows.flatten(0, 1) if self.n_tokens == self.held.numel() else rows[self.held]
+        return rows.flatten(0, 1) if self._is_full else rows.flatten(0, 1)[self._places_padded]
 
     def recorded(self, activation: Tensor) -> Tensor:
         """Take what a recorded activation, `example position ...`, holds at each token."""
-        examples = self._examples[:, None].expand_as(self.positions)
-        return activation[examples[self.held], self.positions[self.held]]
+        examples, positions = self._recorded_at
+        return activation[examples, positions]
 
     def prefix(self, recording: Recording, layer: int) -> SharedPrefix | None:
         """Return the recorded keys and values of the positions before the rows; None when there are none."""
@@ -123,6 +131,22 @@ class Tile:
             one = before[example : example + 1].expand(len(self.rows), -1, -1, -1)
             shared.append(before[self._examples] if others else one)
         return SharedPrefix(*shared)
+
+    @cached_property
+    def _places_padded(self) -> Int[Tensor, " token"]:
+        """Where each token lies among the places of padded rows."""
+        return self._each_token(np.arange(len(self.rows)) * self.width)
+
+    @cached_property
+    def _recorded_at(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"]]:
+        """Example and position of each token."""
+        examples = torch.from_numpy(np.repeat(self.rows.example, self.rows.length)).to(self.starts.device)
+        return examples, self._each_token(self.rows.start)
+
+    def _each_token(self, first: Indices) -> Int[Tensor, " token"]:
+        """Return a number for each token: its row's, and one more for each token before it in the row."""
+        numbers = np.repeat(first - self.begins, self.rows.length) + np.arange(self.n_tokens)
+        return torch.from_numpy(numbers).to(self.starts.device)
 
     @cached_property
     def _within(self) -> Int[Tensor, "row position"]:

@@ -68,13 +68,10 @@ class Cut:
     """True where query must not read key."""
     heads: tuple[int, ...] | None = None
     zero: bool = False
+    first_position: int = 0
+    """The first position whose state can change: the first query that loses a key, or one before it."""
 
     stage = Stage.ATTENTION
-
-    @cached_property
-    def first_position(self) -> int:
-        """The first position whose state can change: the first query that loses a key."""
-        return int(self.edges.any(-1).int().argmax())
 
 
 Edit = Replace | Cut

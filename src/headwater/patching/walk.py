@@ -18,7 +18,9 @@ MLP the walk holds the tensor itself; within them a hook writes while a tile goe
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -32,10 +34,11 @@ from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, Trusted, makes
 from headwater.models.memory import Items, in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
-from headwater.patching.rows import Stretch, Values, write_pattern, write_tokens
+from headwater.patching.rows import Stretch, Values, write_patterns, write_tokens
 from headwater.patching.tile import Lanes, Tile, rows_of, tiled
 from headwater.patching.variants import (
     LOGITS,
+    Cut,
     Deliver,
     Edit,
     Indices,
@@ -118,15 +121,12 @@ class Walk:
         if len(alone := joining[followed < 0]):
             tile = Tile(alone, self.residual.device)
             self.residual[tile.places] = tile.recorded(self._recorded(Stage.BLOCK_INPUT, layer))
-        for i in np.flatnonzero(followed >= 0):
-            self._stream(int(begin + i)).copy_(self._stream(int(self._row[followed[i]])))
+        if len(leaving := joining[followed >= 0]):
+            trunks = replace(leaving, offset=self.joining.offset[self._row[followed[followed >= 0]]])
+            left, at = (Tile(rows, self.residual.device).places for rows in (trunks, leaving))
+            self.residual[at] = self.residual[left]
         self.rows = self.joining[:end]
         self._row[joining.variant] = np.arange(begin, end)
-
-    def _stream(self, row: int) -> Float[Tensor, "position d_model"]:
-        """A row's part of the residual stream."""
-        offset = int(self.joining.offset[row])
-        return self.residual[offset : offset + int(self.joining.length[row])]
 
     def _alike(self, layer: int) -> Indices:
         """By row: the first stage with which a row takes the same of a layer as it was recorded."""
@@ -194,18 +194,10 @@ class Walk:
         positions, keys = tile.positions, tile.key_positions
         allowed = self.recording.visible[layer][positions[:, :, None], keys.clamp_min(0)[:, None, :]]
         allowed = (allowed & (keys >= 0)[:, None, :])[:, None]
-        changes = self.variants.changes
-        cutting = {number: changes[number].cutting(layer, zero=False) for number in np.unique(tile.rows.which)}
-        cuts = [(i, cut) for i, number in enumerate(tile.rows.which) for cut in cutting[number]]
-        if any(cut.heads is not None for _, cut in cuts):
-            allowed = allowed.repeat(1, self.blocks.model.shape.n_heads, 1, 1)
-        for i, cut in cuts:
-            severed = cut.edges[positions[i]][:, keys[i].clamp_min(0)]
-            heads: Any = slice(None) if cut.heads is None else list(cut.heads)
-            allowed[i, heads] &= ~severed
-            self._note(tile.rows.variant[i : i + 1], cut, layer)
-        if cuts and not bool(allowed.any(-1).all()):
-            raise InterventionError(_no_key_left(layer, tile, allowed))
+        if (severed := self._severed(layer, tile, zero=False)) is not None:
+            allowed = allowed & ~severed
+            if not bool(allowed.any(-1).all()):
+                raise InterventionError(_no_key_left(layer, tile, allowed))
         mask = torch.zeros(allowed.shape, dtype=self.residual.dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(mask.dtype).min)
 
@@ -264,11 +256,10 @@ class Walk:
             layer, tile = self._tile
             edited = activation.clone(memory_format=torch.contiguous_format)
             if site.has_keys:
-                for stretch in self._stretches(site, layer, tile, 1):
-                    for one in stretch.each():
-                        i = int(one.offset[0])
-                        write_pattern(edited[i], one, tile.key_positions[i], self.values, site, layer)
-                self._zero_edges(layer, tile, edited)
+                stretches = self._stretches(site, layer, tile, 1)
+                write_patterns(edited, stretches, tile.key_positions, self.values, site, layer)
+                if (severed := self._severed(layer, tile, zero=True)) is not None:
+                    edited.masked_fill_(severed, 0.0)
             else:
                 width = edited.shape[1] if site.within == "attention" else None
                 write_tokens(edited.flatten(0, 1), self._stretches(site, layer, tile, width), self.values, site, layer)
@@ -302,16 +293,38 @@ class Walk:
                 self._note(rows.variant[among], edit, layer)
         return found
 
-    def _zero_edges(self, layer: int, tile: Tile, patterns: Tensor) -> None:
-        rows = tile.rows
-        for i, number in enumerate(rows.which):
-            start, length = int(rows.start[i]), int(rows.length[i])
-            for cut in self.variants.changes[number].cutting(layer, zero=True):
-                severed = cut.edges[start : start + length][:, tile.key_positions[i].clamp_min(0)]
-                heads: Any = slice(None) if cut.heads is None else list(cut.heads)
-                held = patterns[i, :, :length]
-                held[heads] = held[heads].masked_fill(severed, 0.0)
-                self._note(rows.variant[i : i + 1], cut, layer)
+    def _severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
+        """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""
+        rows, changes = tile.rows, self.variants.changes
+        cutting = {number: changes[number].cutting(layer, zero) for number in np.unique(rows.which)}
+        severed: Tensor | None = None
+        for turn in range(max(map(len, cutting.values()))):
+            cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
+            edges, numbers = self._edges_cut
+            which = torch.from_numpy(np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts]))
+            at = which.to(edges.device)[:, None, None], tile.positions[:, :, None]
+            found = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
+            if any(cut is not None and cut.heads is not None for cut in cuts):
+                heads = np.zeros((len(cuts), self.blocks.model.shape.n_heads), dtype=bool)
+                for own, cut in zip(heads, cuts, strict=True):
+                    own[slice(None) if cut is None or cut.heads is None else list(cut.heads)] = True
+                found = found & torch.from_numpy(heads).to(found.device)[:, :, None, None]
+            severed = found if severed is None else severed | found
+            for i, cut in enumerate(cuts):
+                if cut is not None:
+                    self._note(rows.variant[i : i + 1], cut, layer)
+        return severed
+
+    @functools.cached_property
+    def _edges_cut(self) -> tuple[Bool[Tensor, "_ query key"], dict[int, int]]:
+        """What edits sever: no edge at first, then each of their matrices once; and by matrix its number."""
+        edits = [edit for change in self.variants.changes for edit in change.edits if isinstance(edit, Cut)]
+        matrices = {id(edit.edges): edit.edges for edit in edits}
+        longest = max(len(matrix) for matrix in matrices.values())
+        edges = torch.zeros(1 + len(matrices), longest, longest, dtype=torch.bool, device=self.residual.device)
+        for own, matrix in zip(edges[1:], matrices.values(), strict=True):
+            own[: len(matrix), : len(matrix)] = matrix
+        return edges, {one: 1 + number for number, one in enumerate(matrices)}
 
     def _recorded(self, stage: Stage, layer: int) -> Tensor:
         return self.recording.activations[main_site(stage).hook_name(layer)]
