@@ -25,7 +25,7 @@ model
 # A cache holds the residual stream and the attention patterns, with their axes named.
 
 # %%
-prompt = " Q: What is the capital of France ?\n A:"
+prompt = "Q: What is the capital of France?\nA:"
 cache = model.cache([prompt], layers=[1, 2])
 cache
 
@@ -58,7 +58,7 @@ heads.table.query("implemented").sort_values("score", ascending=False).head(8)[
 sweep = hw.patch(
     model,
     clean=prompt,
-    corrupted=" Q: What is the capital of Italy ?\n A:",
+    corrupted="Q: What is the capital of Italy?\nA:",
     sites="resid_pre",
     metric=hw.logit_difference(" Paris", " Rome"),
 )

@@ -105,7 +105,7 @@ ablation = ablate_heads(
     controlled,
     "city_to_country",
     relations=relations,
-    template=" Q: In which country is the city of {source} ?\n A:",  # as the model's world asks it
+    template="Q: In which country is the city of {source}?\nA:",  # as the model's world asks it
     shots=0,
     controls=[],
 )

@@ -20,7 +20,7 @@ import headwater as hw
 
 model = hw.load()
 capital = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Austria": "Vienna", "Poland": "Warsaw"}
-ask = " Q: What is the capital of {} ?\n A:"
+ask = "Q: What is the capital of {}?\nA:"
 
 # %% [markdown]
 # ## Caches

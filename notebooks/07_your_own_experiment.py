@@ -121,7 +121,7 @@ def lead_over_all_capitals(logits: torch.Tensor, answer: torch.Tensor) -> torch.
 
 countries = ["France", "Italy", "Spain", "Austria", "Poland", "Japan", "Egypt", "Cuba"]
 first = {country: names[0] for country, names in capitals.pairs}
-prompts = [f" Q: What is the capital of {country} ?\n A:" for country in countries]
+prompts = [f"Q: What is the capital of {country}?\nA:" for country in countries]
 metric = hw.Metric(
     name="lead over all capitals",
     function=lead_over_all_capitals,

@@ -108,7 +108,7 @@ pd.DataFrame(rows, columns=["indirect object", "subject", "first token", "rank o
 
 # %%
 relation = next(one for one in hw.load_relations() if one.name == "country_to_capital")
-wordings = (" The capital of {} is", " Q: What is the capital of {} ?\n A:")
+wordings = (" The capital of {} is", "Q: What is the capital of {}?\nA:")
 
 
 def known(wording: str) -> set[tuple[str, str]]:

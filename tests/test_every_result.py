@@ -26,8 +26,8 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import DRAWINGS, VIEWS, Result
 from headwater.runs.view import View
 
-CITY = " Q: In which country is the city of {source} ?\n A:"
-PROMPTS = (" Q: What is the capital of France ?\n A:", " Q: What is the capital of Italy ?\n A:")
+CITY = "Q: In which country is the city of {source}?\nA:"
+PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
 
 
 def classes() -> list[type[Result]]:

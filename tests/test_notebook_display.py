@@ -8,7 +8,7 @@ import pytest
 import headwater as hw
 from headwater.runs.result import table_html
 
-PROMPTS = (" Q: What is the capital of France ?\n A:", " Q: What is the capital of Italy ?\n A:")
+PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
 
 
 @pytest.fixture(scope="module")

@@ -196,7 +196,7 @@ def trained(tmp_path_factory):
     model = hw.load()
     places = ("France", "Italy", "Spain", "Austria", "Norway", "Poland", "Japan", "Egypt", "Greece", "Portugal")
     texts = [
-        f" Q: {asked} {name} ?\n A:"
+        f"Q: {asked} {name}?\nA:"
         for name in places
         for asked in ("What is the capital of", "Which language is spoken in", "On which continent is")
     ]
@@ -227,7 +227,7 @@ def test_a_trained_autoencoder_rebuilds_the_states_and_its_features_carry_the_an
     features = load_sae(folder)
     rebuilt = features.decode(features.read(states))
     assert float((rebuilt - states).square().sum() / (states - states.mean(0)).square().sum()) < 0.2
-    pair = (" Q: What is the capital of France ?\n A:", " Q: What is the capital of Italy ?\n A:")
+    pair = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
     options = {"metric": hw.logit_difference(" Paris", " Rome"), "positions": "last", **QUIET}
     whole = hw.patch(model, *pair, sites="resid_post", layers=2, over="layer", **options).table["effect"][0]
     together = hw.patch(model, *pair, sites=features, over="layer", **options).table["effect"][0]

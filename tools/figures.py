@@ -15,7 +15,7 @@ from headwater.heads.composition import composition_scores
 from headwater.heads.validation import dynamic_scores
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-ASK = " Q: What is the capital of {} ?\n A:"
+ASK = "Q: What is the capital of {}?\nA:"
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Austria": "Vienna", "Poland": "Warsaw"}
 RELATIONS = ("city_to_country", "country_to_capital", "tool_to_job", "number_to_next")
 
@@ -79,7 +79,7 @@ def seen_by_probe() -> hw.Saliency:
 
 def ablated() -> object:
     """Remove the heads of a relation."""
-    template = " Q: In which country is the city of {source} ?\n A:"
+    template = "Q: In which country is the city of {source}?\nA:"
     given = {"relations": few_relations(), "template": template, "shots": 0, "controls": []}
     return ablate_heads(model(), few_heads(), "city_to_country", **given)
 

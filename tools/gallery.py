@@ -13,7 +13,7 @@ SCRIPT = ROOT / "tools" / "figures.py"
 START = """import headwater as hw
 
 model = hw.load()
-clean, corrupted = " Q: What is the capital of France ?\\n A:", " Q: What is the capital of Italy ?\\n A:"
+clean, corrupted = "Q: What is the capital of France?\\nA:", "Q: What is the capital of Italy?\\nA:"
 metric = hw.logit_difference(" Paris", " Rome")
 """
 VIEWS = {
