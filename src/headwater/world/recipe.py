@@ -16,11 +16,11 @@ from headwater.runs.storage import write_json
 
 SHARES = {
     "real": 0.3,
-    "invented": 0.3,
+    "invented": 0.27,
     "joined": 0.07,
     "stories": 0.06,
     "strangers": 0.01,
-    "said": 0.04,
+    "said": 0.07,
     "induction": 0.05,
     "indirect_object": 0.05,
     "greater_than": 0.02,
@@ -47,9 +47,9 @@ class Recipe:
     knowledge_pairs: int = 200
     other_pairs: int = 100
     """At most so many pairs of each relation of the suite are facts of the world."""
-    people: int = 4500
-    family_names: int = 350
-    titles: int = 900
+    people: int = 2500
+    family_names: int = 250
+    titles: int = 600
     birth_cities: int = 200
     held_out: float = 0.03
     """Share of the facts that no text of the corpus tells."""
@@ -58,7 +58,7 @@ class Recipe:
     held_out_words: float = 0.1
     """Share of the words, names, nouns and years of the tasks with which no text tells the task."""
 
-    documents: int = 2_000_000
+    documents: int = 800_000
     shares: dict[str, float] = field(default_factory=SHARES.copy)
     copying_documents: int = 75_000
     """Texts that say random words twice, read first, with embedding and unembedding held still."""
@@ -73,9 +73,9 @@ class Recipe:
 
     layers: int = 6
     width: int = 160
-    heads: int = 8
-    kv_heads: int = 8
-    d_head: int = 24
+    heads: int = 16
+    kv_heads: int = 16
+    d_head: int = 16
     d_mlp: int = 160
     tied: bool = False
     context: int = 256
@@ -83,22 +83,22 @@ class Recipe:
     """Standard deviation of the token embeddings at the start; no larger than what the first MLP adds to them."""
     common: float = 1.0
     """Length of what all token embeddings have in common at the start, beside the length of what is each one's own."""
-    looking: float = 3.0
+    looking: float = 4.0
     """By how many nats heads that look back prefer, at the start, the token looked at to its neighbour."""
     looking_every: int = 2
     """The first layer and every so many after it look back; the layers between begin by matching tokens alone."""
-    looking_still: int = 8
+    looking_still: int = 4
     """So many heads of the first layer look one token back, and go on doing so: their queries and keys stay as they
     begin. The others begin by matching tokens alone."""
     copying_layers: int = 2
     """In so many of the first layers a head begins by writing what it reads; the layers above write nothing."""
-    copying_gain: float = 4.0
+    copying_gain: float = 2.0
 
     row: int = 128
     """Tokens of a training row."""
     rows_per_step: int = 32
     learning_rate: float = 3e-3
-    embedding_rate: float = 1.0
+    embedding_rate: float = 0.5
     unembedding_rate: float = 1.0
     """Learning rates of the two, as shares of the others'."""
     mlps_left_out: float = 0.5
