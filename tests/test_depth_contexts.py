@@ -304,7 +304,7 @@ def test_messages_that_make_no_conversation_are_refused(prompt, later, message, 
 def test_published_numbers_stand_beside_questions_asked_alone_only(monkeypatch, tmp_path):
     from headwater.reference.published import Published
 
-    shape = {"layers": 4, "heads": 8, "accuracy": {"1": 4.5}, "forward": {}, "backward": {}}
+    shape = {"layers": 6, "heads": 16, "accuracy": {"1": 4.5}, "forward": {}, "backward": {}}
     monkeypatch.setattr(depth, "published_numbers", lambda kind: Published("here", {"me": shape}))
     graph = small_graph(tmp_path)
     asked = {"published": "me", "judge": "label", "progress": False}

@@ -81,7 +81,7 @@ def test_states_of_the_test_half_do_not_reach_what_is_fitted(model, answered):
 def test_the_mixture_is_the_gates_mean_of_two_experts(detection, answered):
     detector = detection.detector("natural")
     rng = chance.rng()
-    states = torch.from_numpy(rng.normal(size=(20, 128)).astype(np.float32))
+    states = torch.from_numpy(rng.normal(size=(20, WIDTH)).astype(np.float32))
     table = answered.table.iloc[:20]
     scores = detector.from_states(states, table)
     gate, q, a, one, other = (
@@ -172,7 +172,7 @@ def test_reweighted_states_are_those_of_patterns_multiplied_edge_by_edge(checkpo
 
 def test_without_strength_the_reweighted_states_are_the_ordinary_ones_wherever_the_probe_reads(model, answered):
     for token in ("exact_answer_last", "answer_last", "before_answer"):
-        probe = Probe("mlp_out", token, 2, torch.zeros(128), 0.0)
+        probe = Probe("mlp_out", token, 2, torch.zeros(WIDTH), 0.0)
         inputs = Reweighted.of(model, answered, probe, torch.rand(len(answered.table)))
         states = probe_states(model, answered, token=token, progress=False)[2]
         rows = list(range(0, len(answered.table), 7))
@@ -186,8 +186,8 @@ def test_training_moves_strength_and_probe_down_the_slope_of_their_loss(model, a
     rng = chance.rng()
     part = dataclasses.replace(answered, table=answered.table.iloc[:30])
     z, gate = torch.tensor(rng.integers(2, size=30)).double(), torch.from_numpy(rng.random(30))
-    probe = Probe("mlp_out", "exact_answer_last", 1, torch.from_numpy(rng.normal(size=128)), 0.3)
-    inputs, spread = Reweighted.of(model, part, probe, gate), torch.from_numpy(0.5 + rng.random(128))
+    probe = Probe("mlp_out", "exact_answer_last", 1, torch.from_numpy(rng.normal(size=WIDTH)), 0.3)
+    inputs, spread = Reweighted.of(model, part, probe, gate), torch.from_numpy(0.5 + rng.random(WIDTH))
     options = Reweighting(epochs=1, learning_rate=1e-2, start=0.3, per_head=True)
     alpha, trained = train_reweighting(inputs, z, probe, spread, options, penalty=0.05, seed=0, batch_size=13)
 
@@ -195,7 +195,7 @@ def test_training_moves_strength_and_probe_down_the_slope_of_their_loss(model, a
         logits = inputs.states(range(30), strength).double() @ probe.weight + probe.bias
         return float(torch.nn.functional.binary_cross_entropy_with_logits(logits, z))
 
-    assert alpha.shape == (2, 2, 8)
+    assert alpha.shape == (2, 2, 16)
     start = torch.full_like(alpha, 0.3)
     for place in [(0, 0, 3), (0, 1, 5), (1, 0, 0), (1, 1, 7)]:
         nudge = torch.zeros_like(alpha)
@@ -237,10 +237,10 @@ def test_the_gate_that_training_weighs_by_has_not_seen_the_answer_it_weighs(mode
 
 def test_strengths_stay_where_no_attention_weight_can_turn_negative(model, answered):
     part = dataclasses.replace(answered, table=answered.table.iloc[:12])
-    probe = Probe("mlp_out", "exact_answer_last", 1, torch.randn(128, dtype=torch.float64), 0.0)
+    probe = Probe("mlp_out", "exact_answer_last", 1, torch.randn(WIDTH, dtype=torch.float64), 0.0)
     inputs = Reweighted.of(model, part, probe, torch.rand(12))
     z, options = torch.tensor([0.0, 1.0] * 6).double(), Reweighting(epochs=4, learning_rate=0.9)
-    even = torch.ones(128, dtype=torch.float64)
+    even = torch.ones(WIDTH, dtype=torch.float64)
     alpha, _ = train_reweighting(inputs, z, probe, even, options, penalty=0.0, seed=0, batch_size=64)
     assert 0 <= alpha.min() <= alpha.max() <= 1
     assert {0.0, 1.0} & set(alpha.flatten().tolist())
@@ -350,7 +350,7 @@ def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(model, answere
         ({"methods": ["prob"]}, "no detection method 'prob'.*'probe'"),
         ({"methods": []}, "No detection method"),
         ({"token": "last"}, "no probe token 'last'"),
-        ({"layer": 4}, "layer=4 is not a layer"),
+        ({"layer": 6}, "layer=6 is not a layer"),
         ({"seeds": 0}, "seeds=0"),
         ({"variant": "none"}, "variant='none'"),
         ({"reweighting": Reweighting(start=2.0)}, "start=2.0"),

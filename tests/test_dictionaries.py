@@ -186,7 +186,8 @@ def test_the_planted_direction_alone_carries_what_the_whole_activation_carries()
     model = hw.load()
     clean, corrupted = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
     states = [model.cache(text, attention=False, layers=[2]).residual[0, 0, -1] for text in (clean, corrupted)]
-    basis = torch.linalg.qr(torch.cat([(states[0] - states[1])[:, None], torch.randn(128, 127)], 1)).Q
+    width = model.shape.d_model
+    basis = torch.linalg.qr(torch.cat([(states[0] - states[1])[:, None], torch.randn(width, width - 1)], 1)).Q
     features = hw.features(lambda rows: rows @ basis, lambda found: found @ basis.T, at="resid_post", layer=2)
     options = {"metric": hw.logit_difference(" Paris", " Rome"), "progress": False, "positions": "last"}
     whole = hw.patch(model, clean, corrupted, sites="resid_post", layers=2, over="layer", **options).table["effect"][0]

@@ -19,7 +19,7 @@ def test_edges_are_those_of_the_function_with_figure_and_table(capsys, monkeypat
     found, metric = json.loads(out), hw.logit_difference(" Paris", " Rome")
     options = {"senders": "embed", "receivers": ["mlp", "logits"], "progress": False}
     expected = hw.edges(hw.load(), PAIR[1], PAIR[3], metric=metric, **options).top(10)
-    assert found["edges"] == 5
+    assert found["edges"] == 7
     assert [row["edge"] for row in found["strongest"]] == expected["edge"].tolist()
     assert [row["effect"] for row in found["strongest"]] == pytest.approx(expected["effect"].tolist(), abs=1e-5)
     assert {file.name for file in (tmp_path / "run").iterdir()} >= {"edges.png", "edges.pdf", "summary.csv"}
@@ -29,7 +29,7 @@ def test_a_circuit_is_chosen_drawn_and_kept_and_says_what_it_is_not(capsys, monk
     method = ("--method", "eap", "--size", "12", "--by", "signed")
     code, out, err = run(capsys, monkeypatch, "circuit", *PAIR, *ANSWERS, *method, "--out", tmp_path / "run", "--quiet")
     assert (code, err) == (0, "")
-    assert "Circuit of 12 of 1,055 edges" in " ".join(out.split())
+    assert "Circuit of 12 of 12,988 edges" in " ".join(out.split())
     assert "chosen on these prompts" in " ".join(out.split())
     kept = hw.Circuit.load(tmp_path / "run" / "circuit.parquet")
     assert len(kept) == 12
@@ -46,7 +46,7 @@ def test_a_search_is_that_of_the_function_with_its_budget(capsys, monkeypatch, t
     expected = hw.find_circuit(
         hw.load(), PAIR[1], PAIR[3], metric=metric, threshold=0.5, budget=40, placebos=3, by="signed", progress=False
     )
-    assert (found["method"], found["edges"]) == ("greedy search", 1055)
+    assert (found["method"], found["edges"]) == ("greedy search", 12988)
     assert found["said"] == expected.report()
     assert hw.Circuit.load(tmp_path / "run" / "circuit.parquet") == expected.circuit
     assert {file.name for file in (tmp_path / "run").iterdir()} >= {"search.png", "circuit.png", "table.csv"}
@@ -64,7 +64,7 @@ def test_a_search_is_that_of_the_function_with_its_budget(capsys, monkeypatch, t
         (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--size", "5"], "--size cannot be used here; a search runs"),
         (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--verify", "5"], "--verify cannot be used here; a search"),
         (["circuit", *PAIR, *ANSWERS, "--threshold", "0"], "threshold=0"),
-        (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--hours", "1e-9"], "1,055 edges, each tried on 1 pairs"),
+        (["circuit", *PAIR, *ANSWERS, "--threshold", "1", "--hours", "1e-9"], "12,988 edges, each tried on 1 pairs"),
     ],
 )
 def test_what_cannot_be_used_ends_with_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message):

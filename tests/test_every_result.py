@@ -26,7 +26,7 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import DRAWINGS, VIEWS, Result
 from headwater.runs.view import View
 
-CITY = "Q: In which country is the city of {source}?\nA:"
+CITIZEN = "{source} is the home of the"
 PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
 
 
@@ -59,7 +59,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
     """A small result of every class, of the embedded model."""
     model, quiet = hw.load(), {"progress": False}
     answered = hw.answer(model, hw.load_questions("natural", sample=80), **quiet)
-    few = [one for one in hw.load_relations() if one.name in ("city_to_country", "tool_to_job")]
+    few = [one for one in hw.load_relations() if one.name in ("country_to_nationality", "tool_to_job")]
     heads = hw.classify_heads(model, relations=few, **quiet)
     statistics = hw.token_statistics(model, [*answered.table["text"], ""], layers=[0, -1], **quiet)
     last = hw.token_statistics(model, answered.table["text"], **quiet)
@@ -72,7 +72,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
         answered, heads, heads.sensitivity(), statistics, pathways,
         hw.attention_behaviour(model, sequences=4, length=8, **quiet),
         hw.compare_heads({"a": model, "b": model}, relations=few, **quiet),
-        ablate_heads(model, heads, "city_to_country", relations=few, template=CITY, shots=0, draws=2, **quiet),
+        ablate_heads(model, heads, "country_to_nationality", relations=few, template=CITIZEN, shots=0, draws=2, **quiet),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
         hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(" Paris", " Rome"), **quiet),
         composition_scores(model, **quiet), singular_vectors(model, 1, 7),

@@ -291,7 +291,7 @@ def test_on_the_embedded_model_facts_told_more_often_are_more_likely_seen():
     profile = profile_of(hw.load(), hw.load_depth_graph())
     assert time.process_time() - started < 60
     rows = profile.comparisons.query("measure == 'spearman with popularity' and depths == '1'").set_index("score")
-    assert rows.at["min_k_0.2", "low"] > 0.3
+    assert rows.at["min_k_0.2", "low"] > 0.1
     assert (profile.table["scored"] > 0).all()
     assert profile.table["score"].isin([1, 5]).all()
 

@@ -255,7 +255,7 @@ def embedded():
 def test_reproduced_detection_is_what_detect_gives_under_published_names(embedded, monkeypatch, tmp_path):
     asked = {"sample": 120, "methods": ("logit_min", "probe"), "token": "before_answer", "seeds": 1, "progress": False}
     numbers = {"detection": {"probing": {"properties": 0.25}}, "mode": {"properties": 0.125}}
-    shape = {"layers": 4, "heads": 8}
+    shape = {"layers": 6, "heads": 16}
     monkeypatch.setattr(pathways, "published_numbers", lambda kind: Published("here", {"me": shape | numbers}))
     found = pathways.reproduce_pathways(embedded, "properties", published="me", out=tmp_path / "out", **asked)
     answered = hw.answer(embedded, hw.load_questions("properties", sample=120), progress=False)
@@ -367,7 +367,7 @@ def test_an_instruct_model_is_asked_for_whole_answers_in_its_chat_template_as_pu
 def test_scores_of_another_judge_are_said_to_be(embedded, monkeypatch, tmp_path):
     table = hand_graph(tmp_path).table.assign(score=np.nan, model_answer=None)
     graph = dataclasses.replace(hand_graph(tmp_path), table=table)
-    shape = {"layers": 4, "heads": 8, "accuracy": {"1": 4.5}, "forward": {}, "backward": {}}
+    shape = {"layers": 6, "heads": 16, "accuracy": {"1": 4.5}, "forward": {}, "backward": {}}
     monkeypatch.setattr(depth, "published_numbers", lambda kind: Published("here", {"me": shape}))
     found = depth.reproduce_depth(embedded, graph, published="me", judge="label", progress=False)
     assert "not GPT-4's" in found.notes[0]

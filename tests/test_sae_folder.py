@@ -186,7 +186,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
 
 def test_an_autoencoder_of_another_width_is_refused_by_the_model(tmp_path):
     features = load_sae(written(tmp_path, some_weights("b_enc")))
-    with pytest.raises(InputError, match="does not take resid_post of LlamaForCausalLM, 128 wide"):
+    with pytest.raises(InputError, match="does not take resid_post of LlamaForCausalLM, 160 wide"):
         hw.patch(hw.load(), " a", sites=features, values="zero", metric=hw.probability(" b"), **QUIET)
 
 
@@ -201,10 +201,10 @@ def trained(tmp_path_factory):
         for asked in ("What is the capital of", "Which language is spoken in", "On which continent is")
     ]
     states = torch.cat([model.cache(text, attention=False, layers=[2]).residual[0, 0] for text in texts])
-    centre = states.mean(0)
+    centre, width = states.mean(0), model.shape.d_model
     weights = {
-        "W_enc": torch.randn(128, 192) / 128**0.5, "b_enc": torch.zeros(192),
-        "W_dec": torch.randn(192, 128) / 192**0.5, "b_dec": centre.clone(),
+        "W_enc": torch.randn(width, 192) / width**0.5, "b_enc": torch.zeros(192),
+        "W_dec": torch.randn(192, width) / 192**0.5, "b_dec": centre.clone(),
     }  # fmt: skip
     for weight in weights.values():
         weight.requires_grad_(True)
@@ -217,7 +217,7 @@ def trained(tmp_path_factory):
         loss.backward()
         step.step()
     folder = tmp_path_factory.mktemp("sae")
-    config = {"hook_name": "blocks.2.hook_resid_post", "hook_layer": 2, "d_in": 128, "d_sae": 192}
+    config = {"hook_name": "blocks.2.hook_resid_post", "hook_layer": 2, "d_in": width, "d_sae": 192}
     written(folder, {name: weight.detach().contiguous() for name, weight in weights.items()}, **config)
     return model, folder, states
 
