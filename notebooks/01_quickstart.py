@@ -97,10 +97,10 @@ print(f"{answered.z.mean():.0%} of {len(answered.z)} answers are wrong.")
 figure = sweep.plot()
 
 # %% [markdown]
-# In the first layers the whole effect sits on the country's own token; before the last layer part of it has moved to
-# the last token. Notebook 3 looks for how.
+# Before layer 0 the whole effect sits on the country's own token, after it on the last one: a single layer moves it.
+# Notebook 3 looks for how.
 #
 # **What would change one's mind.** One pair of prompts is an anecdote: with several pairs `sweep.summary()` gives
 # intervals, and the picture may blur. That a head *can* write capitals does not say that it *does* here; notebook 2
-# tests it by ablation. A model of four layers need not resemble a large one: everything here runs unchanged on
+# tests it by ablation. A model of six layers need not resemble a large one: everything here runs unchanged on
 # `hw.load("gpt2-xl")`.

@@ -19,7 +19,7 @@ import headwater as hw
 
 model = hw.load()
 names = [
-    "city_to_country", "company_to_country", "country_to_capital", "country_to_continent", "job_to_workplace",
+    "country_to_nationality", "company_to_country", "country_to_capital", "country_to_continent", "job_to_workplace",
     "tool_to_job", "number_to_next", "word_copying", "word_to_first_letter", "noun_to_plural", "verb_to_past",
     "word_to_antonym", "english_to_french", "french_to_english",
 ]  # fmt: skip
@@ -103,9 +103,9 @@ from headwater.heads.ablation import ablate_heads
 ablation = ablate_heads(
     model,
     controlled,
-    "city_to_country",
+    "country_to_nationality",
     relations=relations,
-    template="Q: In which country is the city of {source}?\nA:",  # as the model's world asks it
+    template="Q: What is the adjective for {source}?\nA:",  # as the model's world asks it
     shots=0,
     controls=[],
 )
@@ -130,7 +130,7 @@ removed = ablation.summary().set_index(["n_heads", "removed"])
 n_heads = int(ablation.summary()["n_heads"].max())
 accuracy, spread = removed["accuracy"], removed["accuracy_sd"]
 own, random = (n_heads, "relation heads"), (n_heads, "random heads")
-print(f"city_to_country is right for {accuracy[0, 'none']:.0%} with every head,", end=" ")
+print(f"country_to_nationality is right for {accuracy[0, 'none']:.0%} with every head,", end=" ")
 print(f"{accuracy[own]:.0%} without its {n_heads} heads and {accuracy[random]:.0%}", end=" ")
 print(f"(±{spread[random]:.0%}) without as many random ones.")
 

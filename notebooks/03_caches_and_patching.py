@@ -146,7 +146,7 @@ ablated = hw.ablate(
     sets={
         "these three": {"heads": three},
         "layer 0's MLP": {"mlps": [0]},
-        "all MLPs but the last": {"mlps": [0, 1, 2]},
+        "all MLPs but the last": {"mlps": list(range(model.shape.n_layers - 1))},
     },
     values="mean",
     metric=metric,
@@ -180,8 +180,8 @@ pd.concat(shares, axis=1).round(2)
 # %% [markdown]
 # ## Edits outside of a sweep
 # `hw.edit` is a hook: the same edit as in a sweep, for `model.run`, `model.hooks` and `model.generate`. Here the
-# difference of the residual streams of Italy and France, added at every token. The answer leaves Paris; it does not
-# arrive at Rome.
+# difference of the residual streams of Italy and France, added at every token. Half of it changes nothing; all of it
+# turns Paris into Rome.
 
 # %%
 states = model.cache([ask.format("Italy"), ask.format("France")], sites="resid_post", layers=[2], positions="last")

@@ -85,7 +85,7 @@ _ = saliency.plot()
 
 # %% [markdown]
 # **What would change one's mind.** A probe can be explained only as far as it knows something: its AUC stands at the
-# top, and on this model it is little above chance at the answer's last token. If the peak near 0 stays under the
-# `logit` target, saturation is not its reason. If saliency and knockout did not agree in rank, one of the two measures
-# something else than flow. The averages over heads (`heads="abs_mean"`) and over pairs (`pairs="sum"`) are choices: a
-# picture that depends on them is not about the model.
+# top. If the peak near 0 stays under the `logit` target, saturation is not its reason. Where saliency and knockout do
+# not agree in rank, as here, one of the two measures something else than flow, and neither may be read as the other.
+# The averages over heads (`heads="abs_mean"`) and over pairs (`pairs="sum"`) are choices: a picture that depends on
+# them is not about the model.

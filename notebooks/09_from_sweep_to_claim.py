@@ -9,13 +9,16 @@
 #
 # **Method.** The task of Wang et al. (2022), first on a model whose circuit is known because its weights were written
 # by hand: the sweep has to find that circuit and nothing else. Then on the embedded model, which is asked whether it
-# can do the task at all; what is claimed there is tested with random sets of heads, another ablation and prompts that
+# can do the task at all; what is claimed there is tested with random sets of heads, the other direction and names that
 # the choice has not seen.
 #
 # **Result and what would change one's mind** stand at the end.
 
 # %%
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 import headwater as hw
 from headwater.planted import circuits
@@ -40,30 +43,37 @@ truth
 # come once each. Half of the prompts name the indirect object first, half second, so its *position* says nothing;
 # positions are named by role.
 
+
 # %%
-names = circuits.NAMES
-triples = [(names[i], names[(i + 3) % 12], names[(i + 5) % 12]) for i in range(12)]
+def task(people: Sequence[str], scenes: tuple[str, str]) -> dict[str, Any]:
+    """Return clean and corrupted prompts, roles and metric; each of the people is the indirect object once."""
+    n = len(people)
+    triples = [(people[i], people[(i + 3) % n], people[(i + 5) % n]) for i in range(n)]
+    told = [(scenes[i % 2], *triple) for i, triple in enumerate(triples)]
+    indirect, subject = [f" {name}" for name, _, _ in triples], [f" {name}" for _, name, _ in triples]
+    roles = {
+        "IO": indirect,
+        "S1": [lambda tokens, name=name: tokens.index(name) for name in subject],
+        "S2": lambda tokens: tokens.index(" gave") - 1,
+        "end": "last",
+    }
+    return {
+        "clean": [scene.format(a=a, b=b, c=b) for scene, a, b, _ in told],
+        "corrupted": [scene.format(a=a, b=b, c=c) for scene, a, b, c in told],
+        "positions": roles,
+        "metric": hw.logit_difference(indirect, subject),
+    }
+
+
 first, second = (
     " When {a} and {b} went to the store {c} gave a drink to",
     " Then {b} and {a} had fun at the park and {c} gave a drink to",
 )
-clean, corrupted = [], []
-for number, (indirect, subject, other) in enumerate(triples):
-    template = first if number % 2 else second
-    clean.append(template.format(a=indirect, b=subject, c=subject))
-    corrupted.append(template.format(a=indirect, b=subject, c=other))
-roles: dict[str, Any] = {
-    "IO": [f" {indirect}" for indirect, _, _ in triples],
-    "S1": [lambda tokens, name=f" {subject}": tokens.index(name) for _, subject, _ in triples],
-    "S2": lambda tokens: tokens.index(" gave") - 1,
-    "end": "last",
-}
-print(clean[0], "|", corrupted[0], "|", clean[1], sep="\n")
+asked = task(circuits.NAMES, (first, second))
+print(asked["clean"][0], "|", asked["corrupted"][0], "|", asked["clean"][1], sep="\n")
 
 # %%
-answers = [f" {indirect}" for indirect, _, _ in triples], [f" {subject}" for _, subject, _ in triples]
-metric = hw.logit_difference(*answers)
-found = hw.patch(planted, clean, corrupted, sites="z", positions=roles, metric=metric)
+found = hw.patch(planted, **asked, sites="z")
 _ = found.plot(value="normalized_effect")
 # %%
 strongest = found.summary(value="normalized_effect").sort_values("mean", ascending=False)
@@ -85,76 +95,59 @@ print(planted_claim.sentence)
 
 # %% [markdown]
 # ## Can the embedded model do it?
-# It was trained on a small world of facts; nobody ever gives a drink there. The same question, asked of it:
+# Its world has such scenes, in other words than these, and tells them with nine names of ten; the others it has read
+# elsewhere only. The share of prompts whose first token, of the whole vocabulary, is the answer:
 
 # %%
 import pandas as pd
 
 model = hw.load()
-people = [("John", "Ruth"), ("Anna", "Brian"), ("Deborah", "John"), ("Ruth", "Anna")]
-asked = [f" When {a} and {b} went to the store , {b} gave a drink to" for a, b in people]
-logits = model.run(asked, keep="last")[:, -1]
-name = {word: model.tokenize(f" {word}").tokens[0, -1].item() for pair in people for word in pair}
+scenes = (
+    "When {a} and {b} went to the market, {c} gave a book to",
+    "Then {b} and {a} met at the station. {c} gave a letter to",
+)
+told = [
+    "Lynn", "Greg", "Terry", "Louis", "Jacob", "Andre", "Gloria", "Marie", "Kathleen", "Michael", "Malcolm", "Tim",
+    "Anna", "Alex", "Alice", "Shirley", "Dan", "Justin", "Ruby", "Gene", "Lillian", "Anthony", "Jennifer", "Ted",
+]  # fmt: skip
+elsewhere = [
+    "Noah", "Vanessa", "Collins", "Anita", "Tyler", "Franklin", "Manuel", "Lydia", "Julia", "Wallace", "Marshall",
+    "Richard",
+]  # fmt: skip
 rows = []
-for (a, b), row in zip(people, logits, strict=True):
-    rank, ahead = int((row > row[name[a]]).sum()), bool(row[name[a]] > row[name[b]])
-    rows.append((a, b, *model.token_strings([row.argmax().item()]), rank, ahead))
-pd.DataFrame(rows, columns=["indirect object", "subject", "first token", "rank of the answer", "before the subject"])
+for kind, people in (("told in such scenes", told), ("read elsewhere", elsewhere)):
+    logits = torch.stack([model.run([prompt])[0, -1] for prompt in task(people, scenes)["clean"]])
+    answers = model.tokenize([f" {name}" for name in people]).tokens[:, -1]
+    its = logits[torch.arange(len(people)), answers]
+    rows.append(
+        (
+            kind,
+            len(people),
+            (logits.argmax(dim=-1) == answers).double().mean().item(),
+            (logits > its[:, None]).sum(dim=-1).double().median().item(),
+        )
+    )
+pd.DataFrame(rows, columns=["names", "prompts", "answered right", "median rank of the answer"]).round(2)
 
 # %% [markdown]
-# It cannot: the answer is nowhere near the first token. A sweep would still draw a figure, of how a model that does
-# not do the task fails at it. So the claim is made about a task that it does: *the capital of a country*, in two
-# wordings.
+# With names of such scenes it does the task; with others it does so less often, so what follows is about the former.
+#
+# ## Choose on some names, test on others
+# Twelve people choose, twelve others test. Both scenes are in both halves, so that the claim is not about one sentence.
 
 # %%
-relation = next(one for one in hw.load_relations() if one.name == "country_to_capital")
-wordings = (" The capital of {} is", "Q: What is the capital of {}?\nA:")
-
-
-def known(wording: str) -> set[tuple[str, str]]:
-    """Return the countries, with their capitals, that the model answers right: words of one token each."""
-    pairs = [(country, cities[0]) for country, cities in relation.pairs]
-    pairs = [pair for pair in pairs if all(len(model.tokenize(f" {word}").tokens[0]) == 2 for word in pair)]
-    best = model.run([wording.format(country) for country, _ in pairs], keep="last")[:, -1].argmax(dim=-1)
-    answers = [model.tokenize(f" {city}").tokens[0, -1] for _, city in pairs]
-    return {pair for pair, first, answer in zip(pairs, best, answers, strict=True) if first == answer}
-
-
-usable = sorted(known(wordings[0]) & known(wordings[1]))
-print(f"{len(usable)} capitals are right in both wordings")
-
-# %% [markdown]
-# ## Choose on some prompts, test on others
-# Even countries choose, odd ones test; each country's corrupted prompt asks for the next one of its half. Both
-# wordings are in both halves, so that the claim is not about one sentence.
-
-
-# %%
-def task(pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return clean prompts, corrupted ones, roles and metric of some countries, in both wordings by turns."""
-    nexts = pairs[2:] + pairs[:2]  # of the same wording
-    text = [wordings[i % 2].format(country) for i, (country, _) in enumerate(pairs)]
-    other = [wordings[i % 2].format(country) for i, (country, _) in enumerate(nexts)]
-    subject = [(f" {a}", f" {b}") for (a, _), (b, _) in zip(pairs, nexts, strict=True)]
-    measured = hw.logit_difference([f" {city}" for _, city in pairs], [f" {city}" for _, city in nexts])
-    return {
-        "clean": text, "corrupted": other, "positions": {"country": subject, "end": "last"}, "metric": measured,
-    }  # fmt: skip
-
-
-half = len(usable) // 2 // 2 * 2
-choosing, testing = usable[0 : 2 * half : 2], usable[1 : 2 * half : 2]
-chosen = hw.patch(model, **task(choosing), sites="z")
-tested = hw.patch(model, **task(testing), sites="z")
-noised = hw.patch(model, **task(choosing), sites="z", direction="noise")
+choosing, testing = told[::2], told[1::2]
+chosen = hw.patch(model, **task(choosing, scenes), sites="z")
+tested = hw.patch(model, **task(testing, scenes), sites="z")
+noised = hw.patch(model, **task(choosing, scenes), sites="z", direction="noise")
 # %%
 summary = chosen.summary(value="normalized_effect").sort_values("mean", ascending=False)
 summary[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(6)
 
 # %% [markdown]
 # The strongest head at the end, and the three strongest together, as claims. Everything that could overturn them
-# stands in the row: random cells, the other direction (is the head needed, too?), halves of the prompts, countries
-# that the choice has not seen. Beside them a head that nothing speaks for.
+# stands in the row: random cells, the other direction (is the head needed, too?), halves of the prompts, names that
+# the choice has not seen. Beside them a head that nothing speaks for.
 
 # %%
 best = summary[summary["role"] == "end"].head(1)
@@ -175,7 +168,8 @@ for what, claim in claims.items():
 
 # %% [markdown]
 # `noise` writes the corrupted activation into the clean run. A head that suffices need not be needed, since another
-# may do the same; here the same heads come first.
+# may do the same; here nearly the same cells come first. No cell does much alone: the strongest restores a tenth of the
+# gap, so the work is shared, and a claim about one head is a claim about a small part of it.
 
 # %%
 needed = noised.summary(value="normalized_effect").sort_values("mean", ascending=False)
@@ -194,6 +188,6 @@ _ = chosen.plot(value="normalized_effect")
 # %% [markdown]
 # **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the
 # method can find the truth, not that it always does. On the embedded model the claim is about sufficiency for one
-# relation, one kind of corruption (another country) and words of one token. Another ablation, another wording, a
+# task, one kind of corruption (another giver), two scenes and names of one token. Another ablation, another scene, a
 # second model trained from another seed may each overturn it, and where the verdict above says "does not hold",
 # nothing was found.

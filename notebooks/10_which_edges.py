@@ -6,8 +6,8 @@
 #
 # **Question.** *The capital of France is* … By which edges, from which part of the model to which, does *Paris* come?
 #
-# **Method.** Exact effects of all 1,055 edges of the embedded model on some countries; the strongest as a circuit; then
-# the circuit alone on countries that did not choose it, beside random circuits of the same shape.
+# **Method.** Exact effects of all 12,988 edges of the embedded model on some countries; the strongest as a circuit;
+# then the circuit alone on countries that did not choose it, beside random circuits of the same shape.
 #
 # **Result and what would change one's mind** stand at the end.
 
@@ -64,11 +64,12 @@ _ = edges.plot()
 hw.edges(model, **choosing, method="eap").agreement(edges).head(1)
 
 # %% [markdown]
-# ## A circuit of twenty edges
+# ## A circuit of a hundred edges
+# Drawn are its twenty strongest.
 
 # %%
-circuit = edges.circuit(20)
-_ = circuit.plot()
+circuit = edges.circuit(100)
+_ = edges.circuit(20).plot()
 
 # %% [markdown]
 # ## Does it hold on countries that did not choose it?
@@ -76,7 +77,7 @@ _ = circuit.plot()
 # carry the clean prompt. `placebo` is what random circuits of the same shape reach.
 
 # %%
-runs = hw.run_circuits(model, circuits={f"{n} edges": edges.circuit(n) for n in (20, 50, 100)}, placebos=20, **testing)
+runs = hw.run_circuits(model, circuits={f"{n} edges": edges.circuit(n) for n in (30, 100, 300)}, placebos=20, **testing)
 runs.summary()[["circuit", "edges", "edges_on_a_path", "faithfulness", "low", "high", "placebo", "placebo_high"]]
 
 # %%
@@ -93,7 +94,11 @@ curve.areas()
 arbitrary = circuit.placebos(1, seed=7)[0]
 claims = {
     name: one.claim(model, **testing, placebos=50)
-    for name, one in {"strongest 20": circuit, "strongest 100": edges.circuit(100), "arbitrary 20": arbitrary}.items()
+    for name, one in {
+        "strongest 30": edges.circuit(30),
+        "strongest 100": circuit,
+        "arbitrary 100": arbitrary,
+    }.items()
 }
 for name, claim in claims.items():
     print(f"{name}: {claim.sentence}\n")

@@ -25,6 +25,7 @@ from headwater.questions.states import probe_states
 from tests import chance
 
 QUICK = Reweighting(epochs=2)
+WIDTH = 160  # of the embedded model
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def planted(model, answered, n_modes):
     z = one.answered.z
     anchored = rng.random(len(z)) < 0.5 if n_modes == 2 else np.zeros(len(z), dtype=bool)
     sign = 2.0 * z - 1
-    states = np.zeros((model.shape.n_layers, len(z), 128))
+    states = np.zeros((model.shape.n_layers, len(z), WIDTH))
     states[..., 0] = np.where(anchored, sign, rng.normal(0, 2, len(z)))
     states[..., 1] = np.where(anchored, rng.normal(0, 2, len(z)), sign)
     states[..., 2] = 4.0 * anchored - 2

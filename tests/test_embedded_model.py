@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.likelihood.graph import load_depth_graph
-from headwater.models.embedded import FOLDERS, VERSION, embedded_folder, world_folder
+from headwater.models.embedded import FOLDERS, embedded_folder, world_folder
 from headwater.questions.sources import load_questions
 from headwater.world.card import missed_targets
 from headwater.world.card_page import write_card
@@ -21,8 +21,6 @@ from headwater.world.training.stages import prepare
 from tests import chance
 
 WORLD = world_folder()
-SHIPPED = list(FOLDERS) if VERSION > 1 else ["embedded"]
-second_edition = pytest.mark.skipif(VERSION < 2, reason="headwater 0.1.0 trained the first edition and wrote its card")
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +45,12 @@ def sample(model, tokenizer):
     return answered(model, tokenizer, questions.table)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", list(FOLDERS))
 def test_weights_are_whole_and_at_most_ten_megabytes(name):
     assert (embedded_folder(name) / "model.safetensors").stat().st_size <= 10_000_000
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", list(FOLDERS))
 def test_a_model_loads_in_under_two_seconds_of_processor_time(name):
     code = (
         f"import time; import headwater.models.loading as m; start = time.process_time(); model = m.load({name!r}); "
@@ -117,7 +115,6 @@ def test_silencing_every_head_changes_the_answers_and_leaves_no_trace(model, tok
     assert answer(model, tokenizer, questions) == before
 
 
-@second_edition
 @pytest.mark.slow
 def test_the_seed_makes_the_shipped_vocabulary_and_questions_again(tokenizer):
     recipe = recipe_of(WORLD / "model")
@@ -127,7 +124,6 @@ def test_the_seed_makes_the_shipped_vocabulary_and_questions_again(tokenizer):
     assert question_rows(written.corpus, recipe.questions) == shipped
 
 
-@second_edition
 def test_the_card_lists_what_was_missed(card, tmp_path):
     write_card([card], tmp_path / "CARD.md")
     text = (tmp_path / "CARD.md").read_text()

@@ -89,16 +89,11 @@ def test_commands_take_the_names(name, capsys):
         assert json.loads(capsys.readouterr().out)["model"] == (name or "embedded")
 
 
-@pytest.fixture
-def without_first_edition(monkeypatch):
-    monkeypatch.setattr("headwater.runs.record.HAS_FIRST_EDITION", False)
-
-
 def of_the_first_edition(run, **changes):
     return dataclasses.replace(run, fingerprint=FIRST_EDITION[0], model="embedded", **changes)
 
 
-def test_a_run_of_the_first_edition_is_not_gone_on_with_and_says_why(tmp_path, without_first_edition):
+def test_a_run_of_the_first_edition_is_not_gone_on_with_and_says_why(tmp_path):
     run = RunRecord.of("sample", hw.load(), {})
     other = dataclasses.replace(run, fingerprint="abc")
     earlier = dataclasses.replace(other, versions=run.versions | {"headwater": "0.1.0"})
@@ -109,7 +104,7 @@ def test_a_run_of_the_first_edition_is_not_gone_on_with_and_says_why(tmp_path, w
         assert ("made with the first edition of the embedded model" in str(error.value)) == said
 
 
-def test_results_of_the_first_edition_are_not_read_with_the_model_of_today(relation, without_first_edition):
+def test_results_of_the_first_edition_are_not_read_with_the_model_of_today(relation):
     heads = hw.classify_heads("embedded", relations=relation, **QUIET)
     old = dataclasses.replace(heads, run=of_the_first_edition(heads.run))
     model, answered = ask(question_lookup())
@@ -127,7 +122,6 @@ def test_the_first_edition_in_a_folder_is_of_another_version(world, tmp_path, mo
     manifest = json.loads((world / "model" / "world.json").read_text())
     (old / "world.json").write_text(json.dumps(manifest | {"version": 1}))
     monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path / "old")
-    monkeypatch.setattr("headwater.models.embedded.VERSION", 2)
     with pytest.raises(ModelError, match="of version 1; this headwater reads version 2"):
         hw.load()
 

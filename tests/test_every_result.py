@@ -26,7 +26,7 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import DRAWINGS, VIEWS, Result
 from headwater.runs.view import View
 
-CITIZEN = "{source} is the home of the"
+CITIZEN = "Q: What is the adjective for {source}?\nA:"
 PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
 
 
@@ -72,7 +72,9 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
         answered, heads, heads.sensitivity(), statistics, pathways,
         hw.attention_behaviour(model, sequences=4, length=8, **quiet),
         hw.compare_heads({"a": model, "b": model}, relations=few, **quiet),
-        ablate_heads(model, heads, "country_to_nationality", relations=few, template=CITIZEN, shots=0, draws=2, **quiet),
+        ablate_heads(
+            model, heads, "country_to_nationality", relations=few, template=CITIZEN, shots=0, draws=2, **quiet
+        ),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
         hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(" Paris", " Rome"), **quiet),
         composition_scores(model, **quiet), singular_vectors(model, 1, 7),

@@ -169,6 +169,10 @@ def test_find_words_prefers_whole_words():
         "N/A",
         "I'm sorry, but nobody knows.",
         "It is not known who wrote it.",
+        "That is not known.",
+        "Nobody knows.",
+        "That was never told.",
+        "No one knows where he was born",
     ],
 )
 def test_refusals_are_told(answer):
@@ -183,6 +187,9 @@ def test_refusals_are_told(answer):
         "Sorry",
         "I Can't Get No Satisfaction",
         "No one",
+        "Nobody",
+        "That Was Then",
+        "It was not Paris but Lyon",
         "Aiden",
         "Not Today",
         "he said I'm sorry",

@@ -73,10 +73,11 @@ def test_the_page_says_which_heads_are_used_and_what_they_suppress():
 def test_with_its_model_cards_say_what_each_head_writes_and_suppresses():
     model = hw.load()
     (held,) = spec_in(mapped().view(model=model))["maps"]
-    assert len(held["writes"]) == len(mapped().categories)
-    for layer, head in ((0, 3), (1, 7), (3, 0)):
+    assert len(held["writes"]) == CARDS < len(mapped().categories)
+    for place in list(held["writes"])[::20]:
+        layer, head = map(int, place.split("."))
         expected = mapped().salient(layer, head, model=model, sources=5, targets=5)
-        found = held["writes"][f"{layer}.{head}"]
+        found = held["writes"][place]
         for (_, of_source), (source, sigma, writes, suppresses) in zip(expected.groupby("rank"), found, strict=True):
             assert source == of_source["source"].iloc[0]
             assert sigma == pytest.approx(of_source["sigma"].iloc[0], abs=1e-4)

@@ -136,7 +136,7 @@ def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
 
 
 def test_of_many_texts_a_page_takes_as_many_as_stay_small():
-    many = hw.load().cache([PAIR[0] * 12] * 9, sites=["pattern"], progress=False)
+    many = hw.load().cache([PAIR[0] * 7] * 9, sites=["pattern"], progress=False)
     assert 1 < len(spec_in(many.view())["texts"]) < 9
     assert "texts of 9" in spec_in(many.view())["title"]
 

@@ -17,7 +17,7 @@ from headwater.heads.validation import dynamic_scores
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ASK = "Q: What is the capital of {}?\nA:"
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Austria": "Vienna", "Poland": "Warsaw"}
-RELATIONS = ("city_to_country", "country_to_capital", "tool_to_job", "number_to_next")
+RELATIONS = ("country_to_nationality", "country_to_capital", "tool_to_job", "year_to_next")
 
 
 @cache
@@ -79,9 +79,9 @@ def seen_by_probe() -> hw.Saliency:
 
 def ablated() -> object:
     """Remove the heads of a relation."""
-    template = "Q: In which country is the city of {source}?\nA:"
+    template = "Q: What is the adjective for {source}?\nA:"
     given = {"relations": few_relations(), "template": template, "shots": 0, "controls": []}
-    return ablate_heads(model(), few_heads(), "city_to_country", **given)
+    return ablate_heads(model(), few_heads(), "country_to_nationality", **given)
 
 
 def probed() -> hw.ProbeFit:
@@ -99,8 +99,10 @@ def probed() -> hw.ProbeFit:
 def membership() -> hw.Membership:
     """Tell texts of the model's corpus from others."""
     texts = hw.load_member_texts()
-    statistics = hw.token_statistics(model(), texts["text"])
-    return hw.membership(hw.memorization_scores(statistics, k=(0.2,)), texts["member"])
+    facts = texts[texts["kind"] != "note"].reset_index(drop=True)
+    statistics = hw.token_statistics(model(), facts["text"])
+    scores = hw.memorization_scores(statistics, k=(0.2,))
+    return hw.membership(scores, facts["member"], strata=facts["relation"] + " " + facts["form"])
 
 
 FIGURES: dict[str, Callable] = {
@@ -118,7 +120,7 @@ FIGURES: dict[str, Callable] = {
     "edges": edges,
     "circuit": lambda: edges().circuit(20),
     "composition": lambda: composition_scores(model()),
-    "circuit_vectors": lambda: singular_vectors(model(), 1, 7, embedding="mlp0"),
+    "circuit_vectors": lambda: singular_vectors(model(), 1, 6),
     "knockout": knocked_out,
     "answers": answered,
     "delta_p": traced,

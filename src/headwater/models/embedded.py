@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TypeGuard
 
 from headwater.errors import ModelError
-from headwater.runs.embedded_edition import HAS_FIRST_EDITION
 
-VERSION = 1 if HAS_FIRST_EDITION else 2
-"""1 is the first edition: one model, of answers of one word. The second, which `world` trains, will be 2."""
+VERSION = 2
+"""Of the manifest. 1 was the first edition, in headwater 0.1.0: one model, of answers of one word."""
 MANIFEST = "world.json"
 REBUILD = "Rebuild it with `python -m headwater.world train`, or install headwater again."
 BASE = "embedded"

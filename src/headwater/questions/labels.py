@@ -44,6 +44,8 @@ _REFUSALS = re.compile(
     | ^\W*(i['’]?m|i\sam)\s(very\s|so\s)?sorry\b
     | ^\W*(sorry,|unanswerable|no\sidea|no\sanswer|not\s(known|sure|available|applicable)|n/a|my\sapologies)(?!\w)
     | ^\W*(i\sapologi[sz]e|it\sis\s(not\s(known|clear|possible)|unclear|unknown|impossible))\b
+    | ^\W*(nobody|no\sone)\s(really\s)?knows\b
+    | ^\W*(that|this|it)\s(is|was|has)\s(not|never)\s(been\s)?(known|told|recorded)\b
     | ^\W*unknown\W*$
     """,
     re.IGNORECASE | re.VERBOSE,

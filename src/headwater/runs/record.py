@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from headwater.errors import RunFolderError
-from headwater.runs.embedded_edition import FIRST_EDITION, HAS_FIRST_EDITION
+from headwater.runs.embedded_edition import FIRST_EDITION
 from headwater.runs.identity import UNKNOWN, describe, unknown_in
 from headwater.runs.storage import read_json
 
@@ -131,7 +131,7 @@ class RunRecord:
     def edition(self) -> str:
         """A sentence where the run's model is one that headwater no longer has; else nothing. A space comes before."""
         is_first = self.model == "embedded" and self.versions.get("headwater") == "0.1.0"
-        if HAS_FIRST_EDITION or (not is_first and self.fingerprint not in FIRST_EDITION):
+        if not is_first and self.fingerprint not in FIRST_EDITION:
             return ""
         return " It was made with the first edition of the embedded model, which headwater no longer has."
 

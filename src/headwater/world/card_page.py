@@ -72,6 +72,7 @@ def _training(cards: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         return ", ".join(f"{loss:.3f} {stage}" for stage, loss in last.items())
 
     rows: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "texts": lambda card: f"{card['documents']:,}",
         "steps of each stage": steps,
         "rows × tokens of a step": lambda card: f"{card['recipe']['rows_per_step']} × {card['recipe']['row']}",
         "last loss": loss,
@@ -178,7 +179,7 @@ def _runs(cards: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{seeds[0]} (shipped)", *seeds[1:]]
 
 
-def _share_of(row: Sequence[float]) -> str:
+def _share_of(row: Sequence[Any]) -> str:
     return f"{_percent(row[0])} of {row[1]}"
 
 
