@@ -65,11 +65,11 @@ hw.edges(model, **choosing, method="eap").agreement(edges).head(1)
 
 # %% [markdown]
 # ## A circuit of a hundred edges
-# Drawn are its twenty strongest.
+# Drawn are its fifteen strongest.
 
 # %%
 circuit = edges.circuit(100)
-_ = edges.circuit(20).plot()
+_ = edges.circuit(15).plot()
 
 # %% [markdown]
 # ## Does it hold on countries that did not choose it?
