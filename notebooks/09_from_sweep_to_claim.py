@@ -183,7 +183,7 @@ print("Planted:", planted_claim.sentence)
 print("Embedded:", claims["one head"].sentence)
 
 # %%
-_ = chosen.plot(value="normalized_effect", figsize=(7.8, 4.0))
+_ = chosen.plot(value="normalized_effect", figsize=(7.8, 6.0))
 
 # %% [markdown]
 # **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the

@@ -65,7 +65,8 @@ hw.edges(model, **choosing, method="eap").agreement(edges).head(1)
 
 # %% [markdown]
 # ## A circuit of a hundred edges
-# Drawn are its fifteen strongest.
+# Drawn are its fifteen strongest: into the values of layer 0, and out of layer 1. What joins the two is weaker, edge by
+# edge.
 
 # %%
 circuit = edges.circuit(100)
