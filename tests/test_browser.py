@@ -202,7 +202,7 @@ def test_an_edge_says_its_effect_and_placebo_a_node_shows_its_edges_and_a_slider
     name = wired().graph.name(int(wired().circuit(1).edges[0]))
     assert said.startswith(f"{name}: {top['mean']:+.3f}, 95 % interval ")
     assert "other edges of its shape are at most" in said or "no other edge of its shape" in said
-    lines, _ = look.find(500, 500, "mlp 0 -> ", step=12)
+    lines, _ = look.find(500, 500, "mlp 5 -> ", step=12)
     row = wired().top(200).set_index("edge").loc[lines[0].split(": ")[0]]
     assert lines[0].endswith(f": {row['effect']:+.3f}")
     canvas.press("Enter")

@@ -53,10 +53,11 @@ def heads(model: Any, _: Inputs) -> Found:
 
 
 def answers(model: Any, given: Inputs) -> Found:
-    """Answer the questions."""
-    found = hw.answer(model, given.questions, progress=False).table
-    first = np.array([row[0] for row in found["log_probs"]])
-    return first, found["answer"].to_numpy(dtype=str)
+    """Answer the questions: a row for each, empty where the model declined or its answer did not end."""
+    table = hw.answer(model, given.questions, progress=False).table
+    found = table.set_index("question").reindex(given.questions.table["question"])
+    first = np.array([row[0] if isinstance(row, list | tuple | np.ndarray) else np.nan for row in found["log_probs"]])
+    return first, found["answer"].fillna("").to_numpy(dtype=str)
 
 
 def likelihood(model: Any, given: Inputs) -> Found:
