@@ -3,7 +3,7 @@
 hw.start(async (spec, root) => {
   const { layers, heads, texts } = spec, count = layers.length * heads.length, hasNorms = Boolean(texts[0].norms);
   let [weighted, reads, picked, hovered] = [false, true, [0, 0], null];
-  let text, tokens, T, causal, roots, norms, per, strip; // of the text that is shown
+  let asked, text, tokens, T, causal, roots, norms, per, strip; // of the text that is shown
   const number = ([l, h]) => l * heads.length + h, name = ([l, h]) => `${layers[l]}.${heads[h]}`;
   const raw = (head, query, key) => (causal && key > query ? 0 : (roots[head * per + (causal ? (query * (query + 1)) / 2 + key : query * T + key)] / 255) ** 2);
   const weight = (head, query, key) => raw(head, query, key) * (weighted ? norms[head * T + key] : 1);
@@ -31,9 +31,12 @@ hw.start(async (spec, root) => {
     return images.get(head);
   };
   const open = async (which) => {
+    asked = which;
+    const pattern = await hw.unpack(texts[which].pattern), written = hasNorms ? await hw.unpack(texts[which].norms) : null;
+    if (asked !== which) return; // another was chosen meanwhile
     text = texts[which];
     ({ tokens, causal } = text);
-    [T, roots, norms] = [tokens.length, await hw.unpack(text.pattern), hasNorms ? await hw.unpack(text.norms) : null];
+    [T, roots, norms] = [tokens.length, pattern, written];
     per = causal ? (T * (T + 1)) / 2 : T * T;
     [pixels, keys] = [new Uint32Array(per), new Uint16Array(per)];
     const n = Math.min(side, T);
