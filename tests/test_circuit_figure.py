@@ -1,5 +1,7 @@
 """The figure of a circuit: every edge a line in the colour of its sign, no node on another, its effects where few."""
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -69,3 +71,20 @@ def test_it_is_drawn_where_it_is_asked_for_and_without_any_edge_too():
     assert Circuit.of(["embed -> logits"], GROUPED).plot(ax) is ax
     assert not lines_in(Circuit.of([], GROUPED).plot())
     assert len(figure.axes) == 1
+
+
+def test_the_title_begins_with_the_models_name_where_it_is_known():
+    circuit = Circuit.of(["embed -> logits"], GROUPED)
+    assert circuit.plot().get_title(loc="left") == "Circuit of 1 edges, 1 on a path"
+    found = replace(circuit, model="runs/models/mine")
+    assert found.plot().get_title(loc="left") == "mine: circuit of 1 edges, 1 on a path"
+    assert found == circuit
+
+
+def test_a_circuit_keeps_the_name_of_its_model_through_sets_and_files(tmp_path):
+    one = replace(Circuit.of(["embed -> logits"], GROUPED), model="mine")
+    other = replace(Circuit.of(["embed -> mlp 0"], GROUPED), model="another")
+    assert [(~one).model, (one | one).model, one.placebos(1)[0].model] == ["mine"] * 3
+    assert (one | Circuit.of(["embed -> mlp 0"], GROUPED)).model == "mine"
+    assert (one | other).model == ""
+    assert Circuit.load(one.save(tmp_path / "one.parquet")).model == "mine"

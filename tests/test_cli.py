@@ -170,6 +170,7 @@ def test_a_wrong_row_is_reported_with_file_line_and_field(run, checkpoint, tmp_p
         (["heads", "--k", "many"], "Invalid value for '--k'"),
         (["heads", "--treshold", "1"], "--threshold"),
         (["heads", "--modle", "gpt2"], "No such option: --modle. Did you mean '--model'?"),
+        (["patch", "--answers", "a"], "No such option: --answers. Help: headwater patch --help"),
         (["score"], "Missing argument '[MODEL] FILE'"),
     ],
 )

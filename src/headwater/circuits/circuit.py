@@ -66,6 +66,9 @@ class Circuit:
     """The effect by which each was chosen, its sign kept; NaN where none is known."""
     seen: Prompts = ()
     """The (clean) prompts that its choice rests on, as token ids; empty where none is known."""
+    model: str = ""
+    """The name of the model it was found in; empty where none is known. Circuits of equal edges are equal all the same.
+    """
 
     @classmethod
     def of(cls, edges: Any, model: HookedModel | Graph) -> Circuit:
@@ -87,7 +90,7 @@ class Circuit:
         found: set[int] = set()
         for name in edges:
             found |= set(_named(graph, name))
-        return made(graph, found)
+        return made(graph, found, model=name_of(model))
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +131,8 @@ class Circuit:
         strata = self.graph.stratum[self.edges]
         pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(*_counts(strata), strict=True)]
         spare = any(len(pool) > count for pool, count in pools)
-        return [made(self.graph, _drawn(pools, generator, self.edges if spare else None)) for _ in range(n)]
+        drawn = [_drawn(pools, generator, self.edges if spare else None) for _ in range(n)]
+        return [made(self.graph, edges, model=self.model) for edges in drawn]
 
     def save(self, path: str | Path) -> Path:
         """Write the edges into one parquet file, with the graph and the prompts of their choice.
@@ -137,7 +141,8 @@ class Circuit:
             RunFolderError: the file cannot be written.
         """
         file, graph = checked_path("path", path), self.graph
-        about = {"graph": [graph.n_layers, graph.n_heads, graph.n_kv_heads, int(graph.parallel)], "seen": self.seen}
+        sizes = [graph.n_layers, graph.n_heads, graph.n_kv_heads, int(graph.parallel)]
+        about = {"graph": sizes, "seen": self.seen, "model": self.model}
         table = pa.Table.from_pandas(self.table, preserve_index=False)
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), METADATA: json.dumps(about).encode()})
         make_folder(file.parent)
@@ -160,10 +165,11 @@ class Circuit:
             edges = [graph.edge_named(name) for name in table["edge"].to_pylist()]
             seen = tuple(tuple(int(i) for i in ids) for ids in about["seen"])
             effects = np.asarray(table["effect"].to_numpy(), dtype=np.float64)
+            model = str(about.get("model", ""))
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
             reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise RunFolderError(f"{file} holds no circuit that Circuit.save wrote ({reason}).") from None
-        return made(graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen)
+        return made(graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen, model)
 
     def claim(
         self,
@@ -270,7 +276,7 @@ class Circuit:
 
     def __invert__(self) -> Circuit:
         rest = np.setdiff1d(np.arange(self.graph.n_edges), self.edges, assume_unique=True)
-        return replace(made(self.graph, rest), seen=self.seen)
+        return made(self.graph, rest, seen=self.seen, model=self.model)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.graph.edge_named(name) in self._effect_of
@@ -313,7 +319,8 @@ class Circuit:
     def _joined(self, other: Circuit, edges: set[int]) -> Circuit:
         known = {edge: effect for edge, effect in other._effect_of.items() if edge in edges}
         known |= {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
-        return made(self.graph, edges, known, tuple(dict.fromkeys((*self.seen, *other.seen))))
+        model = self.model if other.model in ("", self.model) else "" if self.model else other.model
+        return made(self.graph, edges, known, tuple(dict.fromkeys((*self.seen, *other.seen))), model)
 
 
 def strength_order(effects: NDArray[np.float64]) -> Indices:
@@ -322,12 +329,16 @@ def strength_order(effects: NDArray[np.float64]) -> Indices:
 
 
 def made(
-    graph: Graph, edges: Iterable[int] | Indices, effects: dict[int, float] | None = None, seen: Prompts = ()
+    graph: Graph,
+    edges: Iterable[int] | Indices,
+    effects: dict[int, float] | None = None,
+    seen: Prompts = (),
+    model: str = "",
 ) -> Circuit:
     """Return the circuit of some edges by number, with such effects as are known."""
     numbers = np.array(sorted({int(edge) for edge in edges}), dtype=np.int64)
     known = [np.nan if effects is None else effects.get(int(edge), np.nan) for edge in numbers]
-    return Circuit(graph, numbers, np.array(known, dtype=np.float64), seen)
+    return Circuit(graph, numbers, np.array(known, dtype=np.float64), seen, model)
 
 
 def graph_of(model: Any) -> Graph:
@@ -340,6 +351,11 @@ def graph_of(model: Any) -> Graph:
         return model
     check_model(model)
     return Graph.of(model.shape)
+
+
+def name_of(model: HookedModel | Graph) -> str:
+    """Return the name of a model; nothing, of a graph."""
+    return "" if isinstance(model, Graph) else model.name
 
 
 def said(graph: Graph) -> str:

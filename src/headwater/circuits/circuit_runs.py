@@ -70,7 +70,8 @@ class CircuitRuns(ByMetric, Result):
         layers, heads, kv_heads, parallel = self.sizes
         graph = Graph(layers, heads, kv_heads, bool(parallel))
         names = dict.fromkeys(self.table["circuit"])
-        return {name: made(graph, self.members.loc[self.members["circuit"] == name, "edge"]) for name in names}
+        edges_of = {name: self.members.loc[self.members["circuit"] == name, "edge"] for name in names}
+        return {name: made(graph, edges, model=self.run.model) for name, edges in edges_of.items()}
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize each circuit over prompts.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwater.circuits.circuit import Circuit, graph_of, made
+from headwater.circuits.circuit import Circuit, graph_of, made, name_of
 from headwater.circuits.graph import Graph
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
@@ -64,7 +64,7 @@ def read_graph_file(path: str | Path, model: HookedModel | Graph) -> Circuit:
             f"{file} has {graph.name(torn[0])} for some of the {graph.n_heads // graph.n_kv_heads} query heads that "
             f"share this key-value head and not for others ({len(torn)} such edges); here it is one edge."
         )
-    return made(graph, [edge for edge, inside in inside_of.items() if inside == {True}], scores)
+    return made(graph, [edge for edge, inside in inside_of.items() if inside == {True}], scores, model=name_of(model))
 
 
 def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:

@@ -79,7 +79,8 @@ class CircuitSearch(Result):
         in_order = self.table.iloc[::-1]  # edges are tried from the last to the first
         left = np.flatnonzero(in_order["decision"].isin([DECISIONS[KEPT], DECISIONS[NOT_TRIED]]).to_numpy())
         effects = dict(zip(left.tolist(), in_order["effect"].to_numpy()[left].tolist(), strict=True))
-        return made(graph, left, effects, tuple(tuple(ids) for ids in self.run.options["prompts"][0]))
+        seen = tuple(tuple(ids) for ids in self.run.options["prompts"][0])
+        return made(graph, left, effects, seen, self.run.model)
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize the search in one row.

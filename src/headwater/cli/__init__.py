@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -67,8 +68,11 @@ def _run() -> None:
 
 def _nearest(error: Any) -> str:
     """Return what to say of an option that does not exist: which one is near; nothing of other errors."""
-    near = getattr(error, "possibilities", None)
-    return f"No such option: {error.option_name}. Did you mean {near[0]!r}?" if near else ""
+    if getattr(error, "possibilities", None) is None:
+        return ""
+    words = {name.lstrip("-"): name for name in error.possibilities}
+    near = get_close_matches(error.option_name.lstrip("-"), words, n=1)  # by words: the dashes make all options alike
+    return f"No such option: {error.option_name}" + (f". Did you mean {words[near[0]]!r}?" if near else "")
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:

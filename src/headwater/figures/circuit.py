@@ -23,7 +23,7 @@ from matplotlib.path import Path
 from headwater.circuits.circuit import Circuit
 from headwater.circuits.graph import Graph
 from headwater.colors import FAINT, INK
-from headwater.figures.style import DASHED, legend_above, style
+from headwater.figures.style import DASHED, legend_above, short_name, style
 from headwater.runs.result import DRAWINGS
 
 ABOVE, BELOW = "#b2182b", "#2166ac"
@@ -220,6 +220,6 @@ def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
     entries += [(f"into {kind}", {"color": INK, "linestyle": LINES[kind]}) for kind in "qkv" if kind in kinds]
     for text, look in entries:
         ax.plot([], [], label=text, **look)
-    legend_above(
-        ax, min(7, len(entries)) or 1, f"Circuit of {len(circuit):,} edges, {len(circuit.on_a_path):,} on a path"
-    )
+    seen = f"circuit of {len(circuit):,} edges, {len(circuit.on_a_path):,} on a path"
+    title = f"{short_name(circuit.model)}: {seen}" if circuit.model else seen.capitalize()
+    legend_above(ax, min(7, len(entries)) or 1, title)

@@ -89,8 +89,13 @@ def style() -> Iterator[None]:
 
 def model_title(run: RunRecord, seen: str = "") -> str:
     """Return a title: the model's name, without the folders in front, and what is seen of it."""
-    name = label(run.model.rstrip("/").rsplit("/", 1)[-1])
+    name = short_name(run.model)
     return f"{name}: {seen}" if seen else name
+
+
+def short_name(model: str) -> str:
+    """Return a model's name as a figure writes it: without the folders in front."""
+    return label(model.rstrip("/").rsplit("/", 1)[-1])
 
 
 def whole_numbers(axis: Axis) -> None:

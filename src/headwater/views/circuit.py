@@ -72,7 +72,9 @@ def view_circuit(
         raise InputError("The circuit has no edges: there is nothing to show.")
     most = min(MOST, len(circuit))
     shown = circuit.strongest(min(LARGEST, most) if n is None else checked_count("n", n, most=most))
-    title = f"A circuit of {len(circuit):,} edges" + (f": the {len(shown):,} strongest" * (len(shown) < len(circuit)))
+    where = f" of {circuit.model}" if circuit.model else ""
+    strongest = f": the {len(shown):,} strongest" * (len(shown) < len(circuit))
+    title = f"A circuit{where}, {len(circuit):,} edges{strongest}"
     spec = spec_of(edges, shown, metric, runs)
     below = f"<p>{text_of(repr(circuit))}.</p>{table_of(shown.table.head(ROWS))}"
     return page_around(spec | {"title": title}, "circuit.js", (drawn(shown), title), below, height=760)

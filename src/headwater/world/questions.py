@@ -127,9 +127,11 @@ def _node(corpus: Corpus, name: str, group: str, number: int, predecessors: list
 
 
 def membership_rows(corpus: Corpus, per_kind: int) -> list[dict[str, object]]:
-    """Draw texts that the corpus holds ("member"), and two kinds that it does not, with the same forms in each.
+    """Draw texts that the corpus holds ("member"), and two kinds that it does not.
 
-    "other wording": the fact is told, but not in these words. "held out": the fact is told in no words at all.
+    "other wording": the fact is told, but not in these words. "held out": the fact is told in no words at all. The
+    column `form` says how each is told: some forms, such as stories and questions of choice, occur among members alone,
+    so that a comparison of kinds has to be made within a form.
     """
     rng = np.random.default_rng([corpus.world.recipe.seed, 6])
     found: dict[str, list[int]] = {"member": [], "other wording": [], "held out": []}
