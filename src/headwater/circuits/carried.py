@@ -65,12 +65,10 @@ class Carried:
         graph, layer, rows = self.rows.runs.graph, self._layer, self.rows
         read, mlp = self._in_front_of_mlp(), self._first_of(layer) + graph.n_heads
         after = self._add(self._before, self._first_of(layer), mlp)
-        exchanged = self._set[self._sender == mlp]
-        changed = read.flatten(1).any(1).cpu()
-        changed[exchanged] = False
-        if self.through == "mlps" and bool(changed.any()):
-            after = after.clone()
-            entering = rows.read_by_mlp(layer)
+        if self.through == "mlps":
+            changed = read.flatten(1).any(1).cpu()
+            changed[self._set[self._sender == mlp]] = False
+            after, entering = after.clone(), rows.read_by_mlp(layer)
             for some in changed.nonzero()[:, 0].split(rows.at_once):
                 after[some] += rows.feed_forward(layer, entering + read[some]) - rows.base("mlp_out", layer)
         self._before, self._layer = self._add(after, mlp, mlp + 1), layer + 1

@@ -298,4 +298,5 @@ def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], i
 
 def _near(a: Tensor, b: Tensor) -> bool:
     tolerance = max(NEAR, 16 * torch.finfo(b.dtype).eps)
-    return float((a - b).abs().max()) <= tolerance * max(1e-6, float(b.abs().max()))
+    apart, largest = torch.stack([(a - b).abs().max(), b.abs().max().to(a)]).tolist()
+    return bool(apart <= tolerance * max(1e-6, largest))

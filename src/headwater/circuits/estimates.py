@@ -125,8 +125,10 @@ class Slopes:
             self._totals[m], [self.held[name] for name in names], retain_graph=more, allow_unused=True
         )
         slopes = {n: torch.zeros_like(self.held[n]) if g is None else g for n, g in zip(names, found, strict=True)}
+        runs_on = slopes[hook_name("resid_post", self._n_layers - 1)].device
         largest = max(float(slopes[hook_name("resid_post", self._n_layers - 1)].abs().max()), 0.0)
-        if not all(bool(slope.isfinite().all()) for slope in slopes.values()):
+        peaks = [slope.abs().amax().double().to(runs_on) for slope in slopes.values()]
+        if not bool(torch.stack(peaks).isfinite().all()):
             raise NumericsError(
                 f"The gradient of {metric!r} is NaN or infinite in example {self.runs.example} "
                 f"({self.runs.model.dtype}). Load the model with dtype='float32'."
@@ -145,15 +147,15 @@ def gradient_scores(slopes: Slopes, places: Sequence[Place], edges: Indices) -> 
     runs, graph = slopes.runs, slopes.runs.graph
     found = torch.zeros(len(places), len(edges), len(slopes.by_metric), dtype=torch.float64)
     changes = [runs.changes_at(place).float() for place in places]
-    scores = torch.zeros(len(places), len(graph.receivers), len(graph.senders))
+    scores = torch.zeros(len(places), len(graph.receivers), len(graph.senders), device=runs.changes.device)
     for m in range(len(slopes.by_metric)):
         with runs.wave.blocks.fused():
             for receivers, gradient in _by_receiver(slopes, m):
                 reach = int(graph.reach[receivers].max())
                 for number, change in enumerate(changes):
                     along = gradient[:, -change.shape[1] :].flatten(1).float()
-                    scores[number, receivers, :reach] = (along @ change[:reach].flatten(1).T).cpu()
-        found[:, :, m] = scores[:, graph.receiver[edges], graph.sender[edges]].double()
+                    scores[number, receivers, :reach] = along.to(change) @ change[:reach].flatten(1).T
+        found[:, :, m] = scores.cpu()[:, graph.receiver[edges], graph.sender[edges]].double()
     return found
 
 

@@ -190,8 +190,8 @@ class EdgeEffects(ByMetric, Result):
         order = np.argsort(-(np.abs(means) if by == "size" else for_the_answer), kind="stable")[:n]
         edges = self.chosen.numpy()[order]
         seen = tuple(tuple(ids) for ids in (self.run.options.get("prompts") or [[]])[0])
-        effects = dict(zip(edges.tolist(), means[order].tolist(), strict=True))
-        return made(self.graph, edges, effects, seen, self.run.model)
+        known = dict(zip(edges.tolist(), means[order].tolist(), strict=True))
+        return made(self.graph, edges, known, seen, self.run.model)
 
     def agreement(self, exact: EdgeEffects) -> pd.DataFrame:
         """Compare with exact effects: these estimates (or effects, where the method gives them), edge by edge.

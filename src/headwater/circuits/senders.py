@@ -40,6 +40,8 @@ KINDS = ("other run", "zero", "mean", "resample")
 """What senders' outputs may be exchanged for."""
 Recorded: TypeAlias = Callable[[str, int], Tensor]
 """The activation of a run at a site of a layer, `position ...`."""
+Left: TypeAlias = tuple[int, Tensor, float]
+"""A layer, what its heads leave out as a part of what its attention adds, and how much that may be."""
 
 
 def hook_names(graph: Graph) -> list[str]:
@@ -66,10 +68,12 @@ def written_by_layer(
     Raises:
         ModelError: heads do not add up to what attention adds.
     """
+    left: list[Left] = []
     yield recorded("resid_pre", 0)[None]
     for layer in range(graph.n_layers):
-        yield _by_heads(model, HeadShares(model, layer, weights), recorded, layer)
+        yield _by_heads(HeadShares(model, layer, weights), recorded, layer, left)
         yield recorded("mlp_out", layer)[None]
+    _refuse_what_is_left(model, left)
 
 
 def changed_by_layer(
@@ -80,40 +84,48 @@ def changed_by_layer(
     Raises:
         ModelError: heads do not add up to what attention adds.
     """
+    left: list[Left] = []
     yield (other("resid_pre", 0) - base("resid_pre", 0))[None]
     for layer in range(graph.n_layers):
         shares = HeadShares(model, layer, weights)
         if shares.norm is None:  # shares are linear in z
             z, before = (base(site, layer) for site in ("z", "attn_out"))
             outputs, added = shares.of(other("z", layer) - z), other("attn_out", layer) - before
-            _refuse_what_is_left(model, layer, outputs.sum(1) - added.to(outputs), before)
+            left.append((layer, *_sizes(outputs.sum(1) - added.to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
         else:
-            yield _by_heads(model, shares, other, layer) - _by_heads(model, shares, base, layer)
+            yield _by_heads(shares, other, layer, left) - _by_heads(shares, base, layer, left)
         yield (other("mlp_out", layer) - base("mlp_out", layer))[None]
+    _refuse_what_is_left(model, left)
 
 
 def _by_heads(
-    model: HookedModel, shares: HeadShares, recorded: Recorded, layer: int
+    shares: HeadShares, recorded: Recorded, layer: int, left: list[Left]
 ) -> Float[Tensor, "head position d_model"]:
     z, added = recorded("z", layer), recorded("attn_out", layer)
     outputs, bias = shares.of(z), shares.of_bias(z)
-    _refuse_what_is_left(model, layer, outputs.sum(1) + bias - added.to(outputs), added)
+    left.append((layer, *_sizes(outputs.sum(1) + bias - added.to(outputs), added)))
     return outputs.movedim(1, 0).to(added)
 
 
-def _refuse_what_is_left(model: HookedModel, layer: int, left: Tensor, added: Tensor) -> None:
-    """Refuse heads that leave something out of what attention adds.
+def _sizes(left: Tensor, added: Tensor) -> tuple[Tensor, float]:
+    """Return how large what is left out is, as a part of what attention adds, and how large it may be."""
+    return left.abs().max() / added.abs().max().clamp_min(1e-9), max(TOLERANCE, 16 * torch.finfo(added.dtype).eps)
+
+
+def _refuse_what_is_left(model: HookedModel, left: Sequence[Left]) -> None:
+    """Refuse heads that leave something out of what attention adds: all layers are looked at in one copy.
 
     Raises:
         ModelError: with how much.
     """
-    part = float(left.abs().max() / added.abs().max().clamp_min(1e-9))
-    if not part <= max(TOLERANCE, 16 * torch.finfo(added.dtype).eps):
-        raise ModelError(
-            f"The heads of layer {layer} of {model.name} do not add up to what its attention adds: {part:.1%} "
-            "is left over. Edges from and to its heads have no meaning."
-        )
+    parts = torch.stack([part.double().to(left[0][1].device) for _, part, _ in left]).tolist() if left else []
+    for part, (layer, _, allowed) in zip(parts, left, strict=True):
+        if not part <= allowed:
+            raise ModelError(
+                f"The heads of layer {layer} of {model.name} do not add up to what its attention adds: {part:.1%} "
+                "is left over. Edges from and to its heads have no meaning."
+            )
 
 
 def refuse_other_kinds(source: Source) -> None:

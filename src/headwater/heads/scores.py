@@ -18,7 +18,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -68,15 +68,26 @@ class SuitePairs:
         """Number of items of each relation."""
         return self.item_relation.bincount(minlength=len(self.k))
 
-    def grid(self, relation: int) -> ov_sweep.Grid:
-        """Every source of a relation with every target of it."""
-        pairs = self.item_relation[self.pair_item] == relation
-        sources = self.item_source[self.item_relation == relation]
-        return ov_sweep.Grid(sources, self.pair_target[pairs], int(self.k[relation]))
+    @cached_property
+    def grids(self) -> list[ov_sweep.Grid]:
+        """Every source of a relation with every target of it, by relation."""
+        parts = self.item_source.split(self._lengths[0]), self.pair_target.split(self._lengths[1]), self.k.tolist()
+        return [ov_sweep.Grid(*one) for one in zip(*parts, strict=True)]
+
+    @cached_property
+    def item_of_pair(self) -> Sequence[Int[Tensor, "pair"]]:
+        """Which of its relation's items each pair is of, by relation."""
+        return [items - items[0] for items in self.pair_item.split(self._lengths[1])]
+
+    @cached_property
+    def _lengths(self) -> list[list[int]]:
+        """How many items, and how many pairs, each relation has."""
+        pairs = self.item_relation[self.pair_item].bincount(minlength=len(self.k))
+        return torch.stack([self.items, pairs]).tolist()
 
     def to(self, device: torch.device | str) -> "SuitePairs":
         """Return the same on another device."""
-        return SuitePairs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        return SuitePairs(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -196,13 +207,12 @@ def _null_moments(
     NaN where they are not wanted; None wants all of them.
     """
     moments = torch.full((2, maps.n_heads, len(suite.k), 3), torch.nan, dtype=torch.float64, device=suite.k.device)
-    hits = ov_sweep.topk_hits(maps, [suite.grid(relation) for relation in range(len(suite.k))], wanted)
-    for relation, signs in enumerate(hits):
-        items = suite.item_relation == relation
-        pair_item = suite.pair_item[items[suite.pair_item]]
+    asked = None if wanted is None else wanted.cpu()
+    hits = ov_sweep.topk_hits(maps, suite.grids, wanted)
+    for relation, (signs, pair_item) in enumerate(zip(hits, suite.item_of_pair, strict=True)):
         for sign, found in enumerate(signs):
-            heads = slice(None) if wanted is None else wanted[sign, :, relation]
-            accepted = any_accepted(found[heads], pair_item - pair_item[0], int(items.sum()))
+            heads = slice(None) if asked is None else asked[sign, :, relation].nonzero()[:, 0].to(moments.device)
+            accepted = any_accepted(found[heads], pair_item, len(suite.grids[relation].source))
             moments[sign, heads, relation] = permutation_moments(accepted)
     return moments.cpu()
 

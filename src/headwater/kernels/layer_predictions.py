@@ -100,9 +100,9 @@ class _Running:
         """Take in a tile whose first column is `start`."""
         above = logits > self.own[:, None]
         column = target - start
-        inside = ((column >= 0) & (column < logits.shape[1])).nonzero()[:, 0]
-        above[inside, column[inside]] = False
-        self.rank += above.sum(-1)
+        inside = (column >= 0) & (column < logits.shape[1])
+        own = column.clamp(0, logits.shape[1] - 1)[:, None]
+        self.rank += above.sum(-1) - (above.gather(1, own)[:, 0] & inside).long()
         values, places = logits.topk(min(k, logits.shape[1]))
         values, top = torch.cat([self.values, values], -1), torch.cat([self.top, places + start], -1)
         self.values, order = values.topk(min(k, values.shape[1]))

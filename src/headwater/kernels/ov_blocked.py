@@ -198,7 +198,7 @@ def head_outputs(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple d_mode
     y = torch.empty(len(triples), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
     heads, counts = triples.head.unique_consecutive(return_counts=True)
     start = 0
-    for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
+    for head, count in torch.stack([heads, counts], 1).tolist():
         rows = slice(start, start + count)
         z = maps.x[triples.source[rows]].double() @ maps.W_V[maps.value_head(head)].double()
         y[rows] = z @ maps.W_O[head].double()
@@ -298,5 +298,6 @@ def count_beyond(
 
 def leave_out(logits: Float[Tensor, "row token"], column: Int[Tensor, "row"]) -> None:
     """Take each row's own target out of the count: nothing compares with NaN."""
-    rows = ((column >= 0) & (column < logits.shape[1])).nonzero()[:, 0]
-    logits[rows, column[rows]] = torch.nan
+    inside = ((column >= 0) & (column < logits.shape[1]))[:, None]
+    own = column.clamp(0, logits.shape[1] - 1)[:, None]
+    logits.scatter_(1, own, torch.where(inside, torch.nan, logits.gather(1, own)))

@@ -9,6 +9,7 @@ layer's, because there it is launches that would take the time.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,6 +36,11 @@ class Grid:
     source: Int[Tensor, "item"]
     target: Int[Tensor, "pair"]
     k: int
+
+    @cached_property
+    def tokens(self) -> tuple[Int[Tensor, "token"], Int[Tensor, "pair"]]:
+        """The targets, each once, and where each pair's stands among them."""
+        return self.target.unique(return_inverse=True)
 
 
 def topk_hits(
@@ -66,7 +72,7 @@ def topk_hits(
     logits = _GridLogits(maps, z.float(), grids, rows, wanted)
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
     for index, (grid, row) in enumerate(zip(grids, rows.of_grid, strict=True)):
-        if not bool(wanted[:, :, index].any()):
+        if not len(logits.heads[index]):
             nothing = torch.zeros((), dtype=torch.bool, device=device)
             yield (nothing.expand(maps.n_heads, len(row), len(grid.target)),) * 2
             continue
@@ -125,13 +131,14 @@ class _GridLogits:
         wanted: Bool[Tensor, "sign head relation"],
     ):
         self.maps, self.z, self.rows, self.wanted = maps, z, rows, wanted
-        found = [grid.target.unique(return_inverse=True) for grid in grids]
-        self.tokens, self.column = [tokens for tokens, _ in found], [column for _, column in found]
+        self.tokens, self.column = zip(*(grid.tokens for grid in grids), strict=True)
+        self.heads = [asked.nonzero()[:, 0].to(z.device) for asked in wanted.any(0).cpu().T]
+        """Of each relation, the heads that are asked about it."""
 
     def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, "block"], Float[Tensor, "block token item"]]]:
         """One relation's, for some of the heads that are asked about it at a time."""
         tokens, row = self.tokens[index], self.rows.of_grid[index]
-        heads = self.wanted[:, :, index].any(0).nonzero()[:, 0]
+        heads = self.heads[index]
         targets = self.maps.W_U[:, tokens] if len(heads) else self.maps.W_U[:, :0]
         numbers = max(len(tokens) * max(len(row), self.z.shape[2]), 1)
         for some in _split(heads, tile_numbers(self.maps) // numbers):

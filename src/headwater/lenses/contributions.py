@@ -40,6 +40,7 @@ class Contributions:
         self.model, self.prompts, self.where, self.tokens = model, prompts, where, tokens
         self.head: UnembeddingHead = unembedding_head(model)[1]
         self.norm: Norm = final_norm(model)
+        self.weights = LoadedWeights(model)  # for all layers: it holds them against one run
         n_layers, n_heads = model.shape.n_layers, model.shape.n_heads
         self.parts: list[Part] = [("embed", None, None)]
         for layer in range(n_layers):
@@ -68,7 +69,8 @@ class Contributions:
             columns += self._of_layer(layer, held, direction)
             if self.by_source:
                 sources.append(self._of_sources(layer, held, direction, examples))
-        contributions = torch.cat([*columns, constant.double().cpu()[:, None]], 1)
+        columns.append(constant.double()[:, None])
+        contributions = torch.cat([one.to(constant.device) for one in columns], 1).cpu()
         if sources:
             split = torch.stack([part.sum(-1) for part in sources], 1).flatten(1)
             contributions[:, [part[0] == "head" for part in self.parts]] = split
@@ -103,7 +105,7 @@ class Contributions:
 
     def _of_layer(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:
         """Return what a layer's heads, its attention bias and its MLP contribute."""
-        factors = LoadedWeights(self.model).layer(layer)
+        factors = self.weights.layer(layer)
         z = held[SITES["z"].hook_name(layer)].to(factors.W_O)
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
         if factors.b_O is not None:
@@ -111,11 +113,11 @@ class Contributions:
         along = self._along(layer, summed, direction)
         post_norm = attention_post_norm(self.model, layer)
         heads = torch.einsum("rhk,hkd,rd->rh", z, factors.W_O, along)
-        constant = torch.zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
+        constant = z.new_zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
         if post_norm is not None and post_norm.bias is not None:
-            constant = constant + _dot(post_norm.bias, direction)
+            constant = constant + _dot(post_norm.bias, direction).to(constant)
         mlp = _dot(held[SITES["mlp_out"].hook_name(layer)], direction)
-        return [heads.double().cpu(), constant.double()[:, None], mlp[:, None]]
+        return [heads.double(), constant.double()[:, None], mlp[:, None]]
 
     def _along(self, layer: int, summed: Tensor, direction: Tensor) -> Float[Tensor, "row d_model"]:
         """The direction in front of the norm behind the attention, where there is one, at its recorded scale."""
@@ -127,7 +129,7 @@ class Contributions:
         self, layer: int, held: dict[str, Tensor], direction: Tensor, examples: range
     ) -> Float[Tensor, "row head key"]:
         """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
-        factors = LoadedWeights(self.model).layer(layer)
+        factors = self.weights.layer(layer)
         z, pattern, v = (held[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("z", "pattern", "v"))
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
         if factors.b_O is not None:
@@ -158,5 +160,5 @@ class Contributions:
 
 
 def _dot(a: Tensor, b: Tensor) -> Float[Tensor, " row"]:
-    """The dot product along the last axis, in float64 on the CPU."""
-    return (a.to(b.device).double() * b.double()).sum(-1).cpu()
+    """The dot product along the last axis, in float64."""
+    return (a.to(b.device).double() * b.double()).sum(-1)

@@ -17,7 +17,7 @@ from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
@@ -107,7 +107,7 @@ class Gradients(Runner):
         sites = self.group.sites
         ends = [held[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
         slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
-        products = {}
+        products, finite = {}, []
         for (site, layer), slope in zip(places, slopes, strict=True):
             standing = held[sites[site].hook_name(layer)].detach()
             slope = torch.zeros_like(standing) if slope is None else slope
@@ -116,14 +116,24 @@ class Gradients(Runner):
                 value = self._written(own.inner, layer, source, sample, own.read(standing))
                 product = sites[site].first_order(standing, slope, value)
                 products[site, layer, source, sample] = product
-                wrong = ~product.flatten(1).isfinite().all(1)
-                if bool(wrong.any()):
-                    raise NumericsError(
-                        f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
-                        f"{self.group.examples[int(wrong.nonzero()[0])]} ({self.plan.model.dtype}). Load the model "
-                        "with dtype='float32'."
-                    )
+                finite.append(product.flatten(1).isfinite().all(1))
+        self._refuse_not_finite(metric.name, list(products), finite)
         return products
+
+    def _refuse_not_finite(self, metric: str, drawn: Sequence[Drawn], finite: Sequence[Bool[Tensor, " row"]]) -> None:
+        """Look at all products in one copy.
+
+        Raises:
+            NumericsError: with the first place and example that is not finite.
+        """
+        seen = torch.stack([one.to(finite[0].device) for one in finite]).cpu()
+        for (site, layer, _, _), examples in zip(drawn, seen, strict=True):
+            if not bool(examples.all()):
+                raise NumericsError(
+                    f"The gradient of {metric!r} at {site} of layer {layer} is NaN or infinite in example "
+                    f"{self.group.examples[int((~examples).nonzero()[0])]} ({self.plan.model.dtype}). Load the model "
+                    "with dtype='float32'."
+                )
 
     def _written(self, site: Site, layer: int, source: int, sample: int, standing: Tensor) -> Tensor:
         """Return what an edit of every token of every example would leave of what a site reads."""

@@ -319,9 +319,9 @@ def knocked_out_states(
     plan = Plan(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
     for done, found in collect_states(plan, progress):
-        for name, layer in readings:
-            before[name][layer, done.start : done.stop] = found.before[name, layer].float().cpu()
-            after[name][layer, done.start : done.stop] = found.after[name, layer].float().cpu()
+        for name, (held, states) in product(names, ((before, found.before), (after, found.after))):
+            by_layer = [states[name, layer].float() for layer in range(shape.n_layers)]
+            held[name][:, done.start : done.stop] = torch.stack([one.to(by_layer[0]) for one in by_layer]).cpu()
     return before, after
 
 

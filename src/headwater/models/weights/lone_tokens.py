@@ -13,7 +13,7 @@ What does not hold is refused, with the name of the architecture and what was fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -22,12 +22,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import ModelError
+from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.families import text_config
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
-    from headwater.models.edits import Hook
     from headwater.models.model import Model
 
 PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
@@ -115,11 +115,11 @@ class HeadsOfLoneTokens:
         ]
         model.run(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)), hooks, stop_at=model.shape.n_layers)
 
-    def _keep(self, layer: int, name: str) -> Callable[..., None]:
+    def _keep(self, layer: int, name: str) -> HookFunction:
         def keep(activation: Tensor, hook: object) -> None:
-            self.seen[layer, name] = activation[:, :, 0] if name == "weight" else activation[:, 0]
+            self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
-        return keep
+        return looks(keep)
 
     def check(self, layer: int, factors: Factors) -> None:
         """See that these factors are what a layer's heads computed with.

@@ -159,8 +159,8 @@ def finite(tensor: Tensor, name: str) -> Tensor:
     Raises:
         ModelError: it holds NaN or infinite values.
     """
-    low, high = torch.aminmax(tensor.detach())
-    if not (low.isfinite() and high.isfinite()):
+    ends = torch.stack(torch.aminmax(tensor.detach()))
+    if not bool(ends.isfinite().all()):
         bad = int(torch.count_nonzero(~tensor.isfinite()))
         raise ModelError(
             f"Tensor {name!r} holds {bad} values of {tensor.numel()} that are NaN or infinite; fetch or save it again."

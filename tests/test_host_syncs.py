@@ -1,0 +1,164 @@
+"""On a GPU the host does not wait in loops over heads, layers, tiles or tokens; counted on the CPU."""
+
+import pytest
+import torch
+import transformers as tf
+
+import headwater as hw
+from tests.host_syncs import HostSyncs
+from tests.tiny import tiny_tokenizer
+
+METRIC = hw.logit_difference(5, 6)
+QUIET = {"progress": False}
+
+
+def words():
+    """The words that are one token each with a space before them."""
+    texts = map(tiny_tokenizer().decode, range(2, len(tiny_tokenizer())))
+    return [text.strip() for text in texts if text[:1] == " " and text.strip().isalpha()]
+
+
+def suite(n):
+    """So many relations of 60 pairs of words."""
+    named = words()
+    source, target = (lambda i, j: named[(7 * i + j) % len(named)]), lambda i, j: (named[(3 * i + j + 1) % len(named)],)
+    made = [tuple((source(i, j), target(i, j)) for i in range(60)) for j in range(n)]
+    return [hw.Relation(f"relation {j}", "knowledge", one) for j, one in enumerate(made)]
+
+
+def ids(n, length, seed=0):
+    return torch.randint(2, len(tiny_tokenizer()), (n, length), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def pairs(n, length):
+    return ids(n, length), ids(n, length, 1)
+
+
+def texts(n, length):
+    return list(map(tiny_tokenizer().decode, ids(n, length)))
+
+
+NODES = [{"site": "z", "layer": 0, "head": 1}, {"site": "mlp_out", "layer": 1, "position": 2}]
+NEVER_MORE = {
+    "patch residuals": lambda m, *n: hw.patch(m, *pairs(*n), metric=METRIC, sites="resid_pre", **QUIET),
+    "patch heads": lambda m, *n: hw.patch(m, *pairs(*n), metric=METRIC, sites="z", over=["layer", "head"], **QUIET),
+    "patch keys": lambda m, *n: hw.patch(
+        m, *pairs(*n), metric=METRIC, sites="pattern", over=["layer", "head", "key"], **QUIET
+    ),
+    "patch together": lambda m, *n: hw.patch(m, *pairs(*n), metric=METRIC, together=NODES, **QUIET),
+    "knockout": lambda m, *n: hw.knockout(
+        m, ids(*n), block=("last", {1, 2}), metric=METRIC, over=["layer", "head"], **QUIET
+    ),
+    "states": lambda m, *n: hw.knocked_out_states(m, ids(*n), block=("last", {1, 2}), **QUIET),
+    "ablate": lambda m, *n: hw.ablate(m, ids(*n), metric=METRIC, heads=[(0, 1), (1, 2)], **QUIET),
+    "cache": lambda m, *n: m.cache(ids(*n)),
+    "token statistics": lambda m, *n: hw.token_statistics(m, texts(*n), **QUIET),
+    "generate": lambda m, *n: m.generate(ids(*n), max_new_tokens=3, **QUIET),
+    "lens": lambda m, *n: hw.lens(m, ids(*n), **QUIET),
+}
+"""What waits as often for any number of layers, heads, tokens and examples (of one batch)."""
+PER_LAYER = {
+    "attribution": (
+        1,
+        lambda m, *n: hw.patch(
+            m, *pairs(*n), metric=METRIC, sites="z", over=["layer", "head"], method="attribution", **QUIET
+        ),
+    ),
+    "direct logit attribution": (5, lambda m, *n: hw.direct_logit_attribution(m, ids(*n), tokens=(5, 6), **QUIET)),
+    "heads": (32, lambda m, n, length: hw.classify_heads(m, relations=suite(n), **QUIET)),
+    "attention behaviour": (20, lambda m, *n: hw.attention_behaviour(m, **QUIET)),
+    "paths": (
+        1,
+        lambda m, *n: hw.path_patch(
+            m, *pairs(*n), senders=["embed", "mlp 0"], receivers=["logits", "mlp 1"], metric=METRIC, **QUIET
+        ),
+    ),
+    "estimates of edges": (3, lambda m, *n: hw.edges(m, *pairs(*n), metric=METRIC, method="eap", **QUIET)),
+}
+"""What waits so often for a further layer, and no more for a further head or token."""
+
+
+@pytest.fixture(scope="module")
+def waits():
+    """`waits(work, n_layers=..., n_heads=..., n=..., length=...)` is how often the host waits, by line."""
+    held = {}
+
+    def made(n_layers, n_heads):
+        if (n_layers, n_heads) not in held:
+            config = tf.LlamaConfig(
+                vocab_size=len(tiny_tokenizer()), hidden_size=64, intermediate_size=96, num_hidden_layers=n_layers,
+                num_attention_heads=n_heads, num_key_value_heads=n_heads // 2, head_dim=4, max_position_embeddings=128,
+                bos_token_id=0, eos_token_id=0, pad_token_id=1,
+            )  # fmt: skip
+            config._attn_implementation = "eager"
+            torch.manual_seed(0)
+            raw = tf.LlamaForCausalLM(config).eval()
+            held[n_layers, n_heads] = hw.load(raw, tokenizer=tiny_tokenizer()), list(raw.parameters())
+        return held[n_layers, n_heads]
+
+    def counted(work, n_layers=2, n_heads=4, n=2, length=8):
+        model, parameters = made(n_layers, n_heads)
+        work(model, n, length)  # what is checked once
+        with HostSyncs(parameters) as syncs:
+            work(model, n, length)
+        return syncs.by_line
+
+    return counted
+
+
+def test_it_counts_waits_for_the_card_alone():
+    weight, host = torch.randn(4, 4), torch.randn(4)
+    with HostSyncs([weight]) as syncs:
+        made = weight @ host
+        assert syncs.count == 0
+        assert syncs.has(made)
+        assert float(host.sum()) == float(host.sum())
+        assert len(host[host > 0]) <= 4
+        assert syncs.count == 0
+        for wait in (lambda: float(made.sum()), made.nonzero, lambda: made[made > 0], made.tolist, made.cpu):
+            before = syncs.count
+            wait()
+            assert syncs.count == before + 1
+        copied = made.cpu()
+        assert not syncs.has(copied)
+        assert bool(copied.isfinite().all())
+    assert syncs.count == 6
+
+
+@pytest.mark.parametrize("name", NEVER_MORE)
+def test_waits_do_not_grow_with_layers_heads_tokens_or_examples(name, waits):
+    work = NEVER_MORE[name]
+    few = waits(work)
+    assert 0 < few.total() < 20
+    for more in ({"n_layers": 6}, {"n_heads": 16}, {"length": 24}, {"n": 6}):
+        many = waits(work, **more)
+        assert many.total() <= few.total(), (more, many - few)
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_waits_grow_with_layers_by_a_known_number_and_not_with_heads_or_tokens(name, waits):
+    per_layer, work = PER_LAYER[name]
+    few = waits(work)
+    for more in ({"n_heads": 16}, {"length": 24}):
+        many = waits(work, **more)
+        assert many.total() <= few.total(), (more, many - few)
+    deep = waits(work, n_layers=6)
+    assert deep.total() - few.total() <= 4 * per_layer, deep - few
+
+
+def test_waits_of_head_classification_do_not_grow_with_relations(waits):
+    _, work = PER_LAYER["heads"]
+    assert waits(work, n=6).total() <= waits(work, n=2).total()
+
+
+@pytest.mark.parametrize("method", ["exact", "screened"])
+def test_exact_edges_wait_for_the_metrics_of_each_tile_and_for_little_else(method, waits):
+    def work(model, n, length):
+        hw.edges(model, *pairs(n, length), metric=METRIC, method=method, **QUIET)
+
+    def else_than_tiles(found):
+        return sum(count for line, count in found.items() if "readout.py" not in line and "exact.py" not in line)
+
+    few, deep, wide = waits(work), waits(work, n_layers=6), waits(work, n_heads=16)
+    assert else_than_tiles(deep) - else_than_tiles(few) <= 4 * 10
+    assert else_than_tiles(wide) <= else_than_tiles(few)
