@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 
 import headwater as hw
-from headwater.circuits import edge_effects, result, senders
+from headwater.circuits import carried, edge_effects, result, senders
+from headwater.figures import published
+from headwater.heads import relation_tokens
 from headwater.heads.categories import RULES
 from headwater.kernels.likelihood import PRECISIONS
 from headwater.lenses import direct_attribution
+from headwater.likelihood import answering, profile, statistics
 from headwater.models.sites import SITES
-from headwater.patching import activation_patching, averages, edge_knockout, sides, sweep_axes
+from headwater.models.weights import effective_embedding
+from headwater.patching import activation_patching, averages, claims, edge_knockout, sides, sweep_axes
 from headwater.patching.metrics import METRICS
 from headwater.patching.values import VALUES
-from headwater.pathways import attention_saliency
-from headwater.questions import states
+from headwater.pathways import attention_saliency, modes, trace
+from headwater.questions import asking, formats, states
+from headwater.views import board
 
 FILE = Path(hw.__file__).parent / "names.py"
 THERE = {
@@ -38,6 +43,25 @@ THERE = {
     "PartName": direct_attribution.BY,
     "LossName": attention_saliency.TARGETS,
     "PrecisionName": PRECISIONS,
+    "HowName": board.HOWS,
+    "EmbeddingName": effective_embedding.KINDS,
+    "MultiTokenName": [name for name in relation_tokens.MULTI_TOKEN if name],
+    "ThroughName": carried.THROUGH,
+    "MeasureName": averages.MEASURES,
+    "MatchName": claims.MATCH,
+    "StyleName": published.STYLES,
+    "SplitName": [modes.PER_LAYER, modes.BEST_LAYER, modes.CROSSED, modes.RANDOM_SPLIT],
+    "QueriesName": trace.QUERIES,
+    "EdgeSetName": attention_saliency.EDGES,
+    "OverHeadsName": attention_saliency.OVER_HEADS,
+    "OverPairsName": attention_saliency.OVER_PAIRS,
+    "LongName": statistics.LONG,
+    "SpanName": profile.SPANS,
+    "ContextName": asking.CONTEXTS,
+    "AggregateName": profile.AGGREGATES,
+    "AnswersName": answering.SOURCES,
+    "PredecessorsName": profile.PREDECESSORS,
+    "FormatName": formats.FORMATS,
 }
 TAKEN = {
     hw.patch: {"sites": "SiteName", "direction": "DirectionName", "values": "ValueName", "method": "MethodName"},
@@ -45,11 +69,37 @@ TAKEN = {
     hw.ablate: {"values": "ValueName", "metric": "Measures"},
     hw.edit: {"values": "ValueName"},
     hw.edges: {"direction": "DirectionName", "method": "EdgeMethodName", "values": "ValueName"},
-    hw.path_patch: {"direction": "DirectionName", "values": "ValueName"},
-    hw.classify_heads: {"rule": "RuleName"},
-    hw.trace_pathways: {"site": "ProbeSiteName", "token": "TokenName", "variant": "VariantName"},
-    hw.token_statistics: {"precision": "PrecisionName"},
-    hw.score_file: {"precision": "PrecisionName"},
+    hw.path_patch: {"direction": "DirectionName", "values": "ValueName", "through": "ThroughName"},
+    hw.classify_heads: {"rule": "RuleName", "embedding": "EmbeddingName", "multi_token": "MultiTokenName"},
+    hw.compare_heads: {"embedding": "EmbeddingName", "multi_token": "MultiTokenName"},
+    hw.attention_behaviour: {"embedding": "EmbeddingName"},
+    hw.trace_pathways: {
+        "site": "ProbeSiteName",
+        "token": "TokenName",
+        "variant": "VariantName",
+        "edges": "QueriesName",
+    },
+    hw.saliency: {
+        "target": "LossName",
+        "edges": "EdgeSetName",
+        "heads": "OverHeadsName",
+        "pairs": "OverPairsName",
+    },
+    hw.memorization: {
+        "span": "SpanName",
+        "context": "ContextName",
+        "aggregate": "AggregateName",
+        "answers": "AnswersName",
+        "predecessors": "PredecessorsName",
+        "quartiles": "AggregateName",
+    },
+    hw.token_statistics: {"precision": "PrecisionName", "long": "LongName"},
+    hw.score_file: {"precision": "PrecisionName", "long": "LongName"},
+    hw.board: {"how": "HowName"},
+    hw.figures.head_maps: {"style": "StyleName"},
+    hw.figures.depth_profiles: {"style": "StyleName"},
+    hw.figures.saliency: {"style": "StyleName"},
+    hw.figures.delta_p: {"style": "StyleName", "split_by": "SplitName"},
     hw.detect: {"site": "ProbeSiteName", "token": "TokenName", "variant": "VariantName"},
 }
 

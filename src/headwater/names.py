@@ -34,7 +34,28 @@ if TYPE_CHECKING:
     PartName: TypeAlias = Literal["head", "layer", "component", "position"]
     LossName: TypeAlias = Literal["cross_entropy", "logit"]
     PrecisionName: TypeAlias = Literal["highest", "high"]
+    HowName: TypeAlias = Literal["denoise", "noise", "zero", "mean"]
+    EmbeddingName: TypeAlias = Literal["raw", "mlp0", "embed+mlp0", "layer0"]
+    MultiTokenName: TypeAlias = Literal["first", "distinguishing"]
+    ThroughName: TypeAlias = Literal["direct", "mlps"]
+    MeasureName: TypeAlias = Literal["effect", "normalized_effect"]
+    MatchName: TypeAlias = Literal["layer", "site"]
+    StyleName: TypeAlias = Literal["headwater", "published"]
+    SplitName: TypeAlias = Literal["per layer", "best layer", "cross-fitted", "random tokens"]
+    QueriesName: TypeAlias = Literal["after", "answer"]
+    EdgeSetName: TypeAlias = Literal["exact_answer", "all"]
+    OverHeadsName: TypeAlias = Literal["mean_abs", "abs_mean"]
+    OverPairsName: TypeAlias = Literal["mean", "sum"]
+    LongName: TypeAlias = Literal["error", "window"]
+    SpanName: TypeAlias = Literal["question", "answer", "model_answer", "both"]
+    ContextName: TypeAlias = Literal["raw", "chat"]
+    AggregateName: TypeAlias = Literal["group", "node"]
+    AnswersName: TypeAlias = Literal["data", "model"]
+    PredecessorsName: TypeAlias = Literal["none", "gold", "predicted", "multi-turn"]
+    FormatName: TypeAlias = Literal["popqa", "triviaqa", "hotpotqa", "nq_open", "table"]
 else:
     SiteName = ValueName = MetricName = DirectionName = AxisName = MethodName = EdgeMethodName = VariantName = str
     RuleName = ProbeSiteName = TokenName = SpansName = NormalizeName = RankName = PartName = LossName = str
-    PrecisionName = str
+    PrecisionName = HowName = EmbeddingName = MultiTokenName = ThroughName = MeasureName = MatchName = StyleName = str
+    SplitName = QueriesName = EdgeSetName = OverHeadsName = OverPairsName = LongName = SpanName = ContextName = str
+    AggregateName = AnswersName = PredecessorsName = FormatName = str

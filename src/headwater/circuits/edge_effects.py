@@ -38,7 +38,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
-from headwater.names import DirectionName, EdgeMethodName, ValueName
+from headwater.names import DirectionName, EdgeMethodName, ThroughName, ValueName
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.call import check_call
 from headwater.patching.metrics import Measures
@@ -63,7 +63,7 @@ def edges(
     dataset: Prompts | None = None,
     over: str | None = None,
     positions: Where | None = None,
-    through: str = "direct",
+    through: ThroughName = "direct",
     method: EdgeMethodName | None = None,
     verify: int = 500,
     steps: int = 5,

@@ -37,7 +37,7 @@ from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
-from headwater.names import DirectionName, ValueName
+from headwater.names import DirectionName, ThroughName, ValueName
 from headwater.options import checked_name, checked_seed
 from headwater.patching.call import check_call
 from headwater.patching.metrics import Measures
@@ -58,7 +58,7 @@ def path_patch(
     senders: Ends,
     receivers: Ends,
     metric: Measures,
-    through: str = "direct",
+    through: ThroughName = "direct",
     direction: DirectionName = "noise",
     values: ValueName | Recipe | Any = OTHER_RUN,
     dataset: Prompts | None = None,

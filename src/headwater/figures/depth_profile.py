@@ -26,6 +26,7 @@ from headwater.figures.published import is_published, lettered
 from headwater.figures.style import BANDS_ARE, DASHED, checked_place, legend_above, model_title, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.likelihood.profile import DepthProfile
+from headwater.names import StyleName
 from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 
@@ -51,7 +52,7 @@ def depth_profiles(
     profiles: Sequence[DepthProfile],
     labels: Sequence[str] | None = None,
     *,
-    style: str = "headwater",
+    style: StyleName = "headwater",
     ax: Axes | None = None,
     title: str | None = None,
     figsize: Size | None = None,

@@ -25,6 +25,7 @@ from headwater.figures.style import checked_place, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
+from headwater.names import StyleName
 from headwater.options import checked_count
 from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
@@ -98,7 +99,7 @@ def head_maps(
     maps: Sequence[HeadMap],
     columns: int | None = None,
     *,
-    style: str = "headwater",
+    style: StyleName = "headwater",
     ax: Axes | None = None,
     title: str | None = None,
     figsize: Size | None = None,

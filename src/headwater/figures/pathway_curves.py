@@ -23,6 +23,7 @@ from headwater.figures.pathway_controls import main_layer
 from headwater.figures.published import is_published, set_name
 from headwater.figures.style import BANDS_ARE, DASHED, checked_place, model_title, whole_numbers
 from headwater.figures.style import style as shared_look
+from headwater.names import SplitName, StyleName
 from headwater.options import shown as written
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, PER_LAYER, RANDOM_SPLIT
 from headwater.pathways.trace import Pathways
@@ -54,11 +55,11 @@ ROOMY: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 2.0, "title_fonts
 def delta_p(
     pathways: Sequence[Pathways],
     *,
-    split_by: str | None = None,
+    split_by: SplitName | None = None,
     value: str = "delta_p",
     titles: Sequence[str] | None = None,
     columns: int | None = None,
-    style: str = "headwater",
+    style: StyleName = "headwater",
     ax: Axes | None = None,
     title: str | None = None,
     figsize: Size | None = None,
@@ -121,7 +122,7 @@ def delta_p(
 
 @DRAWINGS.add(Pathways)
 def plot_delta_p(
-    pathways: Pathways, ax: Axes | None = None, *, split_by: str | None = None, value: str = "delta_p"
+    pathways: Pathways, ax: Axes | None = None, *, split_by: SplitName | None = None, value: str = "delta_p"
 ) -> Axes | Figure:
     """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a figure of its own.
 

@@ -28,7 +28,7 @@ from headwater.figures.fonts import label
 from headwater.figures.published import is_published, set_name
 from headwater.figures.style import DASHED, checked_place, model_title
 from headwater.figures.style import style as shared_look
-from headwater.names import LossName
+from headwater.names import LossName, StyleName
 from headwater.pathways.attention_saliency import Saliency
 from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
@@ -55,7 +55,7 @@ def saliency(
     *,
     target: LossName | None = None,
     log_scale: bool = False,
-    style: str = "headwater",
+    style: StyleName = "headwater",
     ax: Axes | None = None,
     title: str | None = None,
     figsize: Size | None = None,

@@ -43,6 +43,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.tokens import Batch, Inputs, by_length
 from headwater.models.weights.effective_embedding import KINDS, published_embedding
+from headwater.names import EmbeddingName
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
@@ -156,7 +157,7 @@ def attention_behaviour(
     length: int = 24,
     threshold: float = 0.4,
     copying: bool = True,
-    embedding: str | None = None,
+    embedding: EmbeddingName | None = None,
     batch_size: int = 16,
     seed: int = 0,
     progress: bool = True,

@@ -32,6 +32,7 @@ from headwater.models.loading import weights_of
 from headwater.models.tokens import token_strings
 from headwater.models.weights.effective_embedding import KINDS
 from headwater.models.weights.weight_source import WeightSource
+from headwater.names import EmbeddingName
 from headwater.options import checked_count, checked_flag, checked_name
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
@@ -96,7 +97,7 @@ def singular_vectors(
     head: int,
     *,
     circuit: str = "ov",
-    embedding: str = "raw",
+    embedding: EmbeddingName = "raw",
     norm_gain: bool = False,
     vectors: int = 5,
     tokens: int = 8,

@@ -35,7 +35,7 @@ from headwater.models.shape import ModelShape
 from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY, published_embedding
 from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
-from headwater.names import RuleName
+from headwater.names import EmbeddingName, MultiTokenName, RuleName
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import describe, digest
@@ -48,10 +48,10 @@ def classify_heads(
     rule: RuleName = "controlled",
     k: int | None = None,
     threshold: float = 0.15,
-    embedding: str | None = None,
+    embedding: EmbeddingName | None = None,
     progress: bool = True,
     out: str | Path | None = None,
-    multi_token: str | None = None,
+    multi_token: MultiTokenName | None = None,
     norm_gain: bool = False,
     attention: bool = False,
     device: str | torch.device | None = None,

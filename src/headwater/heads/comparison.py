@@ -44,6 +44,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights.effective_embedding import published_embedding
 from headwater.models.weights.weight_source import WeightSource
+from headwater.names import EmbeddingName, MultiTokenName
 from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
@@ -157,8 +158,8 @@ def compare_heads(
     relations: Relations = None,
     k: int | None = None,
     threshold: float = 0.15,
-    embedding: str | None = None,
-    multi_token: str | None = None,
+    embedding: EmbeddingName | None = None,
+    multi_token: MultiTokenName | None = None,
     norm_gain: bool = False,
     device: str | torch.device | None = None,
     progress: bool = True,
@@ -263,7 +264,9 @@ def _refuse_other_shapes(compared: Mapping[str, WeightSource]) -> None:
             )
 
 
-def _usable(shared: Sequence[Relation], weights: WeightSource, k: int | None, multi_token: str | None) -> Usable:
+def _usable(
+    shared: Sequence[Relation], weights: WeightSource, k: int | None, multi_token: MultiTokenName | None
+) -> Usable:
     tokenized = tokenize_relations(shared, weights.tokenizer, multi_token=multi_token)
     ks = [hits_of(relation, weights, k) for relation in shared]
     return usable_relations(tokenized, ks, weights.name)

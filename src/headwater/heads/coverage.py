@@ -8,11 +8,14 @@ import pandas as pd
 
 from headwater.heads.relation_tokens import tokenize_relations
 from headwater.heads.relations import Relations, load_relations
+from headwater.names import MultiTokenName
 
 COLUMNS = ("relation", "category", "items", "kept", "dropped", "usable", "fallen_out", "note")
 
 
-def relation_coverage(relations: Relations, tokenizer: object, *, multi_token: str | None = None) -> pd.DataFrame:
+def relation_coverage(
+    relations: Relations, tokenizer: object, *, multi_token: MultiTokenName | None = None
+) -> pd.DataFrame:
     """Count the pairs of each relation that survive a tokenizer.
 
     Args:

@@ -23,6 +23,7 @@ from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights.weight_source import WeightSource
+from headwater.names import EmbeddingName
 from headwater.options import checked_count, shown
 from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row, rounded
@@ -214,7 +215,7 @@ class HeadMap(Result):
         head: int,
         *,
         model: HookedModel | str | Path | None = None,
-        embedding: str | None = None,
+        embedding: EmbeddingName | None = None,
         sources: int = 15,
         targets: int = 5,
     ) -> pd.DataFrame:
@@ -270,9 +271,9 @@ class HeadMap(Result):
         ]
         return pd.concat(tables, ignore_index=True) if tables else salient_of_heads(weights, [])
 
-    def read_by(self, layer: int) -> str:
+    def read_by(self, layer: int) -> EmbeddingName:
         """Return the effective embedding that heads of a layer are scored with."""
-        return str(self.run.options["embedding"]) if layer > 0 else "raw"
+        return cast("EmbeddingName", self.run.options["embedding"]) if layer > 0 else "raw"
 
     def _weights(self, model: HookedModel | str | Path | None) -> WeightSource:
         weights = weights_of(self.run.model if model is None else model)

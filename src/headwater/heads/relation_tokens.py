@@ -29,6 +29,7 @@ from torch import Tensor
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import Pair, Relation
 from headwater.models.tokenizers import panics_are_errors
+from headwater.names import MultiTokenName
 from headwater.options import shown
 
 MIN_PAIRS = 30
@@ -81,7 +82,11 @@ class TokenRelation:
 
 
 def tokenize_relations(
-    relations: Iterable[Relation], tokenizer: Any, *, multi_token: str | None = None, same_words: bool = False
+    relations: Iterable[Relation],
+    tokenizer: Any,
+    *,
+    multi_token: MultiTokenName | None = None,
+    same_words: bool = False,
 ) -> tuple[TokenRelation, ...]:
     """Turn words into token ids, and say which pairs fall out.
 
@@ -113,7 +118,7 @@ def tokenize_relations(
 
 
 def shared_relations(
-    relations: Iterable[Relation], tokenizers: Sequence[Any], *, multi_token: str | None = None
+    relations: Iterable[Relation], tokenizers: Sequence[Any], *, multi_token: MultiTokenName | None = None
 ) -> tuple[Relation, ...]:
     """Return the relations with the pairs, and of each the targets, that survive for every one of several tokenizers.
 

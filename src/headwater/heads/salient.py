@@ -24,6 +24,7 @@ from headwater.errors import InputError
 from headwater.models.tokens import token_strings
 from headwater.models.weights.effective_embedding import KINDS
 from headwater.models.weights.weight_source import WeightSource
+from headwater.names import EmbeddingName
 from headwater.options import checked_count, checked_name
 
 SIGNS = ("writes", "suppresses")
@@ -35,7 +36,13 @@ Factors: TypeAlias = tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_hea
 
 
 def salient_operations(
-    weights: WeightSource, layer: int, head: int, *, embedding: str = "raw", sources: int = 15, targets: int = 5
+    weights: WeightSource,
+    layer: int,
+    head: int,
+    *,
+    embedding: EmbeddingName = "raw",
+    sources: int = 15,
+    targets: int = 5,
 ) -> pd.DataFrame:
     """Return what a head does to the tokens it writes most strongly about.
 
@@ -63,7 +70,7 @@ def salient_of_heads(
     weights: WeightSource,
     heads: Sequence[tuple[int, int]],
     *,
-    embedding: str = "raw",
+    embedding: EmbeddingName = "raw",
     sources: int = 15,
     targets: int = 5,
 ) -> pd.DataFrame:

@@ -39,7 +39,7 @@ from headwater.likelihood.scores import (
 )
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
 from headwater.models.hooked import check_model
-from headwater.names import PrecisionName
+from headwater.names import LongName, PrecisionName
 from headwater.options import checked_flag, checked_name, checked_number, checked_path, shown
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
@@ -118,7 +118,7 @@ def score_file(
     token_counts: Counts | None = None,
     maximum_entropy: float | None = None,
     gradient_norm: bool = False,
-    long: str = "window",
+    long: LongName = "window",
     stride: int | None = None,
     precision: PrecisionName = "highest",
     batch_size: int = 16,

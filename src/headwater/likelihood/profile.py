@@ -36,6 +36,7 @@ from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
 from headwater.models.generation.loop import end_tokens
 from headwater.models.hooked import check_model
+from headwater.names import AggregateName, AnswersName, ContextName, PredecessorsName, SpanName
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
 from headwater.questions.asking import RAW, Messages
 from headwater.questions.judge import Judge
@@ -150,19 +151,19 @@ def memorization(
     model: HookedModel,
     graph: DepthGraph,
     *,
-    span: str = "answer",
-    context: str = "raw",
-    aggregate: str = "group",
+    span: SpanName = "answer",
+    context: ContextName = "raw",
+    aggregate: AggregateName = "group",
     layers: Layers = "final",
     k: float | Sequence[float] = 0.2,
     lens: Lens = "logit",
-    answers: str | None = None,
+    answers: AnswersName | None = None,
     judge: Judge = None,
     prompt: str | Messages | None = None,
-    predecessors: str = NONE,
+    predecessors: PredecessorsName = "none",
     predecessor_prompt: str | Messages | None = None,
     max_new_tokens: int = 32,
-    quartiles: str = "node",
+    quartiles: AggregateName = "node",
     controls: bool = True,
     seed: int = 0,
     batch_size: int = 16,

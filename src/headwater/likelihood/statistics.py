@@ -41,7 +41,7 @@ from headwater.models.one_pass import one_pass_attention
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, by_length, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
-from headwater.names import PrecisionName
+from headwater.names import LongName, PrecisionName
 from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
@@ -59,6 +59,8 @@ Span: TypeAlias = tuple[int, int] | None
 """The characters (start, end) of a text whose tokens are scored; None for all."""
 
 STATISTICS = TokenStatistics._fields
+LONG = ("error", "window")
+"""What becomes of texts that are longer than the context."""
 EMPTY = "empty text"
 NOT_UNICODE = "not UTF-8"
 NOTHING_BEFORE = "one token, and nothing before it: the model wants no BOS"
@@ -141,7 +143,7 @@ def token_statistics(
     spans: Sequence[Span] | None = None,
     layers: Layers = "final",
     lens: Lens = "logit",
-    long: str = "error",
+    long: LongName = "error",
     stride: int | None = None,
     precision: PrecisionName = "highest",
     batch_size: int = 16,
@@ -222,7 +224,7 @@ def _windows(
     check_texts(model, texts)
     if spans is not None and len(spans) != len(texts):
         raise InputError(f"{len(spans)} spans were given for {len(texts)} texts; give one per text, or None for it.")
-    checked_name("long", long, ("error", "window"))
+    checked_name("long", long, LONG)
     described, windows = [], []
     for index, text in enumerate(texts):
         span = _checked_span(spans[index], text, index) if spans is not None else None

@@ -20,6 +20,7 @@ from headwater.stats.resample import NOTHING_LEFT, Draws, interval
 from headwater.stats.significance import q_values, sign_flip_p
 
 NORMALIZE = ("mean of ratios", "ratio of means")
+MEASURES = ("effect", "normalized_effect")
 SMALL_GAP = 0.1
 """Of the median gap: below this share a pair is named."""
 RESAMPLES = 2000
@@ -35,7 +36,7 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
     """
     if normalize is not None and not (isinstance(normalize, str) and normalize in NORMALIZE):
         raise InputError(f"normalize={shown(normalize)} is none of {', '.join(map(repr, NORMALIZE))}.")
-    column = checked_name("value", value, ("effect", "normalized_effect"))
+    column = checked_name("value", value, MEASURES)
     column = column if normalize is None else "normalized_effect"
     if column not in table.columns:
         raise InputError(

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from headwater.names import NormalizeName
+from headwater.names import MatchName, MeasureName, NormalizeName
 from headwater.options import checked_kind
 from headwater.patching.attribution import Gradients
 from headwater.patching.averages import (
@@ -28,7 +28,7 @@ from headwater.patching.averages import (
     strongest,
     summarize,
 )
-from headwater.patching.claims import MATCH, Drawing, Swept, claim_on
+from headwater.patching.claims import Drawing, Swept, claim_on
 from headwater.patching.plan import Plan
 from headwater.patching.readout import Measured
 from headwater.patching.sides import DIRECTIONS
@@ -72,7 +72,12 @@ class Sweep(Result):
         object.__setattr__(self, "tokens", tuple(tuple(strings) for strings in self.tokens))
 
     def summary(
-        self, *, level: float = 0.95, value: str = "effect", normalize: NormalizeName | None = None, seed: int = 0
+        self,
+        *,
+        level: float = 0.95,
+        value: MeasureName = "effect",
+        normalize: NormalizeName | None = None,
+        seed: int = 0,
     ) -> pd.DataFrame:
         """Summarize each cell over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
 
@@ -109,7 +114,7 @@ class Sweep(Result):
         rows: str | None = None,
         columns: str | None = None,
         *,
-        value: str = "effect",
+        value: MeasureName = "effect",
         normalize: NormalizeName | None = None,
         **fixed: object,
     ) -> pd.DataFrame:
@@ -146,10 +151,10 @@ class Sweep(Result):
         cells: object,
         *,
         metric: str | None = None,
-        value: str = "effect",
+        value: MeasureName = "effect",
         other: Sweep | None = None,
         held_out: Sweep | None = None,
-        match: str = MATCH[0],
+        match: MatchName = "layer",
         placebos: int = 1000,
         margin: float | Any = None,
         level: float = 0.95,
@@ -183,10 +188,10 @@ class Sweep(Result):
         sweeps = {"other": other, "held_out": held_out}
         given = {o: checked_kind(o, one, Sweep, "hw.patch(...)") for o, one in sweeps.items() if one is not None}
         others = {o: Swept(one.table, one.coordinates, one.run) for o, one in given.items()}
-        value = measure_of(self.table, value, None)
+        measure = measure_of(self.table, value, None)
         drawing = Drawing(match, placebos, seed)
         here = Swept(self.table, self.coordinates, self.run)
-        return claim_on(here, cells, metric, value, others, drawing, margin=margin, level=level)
+        return claim_on(here, cells, metric, measure, others, drawing, margin=margin, level=level)
 
     def report(self) -> list[str]:
         """Return the strongest cell of each site and metric, and what to mind about the means."""
@@ -227,7 +232,7 @@ class Sweep(Result):
         *,
         site: str | None = None,
         metric: str | None = None,
-        value: str = "effect",
+        value: MeasureName = "effect",
         normalize: NormalizeName | None = None,
         title: str | None = None,
         figsize: Size | None = None,

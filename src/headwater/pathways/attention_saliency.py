@@ -38,7 +38,7 @@ from headwater.errors import InputError
 from headwater.models.gradients import KeysValues, keys_values, refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
-from headwater.names import LossName
+from headwater.names import EdgeSetName, LossName, OverHeadsName, OverPairsName
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.sweep_axes import chosen
 from headwater.pathways.edge_saliency import WORTH_A_RUN, SaliencyRow, Wanted, common_start, measure_batch, rows_of
@@ -128,15 +128,19 @@ class Saliency(Result):
         return self._drawn(ax, title, figsize)
 
 
+OVER_HEADS, OVER_PAIRS = ("mean_abs", "abs_mean"), ("mean", "sum")
+"""How a layer's heads are taken together, and how pairs of tokens are."""
+
+
 def saliency(
     model: HookedModel,
     answered: AnsweredQuestions,
     probe: Probe,
     *,
     target: LossName = "cross_entropy",
-    edges: str | Sequence[str] = EDGES,
-    heads: str = "mean_abs",
-    pairs: str = "mean",
+    edges: EdgeSetName | Sequence[EdgeSetName] = ("exact_answer", "all"),
+    heads: OverHeadsName = "mean_abs",
+    pairs: OverPairsName = "mean",
     layers: Iterable[int] | int | None = None,
     batch_size: int = 16,
     progress: bool = True,
@@ -173,8 +177,8 @@ def saliency(
     named = list(edges) if isinstance(edges, list | tuple) else [edges]
     wanted = Wanted(
         edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in named)),
-        heads=checked_name("heads", heads, ("mean_abs", "abs_mean")),
-        pairs=checked_name("pairs", pairs, ("mean", "sum")),
+        heads=checked_name("heads", heads, OVER_HEADS),
+        pairs=checked_name("pairs", pairs, OVER_PAIRS),
         layers=_layers(model, probe, layers),
     )
     checked_name("target", target, TARGETS)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
-from headwater.names import ProbeSiteName, TokenName, VariantName
+from headwater.names import ProbeSiteName, QueriesName, SplitName, TokenName, VariantName
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways.effects import (
@@ -219,7 +219,7 @@ class Pathways(Result):
         self,
         ax: Axes | None = None,
         *,
-        split_by: str | None = None,
+        split_by: SplitName | None = None,
         value: str = "delta_p",
         title: str | None = None,
         figsize: Size | None = None,
@@ -243,7 +243,7 @@ def trace_pathways(
     site: ProbeSiteName = "mlp_out",
     token: TokenName = "exact_answer_last",
     variant: VariantName = "mask",
-    edges: str = "after",
+    edges: QueriesName = "after",
     window: int | None = None,
     seeds: int = 3,
     controls: bool = True,

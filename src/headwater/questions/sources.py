@@ -28,6 +28,7 @@ from headwater.data.rows import Row, read_rows
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.embedded import world_folder
+from headwater.names import FormatName
 from headwater.options import checked_count, checked_path, checked_seed
 from headwater.questions.formats import adapt, check_format, columns_found, detect_format
 from headwater.questions.words import Span, find_words
@@ -87,7 +88,7 @@ class Questions:
 
 
 def load_questions(
-    source: Source | None = None, *, format: str | None = None, sample: int | None = None, seed: int = 0
+    source: Source | None = None, *, format: FormatName | None = None, sample: int | None = None, seed: int = 0
 ) -> Questions:
     """Read questions from a public question set, from a table of one's own, or those of the embedded model's world.
 

@@ -27,6 +27,7 @@ from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
+from headwater.names import PredecessorsName
 from headwater.options import checked_path
 from headwater.questions.judge import Judge
 from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
@@ -53,7 +54,7 @@ def reproduce_depth(
     *,
     published: str | None = None,
     judge: Judge = None,
-    predecessors: str = NONE,
+    predecessors: PredecessorsName = "none",
     batch_size: int = 16,
     progress: bool = True,
     out: str | Path | None = None,

@@ -14,7 +14,7 @@ from typing import Any
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import sites_named
-from headwater.names import SiteName
+from headwater.names import HowName, SiteName
 from headwater.options import checked_name, one_or_several
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts
@@ -37,7 +37,7 @@ def board(
     metric: Measures,
     dataset: Prompts | None = None,
     sites: SiteName | Sequence[SiteName] | None = None,
-    how: str = "denoise",
+    how: HowName = "denoise",
 ) -> Board:
     """Lay one pair of prompts open, to click on: each click is an exact patch, drawn at once.
 
@@ -76,7 +76,7 @@ def board(
 class Board(Clicks):
     """One pair of prompts, to click on. Made by `hw.board`."""
 
-    def view(self, hows: str | Sequence[str] | None = None) -> View:
+    def view(self, hows: HowName | Sequence[HowName] | None = None) -> View:
         """Return the board as a page that needs no kernel: it holds the exact effects of all single nodes.
 
         These are every cell, every head, every head at every token, and every edge into the last token that the metric
@@ -93,7 +93,7 @@ class Board(Clicks):
             raise InputError(f"hows= is empty; it may hold {', '.join(HOWS)}.")
         return board_page(self, asked)
 
-    def save_html(self, path: str | Path, hows: str | Sequence[str] | None = None) -> Path:
+    def save_html(self, path: str | Path, hows: HowName | Sequence[HowName] | None = None) -> Path:
         """Write `view` into one file that can be sent and opened anywhere.
 
         Raises:

@@ -22,6 +22,7 @@ import pandas as pd
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.names import HowName
 from headwater.options import checked_flag, checked_name
 from headwater.patching.bench import Bench, Looked, Told
 from headwater.patching.metrics import Metric
@@ -107,7 +108,7 @@ class Clicks:
         metric: Metric,
         dataset: Prompts | None,
         sites: tuple[str, ...],
-        how: str,
+        how: HowName,
     ):
         self.model, self.clean, self.corrupted, self.metric = model, clean, corrupted, metric
         self.dataset, self.sites, self._how = dataset, sites, how
@@ -118,13 +119,14 @@ class Clicks:
         self._known: dict[tuple[str, tuple[Node, ...]], Patched] = {}
 
     @property
-    def how(self) -> str:
+    def how(self) -> HowName:
         """What a click does: `denoise`, `noise`, `zero` or `mean`."""
         return self._how
 
     @how.setter
-    def how(self, value: str) -> None:
-        self._how = checked_name("how", value, tuple(HOWS))
+    def how(self, value: HowName) -> None:
+        checked_name("how", value, tuple(HOWS))
+        self._how = value
 
     def tokens(self, how: str) -> tuple[str, ...]:
         """Return the tokens of the prompt whose run is edited."""
@@ -155,7 +157,7 @@ class Clicks:
         head: int | None = None,
         key: int | None = None,
         site: str | None = None,
-        how: str | None = None,
+        how: HowName | None = None,
         add: bool = False,
     ) -> Patched:
         """Change a cell, a head or an attention edge, and see what comes of it.
@@ -178,13 +180,14 @@ class Clicks:
         before = [one.described() for one in self.clicks[-1].nodes] if checked_flag("add", add) and self.clicks else []
         return self.change([*before, *clicked], how)
 
-    def change(self, nodes: Any, how: str | None = None) -> Patched:
+    def change(self, nodes: Any, how: HowName | None = None) -> Patched:
         """Change several nodes together; each is a mapping with `site`, `layer`, `position`, `head`, `key` as meant.
 
         Raises:
             InputError: there is no such node, or one stands twice.
         """
-        how = self._how if how is None else checked_name("how", how, tuple(HOWS))
+        how = self._how if how is None else how
+        checked_name("how", how, tuple(HOWS))
         bench = self.bench(how)
         read = read_nodes(self.model, nodes, bench.sides.prompts)
         if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:
