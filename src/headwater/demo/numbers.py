@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from headwater.detection.evaluation import NAMES
+from headwater.likelihood.profile import DepthProfile
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import Result
 
@@ -79,11 +80,40 @@ def detection(result: Result) -> Number:
     )
 
 
-def memorization(result: Result) -> Number:
-    """Median Min-K% by depth."""
+def memorization(result: DepthProfile) -> Number:
+    """Median Min-K% by depth, and how far its mean rises; how far with the words shuffled."""
     medians = result.findings()["median_min_k"]
     listed = ", ".join(f"{value:.1f}" for value in medians.values())
-    return Number(f"the median Min-K% is {listed} nats at depth {', '.join(medians)}")
+    found = f"the median Min-K% is {listed} nats at depth {', '.join(medians)}"
+    rise, shuffled, less = (_rise(result, control) for control in ("all nodes", "shuffled", "minus shuffled"))
+    if rise is None or shuffled is None or less is None:
+        return Number(found)
+    return Number(
+        f"{found}; from first to last its mean rises by {rise.value:.1f}",
+        f"with the words shuffled by {shuffled.value:.1f}, {less.value:.1f} less (95 % interval {less.low:.1f} to "
+        f"{less.high:.1f})",
+        weak=less.low < APART,
+    )
+
+
+class _Rise(NamedTuple):
+    """By how many nats the mean rises, and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def _rise(result: DepthProfile, control: str) -> _Rise | None:
+    """How far the mean of Min-K% rises from the first to the last depth; None where that was not measured."""
+    rows = result.comparisons
+    ends = f"{result.depths[0]}-{result.depths[-1]}"
+    asked = {"measure": "depth", "score": result.main, "control": control, "depths": ends}
+    found = rows[(rows[list(asked)] == pd.Series(asked)).all(axis=1)]
+    if not len(found):
+        return None
+    value, low, high = (-float(found[name].iloc[0]) for name in ("value", "high", "low"))  # scores fall as Min-K% rises
+    return _Rise(value, low, high)
 
 
 def patching(result: Sweep) -> Number:

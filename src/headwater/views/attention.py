@@ -53,7 +53,7 @@ def view_cache(
     """
     if "pattern" not in cache.kept:
         return picture(cache)
-    return interactive(cache, ("strip.js", "attention.js"), spec_of(cache, example, layers, values), height=760)
+    return interactive(cache, ("strip.js", "attention.js"), spec_of(cache, example, layers, values), height=820)
 
 
 def spec_of(

@@ -22,7 +22,7 @@ QUESTIONS = 1500
 @VIEWS.add(DepthProfile)
 def view_depth_profile(profile: DepthProfile) -> View:
     """Show a box per depth for every score, what each dot is made of, and means by layer where several were read."""
-    return interactive(profile, ("chart.js", "curves.js", "strip.js", "depth.js"), spec_of(profile), height=700)
+    return interactive(profile, ("chart.js", "curves.js", "strip.js", "depth.js"), spec_of(profile), height=900)
 
 
 def spec_of(profile: DepthProfile) -> dict[str, object]:

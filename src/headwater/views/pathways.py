@@ -17,7 +17,7 @@ from headwater.views.lines import line_of
 @VIEWS.add(Pathways)
 def view_pathways(pathways: Pathways) -> View:
     """Show the curves of every way to split the examples, and the control, with their intervals."""
-    return interactive(pathways, ("chart.js", "curves.js", "lines.js"), spec_of(pathways), height=620)
+    return interactive(pathways, ("chart.js", "curves.js", "lines.js"), spec_of(pathways), height=660)
 
 
 def spec_of(pathways: Pathways) -> dict[str, object]:
