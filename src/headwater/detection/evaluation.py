@@ -20,8 +20,8 @@ NAMES = {
     "probe": "single probe",
     "random_gate": "MoP, random gate",
     "vanilla_experts": "MoP, any experts",
-    "mop": "MoP",
-    "pr": "PR",
+    "mop": "mixture of probes (MoP)",
+    "pr": "pathway reweighting (PR)",
 }
 """What a reader is shown of each method."""
 
@@ -80,7 +80,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     ]
     found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     said += [
-        f"{NAMES[name]} {_verdict(found[name])} the single probe ({_signed(found[name])})."
+        f"{_begun(NAMES[name])} {_verdict(found[name])} the single probe ({_signed(found[name])})."
         for name in ("mop", "pr")
         if name in found and np.isfinite(found[name]["gain"])
     ]
@@ -91,6 +91,11 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     notes = table[table["note"] != ""]
     said += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
     return " ".join(said)
+
+
+def _begun(name: str) -> str:
+    """A name as the first word of a sentence; what is short for it keeps its letters."""
+    return name[:1].upper() + name[1:]
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
         figure = None
         if ax is None:
             height = 0.7 + len(methods) * (0.13 + 0.065 * len(sets)) + 0.16 * -(-len(sets) // 2)
-            figure = plt.figure(figsize=(3.4, height), layout="constrained")
+            figure = plt.figure(figsize=(3.9, height), layout="constrained")
             ax = figure.add_subplot()
         for row in range(0, len(methods), 2):
             ax.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)

@@ -35,6 +35,8 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 MODE_LOOKS = {"Q-anchored": (BLUE, "o"), "A-anchored": (ORANGE, "s")}
 PANEL = (2.5, 1.9)
+NARROW = 2.4
+"""Inches of a panel below which a legend stands in one column."""
 MOST_ACROSS = 4
 
 
@@ -170,6 +172,7 @@ def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
     look: dict[str, Any] = {"handlelength": 2.6, "title": title, "title_fontsize": 7}
     if figure is None:
         look |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
-        axes[0].legend(list(found.values()), list(found), ncols=min(across, 2), fontsize=6, **look)
+        is_narrow = axes[0].get_window_extent().width / axes[0].figure.dpi < NARROW
+        axes[0].legend(list(found.values()), list(found), ncols=1 if is_narrow else min(across, 2), fontsize=6, **look)
         return
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=across, **look)

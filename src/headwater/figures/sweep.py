@@ -7,6 +7,7 @@ see) are hatched, never shown as zero. Several examples are averaged; curves and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from textwrap import fill
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -42,6 +43,8 @@ LABELS = {
 }
 CURVE = SETS[0][0]
 NARROWEST, WIDEST = 2.8, 9.0
+LETTER = 0.053
+"""Inches that a letter of a label takes, on average."""
 TOKEN = 0.13
 """Inches that a token needs along an axis."""
 NAMED = ("set", *ROLES)
@@ -212,7 +215,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
     ax.set_xlabel("" if has_tokens and axes[1] == "position" else LABELS[axes[1]])
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
-    bar.set_label(label)
+    bar.set_label(fill(label, max(8, int(down / LETTER))))
 
 
 def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sweep: Sweep) -> None:
