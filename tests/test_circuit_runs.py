@@ -292,3 +292,14 @@ def test_a_run_that_is_not_finite_names_the_circuit(monkeypatch):
     )
     with pytest.raises(NumericsError, match=r"with circuit [01] alone gives NaN"):
         hw.run_circuits(model, CLEAN, CORRUPTED, list(drawn(graph, (0.5, 0.6)).values()), **QUIET)
+
+
+def test_the_circuits_of_a_run_know_the_prompts_that_chose_them_and_its_model(tmp_path):
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    pair, metric = (" the capital of France is", " the capital of Italy is"), hw.logit_difference(5, 9)
+    found = hw.edges(model, *pair, metric=metric, method="eap", progress=False).circuit(12)
+    runs = hw.run_circuits(model, *pair, {"found": found}, metric=metric, progress=False, out=tmp_path)
+    for again in (runs.circuits["found"], hw.CircuitRuns.load(tmp_path).circuits["found"]):
+        assert again == found
+        assert again.seen == found.seen != ()
+        assert again.model == model.name

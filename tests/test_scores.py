@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headwater.heads.relation_tokens import TokenRelation
 from headwater.heads.relations import Relation
-from headwater.heads.scores import score_layer, suite_pairs
+from headwater.heads.scores import score_layer, score_table, suite_pairs
 from headwater.kernels.ov import OVMaps, longest_column
 
 
@@ -97,3 +97,20 @@ def test_sources_shared_by_relations_are_embedded_once():
     assert len(suite.source_tokens) == 9
     assert torch.equal(suite.source_tokens[suite.item_source], torch.cat([one.source, other.source]))
     assert suite.items.tolist() == [40, 50]
+
+
+@pytest.mark.parametrize(("n_sources", "least"), [(2, 1 / 2), (3, 1 / 6), (36, 0)])
+def test_no_p_value_is_below_what_the_orders_of_the_distinct_sources_allow(n_sources, least):
+    """36 pairs of so many sources, each with targets of its own, and a head that writes just these."""
+    items = 36
+    source, target = torch.arange(items) % n_sources, torch.arange(items)
+    tokens = TokenRelation(
+        Relation("few", "knowledge", ()), source, tuple((one,) for one in target.tolist()), pd.DataFrame()
+    )
+    x, every_token = torch.zeros(n_sources, items), torch.eye(items)
+    x[source, target] = 1.0
+    maps = OVMaps(x, every_token[None], every_token[None], every_token, longest_column(every_token))
+    scores = score_layer(maps, suite_pairs([tokens], [items // n_sources]), null="where hit")
+    (row,) = score_table([vars(scores)], [tokens]).to_dict("records")
+    assert row["score"] == 1
+    assert row["p_value"] == pytest.approx(least, abs=1e-6)

@@ -312,3 +312,20 @@ def test_a_cache_without_patterns_and_a_sweep_over_one_axis_show_their_figures()
 def test_a_view_is_kept_as_one_file(tmp_path):
     file = swept().save_html(tmp_path / "deep" / "sweep.html")
     assert file.read_text(encoding="utf-8") == swept().view().page
+
+
+def test_what_cannot_be_viewed_whole_shows_its_table_and_says_why(monkeypatch):
+    def refused(self, **_):
+        raise InputError("it holds patterns at some positions alone")
+
+    monkeypatch.setattr(hw.HeadMap, "view", refused)
+    shown = mapped()._repr_mimebundle_()["text/html"]
+    assert "<table" in shown
+    assert "There is no view of all of it: it holds patterns at some positions alone" in shown
+
+
+def test_a_view_that_is_too_large_to_be_shown_unasked_is_named(monkeypatch):
+    monkeypatch.setattr("headwater.runs.result.INLINE", 1000)
+    shown = mapped()._repr_mimebundle_()["text/html"]
+    assert "<iframe" not in shown
+    assert "so it is not shown unasked: call view()" in shown

@@ -7,15 +7,16 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headwater.errors import ModelError, RunFolderError
 from headwater.models.embedded import VERSION, checked_folder
 from headwater.runs.storage import read_json
 from headwater.world.recipe import write_recipe
+from headwater.world.training import model_folder, stages
 from headwater.world.training import run as runs
-from headwater.world.training import stages
 from headwater.world.training.cross_entropy import linear_cross_entropy
 from headwater.world.training.model_folder import build_model, kept_checkpoints, opened, recipe_of, save
 from headwater.world.training.rows import Rows, chat_rows
@@ -173,6 +174,44 @@ def test_models_kept_along_the_way_are_checkpoints_in_order(trained):
     assert kept
     weights = [load_file(path / "model.safetensors")["lm_head.weight"] for _, path in kept[:2]]
     assert len(weights) == 1 or not torch.equal(*weights)
+
+
+def test_a_kept_model_is_written_before_the_checkpoint_that_goes_on_behind_it(trained, tmp_path, monkeypatch):
+    """Cut off while it keeps the model of a step: the run goes on before that step, and keeps it whole."""
+    whole = {step: (path / "model.safetensors").read_bytes() for step, path in kept_checkpoints(trained[0])}
+    save, calls = model_folder.save, []
+
+    def cut_off(model, tokenizer, recipe, out):
+        calls.append(out)
+        save(model, tokenizer, recipe, out)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_folder, "save", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        stages.train(TINY, tmp_path, progress=False, checkpoints=10)
+    assert not list(kept_checkpoints(tmp_path))
+    stages.train(TINY, tmp_path, progress=False, checkpoints=10)
+    again = {step: (path / "model.safetensors").read_bytes() for step, path in kept_checkpoints(tmp_path)}
+    assert again == whole
+    assert not [path for path in (tmp_path / "steps").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("full", ["the checkpoint", "the model"])
+def test_a_full_disk_is_one_error_that_says_to_run_again(full, tmp_path, monkeypatch):
+    def no_room(*_, **__):
+        raise RuntimeError("[enforce fail at inline_container.cc:1] . PytorchStreamWriter failed writing file")
+
+    def no_room_for_tensors(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    if full == "the checkpoint":
+        monkeypatch.setattr(torch, "save", no_room)
+    else:
+        monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", no_room_for_tensors)
+    with pytest.raises(RunFolderError, match=r"cannot be written: .*Make room"):
+        stages.train(TINY, tmp_path, progress=False)
+    monkeypatch.undo()
 
 
 def test_an_unfinished_run_of_another_recipe_is_refused_by_name(trained):

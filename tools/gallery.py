@@ -68,8 +68,24 @@ def _code(made: ast.expr, known: dict[str, ast.stmt], source: str) -> str:
         left += [known[one] for one in new]
         needed |= new
     parts = [ast.get_source_segment(source, known[one]) for one in known if one in needed]
+    read = [made, *(part for name in needed for part in _without_decorators(known[name]))]
+    used = {node.id for part in read for node in ast.walk(part) if isinstance(node, ast.Name)}
+    imports = [node for node in known_imports(source) if used & {one.asname or one.name for one in node.names}]
+    parts = ["\n".join(map(ast.unparse, imports)), *parts] if imports else parts
     call = ast.unparse(made.body) if isinstance(made, ast.Lambda) else f"{ast.unparse(made)}()"
     return "\n\n\n".join([*parts, f"{call}.plot()"])
+
+
+def _without_decorators(node: ast.stmt) -> list[ast.AST]:
+    """Return the parts of a statement whose text is kept."""
+    if not isinstance(node, ast.FunctionDef):
+        return [node]
+    return [node.args, *node.body, *([node.returns] if node.returns else [])]
+
+
+def known_imports(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """Return the imports at the head of a script."""
+    return [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _figure(name: str, code: str, pages: dict[str, str]) -> str:

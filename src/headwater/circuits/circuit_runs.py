@@ -66,12 +66,16 @@ class CircuitRuns(ByMetric, Result):
 
     @property
     def circuits(self) -> dict[str, Circuit]:
-        """The circuits, by name."""
+        """The circuits, by name, with the prompts that chose each; effects are not kept."""
         layers, heads, kv_heads, parallel = self.sizes
         graph = Graph(layers, heads, kv_heads, bool(parallel))
         names = dict.fromkeys(self.table["circuit"])
         edges_of = {name: self.members.loc[self.members["circuit"] == name, "edge"] for name in names}
-        return {name: made(graph, edges, model=self.run.model) for name, edges in edges_of.items()}
+        chosen_on = self.run.options.get("discovery", {})
+        return {
+            name: made(graph, edges, seen=_prompts(chosen_on.get(name, ())), model=self.run.model)
+            for name, edges in edges_of.items()
+        }
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize each circuit over prompts.
@@ -233,6 +237,10 @@ def run_circuits(
     if left := said_of_gaps(result.table):
         warnings.warn(left, stacklevel=2)
     return result
+
+
+def _prompts(recorded: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(ids) for ids in recorded)
 
 
 @CLAIMS.add("alone")

@@ -183,8 +183,8 @@ def behaviour(
     with continues(out):
         from headwater.heads.behaviour import attention_behaviour
 
-        loaded = load_model(model, options)
-        result = attention_behaviour(loaded, progress=not quiet, out=out, **options.of("attention_behaviour"))
+        given = options.of("attention_behaviour")
+        result = attention_behaviour(load_model(model, options), progress=not quiet, out=out, **given)
         files = write(result, out, "attention_behaviour") if out else []
     text = "\n".join(result.report())
     report(result.findings() | {"files": files}, as_json, lambda found, console: _show_behaviour(found, text, console))

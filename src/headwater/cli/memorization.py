@@ -115,8 +115,8 @@ def memorization(
         from headwater.likelihood.profile import memorization as run
 
         graph = load_depth_graph(**options.of("load_depth_graph"))
-        loaded = load_model(model, options)
-        profile = run(loaded, graph, progress=not quiet, out=out, **options.of("memorization"))
+        given = options.of("memorization")
+        profile = run(load_model(model, options), graph, progress=not quiet, out=out, **given)
         if not is_main():
             return
         files = _written(profile, out) if out is not None else []
@@ -180,9 +180,10 @@ def score(
         from headwater.likelihood.files import score_file
 
         check_readable(file, "texts")
+        asked = options.of("score_file")
         loaded = load_model(name, options)
         other = load_model(reference, options) if reference is not None else None
-        scored = score_file(loaded, file, reference=other, progress=not quiet, out=out, **options.of("score_file"))
+        scored = score_file(loaded, file, reference=other, progress=not quiet, out=out, **asked)
         _report(scored, out, as_json)
 
 

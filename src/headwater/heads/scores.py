@@ -26,6 +26,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
+from scipy.special import factorial
 from torch import Tensor
 
 from headwater.errors import InputError
@@ -288,8 +289,8 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
     shape = scores["score"].shape
     layer, head, relation = (index.ravel() for index in np.indices(shape))
     pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
-    expected, p, q = _null(scores, pairs)
     sources = np.array([tokens.distinct_sources for tokens in relations], dtype=float)
+    expected, p, q = _null(scores, pairs, sources)
     low, high = wilson_interval(np.rint(scores["score"] * pairs) * (sources / pairs), sources)
     columns = {
         "layer": layer,
@@ -313,14 +314,17 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
     return add_excess(pd.DataFrame({name: np.ravel(column) for name, column in columns.items()}))
 
 
-def _null(scores: Mapping[str, Numbers], pairs: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation]."""
+def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation].
+
+    No p is below one over the number of orders of the distinct sources: so few sources can be shuffled in no more ways.
+    """
     observed = np.stack([scores["score"], scores["suppression"]])
     if "moments" not in scores:
         unknown = np.full_like(observed, np.nan)
         return unknown, unknown, unknown
     moments = np.stack([scores["moments"], scores["suppression_moments"]])
-    p = permutation_p_values(np.rint(observed * pairs), moments)
+    p = np.maximum(permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
     return moments[..., 0] / pairs, p, q_values(p)
 
 

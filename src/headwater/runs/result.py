@@ -192,11 +192,23 @@ def shown_by(shown: Any, what: Mapping[str, object]) -> View:
 
 
 def bundle_of(shown: Any) -> dict[str, str | bytes]:
-    """Return what a notebook shows of what has a view: it above the table, where its page is small; else the table."""
-    bundle: dict[str, str | bytes] = {"text/plain": repr(shown), "text/html": shown._repr_html_()}
-    if len((view := shown.view()).page) > INLINE:
-        return bundle
-    below = f"<details><summary>table</summary>{shown._repr_html_()}</details>"
+    """Return what a notebook shows of what has a view: it above the table, where its page is small.
+
+    Else the table, and why there is no more than that.
+    """
+    table = shown._repr_html_()
+    bundle: dict[str, str | bytes] = {"text/plain": repr(shown), "text/html": table}
+    try:
+        view, why = shown.view(), ""
+    except InputError as error:
+        view, why = None, f"There is no view of all of it: {error}"
+    if view is not None and len(view.page) > INLINE:
+        why = (
+            f"Its view takes {len(view.page) / 1000:,.0f} kB, so it is not shown unasked: call view(), or save_html()."
+        )
+    if view is None or why:
+        return bundle | {"text/html": f"{table}<p>{html.escape(why, quote=False)}</p>"}
+    below = f"<details><summary>table</summary>{table}</details>"
     bundle["text/html"] = f"<p>{html.escape(repr(shown), quote=False)}</p>{view._repr_html_()}{below}"
     return bundle if view.picture is None else bundle | {"image/png": view.picture}
 

@@ -24,6 +24,7 @@ from headwater.runs.view import View
 from headwater.views.board_page import board_page
 from headwater.views.board_widget import has_widgets, widget_of
 from headwater.views.clicks import HOWS, Clicks
+from headwater.views.page import text_of
 
 CELLS = ("resid_pre", "attn_out", "mlp_out")
 """The sites whose cells a board shows, where the model has them."""
@@ -112,7 +113,10 @@ class Board(Clicks):
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         """Return what a notebook shows: the widget where there is one, and a page for when there is no kernel."""
-        still = self.view(self.how)
-        shown = {"text/plain": repr(self), "text/html": still._repr_html_()}
+        shown = {"text/plain": repr(self)}
+        try:
+            shown["text/html"] = self.view(self.how)._repr_html_()
+        except InputError as error:
+            shown["text/html"] = f"<p>{text_of(str(error))}</p>"
         live = widget_of(self)._repr_mimebundle_() if has_widgets() else {}
         return shown | dict(live[0] if isinstance(live, tuple) else live or {})

@@ -29,7 +29,7 @@ hw.start(async (spec, root) => {
     const listed = example >= 0 ? [spec.tokens[example]] : spec.tokens;
     if (!listed.length || !listed[0]) return null;
     const alike = listed.every((one) => one.length === listed[0].length);
-    return alike ? listed[0].map((token, i) => (listed.every((one) => one[i] === token) ? token : "…")) : null;
+    return alike ? listed[0].map((token, i) => (listed.every((one) => one[i] === token) ? token : `e.g. ${token.trim()}`)) : null;
   };
 
   const geometry = () => {

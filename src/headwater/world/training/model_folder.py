@@ -2,11 +2,13 @@
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -48,8 +50,37 @@ def build_model(recipe: Recipe, d_vocab: int) -> LlamaForCausalLM:
     return model
 
 
+def keep(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, out: Path) -> None:
+    """Write the checkpoint folder of a step whole, or not at all, in place of one that is there.
+
+    Raises:
+        RunFolderError: it cannot be written, for example because the disk is full.
+    """
+    beside = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        save(model, tokenizer, recipe, beside)
+        shutil.rmtree(out, ignore_errors=True)
+        beside.replace(out)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, out: Path) -> None:
-    """Write the checkpoint folder, weights in float16, and the manifest that says whether it is whole."""
+    """Write the checkpoint folder, weights in float16, and the manifest that says whether it is whole.
+
+    Raises:
+        RunFolderError: it cannot be written, for example because the disk is full.
+    """
+    try:
+        _write_folder(model, tokenizer, recipe, out)
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(
+            f"{out} cannot be written: {error}. Make room, and run the same command again; what is finished is kept."
+        ) from error
+
+
+def _write_folder(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, out: Path) -> None:
     halves = {name: weight.detach().half() for name, weight in model.state_dict().items()}
     if recipe.tied:
         del halves["lm_head.weight"]  # it is the embedding

@@ -27,7 +27,7 @@ from headwater.progress import progress_bar
 from headwater.runs.storage import write_atomically
 from headwater.world.recipe import Recipe
 from headwater.world.training.cross_entropy import linear_cross_entropy
-from headwater.world.training.model_folder import save
+from headwater.world.training.model_folder import keep
 from headwater.world.training.rows import Rows
 from headwater.world.training.tokenizer import PAD_ID
 
@@ -107,15 +107,21 @@ class Run:
                 bar.set_postfix(loss=f"{state['losses'][-1][2]:.3f}")
                 total, counted = torch.zeros((), device=self.model.device), 0
                 state |= {"step": step + 1, "seconds": time.perf_counter() - start}
+                self._keep(stage, step + 1)  # first: what is cut off here comes again with the steps before it
                 self._write(state | {"optimizer": optimizer.state_dict()})
-            if self.checkpoints and stage.name != "copying" and (step + 1) % self.checkpoints == 0:
-                save(self.model, self.tokenizer, recipe, self.out / "steps" / f"{step + 1:06d}")
+            else:
+                self._keep(stage, step + 1)
         return state
+
+    def _keep(self, stage: Stage, step: int) -> None:
+        """Keep the model of this step as a folder of its own, where that is asked for."""
+        if self.checkpoints and stage.name != "copying" and step % self.checkpoints == 0:
+            keep(self.model, self.tokenizer, self.recipe, self.out / "steps" / f"{step:06d}")
 
     def _write(self, state: dict[str, Any]) -> None:
         """Write how far the run is (stage, step, losses, seconds) with what the next step needs."""
         whole = {"recipe": dataclasses.asdict(self.recipe), "model": self.model.state_dict(), **state}
-        write_atomically(self.out / CHECKPOINT, lambda temporary: torch.save(whole, temporary))
+        write_atomically(self.out / CHECKPOINT, lambda temporary: _saved(whole, temporary))
 
     def _read(self) -> dict[str, Any]:
         """Put a checkpoint's weights back, where there is one, and return how far its run is."""
@@ -138,6 +144,18 @@ class Run:
             )
         self.model.load_state_dict(weights)
         return state
+
+
+def _saved(whole: dict[str, Any], file: Path) -> None:
+    """Write with torch, which says of a full disk what it says of its own faults.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        torch.save(whole, file)
+    except RuntimeError as error:
+        raise OSError(str(error).splitlines()[0]) from error
 
 
 def _optimizer(model: LlamaForCausalLM, stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
