@@ -5,6 +5,7 @@ import torch
 import transformers as tf
 
 import headwater as hw
+from headwater.models.weights import fingerprint
 from tests.host_syncs import HostSyncs
 from tests.tiny import tiny_tokenizer
 
@@ -79,8 +80,8 @@ PER_LAYER = {
 
 
 @pytest.fixture(scope="module")
-def waits():
-    """`waits(work, n_layers=..., n_heads=..., n=..., length=...)` is how often the host waits, by line."""
+def models():
+    """`models(n_layers, n_heads)` is a random model of that size, made once, and its parameters."""
     held = {}
 
     def made(n_layers, n_heads):
@@ -96,8 +97,16 @@ def waits():
             held[n_layers, n_heads] = hw.load(raw, tokenizer=tiny_tokenizer()), list(raw.parameters())
         return held[n_layers, n_heads]
 
+    return made
+
+
+@pytest.fixture
+def waits(models, monkeypatch):
+    """`waits(work, n_layers=..., n_heads=..., n=..., length=...)` is how often the host waits, by line."""
+    monkeypatch.setitem(fingerprint.TOGETHER, "cpu", fingerprint.TOGETHER["cuda"])
+
     def counted(work, n_layers=2, n_heads=4, n=2, length=8):
-        model, parameters = made(n_layers, n_heads)
+        model, parameters = models(n_layers, n_heads)
         work(model, n, length)  # what is checked once
         with HostSyncs(parameters) as syncs:
             work(model, n, length)

@@ -56,6 +56,8 @@ APART = 32
 """How many lines, far from one another, are summed at a time: faster than all of them in their order."""
 AT_ONCE = {"cpu": 512, "cuda": 1 << 15}
 """How many lines stay in the processor's caches from one sum to the other; on a GPU, how many a launch is worth."""
+TOGETHER = {"cpu": 2**16, "cuda": 2**26}
+"""Bytes of sums from which on they come to the host: on a GPU each copy is waited for."""
 SMALL = 2**16
 """Bytes up to which a tensor's checksum is a hash of all of it."""
 YOUNG = 2.0
@@ -295,27 +297,37 @@ def _exact(values: Tensor) -> list[Any]:
 
 
 def _looks(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
-    """What tells of each tensor whether it is as it was; what is summed of all on one device comes in one copy."""
+    """What tells of each tensor whether it is as it was."""
     looks: dict[str, tuple[Any, ...]] = {}
-    sums: dict[torch.device, dict[str, list[Tensor]]] = {}
+    waiting: dict[str, list[Tensor]] = {}
     for name, tensor in tensors:
         tensor = tensor.detach()
         version = None if tensor.is_inference() else tensor._version
         looks[name] = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, version)
-        if not tensor.is_meta:
-            sums.setdefault(tensor.device, {})[name] = _checksums(tensor)
-    for by_name in sums.values():
-        looks |= {name: (*looks[name], digest) for name, digest in _digests(by_name)}
-    return looks
+        if tensor.is_meta:
+            continue
+        waiting[name] = _checksums(tensor)
+        if _is_full(waiting):
+            looks |= {one: (*looks[one], digest) for one, digest in _digests(waiting)}
+            waiting = {}
+    return looks | {one: (*looks[one], digest) for one, digest in _digests(waiting)}
+
+
+def _is_full(waiting: Mapping[str, Sequence[Tensor]]) -> bool:
+    """Whether the sums of several tensors are as much as is brought to the host at once."""
+    sums = [part for parts in waiting.values() for part in parts]
+    return sum(map(len, sums)) >= TOGETHER.get(sums[0].device.type, TOGETHER["cpu"])
 
 
 def _digests(sums: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, bytes]]:
-    """Yield the hash of each tensor's sums."""
-    sizes = {name: sum(len(part) for part in parts) for name, parts in sums.items()}
-    held = torch.cat([part for parts in sums.values() for part in parts]).cpu().numpy()
-    ends = np.cumsum(list(sizes.values()))
-    for (name, size), end in zip(sizes.items(), ends.tolist(), strict=True):
-        yield name, hashlib.sha256(held[end - size : end].tobytes()).digest()
+    """Yield the hash of each tensor's sums, which come to the host in one copy from each device."""
+    devices = dict.fromkeys(parts[0].device for parts in sums.values())
+    for device in devices:
+        here = {name: parts for name, parts in sums.items() if parts[0].device == device}
+        sizes = [sum(map(len, parts)) for parts in here.values()]
+        held = torch.cat([part for parts in here.values() for part in parts]).cpu().numpy()
+        for name, size, end in zip(here, sizes, np.cumsum(sizes).tolist(), strict=True):
+            yield name, hashlib.sha256(held[end - size : end].tobytes()).digest()
 
 
 def _checksums(tensor: Tensor) -> list[Tensor]:
