@@ -1,7 +1,14 @@
 """Threads on one model, interrupts, and long runs: right results, a clean model, memory that does not grow."""
 
+import asyncio
+import os
+import pickle
+import select
+import signal
 import subprocess
 import sys
+import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
@@ -9,7 +16,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.errors import RunFolderError
+from headwater.errors import ModelError, RunFolderError
 from headwater.models.unwrapped import Unwrapped
 
 
@@ -93,6 +100,87 @@ def test_two_threads_on_one_folder_are_told_apart_by_a_clear_error(model, tmp_pa
     for error in errors:
         assert error is None or (isinstance(error, RunFolderError) and "Another run is writing" in str(error))
     pd.testing.assert_frame_equal(run().table, results[0].table)
+
+
+def in_a_fork(job, seconds=30):
+    """What a job comes to in a forked process, or the error it raises; the process is ended when it takes too long."""
+    out, into = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every fork beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            found = job()
+        except BaseException as error:
+            found = error
+        os.write(into, pickle.dumps(found))
+        os._exit(0)
+    os.close(into)
+    try:
+        assert select.select([out], [], [], seconds)[0], "the forked process hangs"
+        with os.fdopen(out, "rb") as pipe:
+            return pickle.load(pipe)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def sweep(model):
+    metric = hw.logit_difference(" a", " the")
+    return hw.patch(model, "Paris is in", "Rome is in", sites="z", metric=metric, progress=False).table
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+
+
+@forks
+def test_a_forked_process_computes_what_its_parent_does_although_the_parent_has_computed_with_threads(model):
+    def logits():
+        return model.run([list(range(2, 66))])
+
+    alone, before = logits(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        logits()  # OpenMP starts its threads, which a fork does not copy
+        found = in_a_fork(logits)
+    finally:
+        torch.set_num_threads(before)
+    assert isinstance(found, torch.Tensor), found
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(), alone, rtol=0, atol=0)
+
+
+@forks
+def test_a_process_forked_while_another_thread_runs_the_model_refuses_its_copy_in_one_line(model):
+    runs, done = threading.Event(), threading.Event()
+
+    def run():
+        with model.hooks([("blocks.1.hook_resid_post", lambda activation, hook: activation * 0)]):
+            runs.set()
+            done.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run)
+        runs.wait(60)
+        error = in_a_fork(lambda: model.run("Paris is in"))
+        done.set()
+        other.result()
+    assert isinstance(error, ModelError)
+    assert "forked while another thread was running the model" in str(error)
+    assert "\n" not in str(error)
+    assert isinstance(in_a_fork(lambda: model.run("Paris is in")), torch.Tensor), "nobody runs it any more"
+
+
+def test_a_cell_of_a_running_event_loop_and_the_threads_it_starts_get_what_a_plain_call_gets(model):
+    async def cell():
+        here = sweep(model)
+        there = await asyncio.gather(*(asyncio.to_thread(sweep, model) for _ in range(2)))
+        return here, *there
+
+    alone, before = sweep(model), hooks_left(model)
+    for found in asyncio.run(cell()):
+        pd.testing.assert_frame_equal(found, alone)
+    assert hooks_left(model) == before
 
 
 GROWTH = """

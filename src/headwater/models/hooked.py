@@ -7,14 +7,14 @@ go through one context manager, `model.hooks`, which promises four things:
    experiment whose edit never happened looks like an experiment without effect;
 2. an edit reaches all that the model computes from the activation, and no other hook (`headwater.models.edits`);
 3. nothing is left behind, whatever is raised inside, KeyboardInterrupt included;
-4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits.
+4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
+   (`headwater.models.run_lock` says what becomes of that in a forked process).
 """
 
 from __future__ import annotations
 
 import contextlib
 import html
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,7 @@ from headwater.models.hints import warn_of_two_beginnings
 from headwater.models.identified import Identified
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
+from headwater.models.run_lock import RunLock
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
@@ -93,7 +94,7 @@ class HookedModel(Identified, TransformerLensNames):
         self.shape = shape
         self.config = config
         self.tokenizer = tokenizer
-        self.lock = threading.RLock()
+        self.lock = RunLock()
         self.steps_checked = False
         self.heads_checked = False
         self.factors_checked: tuple[str, set[tuple[int, str]]] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headwater.models.run_lock import RunLock
 from headwater.runs.record import Recorded
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Model(Recorded, Protocol):
     read_only: Mapping[str, str]
     config: Any
     tokenizer: PreTrainedTokenizerBase | None
-    lock: threading.RLock
+    lock: RunLock
     unwrapped_checked: dict[frozenset[int], bool]
     factors_checked: tuple[str, set[tuple[int, str]]] | None
 
