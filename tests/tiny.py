@@ -68,10 +68,15 @@ def tiny_tokenizer(words: Sequence[str] = WORDS, bos: bool = True) -> tf.PreTrai
 
 
 def tiny_model(
-    family: str, d_vocab: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
+    family: str, d_vocab: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> tf.PreTrainedModel:
-    """A random model of one architecture; every parameter, norms and biases too, is drawn afresh."""
+    """A random model of one architecture; every parameter, norms and biases too, is drawn afresh.
+
+    `changes` are made to its configuration, and change no weight.
+    """
     config = CONFIGS[family](d_vocab or len(tiny_tokenizer()))
+    for name, value in changes.items():
+        setattr(config, name, value)
     config.bos_token_id = config.eos_token_id = 0
     config.pad_token_id = 1
     config._attn_implementation = "eager"
