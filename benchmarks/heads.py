@@ -3,8 +3,9 @@
 Question: how long does it take to say for each head and each pair of 18 relations whether the target is among the k
 largest, or smallest, logits of the head's OV map, beside the published computation written naively?
 
-The shape is GPT-2 XL's, the weights and the (single-token) pairs are random, the number of pairs of each relation is
-that of the published data under GPT-2's tokenizer. Sources are all different, so no relation gains from another's work.
+The shape is GPT-2 XL's, the weights (with planted `outliers`) and the (single-token) pairs are random, the number of
+pairs of each relation is that of the published data under GPT-2's tokenizer. Sources are all different, so no relation
+gains from another's work.
 
 The peer would take an hour or more: it is timed on all relations of a few heads and scaled to all heads (it does the
 same work for each). Membership is timed over every layer, ranks over one layer, scaled. Agreement is checked on the
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks import outliers
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
@@ -111,8 +113,9 @@ class Inputs:
 def random_inputs(shape: HeadsShape, device: str) -> Inputs:
     """Return random embeddings, one row per pair, a random (tied-style) unembedding and random targets."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape.n_pairs, shape.d_model, generator=generator).to(device)
-    W_U = (torch.randn(shape.d_vocab, shape.d_model, generator=generator) / shape.d_model**0.5).to(device).T
+    x = outliers.in_embeddings(torch.randn(shape.n_pairs, shape.d_model, generator=generator)).to(device)
+    by_token = torch.randn(shape.d_vocab, shape.d_model, generator=generator) / shape.d_model**0.5
+    W_U = outliers.in_unembedding(by_token).to(device).T
     target = torch.randint(shape.d_vocab, (shape.n_pairs,), generator=generator).to(device)
     return Inputs(shape, x, W_U, longest_column(W_U), torch.arange(shape.n_pairs, device=device), target)
 
@@ -150,7 +153,7 @@ def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[
         agrees=agrees[0],
         peak_bytes=workspace[0],
         target=">= 150 x, identical, workspace <= 512 MB",
-        note=f"random weights; {sample}; headwater timed on all {shape.n_layers} layers",
+        note=f"random weights with outliers; {sample}; headwater timed on all {shape.n_layers} layers",
     )
     yield Row(
         name=f"heads: full ranks of both signs, {size}",
@@ -162,7 +165,7 @@ def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[
         agrees=agrees[1],
         peak_bytes=workspace[1],
         target=">= 10 x, workspace <= 512 MB",
-        note=f"random weights; {sample}; headwater timed on one layer, scaled to {shape.n_layers}",
+        note=f"random weights with outliers; {sample}; headwater timed on one layer, scaled to {shape.n_layers}",
     )
     yield Row(
         name=f"heads: default rule, scores and null model, {size}",
@@ -174,7 +177,7 @@ def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[
         agrees=_same_scores(inputs, layer),
         peak_bytes=in_fresh_process(_workspace, shape, device, our_controlled_scores),
         target=">= 0.5 x",
-        note=f"random weights; timed on every {RULE_LAYERS}th layer, scaled to {shape.n_layers}",
+        note=f"random weights with outliers; timed on every {RULE_LAYERS}th layer, scaled to {shape.n_layers}",
     )
 
 

@@ -3,10 +3,11 @@
 Question: how long does it take to score the heads of a checkpoint that fits in no memory here, and how much memory does
 it take, from opening the files to the scores of every relation?
 
-The checkpoint is written first, sparse, with random weights (`sparse_checkpoint`); the relations are the published
-ones' numbers of random pairs. On a GPU all 80 layers are scored, by the published rule (top-k membership) and by the
-controlled one (which also meets every source with every target, for the null model). Elsewhere membership alone is, of
-`CPU_LAYERS` layers, so that it runs anywhere with 12 GB of memory and 6 GB of disk; the time is for those layers.
+The checkpoint is written first, sparse, with random weights and planted `outliers` (`sparse_checkpoint`); the relations
+are the published ones' numbers of random pairs. On a GPU all 80 layers are scored, by the published rule (top-k
+membership) and by the controlled one (which also meets every source with every target, for the null model). Elsewhere
+membership alone is, of `CPU_LAYERS` layers, so that it runs anywhere with 12 GB of memory and 6 GB of disk; the time is
+for those layers.
 
 The peer, the published computation, is timed on one head and the smallest relation and scaled by pairs and heads. Both
 are checked on that relation against float64, tile by tile of the vocabulary.
@@ -92,9 +93,9 @@ def _row(machine: Machine, device: str, shape: StreamedShape, folder: Path, laye
         agrees=agrees,
         peak_bytes=peak,
         target=CUDA_TARGET if device.startswith("cuda") else CPU_TARGET,
-        note="random weights, from safetensors, files in the page cache; peer timed on one head and the smallest "
-        "relation, scaled; the workspace is the peak while one layer is scored, with W_U and the layer's W_V and W_O, "
-        f"which take {4 * numbers / 2**20:,.0f} MB in float32, and the pages of their files",
+        note="random weights with outliers, from safetensors, files in the page cache; peer timed on one head and the "
+        "smallest relation, scaled; the workspace is the peak while one layer is scored, with W_U and the layer's W_V and "
+        f"W_O, which take {4 * numbers / 2**20:,.0f} MB in float32, and the pages of their files",
     )
 
 

@@ -14,9 +14,11 @@ from typing import IO, Any
 import torch
 import transformers
 
+from benchmarks import outliers
 from headwater.models.weights.conversion import expected_tensors
 
 ITEM = 2
+UNEMBEDDING = "lm_head.weight"
 NUMBERS_AT_ONCE = 2**24
 
 
@@ -27,13 +29,13 @@ def write_checkpoint(folder: Path, config: Any, layers: Iterable[int], seed: int
         folder: an empty folder.
         config: a transformers config.
         layers: the layers whose attention is filled.
-        seed: of the random weights, of standard deviation 1/√d_model.
+        seed: of the random weights, of standard deviation 1/√d_model, with outliers in the embeddings.
     """
     config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
-    shapes = expected_tensors(config) | {"lm_head.weight": (config.vocab_size, config.hidden_size)}
+    shapes = expected_tensors(config) | {UNEMBEDDING: (config.vocab_size, config.hidden_size)}
     filled = {f"layers.{layer}" for layer in layers}
     files: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -49,7 +51,7 @@ def write_checkpoint(folder: Path, config: Any, layers: Iterable[int], seed: int
 
 
 def _stored(name: str) -> str:
-    return name if name == "lm_head.weight" else f"model.{name}"
+    return name if name == UNEMBEDDING else f"model.{name}"
 
 
 def _write(file: Path, shapes: dict[str, tuple[int, ...]], filled: set[str], generator: torch.Generator) -> None:
@@ -64,14 +66,17 @@ def _write(file: Path, shapes: dict[str, tuple[int, ...]], filled: set[str], gen
         stream.write(struct.pack("<Q", len(text)) + text)
         for name in filled:
             stream.seek(8 + len(text) + header[name]["data_offsets"][0])
-            _write_random(stream, shapes[name], generator)
+            _write_random(stream, name, shapes[name], generator)
         stream.truncate(8 + len(text) + end)
 
 
-def _write_random(stream: IO[bytes], shape: tuple[int, ...], generator: torch.Generator) -> None:
-    left, scale = torch.Size(shape).numel(), shape[-1] ** -0.5
-    while left:
-        count = min(left, NUMBERS_AT_ONCE)
-        numbers = torch.randn(count, generator=generator).mul_(scale).bfloat16()
-        stream.write(numbers.view(torch.uint8).numpy().tobytes())
-        left -= count
+def _write_random(stream: IO[bytes], name: str, shape: tuple[int, ...], generator: torch.Generator) -> None:
+    width = shape[-1]
+    n_rows, at_once = torch.Size(shape).numel() // width, max(1, NUMBERS_AT_ONCE // width)
+    for first in range(0, n_rows, at_once):
+        numbers = torch.randn(min(at_once, n_rows - first), width, generator=generator).mul_(width**-0.5)
+        if name == UNEMBEDDING:
+            outliers.in_unembedding(numbers, first)
+        elif "embed_tokens" in name:
+            outliers.in_embeddings(numbers)
+        stream.write(numbers.bfloat16().view(torch.uint8).numpy().tobytes())

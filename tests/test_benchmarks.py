@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from benchmarks import __main__ as command
-from benchmarks import cache, collecting, heads, heads_70b, likelihood, patching, report, scaling, table
+from benchmarks import cache, collecting, heads, heads_70b, likelihood, outliers, patching, report, scaling, table
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
 from benchmarks.report import Row
 
@@ -125,6 +125,15 @@ def test_scaling_and_caches_agree_with_their_peers_at_a_tiny_shape(monkeypatch):
     rows += list(cache.run(MACHINE, "cpu", patching.random_gpt2("cpu", **sizes)))
     assert len(rows) >= 4 + 2 + 2 + 2
     assert all(row.agrees for row in rows)
+
+
+def test_outliers_of_an_unembedding_written_in_pieces_are_those_of_the_whole():
+    whole = outliers.in_unembedding(torch.ones(500, 12))
+    pieces = [outliers.in_unembedding(torch.ones(80, 12), first) for first in range(0, 480, 80)]
+    assert torch.equal(torch.cat(pieces), whole[:480])
+    norms = whole.norm(dim=1)
+    assert (norms > 3.9 * norms.median()).sum() == 5
+    assert (outliers.in_embeddings(torch.ones(3, 12)) > 1).sum() == 3 * outliers.DIMENSIONS
 
 
 def test_a_row_tells_its_throughput_and_its_shares_of_the_machines_rates():

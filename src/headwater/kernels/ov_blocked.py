@@ -9,8 +9,9 @@ after a glance: once k tokens are greater than t and k are smaller, no other tok
    wide as what was seen so far; after every tile those that are out leave.
 3. Pairs that reach the end with a token too near their k-th place to call are decided in float64.
 
-Float32 is trusted up to a margin, `rounding` times the norms of the factors multiplied in float32. A token within the
-margin of the target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype.
+Float32 is trusted up to a margin, `rounding` times the norms of the factors multiplied in float32; in wide models, and
+on a CUDA device, z = x W_V is made in float64, so that the margin is narrow there too. A token within the margin of the
+target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype.
 `ov_sweep` and `ov_ranks` go through the whole vocabulary in the same manner.
 
 On a CUDA device the first glance at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
@@ -34,6 +35,8 @@ numbers) lose up to 12, random ones less than 3."""
 TENSOR_ROUNDING = 2.0**-15
 """The same of tensor cores, which cut sums off: 512 steps (8,192 numbers) lose up to half a unit each, on average at
 half the sum's final size, and three products of 11-bit parts two units more."""
+WIDE = 2.0**-4
+"""How wide a margin may be, beside a usual logit, for z to be made in float32."""
 FIRST_TILE = 512
 TILE_NUMBERS = 2**22
 """Most logits at a time (16 MB in float32) on a CPU."""
@@ -89,11 +92,11 @@ def _not_out_at_first_glance(
 ) -> Bool[Tensor, "head pair"]:
     """Leave the pairs without k tokens of a sample above the target and k below it."""
     sample = maps.W_U[:, :: max(1, maps.d_vocab // _sample_size(maps))][:, : _sample_size(maps)].contiguous()
-    margin = (rounding(maps) * maps.scale[:, source]).float()
     rows, row = source.unique(return_inverse=True)
     tokens, column = target.unique(return_inverse=True)
     targets = columns_of(maps, tokens)
-    z = head_values(maps, maps.x[rows].float())
+    z, margin = _values_and_margin(maps, rows)
+    margin = margin[:, row]
     left = torch.empty(margin.shape, dtype=torch.bool, device=margin.device)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
         W_O = maps.W_O[heads].flatten(0, 1)
@@ -113,6 +116,30 @@ def _not_out_at_first_glance(
             above, below = count_products(z_pair, W_sample, own, margin[head])
             left[head] = (above < k) | (below < k)
     return left
+
+
+def _values_and_margin(
+    maps: OVMaps, rows: Int[Tensor, "source"]
+) -> tuple[Float[Tensor, "kv_head source d_head"], Float[Tensor, "head source"]]:
+    """Return z = x W_V in float32 for some sources, and how far the logits that follow from it may be off.
+
+    With z made in float32 that is relative to `OVMaps.scale`. Random factors have logits of scale / (d_model
+    √d_head): where the margin would be as wide as `WIDE` of these, z is made in float64, after which no sum has larger
+    terms than Σ_j |z_j| |W_O[j]| max_v |W_U[:, v]|, some √d_model times less.
+    """
+    if rounding(maps) * maps.W_O.shape[2] * maps.W_O.shape[1] ** 0.5 < WIDE:
+        return head_values(maps, maps.x[rows].float()), (rounding(maps) * maps.scale[:, rows]).float()
+    z = head_values(maps, maps.x[rows].double())
+    return z.float(), exact_values_margin(maps, z, rows)
+
+
+def exact_values_margin(
+    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], source: Int[Tensor, "row"]
+) -> Float[Tensor, "head row"]:
+    """How far logits may be off once z is exact: no sum has more terms than Σ_j |z_j| |W_O[j]| max_v |W_U[:, v]|."""
+    lengths = torch.linalg.vector_norm(maps.W_O, dim=2, dtype=torch.float64)
+    sizes = (z.abs() @ lengths.unflatten(0, (len(z), -1)).mT).mT.flatten(0, 1)
+    return (rounding(maps) * maps.longest * sizes + maps.tie[:, source]).float()
 
 
 def _glance_at_heads(

@@ -20,10 +20,10 @@ from headwater.kernels.ov import OVMaps
 from headwater.kernels.ov_blocked import (
     FIRST_TILE,
     Triples,
+    exact_values_margin,
     factor_numbers,
     head_values,
     heads_at_once,
-    rounding,
     settle,
     tile_numbers,
 )
@@ -68,7 +68,7 @@ def topk_hits(
     for index, row in enumerate(rows.of_grid):
         asked[:, :, row] |= wanted[:, :, index, None]
     z = _values_of(maps, rows.source, asked.any(0))
-    margin = _margin(maps, z, rows.source)
+    margin = exact_values_margin(maps, z, rows.source)
     logits = _GridLogits(maps, z.float(), grids, rows, wanted)
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
     for index, (grid, row) in enumerate(zip(grids, rows.of_grid, strict=True)):
@@ -155,15 +155,6 @@ class _GridLogits:
                 both = torch.where(self.wanted[:, heads, index, None], both, -torch.inf)
                 extremes[:, heads] = extremes[:, heads].scatter_reduce(2, row.expand_as(both), both, "amax")
         return extremes
-
-
-def _margin(
-    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], source: Int[Tensor, "row"]
-) -> Float[Tensor, "head row"]:
-    """How far float32 may be off once z is exact: no sum has more terms than sum_j |z_j| |W_O[j]| max_v |W_U[:, v]|."""
-    lengths = torch.linalg.vector_norm(maps.W_O, dim=2, dtype=torch.float64)
-    sizes = torch.stack([z[maps.value_head(head)].abs() @ lengths[head] for head in range(maps.n_heads)])
-    return (rounding(maps) * maps.longest * sizes + maps.tie[:, source]).float()
 
 
 @dataclass
