@@ -94,8 +94,8 @@ def _row(machine: Machine, device: str, shape: StreamedShape, folder: Path, laye
         peak_bytes=peak,
         target=CUDA_TARGET if device.startswith("cuda") else CPU_TARGET,
         note="random weights with outliers, from safetensors, files in the page cache; peer timed on one head and the "
-        "smallest relation, scaled; the workspace is the peak while one layer is scored, with W_U and the layer's W_V and "
-        f"W_O, which take {4 * numbers / 2**20:,.0f} MB in float32, and the pages of their files",
+        "smallest relation, scaled; the workspace is the peak while one layer is scored, with W_U and the layer's W_V "
+        f"and W_O, which take {4 * numbers / 2**20:,.0f} MB in float32, and the pages of their files",
     )
 
 
