@@ -6,9 +6,11 @@ A habit writes the same favourite answers whatever the relation wants, after all
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import binomtest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import headwater as hw
@@ -18,6 +20,8 @@ from headwater.heads.relations import Relation
 from headwater.heads.scores import score_layer, score_table, suite_pairs
 from headwater.kernels.ov import OVMaps
 from headwater.planted import implements, plant_relations, suppresses
+from headwater.stats.significance import permutation_moments, permutation_p_values, q_values
+from tests import chance
 from tests.planted_relations import relation, word
 from tests.tiny import tiny_tokenizer
 
@@ -170,6 +174,65 @@ def test_a_pair_said_six_times_is_evidence_once():
     assert once.table.equals(six_times.table)
     assert six_times.relations["note"].tolist() == ["200 repeated pairs merged"]
     assert six_times.relations[["pairs", "kept"]].to_numpy().tolist() == [[240, 40]]
+
+
+def by_source(written: Sequence[Sequence[int]], items: int, n_noise: int = 30) -> pd.DataFrame:
+    """Score heads on a relation whose sources have several items each; return their rows.
+
+    Args:
+        written: of each head and source the source whose targets it writes, all of them.
+        items: how many items a source has, each with a target of its own.
+        n_noise: tokens with logits on either side of those that a head does not write.
+    """
+    n_heads, n_sources = len(written), len(written[0])
+    n_targets = n_sources * items
+    maps = torch.zeros(n_heads, n_sources, n_targets + n_noise)
+    maps[..., n_targets:] = 0.01 * torch.linspace(-1, 1, n_noise)
+    targets = torch.arange(n_targets).view(n_sources, items)
+    maps.scatter_(2, targets[torch.tensor(written)].flatten(2), 1.0)
+    every_token = torch.eye(n_targets + n_noise)
+    x = every_token[:n_sources]
+    ov = OVMaps(x, x.T[None], maps, every_token, 1.0)
+    sources = torch.arange(n_sources).repeat_interleave(items)
+    asked = Relation("several", "knowledge", ())
+    tokens = TokenRelation(asked, sources, tuple((one,) for one in range(n_targets)), pd.DataFrame())
+    return score_table([vars(score_layer(ov, suite_pairs([tokens], [items]), null="where hit"))], [tokens])
+
+
+def shuffled_by_pair(table: pd.DataFrame, written: Sequence[Sequence[int]], items: int) -> np.ndarray:
+    """The p-values, were each item's target shuffled by itself, as if the items of a source said different things."""
+    n_sources = len(written[0])
+    hits = torch.nn.functional.one_hot(torch.tensor(written), n_sources).bool()
+    hits = hits.repeat_interleave(items, 1).repeat_interleave(items, 2)
+    counts = np.rint(table["score"].to_numpy() * n_sources * items)
+    return permutation_p_values(counts, permutation_moments(hits).numpy())
+
+
+@pytest.mark.parametrize(("n_sources", "items"), [(8, 5), (12, 4), (40, 3)])
+def test_a_habit_by_source_is_called_no_more_often_than_the_level_says(n_sources, items):
+    """Each head writes for each source what belongs to some source or other: so it hits several items at a time."""
+    rng, n_heads = chance.rng(), 800
+    written = rng.integers(n_sources, size=(n_heads, n_sources)).tolist()
+    table = by_source(written, items)
+    by_pair = shuffled_by_pair(table, written, items)
+    for level in (0.05, 0.01):
+        called = int((table["p_value"] <= level).sum())
+        assert binomtest(called, n_heads, level, "greater").pvalue > 1e-3
+    assert (by_pair <= 0.01).mean() > 0.03
+    flags = apply_rule(table, "controlled", 0.15)
+    assert not (flags["implemented"] | flags["suppressed"]).any()
+    as_if_apart = table.assign(p_value=by_pair, q_value=q_values(by_pair))
+    assert apply_rule(as_if_apart, "controlled", 0.15)["implemented"].sum() >= 3 * (n_sources < 40)
+
+
+def test_a_head_that_knows_what_belongs_to_each_of_several_sources_is_found():
+    """Eight sources can be told apart from habits, three cannot: these have six orders."""
+    rng = chance.rng()
+    for n_sources, is_found in ((8, True), (3, False)):
+        habits = rng.integers(n_sources, size=(50, n_sources)).tolist()
+        table = by_source([list(range(n_sources)), *habits], items=12)
+        assert table["score"][0] == 1
+        assert apply_rule(table, "controlled", 0.15)["implemented"].tolist()[0] == is_found
 
 
 def test_intervals_count_a_source_once_however_many_pairs_it_is_in():

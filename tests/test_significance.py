@@ -12,6 +12,7 @@ from scipy import stats
 
 from headwater.stats.significance import (
     combined_p,
+    count_moments,
     permutation_moments,
     permutation_p_values,
     q_values,
@@ -54,10 +55,42 @@ KINDS = (
 )
 
 
+SIZES = {
+    "equal": lambda rng, n: np.full(n, 4),
+    "a few": lambda rng, n: rng.integers(1, 4, n),
+    "some large": lambda rng, n: rng.geometric(0.3, n),
+    "one large": lambda rng, n: np.array([20] + [1] * (n - 1)),
+}
+"""How many items each of n sources has."""
+
+
+def random_counts(seed: int, n: int, kind: str, sizes: str) -> np.ndarray:
+    """What heads of several habits hit of n sources with several items each, which share some targets."""
+    rng = np.random.default_rng(seed)
+    items = SIZES[sizes](rng, n)
+    source = np.repeat(np.arange(n), items)
+    if kind == "other sources' targets":
+        return (rng.random((n, n)) < 1.5 / n) * items
+    n_targets = max(3, len(source) // 2)
+    target = rng.integers(0, n_targets, len(source))
+    likely = {
+        "sparse": np.full((n, n_targets), 0.15),
+        "dense": np.full((n, n_targets), 0.5),
+        "popular targets": np.broadcast_to(np.minimum(0.8, 2 / np.arange(1, n_targets + 1)), (n, n_targets)),
+        "busy sources": np.broadcast_to(np.minimum(0.8, 2 / np.arange(1, n + 1))[:, None], (n, n_targets)),
+    }[kind]
+    written = rng.random((n, n_targets)) < likely
+    return np.stack([np.bincount(source, weights=row[target], minlength=n) for row in written]).astype(int)
+
+
+COUNT_KINDS = ("other sources' targets", "sparse", "dense", "popular targets", "busy sources")
+of_every_size = pytest.mark.parametrize("sizes", SIZES)
+
+
 def exact_tail(hits: np.ndarray) -> np.ndarray:
-    """P(S >= s) for s = 0..n, by adding one source at a time to every set of used targets."""
-    n = len(hits)
-    ways = np.zeros((1 << n, n + 1))
+    """P(S >= s) for all s, by adding one source at a time to every set of used targets."""
+    n, most = len(hits), int(hits.max(1).sum())
+    ways = np.zeros((1 << n, most + 1))
     ways[0, 0] = 1
     sizes = np.array([bin(used).count("1") for used in range(1 << n)])
     for source in range(n):
@@ -65,17 +98,18 @@ def exact_tail(hits: np.ndarray) -> np.ndarray:
         for target in range(n):
             before = np.flatnonzero((sizes == source) & (np.arange(1 << n) >> target & 1 == 0))
             hit = int(hits[source, target])
-            further[before | 1 << target, hit:] += ways[before, : n + 1 - hit]
+            further[before | 1 << target, hit:] += ways[before, : most + 1 - hit]
         ways = further
     return np.cumsum(ways[-1][::-1])[::-1] / math.factorial(n)
 
 
 def moments_of(hits: np.ndarray) -> np.ndarray:
-    return permutation_moments(torch.tensor(hits)[None])[0].numpy()
+    moments = permutation_moments if hits.dtype == bool else count_moments
+    return moments(torch.tensor(hits)[None])[0].numpy()
 
 
 def p_values(counts: int | np.ndarray, hits: np.ndarray) -> np.ndarray:
-    return permutation_p_values(np.asarray(counts, float), np.broadcast_to(moments_of(hits), (*np.shape(counts), 3)))
+    return permutation_p_values(np.asarray(counts, float), np.broadcast_to(moments_of(hits), (*np.shape(counts), 4)))
 
 
 @settings(max_examples=40)
@@ -83,8 +117,26 @@ def p_values(counts: int | np.ndarray, hits: np.ndarray) -> np.ndarray:
 def test_the_moments_are_those_of_all_permutations(seed, n, kind):
     hits = random_hits(seed, n, kind)
     counts = [sum(hits[i, p[i]] for i in range(n)) for p in itertools.permutations(range(n))]
-    expected = [np.mean(counts), np.var(counts), np.mean((counts - np.mean(counts)) ** 3)]
+    expected = [np.mean(counts), np.var(counts), np.mean((counts - np.mean(counts)) ** 3), 1]
     np.testing.assert_allclose(moments_of(hits), expected, atol=1e-10)
+
+
+@of_every_size
+@pytest.mark.parametrize("kind", COUNT_KINDS)
+def test_the_moments_are_those_of_all_orders_of_sources_with_several_items(kind, sizes):
+    for n in range(3, 7):
+        hits = random_counts(int(chance.rng().integers(10**6)), n, kind, sizes)
+        counts = [sum(hits[i, p[i]] for i in range(n)) for p in itertools.permutations(range(n))]
+        expected = [np.mean(counts), np.var(counts), np.mean((counts - np.mean(counts)) ** 3)]
+        np.testing.assert_allclose(moments_of(hits)[:3], expected, atol=1e-8)
+
+
+@given(st.integers(0, 10**6), st.integers(3, 40), st.sampled_from(KINDS))
+def test_the_moments_of_sources_with_one_item_are_those_of_the_plain_formula(seed, n, kind):
+    hits = torch.tensor(random_hits(seed, n, kind))[None]
+    fast, plain = permutation_moments(hits), count_moments(hits.int())
+    torch.testing.assert_close(fast[:, :3], plain[:, :3], rtol=1e-8, atol=1e-8)
+    assert fast[0, 3] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,11 +144,24 @@ def test_p_values_are_not_too_small_and_not_much_too_large(kind):
     for seed in range(6):
         hits = random_hits(seed, 11, kind)
         exact = exact_tail(hits)
-        law = p_values(np.arange(12), hits)
+        law = p_values(np.arange(len(exact)), hits)
         near = (exact > 1e-4) & (exact < 0.15)
         assert (law[near] >= 0.6 * exact[near]).all()
         assert (law[near] <= 25 * exact[near]).all()
         assert (law[(exact > 0) & (exact < 1e-4)] < 2e-3).all()
+
+
+@of_every_size
+@pytest.mark.parametrize("kind", COUNT_KINDS)
+def test_p_values_of_sources_with_several_items_are_not_too_small(kind, sizes):
+    for seed in range(6):
+        hits = random_counts(seed, 9, kind, sizes)
+        exact = exact_tail(hits)
+        law = p_values(np.arange(len(exact)), hits)
+        near = (exact > 1e-4) & (exact < 0.15)
+        assert (law[near] >= 0.6 * exact[near]).all()
+        if sizes in ("equal", "a few"):  # else a large source fits few places, which the law does not know
+            assert (law[near] <= 25 * exact[near]).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,10 +170,22 @@ def test_heads_without_the_relation_are_called_at_most_as_often_as_the_level_say
     n, draws = 40, 4000
     hits = random_hits(int(rng.integers(10**6)), n, kind)
     targets = rng.permuted(np.broadcast_to(np.arange(n), (draws, n)), axis=1)
-    counts = hits[np.arange(n), targets].sum(1)
-    p = p_values(counts, hits)
+    assert_no_more_often_than_the_level_says(p_values(hits[np.arange(n), targets].sum(1), hits))
+
+
+@of_every_size
+@pytest.mark.parametrize("kind", COUNT_KINDS)
+def test_so_are_heads_whose_sources_have_several_items_each(kind, sizes):
+    rng = chance.rng()
+    for n in (8, 16, 36):
+        hits = random_counts(int(rng.integers(10**6)), n, kind, sizes)
+        targets = rng.permuted(np.broadcast_to(np.arange(n), (2000, n)), axis=1)
+        assert_no_more_often_than_the_level_says(p_values(hits[np.arange(n), targets].sum(1), hits))
+
+
+def assert_no_more_often_than_the_level_says(p: np.ndarray) -> None:
     for level in (0.1, 0.01, 0.001):
-        true_share_above_twice_the_level = stats.binomtest(int((p <= level).sum()), draws, 2 * level, "greater")
+        true_share_above_twice_the_level = stats.binomtest(int((p <= level).sum()), len(p), 2 * level, "greater")
         assert true_share_above_twice_the_level.pvalue > 1e-4
 
 

@@ -5,8 +5,9 @@
    smallest: suppression)? An item with several accepted targets hits when one of them does.
 3. The score is the share of a relation's items that hit. `beyond_copying` counts only hits whose target beats the
    source token itself, which a head that merely copies cannot do (a target that is the source counts as beating it).
-4. For the null model, every source meets every item's targets: `permutation_moments` of those hits. Where a head hits
-   nothing of a relation this is left out: P(at least 0 hits) is 1, and `expected` and `excess` are NaN.
+4. For the null model, every source meets every item's targets: `permutation_moments` of those hits. Items of one source
+   are shuffled together, since a head reads them alike. Where a head hits nothing of a relation this is left out:
+   P(at least 0 hits) is 1, and `expected` and `excess` are NaN.
 5. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds what
    follows from them, per layer, head and relation:
 
@@ -39,6 +40,7 @@ from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.stats.significance import (
     Numbers,
+    count_moments,
     permutation_moments,
     permutation_p_values,
     q_values,
@@ -71,9 +73,19 @@ class SuitePairs:
 
     @cached_property
     def grids(self) -> list[ov_sweep.Grid]:
-        """Every source of a relation with every target of it, by relation."""
-        parts = self.item_source.split(self._lengths[0]), self.pair_target.split(self._lengths[1]), self.k.tolist()
+        """Every source of a relation, each once, with every target of it, by relation."""
+        sources = [distinct for distinct, _ in self._distinct]
+        parts = sources, self.pair_target.split(self._lengths[1]), self.k.tolist()
         return [ov_sweep.Grid(*one) for one in zip(*parts, strict=True)]
+
+    @property
+    def source_of_item(self) -> Sequence[Int[Tensor, "item"]]:
+        """Which of its relation's sources, as they stand in its grid, each item is of, by relation."""
+        return [place for _, place in self._distinct]
+
+    @cached_property
+    def _distinct(self) -> Sequence[tuple[Int[Tensor, "source"], Int[Tensor, "item"]]]:
+        return [sources.unique(return_inverse=True) for sources in self.item_source.split(self._lengths[0])]
 
     @cached_property
     def item_of_pair(self) -> Sequence[Int[Tensor, "pair"]]:
@@ -207,15 +219,26 @@ def _null_moments(
 
     NaN where they are not wanted; None wants all of them.
     """
-    moments = torch.full((2, maps.n_heads, len(suite.k), 3), torch.nan, dtype=torch.float64, device=suite.k.device)
+    moments = torch.full((2, maps.n_heads, len(suite.k), 4), torch.nan, dtype=torch.float64, device=suite.k.device)
     asked = None if wanted is None else wanted.cpu()
     hits = ov_sweep.topk_hits(maps, suite.grids, wanted)
-    for relation, (signs, pair_item) in enumerate(zip(hits, suite.item_of_pair, strict=True)):
+    for relation, (signs, *places) in enumerate(zip(hits, suite.item_of_pair, suite.source_of_item, strict=True)):
         for sign, found in enumerate(signs):
             heads = slice(None) if asked is None else asked[sign, :, relation].nonzero()[:, 0].to(moments.device)
-            accepted = any_accepted(found[heads], pair_item, len(suite.grids[relation].source))
-            moments[sign, heads, relation] = permutation_moments(accepted)
+            moments[sign, heads, relation] = _moments_by_source(found[heads], *places)
     return moments.cpu()
+
+
+def _moments_by_source(
+    hits: Bool[Tensor, "head source pair"], pair_item: Int[Tensor, "pair"], item_source: Int[Tensor, "item"]
+) -> Float[Tensor, "head moment"]:
+    """The moments of the number of items hit, were the items of each source dealt to the sources at random."""
+    n_sources, n_items = hits.shape[1], len(item_source)
+    accepted = any_accepted(hits, pair_item, n_items)
+    if n_sources == n_items:
+        return permutation_moments(accepted)
+    counts = torch.zeros(len(hits), n_sources, n_sources, dtype=torch.int32, device=hits.device)
+    return count_moments(counts.index_add_(2, item_source, accepted.int()))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """What chance alone would give: shuffled targets, flipped signs, false discoveries, and the interval of a share.
 
 **Shuffled targets** (`permutation_moments`, `permutation_p_values`): how often would a head hit if the relation's
-targets were shuffled? For a relation with n items let H_ij say whether the head, given source i, hits target j. Its
-hits are S = sum_i H_ii. Were the targets permuted at random, S would be S_pi = sum_i H_i,pi(i). With d the doubly
-centred H (Hoeffding 1951):
+targets were shuffled? For a relation with n sources let H_ij say how many targets of source j the head hits, given
+source i: 0 or 1 where each source has one item. Its hits are S = sum_i H_ii. Were the targets permuted at random, those
+of one source together, S would be S_pi = sum_i H_i,pi(i). With d the doubly centred H (Hoeffding 1951):
 
     mean S_pi      = n mean(H)
     variance S_pi  = sum_ij d_ij^2 / (n - 1)
@@ -13,6 +13,10 @@ A head that ignores its source has equal rows, so no variance and p = 1, whateve
 P(S_pi >= S) comes from the shifted Skellam law with these three moments, c + Poisson(a) - Poisson(b):
 
     a = (variance + third) / 2        b = (variance - third) / 2        c = mean - a + b
+
+Hits of sources with several items come several at a time. Then S_pi is counted in steps of h, and the law is that of
+S_pi / h: h = sqrt(sum_ij d_ij^4 / sum_ij d_ij^2), the size of the jumps in a sum of rare ones with these powers, or 1
+where that is less, and where each source has one item.
 
 S_pi counts whole hits, most of them rare, so the normal law is far too short in the upper tail: for 3 hits where 0.1
 are expected by a factor of 10^10. The Skellam law is the Poisson for a sparse H, the shifted Poisson for a head with
@@ -31,7 +35,7 @@ from itertools import product
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from scipy.special import bdtr, betaincinv, chndtr, ndtri, stdtr
 from scipy.stats import combine_pvalues, false_discovery_control
@@ -43,9 +47,10 @@ NUMBERS_AT_ONCE = 2**20
 FLIPS = 10_000
 
 
-def permutation_moments(hits: Bool[Tensor, "head item item"]) -> Float[Tensor, "head moment"]:
-    """Return the mean, variance and third central moment of the number of hits under permuted targets, in float64.
+def permutation_moments(hits: Bool[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
+    """Return mean, variance, third central moment and step of the number of hits under permuted targets, in float64.
 
+    For sources of one item each, where the step is 1; `count_moments` is the plain formula, for any number of items.
     The centred matrix is never formed: with the row and column means of H centred to r and k, their mean g, and
     C = sum_ij H_ij r_i k_j, its sums of powers follow from n, g, sum r^2, sum k^2, sum r^3, sum k^3 and C.
     """
@@ -63,7 +68,29 @@ def permutation_moments(hits: Bool[Tensor, "head item item"]) -> Float[Tensor, "
     d2 = n**2 * g * (1 - g) - squares
     d2 = torch.where(d2 < 0.5 / n**2, 0, d2)  # n^2 d2 is a whole number: what is below one is rounding
     d3 = n**2 * g * (1 - 3 * g) - 3 * squares + 2 * cubes + 6 * C
-    return torch.stack([n * g, d2 / max(n - 1, 1), n * d3 / max((n - 1) * (n - 2), 1)], dim=-1)
+    return torch.stack([*_of_powers(n, g, d2, d3), torch.ones_like(g)], dim=-1)
+
+
+def count_moments(counts: Int[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
+    """Return what `permutation_moments` does for sources of several items, whose targets are permuted together.
+
+    Args:
+        counts: how many of the targets of the second source each head hits, given the first.
+    """
+    n = counts.shape[-1]
+    H = counts.double()
+    d = H - H.mean(-1, keepdim=True) - H.mean(-2, keepdim=True) + H.mean((-1, -2), keepdim=True)
+    d2, d3, d4 = (d.pow(power).sum((-1, -2)) for power in (2, 3, 4))
+    is_still = d2 < 0.5 / n**2
+    step = torch.where(is_still, 1.0, d4 / d2).sqrt().clamp(min=1.0)
+    return torch.stack([*_of_powers(n, H.mean((-1, -2)), torch.where(is_still, 0.0, d2), d3), step], dim=-1)
+
+
+def _of_powers(
+    n: int, mean: Float[Tensor, "head"], d2: Float[Tensor, "head"], d3: Float[Tensor, "head"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean, variance and third moment of n hits, given the mean of H and the sums of d^2 and d^3."""
+    return n * mean, d2 / max(n - 1, 1), n * d3 / max((n - 1) * (n - 2), 1)
 
 
 def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
@@ -71,9 +98,10 @@ def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
 
     Args:
         hits: the numbers of hits observed, of any shape.
-        moments: the `permutation_moments` of each, along a last axis of three.
+        moments: the `permutation_moments` of each, along a last axis of four.
     """
-    mean, variance, third = np.moveaxis(moments, -1, 0)
+    mean, variance, third, step = np.moveaxis(moments, -1, 0)
+    hits, mean, variance, third = hits / step, mean / step, variance / step**2, third / step**3
     third = np.clip(third, -variance, variance)
     a, b = (variance + third) / 2, (variance - third) / 2
     k = np.round(hits - (mean - third), 9)
