@@ -73,6 +73,7 @@ class HookedModel(Identified, TransformerLensNames):
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
         head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
         unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.
+        fixed_step_checked: whether steps of generation in fixed memory give the same; None before this was asked.
         misfits: the sites whose activations are not what `shape` says, and how; they are refused.
         read_only: the sites that can be read but not edited, and why.
     """
@@ -99,6 +100,7 @@ class HookedModel(Identified, TransformerLensNames):
         self.heads_checked = False
         self.factors_checked: tuple[str, set[tuple[int, str]]] | None = None
         self.unwrapped_checked: dict[frozenset[int], bool] = {}
+        self.fixed_step_checked: bool | None = None
         self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[str, str] = {}
         self.read_only: Mapping[str, str] = {}

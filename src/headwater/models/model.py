@@ -32,6 +32,7 @@ class Model(Recorded, Protocol):
     tokenizer: PreTrainedTokenizerBase | None
     lock: RunLock
     unwrapped_checked: dict[frozenset[int], bool]
+    fixed_step_checked: bool | None
     factors_checked: tuple[str, set[tuple[int, str]]] | None
 
     @property
