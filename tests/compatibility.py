@@ -97,7 +97,7 @@ REFUSED = {
 WHOLE_RUNS = frozenset(
     "bloom deepseek-v2 falcon-rw gemma4 gpt-neo gptj jamba mamba mpt mpt-clipped opt opt-350m qwen3-next xglm".split()  # noqa: SIM905
 )
-"""Those that are patched with one whole run per cell."""
+"""Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"
 
 

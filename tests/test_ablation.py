@@ -194,7 +194,7 @@ def test_whole_runs_and_the_walk_agree_on_sets(models, monkeypatch):
     options = {"sets": {"a": SET, "b": SET["heads"]}, "metric": METRIC, "progress": False, "values": "other run"}
     fast = hw.ablate(model, prompts, other, **options)
     monkeypatch.setattr("headwater.patching.runners.cannot_step", lambda model: "a test asks for it")
-    with pytest.warns(UserWarning, match="one whole run per cell"):
+    with pytest.warns(UserWarning, match="swept with whole runs"):
         slow = hw.ablate(model, prompts, other, **options)
     assert (fast.engine, slow.engine) == ("wavefront", "whole runs")
     pd.testing.assert_frame_equal(fast.table, slow.table, atol=1e-5, rtol=1e-3)

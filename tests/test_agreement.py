@@ -92,7 +92,7 @@ def latent_attention(request):
     return hf, hw.load(hf, tokenizer=tiny_tokenizer())
 
 
-@pytest.mark.filterwarnings("ignore:.*one whole run per cell")
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
 @pytest.mark.parametrize("site", ["q", "k", "v", "z"])
 def test_heads_of_other_sizes_than_the_model_has_are_refused_by_name(latent_attention, site):
     _, model = latent_attention
@@ -104,7 +104,7 @@ def test_heads_of_other_sizes_than_the_model_has_are_refused_by_name(latent_atte
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore:.*one whole run per cell")
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
 def test_sites_of_the_residual_stream_are_right_where_heads_are_refused(latent_attention):
     hf, model = latent_attention
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_sites_of_the_residual_stream_are_right_where_heads_are_refused(latent_a
     assert cell.corrupted + cell.effect == pytest.approx(float(expected[5] - expected[9]), abs=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*one whole run per cell")
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
 def test_a_knockout_works_or_says_why_not_where_attention_is_latent(latent_attention):
     hf, model = latent_attention
     sweep = hw.knockout(model, [IDS], block=("last", 1), metric=METRIC, layers=[1], progress=False)

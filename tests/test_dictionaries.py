@@ -173,7 +173,7 @@ def test_features_and_heads_of_one_set_are_ablated_in_one_run(models, monkeypatc
         fast = hw.ablate(model, prompts, sets=sets, complement=complement, **QUIET)
         with monkeypatch.context() as patched:
             patched.setattr("headwater.patching.runners.cannot_step", lambda model: "a test asks for it")
-            with pytest.warns(UserWarning, match="one whole run per cell"):
+            with pytest.warns(UserWarning, match="swept with whole runs"):
                 slow = hw.ablate(model, prompts, sets=sets, complement=complement, **QUIET)
         assert (fast.engine, slow.engine) == ("wavefront", "whole runs")
         pd.testing.assert_frame_equal(fast.table, slow.table, atol=2e-5, rtol=1e-3)

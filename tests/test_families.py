@@ -104,7 +104,7 @@ def test_heads_classified_from_a_folder_are_those_of_the_loaded_model(folder):
 
 
 @of_some
-@pytest.mark.filterwarnings("ignore:.*swept with one whole run per cell")
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
 def test_a_model_of_the_family_is_patched_as_whole_runs_with_a_hook_are(folder, request):
     model = loaded_from(folder)
     clean, corrupted = [[5, 9, 13, 17]], [[5, 11, 13, 17]]

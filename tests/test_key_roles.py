@@ -91,7 +91,7 @@ def test_whole_runs_and_gradients_read_the_same_keys(model, monkeypatch, directi
     fast = patched(model, direction=direction, layers=[0, 2])
     estimated = patched(model, direction=direction, layers=[0, 2], method="attribution")
     monkeypatch.setattr("headwater.patching.runners.cannot_step", lambda _: "it is asked to")
-    with pytest.warns(UserWarning, match="one whole run per cell"):
+    with pytest.warns(UserWarning, match="swept with whole runs"):
         slow = patched(model, direction=direction, layers=[0, 2])
     assert (fast.engine, slow.engine) == ("wavefront", "whole runs")
     assert_same_table(fast.table, slow.table, 1e-4)

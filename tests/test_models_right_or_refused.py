@@ -63,7 +63,7 @@ def twins():
 def unless_refused(what, name, compute):
     """What is computed; None where it is to be refused, after seeing that it is, in one line."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*swept with one whole run per cell")
+        warnings.filterwarnings("ignore", ".*swept with whole runs")
         if (what, name) not in REFUSED:
             return compute()
         with pytest.raises(HeadwaterError, match=REFUSED[what, name]) as caught:

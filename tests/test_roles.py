@@ -95,7 +95,7 @@ def test_whole_runs_gradients_and_the_wavefront_read_the_same_word(model, monkey
     fast = hw.patch(model, CLEAN, CORRUPTED, **options)
     estimated = hw.patch(model, CLEAN, CORRUPTED, **options | {"metric": METRIC, "method": "attribution"})
     monkeypatch.setattr("headwater.patching.runners.cannot_step", lambda _: "it is asked to")
-    with pytest.warns(UserWarning, match="one whole run per cell"):
+    with pytest.warns(UserWarning, match="swept with whole runs"):
         slow = hw.patch(model, CLEAN, CORRUPTED, **options)
     assert (fast.engine, slow.engine) == ("wavefront", "whole runs")
     assert_same_table(fast.table, slow.table, 1e-4)

@@ -84,12 +84,16 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return some rows as a batch of their own, no wider than the longest of them."""
-        mask = self.mask[start:stop]
+        return self.take(range(len(self))[start:stop])
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Return the rows of these numbers, also one several times, no wider than the longest of them."""
+        mask = self.mask[list(rows)]
         width = int(mask.sum(1).max())
-        offsets = self.offsets[start:stop] if self.offsets is not None else None
-        names = tuple(self.name(row) for row in range(len(self))[start:stop])
-        texts = self.texts[start:stop] if self.texts is not None else None
-        return Batch(self.tokens[start:stop, :width], mask[:, :width], offsets, names, texts)
+        offsets = tuple(self.offsets[row] for row in rows) if self.offsets is not None else None
+        names = tuple(self.name(row) for row in rows)
+        texts = tuple(self.texts[row] for row in rows) if self.texts is not None else None
+        return Batch(self.tokens[list(rows), :width], mask[:, :width], offsets, names, texts)
 
     def name(self, row: int) -> int | str:
         """What errors call a row: its number, unless it has another name."""

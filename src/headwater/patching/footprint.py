@@ -15,6 +15,7 @@ heads (`benchmarks/NOTES.md`). Memory that runs out all the same is met by halvi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 
 from headwater.errors import InputError
 from headwater.models.gradients import graph_bytes
-from headwater.models.memory import how_many_fit, refuse_too_large
+from headwater.models.memory import available_memory, how_many_fit, refuse_too_large
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site
 from headwater.patching.cells import Kind
@@ -109,8 +110,7 @@ def example_bytes(plan: Plan, example: int, length: int, replaced: int, n_tokens
     """
     shape = plan.model.shape
     sides = 1 if plan.other is None else 2
-    per_token = 12 * shape.d_model + 4 * shape.d_mlp + 3 * shape.n_heads * length
-    numbers = replaced + sides * length * per_token
+    numbers = replaced + sides * length * _running(shape, length)
     logits = 3 * len(plan.positions[example]) * plan.model.n_logits
     if gradients:
         graph = shape.n_layers * graph_bytes(plan.model, length, length)
@@ -119,6 +119,19 @@ def example_bytes(plan: Plan, example: int, length: int, replaced: int, n_tokens
     rows = min(n_tokens, WAVE_TOKENS) * shape.d_model
     numbers += sides * length * recorded + rows + (logits if plan.only_answers is None else 0)
     return numbers * plan.model.dtype.itemsize
+
+
+def runs_at_once(plan: Plan, length: int, kept: int) -> int:
+    """Return how many whole runs of prompts of a length, with as many positions read, fit in memory together."""
+    if plan.model.spread:
+        return sys.maxsize
+    numbers = length * _running(plan.model.shape, length) + 3 * kept * plan.model.n_logits
+    return max(1, available_memory(plan.model.device) // (numbers * plan.model.dtype.itemsize))
+
+
+def _running(shape: ModelShape, length: int) -> int:
+    """Count the numbers that a layer at work holds of one token of a whole run."""
+    return 12 * shape.d_model + 4 * shape.d_mlp + 3 * shape.n_heads * length
 
 
 def _replaced(plan: Plan, kinds: Sequence[Kind], length: int) -> int:

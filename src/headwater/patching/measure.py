@@ -103,8 +103,8 @@ class _Measuring:
         except CannotStepError as error:
             self.runner = Whole
             warnings.warn(
-                f"{self.plan.model.name} is swept with one whole run per cell, because {error}. Results are the same; "
-                "it takes longer.",
+                f"{self.plan.model.name} is swept with whole runs, many cells in each, because {error}. Results are "
+                "the same; it takes longer.",
                 stacklevel=8,
             )
         return self.runner(self.plan, examples)

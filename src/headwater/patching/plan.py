@@ -249,12 +249,13 @@ class Group:
             return []
         return [self.plan.corruption.hook([None if self._is_clean(s) else i for s in sides for i in self.examples])]
 
-    def corrupting_one(self, example: int, *sides: Sequence[Prompt]) -> list[Hook]:
-        """The same for one row of that batch."""
-        side, row = divmod(example, len(self.examples))
-        if self.plan.corruption is None or self._is_clean(sides[side]):
+    def corrupting_rows(self, rows: Sequence[int], *sides: Sequence[Prompt]) -> list[Hook]:
+        """The same for some rows of that batch."""
+        placed = [divmod(row, len(self.examples)) for row in rows]
+        noisy = [None if self._is_clean(sides[side]) else self.examples[row] for side, row in placed]
+        if self.plan.corruption is None or all(example is None for example in noisy):
             return []
-        return [self.plan.corruption.hook([self.examples[row]])]
+        return [self.plan.corruption.hook(noisy)]
 
     def _is_clean(self, side: Sequence[Prompt]) -> bool:
         """Whether a side, which is the plan's `base` or `other` itself, holds the clean runs."""

@@ -1,7 +1,7 @@
 """The three ways to measure the cells of a group of examples; each is one class with one method, and each is whole.
 
     wavefront    one recorded run, then all variants of a wave in one walk down the layers (`headwater.patching.walk`)
-    whole runs   one ordinary forward per variant, with hooks: what the walk must equal, and what serves every model
+    whole runs   ordinary forwards with hooks, many variants in each: what the walk must equal, what serves every model
     gradients    no variant is run: attribution patching, in `headwater.patching.attribution`
 
 A cell that no read position can feel has effect 0, without a run.
@@ -22,15 +22,16 @@ from headwater.errors import NumericsError
 from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.checks import not_finite
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import is_out_of_memory
+from headwater.models.memory import in_halves, is_out_of_memory
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, Stage, main_site, taken_as_recorded
-from headwater.patching.forwards import capture, run_edited, run_variant, visible_keys
+from headwater.patching.footprint import runs_at_once
+from headwater.patching.forwards import capture, deepest, run_edited, run_variants, visible_keys
 from headwater.patching.plan import Group, Kept, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.rows import Values
 from headwater.patching.values import Wanted, values_of
-from headwater.patching.variants import LOGITS, Deliver, Place, Variant, Variants
+from headwater.patching.variants import LOGITS, Deliver, Indices, Place, Variant, Variants
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
 
 TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
@@ -163,7 +164,7 @@ class Wave(Runner):
     def _name_not_finite(self, variant: Variant, example: int, position: int) -> NoReturn:
         """Say in which layer an edited run went wrong, by making it once more as a whole run."""
         model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
-        run_edited(model, batch, variant, example, self.values, self.group.corrupting_one(example, *self._sides))
+        run_edited(model, batch, variant, example, self.values, self.group.corrupting_rows([example], *self._sides))
         token = int(batch.tokens[0, position])
         raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
 
@@ -214,7 +215,7 @@ class Wave(Runner):
 
 
 class Whole(Runner):
-    """One forward of each side, then one forward per cell."""
+    """One forward of each side, then forwards of whole prompts, a cell in each row."""
 
     name: ClassVar[str] = "whole runs"
     needs_graph: ClassVar[bool] = False
@@ -231,20 +232,41 @@ class Whole(Runner):
         others, other = other_run(group)
         self.values = values_written(group, others)
         self.readout = Readout(group, base, other, visible)
+        self.at_once = self._runs_at_once()
 
     def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells, each by a forward of its own."""
+        """Measure some of the group's cells, many in each forward."""
         return self.readout.collect(cells, self.run)
 
     def run(self, variants: Variants, deliver: Deliver) -> None:
-        """Deliver what is read of variants of the group's runs, a forward for each."""
-        for index, example in enumerate(variants.example.tolist()):
-            if (variant := variants[index]).is_felt:
-                prompt = self._prompts.rows(example, example + 1)
-                before = self.group.corrupting_one(example, self.plan.base)
-                read_of = run_variant(self.plan.model, prompt, variant, example, self.values, before)
-                for reading, read in read_of.items():
-                    deliver(reading, np.array([index]), read[None])
+        """Deliver what is read of variants of the group's runs, `at_once` of them in a forward.
+
+        Rows of a forward read the same positions of as deep a layer, so that no logits are made that nobody reads.
+        """
+        alike: dict[tuple[object, ...], list[int]] = {}
+        keys = [(change.kept, deepest(change), change.whole) for change in variants.changes]
+        for index in np.flatnonzero(variants.each(lambda change: change.is_felt)).tolist():
+            alike.setdefault(keys[variants.which[index]], []).append(index)
+        for indices in alike.values():
+            indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
+            while indices:
+                rows, indices = np.array(indices[: self.at_once]), indices[self.at_once :]
+                parts = in_halves(rows, lambda part: self._forward(variants, part, deliver))
+                self.at_once = max(1, self.at_once // len(parts))
+
+    def _forward(self, variants: Variants, indices: Indices, deliver: Deliver) -> None:
+        """Deliver what is read of some variants, made in one forward."""
+        examples, changes = variants.example[indices].tolist(), [variants[index] for index in indices.tolist()]
+        before = self.group.corrupting_rows(examples, self.plan.base)
+        prompts = self._prompts.take(examples)
+        for reading, read in run_variants(self.plan.model, prompts, changes, examples, self.values, before).items():
+            deliver(reading, indices[list(read)], torch.stack(list(read.values())))
+
+    def _runs_at_once(self) -> int:
+        """Return how many rows a forward has: as many tokens as a tile of the walk, as far as memory goes."""
+        longest = max(self.group.lengths)
+        most = self.plan.batch_size or max(1, tile_tokens(self.plan.model, longest) // longest)
+        return min(most, runs_at_once(self.plan, longest, max(map(len, self.group.kept))))
 
 
 def state_names(group: Group) -> list[str]:

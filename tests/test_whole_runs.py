@@ -1,0 +1,122 @@
+"""Whole runs take many cells and examples in each, and give what one run per cell gives."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import headwater as hw
+from headwater.patching import footprint, runners
+from tests.random_models import random_model
+from tests.same_table import assert_same_table
+from tests.tiny import tiny_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*swept with whole runs")
+CLOSE = 1e-5
+QUIET = {"progress": False}
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(name):
+        if name not in made:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made[name] = hw.load(random_model(name), tokenizer=tiny_tokenizer())
+        return made[name]
+
+    return model
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """How many rows each forward of edited prompts had."""
+    rows, plain = [], runners.run_variants
+
+    def counted(model, prompts, *args):
+        rows.append(len(prompts))
+        return plain(model, prompts, *args)
+
+    monkeypatch.setattr(runners, "run_variants", counted)
+    return rows
+
+
+def pairs(lengths):
+    drawn = [torch.randint(2, 200, (2, length)).tolist() for length in lengths]
+    return [clean for clean, _ in drawn], [corrupted for _, corrupted in drawn]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("name", "sites"), [("mamba", "resid_pre"), ("jamba", ("resid_pre", "mlp_out")), ("gptj", ("z", "mlp_out"))]
+)
+def test_many_cells_and_examples_in_a_run_give_what_one_run_per_cell_gives(models, forwards, name, sites):
+    model, (clean, corrupted) = models(name), pairs([6, 4, 6])
+    metrics = [hw.logit_difference([5, 6, 7], 9), hw.kl_divergence(at=-2)]
+    options = {"sites": sites, "metric": metrics, "window": 2, **QUIET}
+    batched = hw.patch(model, clean, corrupted, **options)
+    assert batched.engine == "whole runs"
+    in_batches, rows = len(forwards), sum(forwards)
+    alone = hw.patch(model, clean, corrupted, batch_size=1, **options)
+    assert forwards[in_batches:] == [1] * rows
+    assert in_batches <= 4 < rows, "a forward for each length and depth that is read"
+    slack = CLOSE * max(1.0, float(alone.table[["clean", "corrupted"]].abs().max(axis=None)))
+    assert_same_table(batched.table, alone.table, slack)
+    assert batched.table["effect"].abs().max() > 1e-3
+
+
+def test_cells_times_examples_over_the_batch_is_how_many_runs_there_are(models, forwards):
+    model, (clean, corrupted) = models("mamba"), pairs([5, 5, 5, 5])
+    sweep = hw.patch(
+        model, clean, corrupted, sites="resid_pre", metric=hw.logit_difference(5, 9), batch_size=7, **QUIET
+    )
+    assert len(sweep.table) == 4 * 2 * 5
+    assert len(forwards) == math.ceil(4 * 2 * 5 / 7)
+    assert sum(forwards) == 4 * 2 * 5
+
+
+@pytest.mark.parametrize("variant", ["mask", "zero"])
+def test_edges_cut_in_one_row_stay_in_the_others(models, forwards, variant):
+    model, (tokens, _) = models("bloom"), pairs([6, 4])
+    options = {
+        "block": {"near": hw.Edges({2, 3}, {0, 1}), "far": hw.Edges(-1, 0)},
+        "metric": hw.logit_difference(5, 9),
+        "over": ("layer", "head"),
+        "variant": variant,
+        **QUIET,
+    }
+    batched = hw.knockout(model, tokens, **options)
+    in_batches = len(forwards)
+    alone = hw.knockout(model, tokens, batch_size=1, **options)
+    assert (batched.engine, set(forwards[in_batches:])) == ("whole runs", {1})
+    assert in_batches < len(forwards) / 8
+    columns = ["effect", "edges"]
+    assert (batched.table[columns] - alone.table[columns]).abs().max(axis=None) < CLOSE
+    assert batched.table["effect"].abs().max() > 1e-3
+
+
+def test_a_run_has_as_many_rows_as_fit_in_memory_and_half_of_them_where_memory_runs_out(models, forwards, monkeypatch):
+    model, (clean, corrupted) = models("mamba"), pairs([5, 5])
+    options = {"sites": "resid_pre", "metric": hw.logit_difference(5, 9), **QUIET}
+    expected = hw.patch(model, clean, corrupted, **options)
+    assert forwards == [20]
+    counted = runners.run_variants
+
+    def too_large(model, prompts, *args):
+        if len(prompts) > 6:
+            raise torch.OutOfMemoryError("out of memory")
+        return counted(model, prompts, *args)
+
+    forwards.clear()
+    monkeypatch.setattr(runners, "run_variants", too_large)
+    assert_same_table(hw.patch(model, clean, corrupted, **options).table, expected.table, CLOSE)
+    assert forwards == [5, 5, 5, 5]
+    forwards.clear()
+    width = 5 * footprint._running(model.shape, 5) + 3 * model.n_logits
+    with monkeypatch.context() as patched:
+        patched.setattr(footprint, "available_memory", lambda device: 3 * 4 * width + 1)
+        assert_same_table(hw.patch(model, clean, corrupted, **options).table, expected.table, CLOSE)
+    assert set(forwards) == {3, 2}
