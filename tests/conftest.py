@@ -20,9 +20,13 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels then run on the CPU
 
+from tests import chance
+from tests.typed import check_shapes
+
+check_shapes()
+
 import headwater as hw
 from headwater import cli
-from tests import chance
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)

@@ -139,7 +139,7 @@ class _Staying(_Cached):
         super().__init__(model, prompts, hooks)
         self._n_rows, self._live = len(prompts), list(range(len(prompts)))
 
-    def _of_those_going(self, out: Float[Tensor, "row d_vocab"]) -> Float[Tensor, "going d_vocab"]:
+    def _of_those_going(self, out: Float[Tensor, "row d_vocab"]) -> Float[Tensor, "batch d_vocab"]:
         return out[torch.tensor(self._live, device=out.device)]
 
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
