@@ -13,11 +13,11 @@ demo: $(DEMO)/ready            ## run the main job on the embedded model; figure
 	$(DEMO)/bin/headwater demo --out runs/demo
 
 test: $(VENV)/ready            ## the whole suite
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-fresh: $(VENV)/ready      ## the whole suite on random inputs drawn anew; prints the seed that repeats them
 	@seed=$$($(BIN)/python -c "import random; print(random.randrange(1, 10**6))"); \
-	echo "random inputs of this run: pytest --seed $$seed"; $(BIN)/python -m pytest -q -n 2 --seed $$seed
+	echo "random inputs of this run: pytest --seed $$seed"; $(BIN)/python -m pytest -q -n 2 --dist loadfile --seed $$seed
 
 test-slow: $(VENV)/ready       ## the checks that take minutes
 	$(BIN)/python -m pytest -q -m slow
