@@ -2,16 +2,19 @@
 
 Hidden states and an unembedding in bfloat16, random, of Llama 3's vocabulary. Headwater gives the five statistics from
 one pass over tiles; the peers make the logits of every token first. Headwater's workspace is measured at two lengths:
-it must not grow. `agrees` compares with float64 on a sample of tokens, to 1e-5.
+it must not grow. `agrees` compares with float64 on a sample of tokens, to 1e-5. On a GPU fused kernels for training,
+which give the log-probability alone, stand beside it where they are installed (`peers.fused_cross_entropy`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
+from benchmarks.peers import fused_cross_entropy
 from benchmarks.peers import min_k as peer
 from benchmarks.report import Row
 from headwater.kernels import likelihood, likelihood_blocked
@@ -20,6 +23,8 @@ from headwater.likelihood.formulas import TextTokens, min_k, min_k_plus_plus
 from headwater.likelihood.scores import SHARES
 
 TARGET = "workspace <= 64 MB for any T, no [T, V] tensor, 1e-5; on a GPU <= 1.2 x the bare product"
+ROUNDED_LOGITS = 0.1
+"""How far a log-probability may be off whose logits were rounded to bfloat16."""
 NUMBERS = likelihood.TokenStatistics._fields[:-1]
 SCORED_FROM = ("log_probability", "entropy", "variance", "top1_log_probability")
 
@@ -103,6 +108,27 @@ def run(machine: Machine, device: str, shape: LikelihoodShape | None = None) -> 
         target=TARGET,
         note="the peer gets float32 copies of the inputs for nothing; headwater converts tiles of bfloat16",
     )
+    if device.startswith("cuda"):
+        yield from beside_fused_kernels(machine, device, inputs, size, work)
+
+
+def beside_fused_kernels(machine: Machine, device: str, inputs: Inputs, size: str, work: Work) -> Iterator[Row]:
+    """Yield a row for each fused kernel that is installed, all five statistics beside its one."""
+    by_token = inputs.head.W_U.T
+    for name, kernel in fused_cross_entropy.installed().items():
+        theirs = partial(kernel, inputs.hidden, by_token, inputs.target)
+        yield Row(
+            name=f"likelihood: five statistics, {size}",
+            peer=f"{name}, the log-probability alone",
+            floor_s=machine.floor_of(work),
+            work=work,
+            peer_s=median_seconds(theirs, device),
+            headwater_s=median_seconds(lambda: our_statistics(inputs), device),
+            agrees=torch.allclose(our_statistics(inputs).log_probability, theirs(), rtol=0, atol=ROUNDED_LOGITS),
+            peak_bytes=None,
+            target=">= 0.8 x",
+            note="the peer may round logits to bfloat16",
+        )
 
 
 def our_statistics(inputs: Inputs) -> likelihood.TokenStatistics:

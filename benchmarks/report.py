@@ -9,7 +9,16 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.machine import Machine, Work
 
-LIBRARIES = ("headwater", "torch", "transformer-lens", "transformers", "triton", "nnsight")
+LIBRARIES = (
+    "headwater",
+    "torch",
+    "transformer-lens",
+    "transformers",
+    "triton",
+    "nnsight",
+    "liger-kernel",
+    "cut-cross-entropy",
+)
 """Those that are installed are named with their versions."""
 
 

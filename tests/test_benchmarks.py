@@ -1,6 +1,9 @@
 """The benchmarks run end to end at tiny shapes, compare like with like, and report in the documented form."""
 
+import importlib.machinery
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -79,6 +82,34 @@ def test_likelihood_statistics_agree_with_their_peers_at_a_tiny_shape(monkeypatc
     assert all(row.ratio > 0 and row.floor_s > 0 for row in rows)
     monkeypatch.setattr(likelihood.peer, "min_k_plus_plus", lambda h, W, t, shares: ([0.0] * len(shares),) * 2)
     assert [row.agrees for row in likelihood.run(MACHINE, "cpu", shape)] == [True, False]
+
+
+def fused(hidden, by_token, target, reduction):
+    assert reduction == "none"
+    return torch.nn.functional.cross_entropy(hidden @ by_token.T, target, reduction=reduction)
+
+
+def test_fused_kernels_stand_beside_likelihoods_where_they_are_installed_and_agree(monkeypatch):
+    assert likelihood.fused_cross_entropy.installed() == {}
+    modules = {
+        "liger_kernel": {},
+        "liger_kernel.transformers": {},
+        "cut_cross_entropy": {"linear_cross_entropy": fused},
+    }
+    modules["liger_kernel.transformers.functional"] = {"liger_fused_linear_cross_entropy": fused}
+    for name, holds in modules.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(holds)
+        monkeypatch.setitem(sys.modules, name, module)
+    shape = likelihood.LikelihoodShape("tiny", tokens=40, more_tokens=0, d_model=12, d_vocab=700)
+    inputs = likelihood.random_inputs(shape, 40, "cpu")
+    given = MACHINE, "cpu", inputs, "tiny", Work(1.0, 1.0)
+    rows = list(likelihood.beside_fused_kernels(*given))
+    assert [row.agrees for row in rows] == [True, True]
+    assert "Liger" in rows[0].peer
+    monkeypatch.setattr(sys.modules["cut_cross_entropy"], "linear_cross_entropy", lambda *a, **o: fused(*a, **o) + 1)
+    assert [row.agrees for row in likelihood.beside_fused_kernels(*given)] == [True, False]
 
 
 def test_the_heads_of_a_checkpoint_agree_with_the_formula_and_only_what_is_read_takes_space(monkeypatch, tmp_path):
