@@ -3,7 +3,8 @@
     python tools/scaling.py             prints the tables of docs/scaling.md
     python tools/scaling.py probe       times the fit of one probe on this machine's processor
     python tools/scaling.py reads       counts how often pathways and detection read an answer of the embedded model
-    python tools/scaling.py host        times what a layer of one short pass takes on this machine's processor
+    python tools/scaling.py host        times what a layer of one short pass takes on this machine's processor, and of
+                                        a step of generation
 
 2 · parameters operations per token and forward; time = operations ÷ (peak × share reached), and for generation
 bytes of weights per step ÷ (bandwidth × share reached). Probes: seconds per number that a fit reads. Beside the device
@@ -37,6 +38,8 @@ CHUNK = 256
 """Rows in one piece of a knockout: their states before and after are held."""
 HOST = 1e-3
 """Seconds of the host per layer and pass through hooks, assumed; `host` times it where you are."""
+HOST_STEP = 0.25e-3
+"""The same of a step of generation, which goes without TransformerLens's wrappers on one device, nothing watched."""
 BACKWARD = 2
 """Times the forward that a pass back takes, on the device; on the host it is as one more forward."""
 DETECTION_READS, SCORED_TEXTS, WAVE = 24, 16, 32_768
@@ -53,6 +56,11 @@ def probe_seconds(model: Sizes, copies: int) -> float:
     of_set = math.ceil(SEEDS * HALVES / copies) * model.layers * rows / 2 * KEPT
     pooled = model.layers * SETS * min(POOLED, rows) * KEPT
     return FIT * model.d_model * (SETS * of_set + pooled)
+
+
+def host_step(model: Sizes) -> float:
+    """Seconds of the host for a new token; a model on several devices keeps its wrappers."""
+    return model.layers * (HOST_STEP if model.gpus() == 1 else HOST)
 
 
 def short(name: str) -> str:
@@ -76,7 +84,7 @@ def pathway(name: str) -> None:
     print(f"{(states + 2 * pooled) / GIB:.0f} GiB at most; detection {2 * states / GIB:.1f} GiB")
     per_copy = model.gpus()
     prefill = EXAMPLES * PROMPT * model.operations / (PEAK * REACHED)
-    steps = EXAMPLES / BATCH * NEW * max(model.weights / (BANDWIDTH * STREAMED), model.layers * HOST)
+    steps = EXAMPLES / BATCH * NEW * max(model.weights / (BANDWIDTH * STREAMED), host_step(model))
     reading = FORWARDS * EXAMPLES * READ * model.operations / (PEAK * REACHED)
     print(f"one copy: {per_copy} GPUs of 80 GB; load {model.weights / DISK:.0f} s, ", end="")
     print(f"generation {prefill + steps:.0f} s, {FORWARDS:.1f} forwards {reading:.0f} s")
@@ -94,7 +102,7 @@ def host(name: str) -> None:
     token, layers = model.operations / (PEAK * REACHED), model.layers * HOST
     batches = EXAMPLES / BATCH
     passes: dict[str, tuple[float, float, float]] = {
-        "a new token of 64 answers": (batches * NEW, BATCH * token, layers),
+        "a new token of 64 answers": (batches * NEW, BATCH * token, host_step(model)),
         "pathways, 64 answers read": (batches * FORWARDS, BATCH * READ * token, layers),
         "detection, 64 answers read": (batches * DETECTION_READS, BATCH * READ * token, layers),
         "saliency, 64 answers read and back": (batches, (1 + BACKWARD) * BATCH * READ * token, 2 * layers),
@@ -186,7 +194,44 @@ def time_a_layer(passes: int = 200) -> None:
     print(f"{each * 1e3:.2f} ms a layer, beside {(half - each * (model.shape.n_layers // 2)) * 1e3:.2f} ms a pass")
 
 
-MODES = {"probe": time_a_probe, "reads": count_reads, "host": time_a_layer}
+def time_a_step(steps: int = 40) -> None:
+    """Print the processor time of a layer in a step of generation, four rows, least of five.
+
+    Of two narrow Llamas, whose arithmetic is next to nothing, so that what is left is what asking for it takes.
+    """
+    import torch
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    import headwater as hw
+    from headwater.models.unwrapped import unwrapped
+
+    torch.set_num_threads(1)
+    tokenizer, least, few, many = hw.load(device="cpu").tokenizer, dict[int, float](), 4, 12
+    tokens = torch.randint(2, 100, (4, 8))
+    for layers in (few, many):
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(num_hidden_layers=layers, vocab_size=len(tokenizer), max_position_embeddings=512, **sizes)
+        bare = unwrapped(hw.load(LlamaForCausalLM(config).eval(), tokenizer=tokenizer))
+        assert bare is not None
+        with torch.inference_mode():
+            cache = DynamicCache()
+            bare.last_logits(tokens, past_key_values=cache, use_cache=True)
+            least[layers] = math.inf
+            for _ in range(5):
+                start = time.process_time()
+                for _ in range(steps):
+                    bare.last_logits(tokens[:, :1], past_key_values=cache, use_cache=True)
+                least[layers] = min(least[layers], (time.process_time() - start) / steps)
+    print(f"{(least[many] - least[few]) / (many - few) * 1e3:.2f} ms a layer of a step of generation")
+
+
+def time_the_host() -> None:
+    """Time both."""
+    time_a_layer()
+    time_a_step()
+
+
+MODES = {"probe": time_a_probe, "reads": count_reads, "host": time_the_host}
 
 if __name__ == "__main__":
     if sys.argv[1:]:
