@@ -281,7 +281,7 @@ def test_the_embedded_model_is_read_on_texts_of_its_world():
     assert isinstance(result.plot(), plt.Figure)
     ax = result.plot(on="text")
     assert isinstance(ax, plt.Axes)
-    assert ax.get_title(loc="left") == "embedded: text"
+    assert ax.get_title(loc="left") == "embedded: attention on text"
     with pytest.raises(InputError, match="on='texts' is not one of random, text, position"):
         result.plot(on="texts")
 

@@ -106,7 +106,8 @@ def test_densities_hold_what_lies_between_the_limits_and_carry_their_counts(rng)
         width = gaps.std() * len(gaps) ** -0.2
         inside = norm.cdf((1.5 - gaps) / width) - norm.cdf((-1.5 - gaps) / width)
         assert np.trapezoid(y, x) == pytest.approx(inside.mean(), abs=0.005)
-        assert line.get_label() == f"{quartile}% (n = {len(gaps)})"
+        named = {25: "lowest quarter of Min-K%", 75: "highest quarter of Min-K%"}[quartile]
+        assert line.get_label() == f"{named} (n = {len(gaps)})"
     assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
     assert [bool(area.get_hatch()) for area in ax.collections] == [False, True]
 

@@ -22,6 +22,7 @@ from tests.test_trace import ask
 OTHERS = ("save_figure", "token_html")
 """What draws nothing."""
 DRAWING = [name for name in hw.figures.__all__ if name not in OTHERS]
+MODELS = ("model", "tiny", "headwater", "question", "Llama")
 SEVERAL = {"baselines": 1, "head_maps": 2, "depth_profiles": 2, "delta_p": 2, "saliency": 2}
 """Of these so many results have several panels."""
 
@@ -62,7 +63,7 @@ def test_it_takes_what_plots_take_under_the_same_names(name):
 @pytest.mark.parametrize("name", DRAWING)
 def test_a_title_and_a_size_are_those_that_were_given(given, name):
     draw, shown = getattr(hw.figures, name), given[name](1)
-    assert any(title.startswith(("model", "tiny", "headwater", "question", "Llama")) for title in said(draw(shown)))
+    assert sum(len(title.split(": ", 1)) == 2 and title.startswith(MODELS) for title in said(draw(shown))) == 1
     drawn = draw(shown, title="what I call it", figsize=(9.0, 5.0))
     assert tuple(figure_of(drawn).get_size_inches()) == (9.0, 5.0)
     assert said(drawn).count("what I call it") == 1
@@ -82,6 +83,14 @@ def test_a_single_panel_is_drawn_on_the_axes_given(given, name):
     assert plt.get_fignums() == [figure.number]
     with pytest.raises(InputError, match="figsize= is of a new figure"):
         draw(shown, ax=place, figsize=(3.0, 4.0))
+
+
+@pytest.mark.parametrize("name", [name for name in SEVERAL if SEVERAL[name] > 1])
+def test_of_several_models_the_figure_says_what_is_shown_and_each_panel_its_model(given, name):
+    *panels, above = said(getattr(hw.figures, name)(given[name](2)))
+    assert len(above.split()) >= 2
+    assert not above.startswith(MODELS)
+    assert sum(title.startswith(MODELS) for title in panels) == 2
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -75,7 +75,7 @@ def test_every_head_has_one_mark_in_the_colour_of_its_label(size):
     assert len(marks) == size[0] * size[1]
     for layer, head, _, label in head_map.categories.itertuples(index=False):
         assert marks[layer, head] == MARKS[label][0]
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title(loc="left")) == ("Layer", "Head", "model")
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title(loc="left")) == ("Layer", "Head", "model: heads by category")
 
 
 def test_colours_and_shapes_are_all_different_and_the_categories_have_the_published_hues():
@@ -132,7 +132,7 @@ def test_marks_of_a_label_grow_with_the_heads_best_excess_of_either_sign_and_the
     ).assign(implemented=False)
     for shown in (table, turned):
         ax = plot_head_map(map_of("model", head_map.categories, shown))
-        assert ax.get_legend().get_title().get_text() == "area: excess"
+        assert ax.get_legend().get_title().get_text() == "controlled rule\narea: excess over chance"
         excess = table.set_index(["layer", "head"])["excess"]
         for collection in ax.collections:
             of_marks = [excess[int(layer), int(head)] for layer, head in collection.get_offsets()]
@@ -148,7 +148,7 @@ def test_marks_of_a_map_without_a_null_model_are_of_one_size_and_the_legend_says
     unknown = head_map.table.assign(excess=np.nan, suppression_excess=np.nan)
     ax = plot_head_map(map_of("model", head_map.categories, unknown))
     assert all(len(set(collection.get_sizes())) == 1 for collection in ax.collections)
-    assert not ax.get_legend().get_title().get_text()
+    assert "area" not in ax.get_legend().get_title().get_text()
 
 
 def validated(head_map: hw.HeadMap) -> hw.HeadMap:

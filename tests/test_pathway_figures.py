@@ -6,9 +6,10 @@ import pandas as pd
 import pytest
 
 import headwater as hw
+from headwater.colors import SETS as LOOKS_OF_SETS
 from headwater.errors import InputError
 from headwater.figures.pathway_controls import LOOKS, main_layer
-from headwater.figures.pathway_curves import COLORS
+from headwater.figures.pathway_curves import MODES, PUBLISHED
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
 from tests import chance
@@ -57,7 +58,7 @@ def lines_of(ax):
     return [line for line in ax.lines if len(line.get_xdata()) == 3]
 
 
-def test_the_published_form_has_solid_and_dashed_curves_in_their_colours_with_bands(pathways):
+def test_each_question_set_has_its_colour_with_solid_and_dashed_curves_and_bands(pathways):
     figure = hw.figures.delta_p([pathways, pathways], titles=["A", "B"])
     axes = figure.axes
     assert [ax.get_title(loc="left") for ax in axes] == ["A", "B"]
@@ -67,13 +68,13 @@ def test_the_published_form_has_solid_and_dashed_curves_in_their_colours_with_ba
         assert len(drawn) == 8
         for i, name in enumerate(SETS):
             for mode, dash in (("Q-anchored", "-"), ("A-anchored", "--")):
-                line = drawn[COLORS[mode][i], dash]
+                line = drawn[LOOKS_OF_SETS[i][0], dash]
                 own = curves[(curves["dataset"] == name) & (curves["mode"] == mode)]
                 np.testing.assert_allclose(line.get_ydata(), own["delta_p"])
         assert len(ax.collections) == 8
         assert ax.get_legend() is None
     labels = [text.get_text() for sub in figure.subfigs for legend in sub.legends for text in legend.get_texts()]
-    for mode in COLORS:
+    for mode in MODES:
         own = pathways.modes[(pathways.modes["dataset"] == "third") & (pathways.modes["mode"] == mode)]
         place = labels.index(mode)
         assert labels[place + 3] == f"third ({len(own) / 2:,.0f}, {len(own) / 2:,.0f})"
@@ -146,5 +147,6 @@ def test_the_published_style_has_the_published_series_in_two_columns_and_nothing
     ours = hw.figures.delta_p([pathways, pathways])
     for one, other in zip(ours.axes[0].lines, figure.axes[0].lines, strict=True):
         assert np.array_equal(one.get_ydata(), other.get_ydata())
+    assert [line.get_color() for line in lines_of(figure.axes[0])[4:]] == list(PUBLISHED)
     with pytest.raises(InputError, match="published"):
         hw.figures.delta_p([pathways], style="paper")

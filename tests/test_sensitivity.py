@@ -52,7 +52,7 @@ def test_every_count_is_drawn_in_the_panel_of_its_rule_and_the_maps_own_threshol
     sensitivity = sensitivity_of(scored(n_heads=40, seed=3), "controlled")
     figure = sensitivity.plot()
     assert isinstance(figure, Figure)
-    assert figure.get_suptitle() == "model: heads by threshold"
+    assert figure.get_suptitle() == "model: heads classified, by threshold"
     assert [ax.get_title("left") for ax in figure.axes] == ["controlled rule", "published rule"]
     for ax, (_, rows) in zip(figure.axes, sensitivity.table.groupby("rule", sort=False), strict=True):
         drawn = {line.get_label(): line for line in ax.lines if not line.get_label().startswith("_")}

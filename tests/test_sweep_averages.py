@@ -43,7 +43,7 @@ def test_prompts_of_unlike_length_are_counted_by_position_and_the_reader_is_told
     assert "Prompts of 3 to 5 tokens" in summary.attrs["notes"][0]
     two_layers = Sweep(pd.concat([sweep.table, sweep.table.assign(layer=1)]), sweep.run, sweep.tokens)
     with pytest.warns(UserWarning, match="averaged by position"):
-        assert two_layers.plot().get_title(loc="left") == "tiny: resid_pre (n = 2 to 4)"
+        assert two_layers.plot().get_title(loc="left") == "tiny: resid_pre patched (n = 2 to 4)"
 
 
 def test_prompts_of_one_length_and_sweeps_over_other_axes_are_averaged_without_a_word(model):

@@ -46,7 +46,7 @@ def test_a_heat_map_is_centred_at_zero_and_holds_the_means():
     means = sweep.table.groupby(["layer", "position"])["effect"].mean().to_numpy()
     assert np.allclose(np.sort(mesh.get_array().ravel()), np.sort(means))
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("", "Layer")
-    assert ax.get_title(loc="left") == "tiny: resid_pre (n = 3)"
+    assert ax.get_title(loc="left") == "tiny: resid_pre patched (n = 3)"
 
 
 def test_positions_carry_their_tokens_when_all_examples_share_them():
@@ -78,7 +78,7 @@ def test_sites_and_heads_have_panels_and_labels_of_their_own():
     assert isinstance(figure, Figure)
     titles = [ax.get_title(loc="left") for ax in figure.axes if ax.get_xlabel() == "Head"]
     assert titles == ["z", "q"]
-    assert made(sites=("z", "q"), axes=("layer", "head")).plot(site="q").get_title(loc="left") == "tiny: q"
+    assert made(sites=("z", "q"), axes=("layer", "head")).plot(site="q").get_title(loc="left") == "tiny: q patched"
 
 
 def test_a_sweep_over_layers_is_a_curve_with_an_interval():

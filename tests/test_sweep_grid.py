@@ -52,7 +52,7 @@ def test_figures_go_by_role_with_a_panel_each_where_there_are_heads(sweep):
     ax = sweep.plot(site="resid_pre")
     assert ax.get_xlabel() == "Role"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["subject", "end"]
-    assert ax.get_title(loc="left") == "LlamaForCausalLM: resid_pre (n = 2)"
+    assert ax.get_title(loc="left") == "LlamaForCausalLM: resid_pre patched (n = 2)"
     figure = sweep.plot(site="z")
     titles = [ax.get_title(loc="left") for ax in figure.axes if ax.get_title(loc="left")]
     assert titles == ["z, subject (n = 2)", "z, end (n = 2)"]

@@ -127,7 +127,7 @@ def test_a_site_of_ones_own_is_drawn_and_suggested(loaded):
         with pytest.raises(InputError, match="Did you mean 'neurons'"):
             hw.patch(model, CLEAN, CORRUPTED, sites="neuron", metric=LOGITS, progress=False)
     assert set(sweep.table["site"]) == {"neurons"}
-    assert sweep.plot().get_title(loc="left") == "GPT2LMHeadModel: neurons"
+    assert sweep.plot().get_title(loc="left") == "GPT2LMHeadModel: neurons patched"
     plt.close("all")
 
 

@@ -269,7 +269,7 @@ def test_the_same_seed_gives_the_same_table_and_results_survive_the_disk(planted
     assert again.heads.equals(first.heads)
     scores = dynamic_scores(model, head_map, relations=suite, templates=TEMPLATES, progress=False)
     assert DynamicScores.load(scores.save(tmp_path / "scores")).correlations.equals(scores.correlations)
-    assert first.plot().get_title(loc="left") == "LlamaForCausalLM: past (30 items)"
+    assert first.plot().get_title(loc="left") == "LlamaForCausalLM: heads removed,\npast (30 items)"
     assert len(scores.plot().get_yticklabels()) == 3
     assert set(first.summary()["removed"]) == {"none", "relation heads", "random heads"}
 

@@ -43,5 +43,5 @@ def plot_activation_sizes(cache: Cache, ax: Axes | None = None) -> Axes:
         ax.set_xlabel("Layer")
         ax.set_ylabel("Root mean square")
         ax.legend(fontsize=7)
-        ax.set_title(model_title(cache.run, f"n = {len(cache.frame):,} tokens"))
+        ax.set_title(model_title(cache.run, f"size of activations (n = {len(cache.frame):,} tokens)"))
     return ax

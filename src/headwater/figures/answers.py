@@ -45,5 +45,5 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(len(names) - 0.5, -0.5)
         ax.set(xlim=(0, 1), xlabel="Share of the questions")
-        legend_above(ax, 4, model_title(answered.run, "answers"))
+        legend_above(ax, 4, model_title(answered.run, "right and wrong answers"))
     return ax

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from headwater.colors import INK
 from headwater.errors import InputError
 from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE
-from headwater.figures.style import figure_of, model_title, style, whole_numbers
+from headwater.figures.style import entitle, figure_of, model_title, style, whole_numbers
 from headwater.figures.sweep import UNSEEN
 from headwater.heads.attended_keys import BEHAVIOURS
 from headwater.heads.behaviour import NONE as NOT_CALLED
@@ -41,8 +41,8 @@ class Shade(NamedTuple):
 
 SEEN = {"random": "random tokens", "text": "text"}
 SHADES = {
-    "copying": Shade("copying", "Σλ / Σ|λ| of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
-    "position": Shade("position", "share of variance", "Blues", (0.0, 0.5, 1.0)),
+    "copying": Shade("copying", "Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
+    "position": Shade("position", "its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
 }
 UNCALLED_AREA = 0.12
 LEFT, BOTTOM, TOP, TITLE, GAP, LEGEND, LINES, BAR = 0.5, 0.45, 0.3, 0.2, 0.85, 1.2, 1.7, 0.08
@@ -62,7 +62,11 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
         for name, place in zip(shown, axes, strict=True):
             _frame(result, place)
             title = SEEN[name] if name in SEEN else SHADES[name].title
-            place.set_title(title if len(shown) > 1 else model_title(result.run, title))
+            place.set_title(
+                title
+                if len(shown) > 1
+                else model_title(result.run, f"attention on {title}" if name in SEEN else f"{title} by head")
+            )
             if name in SHADES:
                 _shade(result.heads, name, place)
         marked = {name: (place, _labelled(result.table[result.table["on"] == name]))
@@ -72,8 +76,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
         if marked:
             _legend({name: labelled for name, (_, labelled) in marked.items()}, [*marked.values()][-1][0])
         if len(shown) > 1:
-            title = model_title(result.run, "what heads attend to")
-            figure_of(axes[0]).suptitle(title, x=0.01, y=0.99, ha="left", va="top", size=9, weight="bold")
+            entitle(figure_of(axes[0]), model_title(result.run, "what heads attend to"), y=0.99, va="top")
     return axes[0] if len(shown) == 1 else figure_of(axes[0])
 
 
@@ -84,7 +87,9 @@ def _legend(labelled: dict[str, pd.DataFrame], ax: Axes) -> None:
         handles=[
             _mark(name, " / ".join(f"{count.get(name, 0):,}" for count in counts)) for name in (*BEHAVIOURS, NOT_CALLED)
         ],
-        title=f"heads ({' / '.join(labelled)})\narea: excess" if len(labelled) > 1 else "area: excess",
+        title=f"heads ({' / '.join(labelled)})\narea: excess over chance"
+        if len(labelled) > 1
+        else "area: excess over chance",
         alignment="left",
         loc="upper left",
         bbox_to_anchor=(1.02, 1.0),

@@ -29,6 +29,7 @@ from headwater.runs.result import DRAWINGS
 ABOVE, BELOW = "#b2182b", "#2166ac"
 """The ends of the scale in which a map of edges is drawn."""
 LINES: Mapping[str, Any] = {"q": "-", "k": DASHED, "v": (0, (1, 1.2)), "mlp": "-", "logits": "-"}
+FED = {"q": "query", "k": "key", "v": "value"}
 FEW = 24
 """Edges whose effects are written beside them."""
 WIDTHS = (0.4, 3.2)
@@ -217,7 +218,8 @@ def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
     if not np.isnan(effects).all():
         entries.append((f"thickest: {top:.2g}", {"color": INK, "linewidth": WIDTHS[1]}))
     kinds = {line.kind for line in lines}
-    entries += [(f"into {kind}", {"color": INK, "linestyle": LINES[kind]}) for kind in "qkv" if kind in kinds]
+    for kind in (kind for kind in FED if kind in kinds):
+        entries.append((f"into {kind} ({FED[kind]})", {"color": INK, "linestyle": LINES[kind]}))
     for text, look in entries:
         ax.plot([], [], label=text, **look)
     seen = f"circuit of {len(circuit):,} edges, {len(circuit.on_a_path):,} on a path"

@@ -52,6 +52,6 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
         ax.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
         ax.set(ylabel="Singular vector")
         ax.set_xlabel("Share of the circuit (bar; tick: random factors)", loc="left")
-        circuit = f"{str(first['circuit']).upper()} of head {first['head']}, layer {first['layer']}"
+        circuit = f"what {str(first['circuit']).upper()} of layer {first['layer']}, head {first['head']} does to tokens"
         ax.set_title(model_title(result.run, circuit))
     return ax

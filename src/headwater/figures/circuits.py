@@ -17,7 +17,7 @@ from headwater.circuits.curve import CircuitCurve
 from headwater.circuits.greedy import DECISIONS, KEPT, NOT_TRIED
 from headwater.circuits.search import CircuitSearch
 from headwater.figures.fonts import label, ticks
-from headwater.figures.style import model_title, style
+from headwater.figures.style import legend_above, model_title, style
 from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS
 
@@ -45,7 +45,7 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
         ax.set_yticks(range(len(summary)), [f"{name} ({edges:,})" for name, edges in names])
         ax.invert_yaxis()
         ax.set_xlabel(label(f"Faithfulness on {name.replace('_', ' ')}"))
-        ax.set_title(model_title(runs.run, "circuits alone (bars: random ones)"))
+        ax.set_title(model_title(runs.run, "circuits run alone (bars: random ones)"))
     return ax
 
 
@@ -64,15 +64,14 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
         if all(len(one) for one in others):
             low, middle, high = (np.array([np.quantile(one, q) for one in others]) for q in (0.05, 0.5, 0.95))
             ax.fill_between(summary["size"], low, high, color=PLACEBO, alpha=0.3, linewidth=0)
-            ax.plot(summary["size"], middle, color=PLACEBO, linewidth=1.0, label="random, of the same shape")
+            ax.plot(summary["size"], middle, color=PLACEBO, linewidth=1.0, label="random ones of the same shape")
         ax.fill_between(summary["size"], summary["low"], summary["high"], color=CIRCUIT, alpha=0.2, linewidth=0)
         ax.plot(summary["size"], summary["faithfulness"], "o-", color=CIRCUIT, markersize=3.5, label="strongest edges")
         ax.set_xscale("log")
         ax.set_xlabel("Part of all edges")
         ax.set_ylabel(label(f"Faithfulness on {name.replace('_', ' ')}"))
-        ax.legend(frameon=False, loc="upper left")
         n = curve.table["example"].nunique()
-        ax.set_title(model_title(curve.run, "circuits by size" + f" (n = {n})" * (n > 1)))
+        legend_above(ax, 2, model_title(curve.run, "circuits by size, run alone" + f" (n = {n})" * (n > 1)))
     return ax
 
 
@@ -102,7 +101,8 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
         ax.set_xlabel("Edges left")
         ax.set_ylabel(label(str(own["metric"].iloc[0]).replace("_", " ")))
         ax.legend(frameon=False, loc="lower left")
-        ax.set_title(model_title(search.run, f"search ({len(search.circuit):,} of {len(search.table):,} edges)"))
+        edges = f"{len(search.circuit):,} of {len(search.table):,} edges kept"
+        ax.set_title(model_title(search.run, f"search for a circuit ({edges})"))
     return ax
 
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.errors import InputError
-from headwater.figures.style import figure_of, model_title, style
+from headwater.figures.style import entitle, figure_of, model_title, style
 from headwater.figures.sweep import UNSEEN
 from headwater.heads.composition import LONG, Composition
 from headwater.options import checked_name
@@ -42,13 +42,14 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
         for one, name in zip(axes, kinds, strict=True):
             part = result.table[result.table["kind"] == name]
             mesh = _map(one, part, above[part.index], limit)
-            one.set_title(LONG[str(name)] if len(kinds) > 1 else model_title(result.run, f"by {LONG[str(name)]}"))
+            by = LONG[str(name)]
+            one.set_title(by if len(kinds) > 1 else model_title(result.run, f"composition of heads by {by}"))
         axes[0].set_ylabel("Earlier head, by layer")
         bar = axes[0].figure.colorbar(mesh, ax=axes, fraction=0.04, pad=0.02)
         bar.outline.set_visible(False)
-        bar.set_label(f"Score less the expected {result.table['expected'].iloc[0]:.2f}")
+        bar.set_label(f"Score above chance ({result.table['expected'].iloc[0]:.2f})")
         if len(kinds) > 1:
-            axes[0].figure.suptitle(model_title(result.run), x=0.01, ha="left", size=9, weight="bold")
+            entitle(figure_of(axes[0]), model_title(result.run, "composition of heads, by parameters"))
     return axes[0] if len(kinds) == 1 else figure_of(axes[0])
 
 

@@ -23,7 +23,16 @@ from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.published import is_published, lettered
-from headwater.figures.style import BANDS_ARE, DASHED, checked_place, legend_above, model_title, whole_numbers
+from headwater.figures.style import (
+    BANDS_ARE,
+    DASHED,
+    checked_place,
+    entitle,
+    legend_above,
+    model_title,
+    short_name,
+    whole_numbers,
+)
 from headwater.figures.style import style as shared_look
 from headwater.likelihood.profile import DepthProfile
 from headwater.names import StyleName
@@ -32,8 +41,12 @@ from headwater.runs.result import DRAWINGS
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
 DEPTH_MARKS = ("o", "s", "^", "D", "v")
-QUARTILES: dict[int, tuple[str, Any, str]] = {25: (GREEN, "-", ""), 75: (ORANGE, DASHED, "////")}
-"""Colour, dash and hatch of the lowest and the highest quarter of Min-K%."""
+QUARTILES: dict[int, tuple[str, Any, str, str]] = {
+    25: (GREEN, "-", "", "lowest quarter of Min-K%"),
+    75: (ORANGE, DASHED, "////", "highest quarter of Min-K%"),
+}
+"""Colour, dash, hatch and name of the lowest and the highest quarter of Min-K%."""
+SEEN = "Min-K% by question depth"
 GAP_RANGE = 1.5
 COLUMNS = 4
 AVERAGE = "Depthwise Average\nMIN-K% (nats)"
@@ -71,19 +84,19 @@ def depth_profiles(
     Raises:
         InputError: there are no profiles, or not as many labels, or no such style; or `ax` was given for several.
     """
-    labels = [model_title(one.run) for one in profiles] if labels is None else [drawn_label(one) for one in labels]
+    labels = [short_name(one.run.model) for one in profiles] if labels is None else [drawn_label(one) for one in labels]
     if not profiles or len(labels) != len(profiles):
         raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
     size, as_published = checked_place(ax, len(profiles), figsize), is_published(style)
     if ax is not None:
         with shared_look():
-            plot_boxes(profiles[0], ax).set_title(labels[0])
+            plot_boxes(profiles[0], ax).set_title(f"{labels[0]}: {SEEN}")
         return dressed(ax, title, None)
     columns = min(len(profiles), COLUMNS)
     bands = math.ceil(len(profiles) / columns)
     with shared_look():
         if len(profiles) == 1:
-            figure, grid = plt.subplots(1, 2, figsize=(5.6, 2.5), layout="constrained", squeeze=False)
+            figure, grid = plt.subplots(1, 2, figsize=(5.6, 2.8), layout="constrained", squeeze=False)
             pairs = [(grid[0, 0], grid[0, 1])]
         else:
             usual = (1.9 * columns + 0.4, 4.4 * bands)
@@ -94,14 +107,16 @@ def depth_profiles(
                 ax.remove()
         for number, (profile, name, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
             plot_boxes(profile, boxes)
-            plot_gaps(profile, densities, legend_columns=2 if len(profiles) == 1 else 1)
-            boxes.set_title(name, **_title_size(name, len(profiles)))
+            plot_gaps(profile, densities, narrow=len(profiles) > 1)
+            boxes.set_title(name if len(profiles) > 1 else "", **_title_size(name, len(profiles)))
             if number % columns:
                 boxes.set_ylabel("")
                 densities.set_ylabel("")
         _share_top([boxes for boxes, _ in pairs])
         if as_published:
             _as_published(profiles, labels, pairs)
+        else:
+            entitle(figure, SEEN if len(profiles) > 1 else f"{labels[0]}: {SEEN}")
     return dressed(figure, title, size)
 
 
@@ -120,7 +135,8 @@ def _as_published(profiles: Sequence[DepthProfile], labels: Sequence[str], pairs
         densities.set_title(lettered(number, name), **_title_size(lettered(number, name), len(profiles)))
         densities.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
         densities.tick_params(axis="x", labelsize=6)
-        densities.legend(handles, [one.partition(" ")[0] for one in series], loc="upper right", handlelength=1.6)
+        quarters = [f"{one}%" for one, (*_, named) in QUARTILES.items() if any(named in words for words in series)]
+        densities.legend(handles, quarters, loc="upper right", handlelength=1.6)
         number += 1
 
 
@@ -156,7 +172,7 @@ def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
     return ax
 
 
-def plot_gaps(profile: DepthProfile, ax: Axes, legend_columns: int = 2) -> Axes:
+def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False) -> Axes:
     """Draw the density of the score gap of the deepest questions in the lowest and in the highest quarter of Min-K%."""
     deepest = profile.table[profile.table["depth"] == profile.depths[-1]]
     with shared_look():
@@ -165,12 +181,12 @@ def plot_gaps(profile: DepthProfile, ax: Axes, legend_columns: int = 2) -> Axes:
             gaps = deepest.loc[deepest["quartile"] == quartile, "gap"].dropna().to_numpy(float)
             drawn += _density(ax, gaps, quartile)
         ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
-        ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 1 if legend_columns > 1 else 3])
+        ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 3 if narrow else 1])
         shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
         ax.set_xlabel(f"Score Gap (D{profile.depths[-1]} − D{shallower})")
         ax.set_ylim(bottom=0)
         if drawn:
-            legend_above(ax, legend_columns, "", handlelength=2.2)
+            legend_above(ax, 1, "", handlelength=2.2)
         else:
             ax.set_yticks([])
             ax.text(0.5, 0.5, "no judge scores", color=FAINT, ha="center", va="center", transform=ax.transAxes)
@@ -199,6 +215,7 @@ def layer_curves(
     """
     size = checked_place(ax, 1, figsize)
     score = score or profile.main
+    named = "Min-K%" if score == profile.main else score
     rows = profile.by_layer[profile.by_layer["score"] == score]
     if rows.empty:
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
@@ -212,7 +229,7 @@ def layer_curves(
             ax.plot(line["layer"], -line["value"], f"{mark}-", markersize=3, color=color, label=f"Depth {depth}")
         ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")
         whole_numbers(ax.xaxis)
-        legend_above(ax, min(3, len(profile.depths)), model_title(profile.run, "Min-K% by layer"))
+        legend_above(ax, min(3, len(profile.depths)), model_title(profile.run, f"{named} by layer"))
     return dressed(ax, title, size)
 
 
@@ -220,15 +237,15 @@ def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:
     """Draw a density, or a line where all values are the same; return whether there was anything to draw."""
     if not len(gaps):
         return 0
-    color, dash, hatch = QUARTILES[quartile]
+    color, dash, hatch, named = QUARTILES[quartile]
     look: dict[str, Any] = {"color": color, "linestyle": dash}
     if np.ptp(gaps) == 0:
-        ax.axvline(gaps[0], label=f"{quartile}% (n = {len(gaps):,}, all {gaps[0]:.2g})", **look)
+        ax.axvline(gaps[0], label=f"{named} (n = {len(gaps):,}, all {gaps[0]:.2g})", **look)
         return 1
     x = np.linspace(-GAP_RANGE, GAP_RANGE, 301)
     y = gaussian_kde(gaps)(x)
     ax.fill_between(x, y, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
-    ax.plot(x, y, label=f"{quartile}% (n = {len(gaps):,})", **look)
+    ax.plot(x, y, label=f"{named} (n = {len(gaps):,})", **look)
     return 1
 
 

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from headwater.colors import FAINT, SETS
+from headwater.colors import FAINT, looks_of_sets
 from headwater.detection.detection import Detection
 from headwater.detection.evaluation import NAMES
 from headwater.errors import InputError
@@ -41,14 +41,13 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
         for row in range(0, len(methods), 2):
             ax.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
         ax.axvline(0.5, color=FAINT, linewidth=0.8, linestyle=(0, (3, 2)), zorder=1)
-        for place, (name, shift) in enumerate(zip(sets, shifts, strict=True)):
-            color, marker = SETS[place % len(SETS)]
+        for (name, (color, marker)), shift in zip(looks_of_sets(sets).items(), shifts, strict=True):
             part = table[table["dataset"] == name].set_index("method")
             here = [method for method in methods if method in part.index]
             y = [methods.index(method) + shift for method in here]
             found = part.loc[here]
             ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1, zorder=2)
-            counted = f"{label(name)} ({found['answers'].iloc[0]:,.0f}, {found['wrong'].iloc[0]:,.0f} wrong)"
+            counted = f"{label(name)} ({found['answers'].iloc[0]:,.0f} answers, {found['wrong'].iloc[0]:,.0f} wrong)"
             ax.plot(found["auc"], y, marker, color=color, markersize=3.2, zorder=3, label=counted)
         ax.set_yticks(range(len(methods)), [NAMES[method] for method in methods])
         ax.tick_params(axis="y", length=0)

@@ -35,7 +35,7 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
     if "role" not in result.table.columns:
         with style():
             ax = ax or plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
-            _panel(ax, result, result.table, result.totals, "logit difference")
+            _panel(ax, result, result.table, result.totals, "")
         return ax
     roles = result.totals["role"].unique().tolist()
     if ax is not None and len(roles) > 1:
@@ -48,7 +48,7 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
             panels = [ax]
         for one, role in zip(panels, roles, strict=True):
             table, totals = (rows[rows["role"] == role] for rows in (result.table, result.totals))
-            _panel(one, result, table, totals, f"{role}, logit difference")
+            _panel(one, result, table, totals, f"{role}, ")
     return panels[0] if len(panels) == 1 else panels[0].figure
 
 
@@ -65,8 +65,9 @@ def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.
         _layers(ax, means)
     else:
         _components(ax, means)
-    counted = f", n = {n:,}" if n > 1 else ""
-    ax.set_title(model_title(result.run, f"{what} {totals['logit_difference'].mean():+.2f}{counted}"))
+    counted = f" (n = {n:,})" if n > 1 else ""
+    total = f"{totals['logit_difference'].mean():+.2f}".replace("-", "−")
+    ax.set_title(model_title(result.run, f"{what}parts of logit difference {total}{counted}"))
 
 
 def _map(ax: Axes, means: pd.DataFrame) -> None:

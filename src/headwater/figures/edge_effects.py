@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from headwater.circuits.graph import Nodes
 from headwater.circuits.result import EdgeEffects
 from headwater.figures.fonts import label
-from headwater.figures.style import model_title, style
+from headwater.figures.style import WAYS, model_title, style
 from headwater.runs.result import DRAWINGS
 
 DIVERGING = "RdBu_r"
@@ -45,7 +45,8 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
         bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
         bar.set_label(label(f"{what} on {name.replace('_', ' ')}"))
         n = len(edges.baselines)
-        ax.set_title(model_title(edges.run, f"edges, {edges.run.options['direction']}" + f" (n = {n})" * (n > 1)))
+        seen = f"effect of edges, {WAYS[edges.run.options['direction']]}" + f" (n = {n})" * (n > 1)
+        ax.set_title(model_title(edges.run, seen))
     return ax
 
 

@@ -21,7 +21,7 @@ from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.published import is_published
-from headwater.figures.style import checked_place, whole_numbers
+from headwater.figures.style import checked_place, entitle, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
@@ -39,7 +39,7 @@ PUBLISHED_SEVERAL = ("2 categories", "3 categories", "4 categories")
 UNCLASSIFIED_AREA = 0.25
 NO_EXCESS_AREA = 0.3
 """The area of a mark whose excess is 0, beside one whose excess is 1."""
-SIZES_ARE = "area: excess"
+SIZES_ARE = "area: excess over chance"
 USED = "used"
 RING = 0.96
 """The diameter of a ring, in distances between heads."""
@@ -52,6 +52,7 @@ PANEL_HEIGHT = 2.2
 LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.5, 0.165
 LABEL_COLUMN, COUNT_COLUMN, LETTER = 1.2, 0.6, 0.085
 HEADING = 0.3
+SEEN = "heads by category"
 
 
 @DRAWINGS.add(HeadMap)
@@ -82,11 +83,12 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
             ax = _axes(figure, LEFT, BOTTOM + spare, width, height)
             place = {"loc": "upper left", "bbox_to_anchor": (1 + 0.1 / width, 1.0)}
         _draw(head_map, ax)
+        ax.set_title(drawn_label(f"{head_map.title}: {SEEN}"))
         lines = _lines([head_map])
         ax.legend(
             [mark for _, mark, _ in lines],
             [f"{name} ({count:,})" for name, _, (count,) in lines],
-            title=SIZES_ARE if _has_excess(head_map) else None,
+            title=_explained(head_map),
             alignment="left",
             borderaxespad=0.0,
             handletextpad=0.2,
@@ -112,7 +114,7 @@ def head_maps(
         style: "headwater" or "published": panels and marks of one size, and a legend of the published words without
             counts.
         ax: where to draw a single map; default: a new figure.
-        title: above all maps; of a single one on `ax`, in place of its own.
+        title: above all maps, in place of the figure's own; of a single one on `ax`, in place of its own.
         figsize: width and height of a new figure, in inches.
 
     Raises:
@@ -132,7 +134,7 @@ def head_maps(
     row_width = max(sum(LEFT + widths[id(head_map)] + GAP for head_map, _ in row) for row in rows)
     table_width = LABEL_COLUMN + sum(map(_count_column, names))
     with shared_look():
-        above = 0.0 if title is None else HEADING
+        above = HEADING if title is not None or (len(maps) > 1 and not as_published) else 0.0
         figure = plt.figure(figsize=(max(row_width, table_width), len(rows) * row_height + below + above))
         for number, row in enumerate(reversed(rows)):
             left = LEFT
@@ -140,12 +142,14 @@ def head_maps(
                 width = widths[id(head_map)]
                 ax = _axes(figure, left, below + number * row_height + BOTTOM, width, PANEL_HEIGHT)
                 _draw(head_map, ax, sized=not as_published)
-                ax.set_title(drawn_label(name))
+                ax.set_title(drawn_label(f"{name}: {SEEN}" if len(maps) == 1 and not as_published else name))
                 left += width + GAP + LEFT
         if as_published:
             _published_legend(figure, maps)
         else:
             _legend_table(figure, maps, names, table_width, below)
+            if len(maps) > 1:
+                entitle(figure, SEEN.capitalize())
     return dressed(figure, title, size)
 
 
@@ -231,6 +235,13 @@ def _used(head_map: HeadMap) -> pd.DataFrame:
 def _ring() -> Line2D:
     look: dict[str, Any] = {"marker": "o", "markersize": 8.0, "markerfacecolor": "none", "markeredgecolor": INK}
     return Line2D([], [], linestyle="none", markeredgewidth=RING_LINE, **look)
+
+
+def _explained(head_map: HeadMap) -> str | None:
+    """What the legend of a single map says above its marks: the rule, and what their sizes mean."""
+    rule = head_map.run.options.get("rule")
+    said = [f"{rule} rule"] * bool(rule) + [SIZES_ARE] * _has_excess(head_map)
+    return "\n".join(said) or None
 
 
 def _has_excess(head_map: HeadMap) -> bool:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import DASHED, model_title, style, whole_numbers
+from headwater.figures.style import DASHED, entitle, model_title, style, whole_numbers
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.sensitivity import Sensitivity
 from headwater.runs.result import DRAWINGS
@@ -40,6 +40,7 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
     with style():
         if ax is not None:
             _draw(sensitivity, rules[0], ax)
+            ax.set_title(model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
             ax.legend(loc="upper right")
             return ax
         size = (len(rules) * PANEL[0] + LEGEND, PANEL[1])
@@ -49,8 +50,8 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
             _draw(sensitivity, rule, panel)
         for panel in panels[1:]:
             panel.set_ylabel("")
-        panels[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        figure.suptitle(model_title(sensitivity.run, "heads by threshold"), x=0.02, ha="left", weight="bold")
+        panels[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), title="dashed: the map's")
+        entitle(figure, model_title(sensitivity.run, "heads classified, by threshold"))
     return figure
 
 
@@ -66,7 +67,7 @@ def _draw(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
     if rule == sensitivity.run.options["rule"]:
         ax.axvline(sensitivity.run.options["threshold"], color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=0)
     most = max(1, int(sensitivity.table["heads"].max()))
-    what = "excess" if rule == "controlled" else "score"
+    what = "excess\n(score beyond chance)" if rule == "controlled" else "score"
     ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most), xticks=rows["threshold"].tolist())
     ax.set_title(f"{rule} rule")
     whole_numbers(ax.yaxis)

@@ -34,13 +34,14 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
             ax.fill_between(found.index, found[0.25], found[0.75], color=BLUE, alpha=0.25, linewidth=0)
             ax.plot(found.index, found[0.5], "o-", color=BLUE, markersize=3)
             ax.set(xlabel="Layer (band: quartiles of tokens)", ylabel="log p of a token (nats)")
-            ax.set_title(model_title(stats.run, f"{len(table) // table['layer'].nunique():,} tokens"))
+            tokens = len(table) // table["layer"].nunique()
+            ax.set_title(model_title(stats.run, f"log-probability of {tokens:,} tokens"))
             whole_numbers(ax.xaxis)
         else:
             values = np.sort(table["log_probability"].to_numpy(float))
             ax.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), color=BLUE)
             greedy = float((table["rank"] == 0).mean()) if len(table) else float("nan")
-            ax.set_title(f"{len(values):,} tokens, {greedy:.0%} the model's first choice", fontweight="normal")
+            ax.set_title(model_title(stats.run, f"{len(values):,} tokens, {greedy:.0%} its first choice"))
             ax.set(xlabel="log p of a token (nats)", ylabel="Share of tokens at or below", ylim=(0, 1))
     return ax
 
@@ -66,7 +67,7 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
             ax.plot(found.index, found[0.5], marker=score.mark, color=score.color, markersize=3, label=score.title)
         ax.set(xlabel="K, share of lowest tokens (bands: quartiles of texts)", xlim=(0, 1.02))
         ax.set_ylabel("Score (higher = more likely seen)")
-        legend_above(ax, 3, model_title(scores.run, f"{texts:,} texts"))
+        legend_above(ax, 3, model_title(scores.run, f"scores of {texts:,} texts by K"))
     return ax
 
 
@@ -99,7 +100,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         most = table[["members", "nonmembers"]].max()
         level = membership.run.options["level"]
         ax.set_xlabel(f"AUC, {most['members']:,} members against {most['nonmembers']:,} others (lines: {level:.0%})")
-        ax.set_title(model_title(membership.run, "texts seen in training"))
+        ax.set_title(model_title(membership.run, "telling texts seen in training"))
         ax.tick_params(axis="y", colors=INK, length=0)
     return ax
 
@@ -119,6 +120,6 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
         ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.4), layout="constrained").add_subplot()
         ax.hist(values, bins=min(40, max(5, int(len(values) ** 0.5))), color=BLUE, alpha=0.85)
         ax.set(xlabel=f"Min-K% at K = {share:g} (higher = more likely seen)", ylabel="Texts")
-        ax.set_title(model_title(scored.run, f"{len(values):,} texts"))
+        ax.set_title(model_title(scored.run, f"Min-K% of {len(values):,} texts"))
         whole_numbers(ax.yaxis)
     return ax

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from headwater.circuits.path_effects import PathEffects
 from headwater.figures.edge_effects import DIVERGING, MOST_TICKS, root, square
 from headwater.figures.fonts import label, ticks
-from headwater.figures.style import model_title, style
+from headwater.figures.style import WAYS, model_title, style
 from headwater.runs.result import DRAWINGS
 
 LONGEST = 28
@@ -39,6 +39,7 @@ def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str
         name = paths.metrics[0] if metric is None else metric
         ax.figure.colorbar(image, ax=ax, pad=0.02).set_label(label(f"Effect on {name.replace('_', ' ')}"))
         n = paths.table["example"].nunique()
-        way = "direct paths" if paths.through == "direct" else "paths through MLPs"
-        ax.set_title(model_title(paths.run, f"{way}, {paths.run.options['direction']}" + f" (n = {n})" * (n > 1)))
+        way = "effect of direct paths" if paths.through == "direct" else "effect of paths through MLPs"
+        seen = f"{way}, {WAYS[paths.run.options['direction']]}" + f" (n = {n})" * (n > 1)
+        ax.set_title(model_title(paths.run, seen))
     return ax

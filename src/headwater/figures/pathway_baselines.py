@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from headwater.colors import BLUE, FAINT, ORANGE
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import LINES_ARE, checked_place, model_title, style
+from headwater.figures.style import LINES_ARE, checked_place, entitle, model_title, style
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
@@ -54,7 +54,7 @@ def baselines(
             ax.set_xlabel("AUC")
         axes[0][0].set_ylabel("wrong answers")
         axes[1][0].set_ylabel("Q-anchored")
-        figure.suptitle(f"{model_title(pathways.run, 'probes beside baselines')} ({LINES_ARE})", fontsize=9)
+        entitle(figure, f"{model_title(pathways.run, 'probes beside baselines')} ({LINES_ARE})")
     return dressed(figure, title, size)
 
 

@@ -17,7 +17,16 @@ from matplotlib.ticker import MaxNLocator
 
 from headwater.colors import BLUE, FAINT, ORANGE, PURPLE, RED
 from headwater.figures.fonts import label
-from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, checked_place, model_title, style, whole_numbers
+from headwater.figures.style import (
+    BANDS_ARE,
+    DASHED,
+    LINES_ARE,
+    checked_place,
+    entitle,
+    model_title,
+    style,
+    whole_numbers,
+)
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
@@ -70,7 +79,7 @@ def flip_rates(
             ax.set_ylim(bottom=0)
             whole_numbers(ax.xaxis)
         shared_label(axes, "Predictions that flip (%)")
-        _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*")
+        _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*, the probe's best layer")
         return entitled(figure, axes, pathways, "predictions that flip", title)
 
 
@@ -107,8 +116,8 @@ def controls(
             ax.set_yticks(range(len(shown)), shown)
             ax.set_ylim(len(shown) - 0.5, -0.5)
             ax.xaxis.set_major_locator(MaxNLocator(4))
-        _legend_below(figure, axes, LINES_ARE)
-        return entitled(figure, axes, pathways, "controls", title)
+        _legend_below(figure, axes, f"{LINES_ARE}; l*: the probe's best layer")
+        return entitled(figure, axes, pathways, "ΔP beside controls", title)
 
 
 def panels(
@@ -140,7 +149,7 @@ def entitled(
     if len(axes) == 1:
         axes[0].set_title(f"{model_title(pathways.run, seen)}\n{axes[0].get_title(loc='left')}")
     elif figure is not None:
-        figure.suptitle(model_title(pathways.run, seen), fontsize=9)
+        entitle(figure, model_title(pathways.run, seen))
     return dressed(axes[0] if figure is None else figure, title, None)
 
 
@@ -162,7 +171,7 @@ def _titled(pathways: Pathways, dataset: str, between: str = " ") -> str:
     examples = pathways.modes.loc[pathways.modes["dataset"] == dataset, "example"].nunique()
     at_best = pathways.controls_at_best[pathways.controls_at_best["dataset"] == dataset]
     random = at_best.loc[(at_best["intervention"] == RANDOM) & (at_best["group"] == ALL), "examples"].sum()
-    beside = f"; random {random:,}" if random else ""
+    beside = f"; {random:,} with random ones" if random else ""
     return f"{label(dataset)}{between}(n = {examples:,}{beside})"
 
 

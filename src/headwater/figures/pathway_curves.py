@@ -1,9 +1,9 @@
 """ΔP against the layer: what becomes of a truthfulness probe when its answers may not look at the question's words.
 
-The published form (Luo et al., ACL 2026, Figure 2): a panel per model; ΔP in percentage points against the layer whose
-probe is read; Q-anchored examples solid in blue, green, purple and pink for the first to fourth question set,
-A-anchored ones dashed in orange, red, brown and grey; 95 % bands over examples; one legend below all panels, with the
-number of examples in each mode at l*.
+A panel per model; ΔP in percentage points against the layer whose probe is read. A question set has its colour and
+mark; Q-anchored examples are drawn solid, A-anchored ones dashed with open marks. 95 % bands over examples; one legend
+below all panels, with the number of examples in each mode at l*. The published form (Luo et al., ACL 2026, Figure 2)
+has A-anchored examples in colours of their own: orange, red, brown and grey.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS
+from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS, places_of_sets
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
 from headwater.figures.published import is_published, set_name
-from headwater.figures.style import BANDS_ARE, DASHED, checked_place, model_title, whole_numbers
+from headwater.figures.style import BANDS_ARE, DASHED, checked_place, entitle, model_title, short_name, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.names import SplitName, StyleName
 from headwater.options import shown as written
@@ -30,22 +30,23 @@ from headwater.pathways.trace import Pathways
 from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 
-COLORS = {
-    "Q-anchored": tuple(color for color, _ in SETS[:4]),
-    "A-anchored": (ORANGE, RED, BROWN, FAINT),
-}
-"""By mode, for the first to fourth question set; the marks say the same."""
-MARKS = tuple(mark for _, mark in SETS[:4])
+PUBLISHED = (ORANGE, RED, BROWN, FAINT)
+"""The published colours of A-anchored examples, by question set."""
 DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": DASHED}
+WHAT = {
+    "delta_p": "ΔP without the question's exact words",
+    "delta_logit": "change of the probe's logit without the question's exact words",
+}
 VALUES = {"delta_p": "ΔP (percentage points)", "delta_logit": "Change of the probe's logit"}
 SPLIT_BY = {
     PER_LAYER: "modes at each layer",
     BEST_LAYER: "modes at l*",
     CROSSED: "modes by another probe",
-    RANDOM_SPLIT: "control, modes by random tokens",
+    RANDOM_SPLIT: "modes by random tokens (control)",
 }
 """What a title says of how the modes are told apart."""
-COUNTED = "In brackets: examples in this mode at l*"
+COUNTED = "examples in this mode at l*, the probe's best layer"
+SPELLED = f"ΔP: the question's exact words severed; {BANDS_ARE}"
 MOST_SETS = 4
 PANEL = (2.9, 2.3)
 LINE = 0.17
@@ -86,7 +87,7 @@ def delta_p(
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
     if titles is None:
         seen = [SPLIT_BY.get(_split(one, split_by), "") for one in shown]
-        titles = [model_title(one.run, "" if as_published else said) for one, said in zip(shown, seen, strict=True)]
+        titles = [_titled(one, said, as_published, len(shown)) for one, said in zip(shown, seen, strict=True)]
     else:
         titles = [label(title) for title in titles]
     if len(titles) != len(shown):
@@ -100,7 +101,7 @@ def delta_p(
             ax.set_title(titles[0])
         return dressed(ax, title, None)
     with shared_look():
-        below = LINE * (len(names) + (1 if as_published else 3)) + 0.1
+        below = LINE * (len(names) + (1 if as_published else 4)) + 0.1
         figure = plt.figure(figsize=(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below), layout="constrained")
         halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
         panels, legend = halves
@@ -108,7 +109,7 @@ def delta_p(
         for spare in axes[len(shown) :]:
             spare.remove()
         for panel, one, name in zip(axes, shown, titles, strict=False):
-            _draw(panel, one, names, _split(one, split_by), value)
+            _draw(panel, one, names, _split(one, split_by), value, as_published)
             panel.set_title(name)
         for panel in axes[: len(shown) : columns]:
             panel.set_ylabel(VALUES[value].partition(" (")[0] if as_published else VALUES[value])
@@ -117,6 +118,8 @@ def delta_p(
         else:
             handles, labels = _legend(shown, names, split_by)
             legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
+            if len(shown) > 1:
+                entitle(figure, WHAT[value])
     return dressed(figure, title, size)
 
 
@@ -134,10 +137,11 @@ def plot_delta_p(
     """
     if ax is None:
         return delta_p([pathways], split_by=split_by, value=value)
-    names = _names([pathways])
+    names, split = _names([pathways]), _split(pathways, split_by)
     with shared_look():
-        _draw(ax, pathways, names, _split(pathways, split_by), value)
+        _draw(ax, pathways, names, split, value)
         ax.set_ylabel(VALUES[value])
+        ax.set_title(_titled(pathways, SPLIT_BY[split]))
         handles, labels = _legend([pathways], names, split_by)
         look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": _counted([pathways]), **ROOMY}
         ax.legend(handles, labels, loc="upper center", ncols=2, **look)
@@ -161,7 +165,16 @@ def _names(shown: Sequence[Pathways]) -> list[str]:
     return names
 
 
-def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str) -> None:
+def _titled(pathways: Pathways, split: str, as_published: bool = False, panels: int = 1) -> str:
+    """A panel's title: the model, what is drawn unless it stands above all panels, and what split the examples."""
+    if as_published:
+        return short_name(pathways.run.model)
+    return model_title(pathways.run, split if panels > 1 else f"ΔP, {split}")
+
+
+def _draw(
+    ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str, as_published: bool = False
+) -> None:
     if not isinstance(value, str) or value not in VALUES:
         raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
     curves = pathways.curves[pathways.curves["split_by"] == split_by]
@@ -169,18 +182,23 @@ def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, val
     for mode in MODES:
         for name in pathways.datasets:
             line = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
-            place = names.index(name)
-            color = COLORS[mode][place]
+            look = look_of(name, mode, names, as_published)
             bounds = line[f"{value}_low"], line[f"{value}_high"]
-            ax.fill_between(line["layer"], *bounds, color=color, alpha=0.15, linewidth=0)
-            ax.plot(line["layer"], line[value], color=color, **_look(mode, place))
+            ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
+            ax.plot(line["layer"], line[value], **look)
     ax.set_xlabel("Layer" if pathways.run.options["window"] is None else "Layer around which edges are severed")
     whole_numbers(ax.xaxis)
     ax.margins(x=0.04)
 
 
-def _look(mode: str, place: int) -> dict[str, Any]:
-    return {"linestyle": DASHES[mode], "marker": MARKS[place], "markersize": 2.6}
+def look_of(name: str, mode: str, names: Sequence[str], as_published: bool = False) -> dict[str, Any]:
+    """Return how the line of a question set and mode is drawn beside those of other sets."""
+    place = places_of_sets(names)[name]
+    color, mark = SETS[place]
+    look: dict[str, Any] = {"color": color, "linestyle": DASHES[mode], "marker": mark, "markersize": 2.6}
+    if mode == MODES[0]:
+        return look
+    return look | ({"color": PUBLISHED[place]} if as_published else {"markerfacecolor": "white", "markersize": 3.2})
 
 
 def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | None) -> tuple[list[Line2D], list[str]]:
@@ -189,22 +207,22 @@ def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | Non
     for mode in MODES:
         handles.append(Line2D([], [], linestyle="none"))
         labels.append(mode)
-        for place, name in enumerate(names):
+        for name in names:
             counts = ", ".join(_count(one, name, mode, split_by) for one in shown)
-            handles.append(Line2D([], [], color=COLORS[mode][place], **_look(mode, place)))
+            handles.append(Line2D([], [], **look_of(name, mode, names)))
             labels.append(f"{label(name)} ({counts})")
     return handles, labels
 
 
 def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
     """The published series, a column per mode."""
-    found = [(mode, place, name) for mode in MODES for place, name in enumerate(names)]
-    handles = [Line2D([], [], color=COLORS[mode][place], **_look(mode, place)) for mode, place, _ in found]
-    return handles, [f"{mode.replace('anchored', 'Anchored')} ({set_name(name)})" for mode, _, name in found]
+    found = [(mode, name) for mode in MODES for name in names]
+    handles = [Line2D([], [], **look_of(name, mode, names, as_published=True)) for mode, name in found]
+    return handles, [f"{mode.replace('anchored', 'Anchored')} ({set_name(name)})" for mode, name in found]
 
 
 def _counted(shown: Sequence[Pathways]) -> str:
-    return f"{COUNTED}{', panel by panel' if len(shown) > 1 else ''}; {BANDS_ARE}"
+    return f"In brackets{', panel by panel' if len(shown) > 1 else ''}: {COUNTED}\n{SPELLED}"
 
 
 def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> str:

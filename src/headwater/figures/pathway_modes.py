@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
-from headwater.colors import FAINT, GREEN, RED, SETS
+from headwater.colors import FAINT, GREEN, RED, looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label, ticks
 from headwater.figures.pathway_controls import MODE_LOOKS, entitled, panels, shared_label
@@ -75,7 +75,7 @@ def logit_changes(
             ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
             ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
         shared_label(axes, "Density")
-        return entitled(figure, axes, pathways, "logit changes", title)
+        return entitled(figure, axes, pathways, "one mode of logit changes, or two?", title)
 
 
 def mode_properties(
@@ -139,11 +139,11 @@ def _accuracy(ax: Axes, pathways: Pathways) -> None:
     ax.set_yticks(range(len(pathways.datasets)), ticks(pathways.datasets))
     ax.set_ylim(len(pathways.datasets) - 0.5, -0.5)
     ax.set_xlabel(f"Right answers (%; {LINES_ARE})")
-    legend_above(ax, 2, model_title(pathways.run, "right by mode"))
+    legend_above(ax, 2, model_title(pathways.run, "right answers by mode"))
 
 
 def _popularity(ax: Axes, pathways: Pathways) -> None:
-    for (color, mark), name in zip(SETS, pathways.datasets, strict=False):
+    for name, (color, mark) in looks_of_sets(pathways.datasets).items():
         own = pathways.modes[pathways.modes["dataset"] == name].dropna(subset="popularity")
         if own.empty:
             continue

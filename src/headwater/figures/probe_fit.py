@@ -35,5 +35,5 @@ def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
         ax.set_ylim(min(-0.1, float(table["selectivity_low"].min(skipna=True) or 0) - 0.02), 1.03)
         whole_numbers(ax.xaxis)
         ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel="AUC, or difference of accuracies")
-        legend_above(ax, 2, model_title(fit.run, f"probes of {fit.site}, n = {int(table['rows'].iloc[0]):,}"))
+        legend_above(ax, 2, model_title(fit.run, f"probes of {fit.site} (n = {int(table['rows'].iloc[0]):,})"))
     return ax

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 from headwater.colors import INK
 from headwater.figures.fonts import label
-from headwater.figures.style import model_title, style, whole_numbers
+from headwater.figures.style import entitle, model_title, style, whole_numbers
 from headwater.pathways.token_map import ProbeMap
 from headwater.runs.result import DRAWINGS
 
@@ -37,7 +37,7 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
     with style():
         if ax is not None:
             _panel(found, sets[0], ax)
-            ax.set_title(model_title(found.run, f"probes on {label(sets[0])}"))
+            ax.set_title(model_title(found.run, f"wrong answers told by probes, {label(sets[0])}"))
             return ax
         tokens = found.table["token"].nunique()
         across = min(2, len(sets))
@@ -52,9 +52,7 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
         for spare in axes[len(sets) :]:
             spare.set_axis_off()
         figure.colorbar(image, ax=axes, label="AUC")
-        figure.suptitle(
-            model_title(found.run, f"wrong answers told by probes of {found.run.options['site']}"), fontsize=9
-        )
+        entitle(figure, model_title(found.run, f"wrong answers told by probes of {found.run.options['site']}"))
     return figure
 
 

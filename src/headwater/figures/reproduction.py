@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import model_title, style
+from headwater.figures.style import entitle, model_title, style
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
 
@@ -43,7 +43,7 @@ def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Fig
                 _panel(panel, *panels[place])
             else:
                 panel.set_axis_off()
-        figure.suptitle(model_title(reproduction.run, "measured and published"), fontsize=9)
+        entitle(figure, model_title(reproduction.run, "measured and published"))
         figure.tight_layout()
     return figure
 

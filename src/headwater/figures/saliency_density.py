@@ -1,7 +1,8 @@
 """Densities of saliency, as published (Luo et al. 2026, Fig. 1): one panel per model, each with its own scales.
 
-S(E_Q→E_A) in light blue and light green, S(E_Q→*) in light orange and light red, for the first and the second question
-set; E_Q→* is dashed and hatched, and the second set's lines carry dots, so that no pair is told apart by colour alone.
+A question set has its colour and mark; S(E_Q→E_A) is drawn solid and filled, S(E_Q→*) dashed and hatched. The published
+form has other colours: light blue and light green for S(E_Q→E_A) of the first and the second set, light orange and
+light red for S(E_Q→*); there the second set's lines carry dots. No pair is told apart by colour alone.
 The densities are scipy's `gaussian_kde`, reflected at 0: saliency has no values below it, and a density that leaks
 there would hide the very peak at 0 that the figure is about. An axis ends just beyond the 98th percentile of its widest
 density. Beyond two sets, each further two get a row of panels of their own.
@@ -23,10 +24,11 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
+from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.published import is_published, set_name
-from headwater.figures.style import DASHED, checked_place, model_title
+from headwater.figures.style import DASHED, checked_place, entitle, model_title, short_name
 from headwater.figures.style import style as shared_look
 from headwater.names import LossName, StyleName
 from headwater.pathways.attention_saliency import Saliency
@@ -45,7 +47,11 @@ LINES = {
 DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": DASHED}
 HATCHES = {"saliency_exact_answer": "", "saliency_all": "////"}
 MARKS = ("", "o")
-"""Along the line of the first and the second set of a panel."""
+"""Along the line of the first and the second set of a panel, as published."""
+FILLED = {"saliency_exact_answer": 0.3, "saliency_all": 0.12}
+"""How strongly an area is filled."""
+SEEN = "attention saliency"
+SPELLED = "$E_Q$: the question's exact words\n$E_A$: the answer's; *: all later tokens"
 TARGET_NAMES = {"cross_entropy": "probe cross-entropy", "logit": "probe logit"}
 MAX_SETS = 4
 
@@ -84,7 +90,7 @@ def saliency(
     titles: dict[str, str] = {}
     for result in listed:
         models.setdefault(result.run.model, []).append(result.of(chosen))
-        titles[result.run.model] = model_title(result.run)
+        titles[result.run.model] = short_name(result.run.model)
     tables = {model: pd.concat(parts) for model, parts in models.items()}
     names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
     if len(names) > MAX_SETS:
@@ -94,20 +100,23 @@ def saliency(
     with shared_look():
         if ax is not None:
             (table,) = tables.values()
-            _alone(ax, table, names, chosen, log_scale, model_title(listed[0].run))
+            _alone(ax, table, names, chosen, log_scale, model_title(listed[0].run, SEEN))
             return dressed(ax, title, None)
         width = max(3.4, 2.7 * len(tables))
-        figure = plt.figure(figsize=(width, 1.9 * len(pairs) + 0.15 * len(names) + 0.6), layout="constrained")
+        figure = plt.figure(
+            figsize=(width, 1.9 * len(pairs) + 0.15 * len(names) + (0.6 if as_published else 0.9)), layout="constrained"
+        )
         axes = figure.subplots(len(pairs), len(tables), squeeze=False)
         handles: dict[str, Any] = {}
         for column, (model, table) in enumerate(tables.items()):
             for panel, pair in zip(axes[:, column], pairs, strict=True):
-                found = _panel(panel, table[table["dataset"].isin(pair)], names, chosen, log_scale)
+                found = _panel(panel, table[table["dataset"].isin(pair)], names, chosen, log_scale, as_published)
                 handles |= {_series(entry[2], names): entry for entry in found.values()} if as_published else found
                 panel.set_ylabel("" if column else "Density")
                 if as_published:
                     _published_axis(panel)
-            axes[0, column].set_title(titles[model])
+            only = len(tables) == 1 and not as_published
+            axes[0, column].set_title(f"{titles[model]}: {SEEN}" if only else titles[model])
         if not handles:
             raise InputError("No example has a saliency to draw: every value is NaN.")
         entries = {label: handles[label] for label in sorted(handles, key=lambda label: handles[label][2])}
@@ -119,7 +128,11 @@ def saliency(
             loc="outside lower center",
             ncols=ncols,
             handlelength=2.4,
+            title=None if as_published else SPELLED,
+            title_fontsize=7,
         )
+        if len(tables) > 1 and not as_published:
+            entitle(figure, SEEN.capitalize())
     return dressed(figure, title, size)
 
 
@@ -129,7 +142,7 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
     if ax is None:
         return saliency([result])
     with shared_look():
-        _alone(ax, result.of(), list(result.datasets), result.target, False, model_title(result.run))
+        _alone(ax, result.of(), list(result.datasets), result.target, False, model_title(result.run, SEEN))
     return ax
 
 
@@ -141,7 +154,9 @@ def _alone(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_sca
     ax.legend([entry[:2] for entry in handles.values()], handles, handlelength=2.4)
 
 
-def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_scale: bool) -> dict[str, Any]:
+def _panel(
+    ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_scale: bool, as_published: bool = False
+) -> dict[str, Any]:
     """Draw the densities of one model; return the legend's entries and their order, by label."""
     drawn = {
         (kind, name): values
@@ -161,18 +176,11 @@ def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_sca
     for (kind, name), values in drawn.items():
         place = names.index(name)
         height = _density(shown(values), grid, reflect=not log_scale)
-        look: dict[str, Any] = {"hatch": HATCHES[kind], "edgecolor": LINES[kind][place], "linewidth": 0}
-        line: dict[str, Any] = {
-            "color": LINES[kind][place],
-            "linestyle": DASHES[kind],
-            "linewidth": 1.1,
-            "marker": MARKS[place % 2],
-            "markersize": 2.4,
-        }
-        ax.fill_between(places, height, facecolor=FILLS[kind][place], alpha=0.45, **look)
+        area, line = _looks(kind, name, names, as_published)
+        ax.fill_between(places, height, **area)
         ax.plot(places, height, markevery=40, **line)
         entry = f"{label(name)}, {_kind(kind, name)} (n = {len(values):,})"
-        swatch = Patch(facecolor=FILLS[kind][place], alpha=0.7, **look)
+        swatch = Patch(**area)
         handles[entry] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))
     ax.set_xlim(places[0], places[-1])
     ax.set_ylim(bottom=0)
@@ -186,6 +194,18 @@ def _panel(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_sca
     unit = f" / $10^{{{exponent}}}$" if exponent else ""
     ax.set_xlabel(f"Saliency ({TARGET_NAMES[target]}){unit}")
     return handles
+
+
+def _looks(kind: str, name: str, names: list[str], as_published: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How the area and the line of a density are drawn."""
+    place = names.index(name)
+    color, mark = looks_of_sets(names)[name]
+    fill, alpha = color, FILLED[kind]
+    if as_published:
+        color, mark, fill, alpha = LINES[kind][place], MARKS[place % 2], FILLS[kind][place], 0.45
+    area = {"facecolor": fill, "alpha": alpha, "hatch": HATCHES[kind], "edgecolor": color, "linewidth": 0}
+    line = {"color": color, "linestyle": DASHES[kind], "linewidth": 1.1, "marker": mark, "markersize": 2.4}
+    return area, line
 
 
 def _published_axis(ax: Axes) -> None:

@@ -32,6 +32,8 @@ DASHED: Any = (0, (4, 1.6))
 LINES_ARE = "lines: 95 % intervals"
 DEFAULT_FORMATS = ("png", "pdf")
 BANDS_ARE = "bands: 95 % intervals"
+WAYS = {"denoise": "clean into corrupted", "noise": "corrupted into clean"}
+"""What is patched into what, by the direction."""
 MARKS_ONLY: dict[str, Any] = {"handlelength": 0.9, "handletextpad": 0.4, "columnspacing": 1.0}
 """For legends whose entries are marks without lines."""
 RULES: dict[Any, Any] = {
@@ -87,10 +89,14 @@ def style() -> Iterator[None]:
         mpl.rcParams.update(before)
 
 
-def model_title(run: RunRecord, seen: str = "") -> str:
+def model_title(run: RunRecord, seen: str) -> str:
     """Return a title: the model's name, without the folders in front, and what is seen of it."""
-    name = short_name(run.model)
-    return f"{name}: {seen}" if seen else name
+    return f"{short_name(run.model)}: {seen}"
+
+
+def entitle(figure: Figure, title: str, **place: Any) -> None:
+    """Put a title above all panels of a figure, where the title of a single one would stand."""
+    figure.suptitle(title, x=0.01, ha="left", size=RULES["axes.titlesize"], weight="bold", **place)
 
 
 def short_name(model: str) -> str:

@@ -20,8 +20,9 @@ from headwater.colors import FAINT, SETS
 from headwater.errors import InputError
 from headwater.figures.fonts import LONGEST, drawable, ticks
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import model_title, style, whole_numbers
+from headwater.figures.style import WAYS, entitle, model_title, style, whole_numbers
 from headwater.names import NormalizeName
+from headwater.patching.attribution import Gradients
 from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
 from headwater.patching.sweep_axes import ROLES
@@ -29,7 +30,14 @@ from headwater.runs.result import DRAWINGS
 
 DIVERGING = "RdBu_r"
 UNSEEN, HATCH = "#f4f4f4", "#cfcfcf"
-TITLES = {"edges": "attention severed", "complement": "all but the set ablated"}
+DONE = {"patch": "patched", "ablate": "ablated"}
+"""What was done at the sites of a sweep, by the analysis; of others nothing is said."""
+TITLES = {
+    "edges": "attention severed",
+    "ablation": "sets ablated",
+    "complement": "all but the set ablated",
+    "together": "nodes patched together",
+}
 LABELS = {
     "layer": "Layer",
     "position": "Position",
@@ -75,16 +83,16 @@ def plot_sweep(
         if ax is not None:
             (name, part), axes = panels[0], [ax]
             _panel(ax, part, name, measure, sweep, fixed)
-            _of_model(ax, sweep)
+            _alone(ax, sweep, name[0])
             return ax
         figure, axes = _figure(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
         _share_scales(axes, [name for name, _ in panels])
         if len(panels) == 1:
-            _of_model(axes[0], sweep)
+            _alone(axes[0], sweep, panels[0][0][0])
         else:
-            figure.suptitle(model_title(sweep.run))
+            entitle(figure, model_title(sweep.run, _of_what(sweep)))
     return axes[0] if len(panels) == 1 else figure
 
 
@@ -105,9 +113,21 @@ def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.
     return panels
 
 
-def _of_model(ax: Axes, sweep: Sweep) -> None:
-    """Put the model in front of a panel's title."""
-    ax.set_title(f"{model_title(sweep.run)}: {ax.get_title(loc='left')}")
+def _alone(ax: Axes, sweep: Sweep, site: str) -> None:
+    """Say in the title of a panel without others of which model it is, and what was done at its site."""
+    title = ax.get_title(loc="left")
+    if site not in TITLES and sweep.run.analysis in DONE:
+        estimated = ", estimated" if sweep.engine == Gradients.name else ""
+        title = f"{site} {DONE[sweep.run.analysis]}{estimated}{title.removeprefix(site)}"
+    ax.set_title(model_title(sweep.run, title))
+
+
+def _of_what(sweep: Sweep) -> str:
+    """What all panels of a sweep show."""
+    if sweep.engine == Gradients.name:
+        return "effect of patching, estimated from gradients"
+    way = f" {WAYS[sweep.run.options['direction']]}" if "direction" in sweep.run.options else ""
+    return {"patch": f"effect of patching{way}", "ablate": "effect of ablation"}.get(sweep.run.analysis, "effects")
 
 
 def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:

@@ -38,7 +38,7 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
             xlabel=f"Pearson correlation over {heads} heads ({LINES_ARE})",
         )
         ax.set_ylim(len(names) - 0.4, -0.6)
-        legend_above(ax, 2, model_title(scores.run, "static and dynamic scores"), **MARKS_ONLY)
+        legend_above(ax, 2, model_title(scores.run, "scores of heads, static and dynamic"), **MARKS_ONLY)
     return ax
 
 
@@ -75,5 +75,5 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
         whole_numbers(ax.xaxis)
         items = base["items"].iloc[0]
         seen = f"{label(ablation.relation.replace('_', ' '))} ({items:,} items)"
-        legend_above(ax, 1, model_title(ablation.run, seen))
+        legend_above(ax, 1, model_title(ablation.run, f"heads removed,\n{seen}"))
     return ax

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwater.colors import FAINT
-from headwater.figures.pathway_curves import COLORS, DASHES, MARKS, VALUES
+from headwater.figures.pathway_curves import DASHES, VALUES, look_of
 from headwater.pathways.interventions import RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
@@ -42,9 +42,10 @@ def _lines(pathways: Pathways, split: str, value: str) -> list[dict[str, object]
     curves, columns = pathways.curves[pathways.curves["split_by"] == split], _columns(value)
     lines = []
     for mode in MODES:
-        for place, name in enumerate(pathways.datasets):
+        for name in pathways.datasets:
             rows = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
-            look = COLORS[mode][place % len(MARKS)], MARKS[place % len(MARKS)]
+            drawn = look_of(name, mode, pathways.datasets)
+            look = drawn["color"], drawn["marker"]
             dashed = DASHES[mode] != "-"
             if len(rows):
                 lines.append(line_of(rows, columns, name=f"{name}, {mode}", look=look, dashed=dashed, count="examples"))
@@ -60,11 +61,11 @@ def _controls(pathways: Pathways, value: str) -> list[dict[str, object]]:
             drawn[drawn["dataset"] == name].sort_values("layer"),
             columns,
             name=f"{name}, {RANDOM} (control)",
-            look=(FAINT, MARKS[place % len(MARKS)]),
+            look=(FAINT, look_of(name, MODES[0], pathways.datasets)["marker"]),
             control=True,
             count="examples",
         )
-        for place, name in enumerate(pathways.datasets)
+        for name in pathways.datasets
         if (drawn["dataset"] == name).any()
     ]
 

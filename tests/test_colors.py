@@ -1,0 +1,53 @@
+"""A question set has one colour and mark, whatever figure it stands in and with whatever other sets."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+import torch
+
+import headwater as hw
+from headwater.colors import SETS, looks_of_sets, places_of_sets
+from headwater.detection.detection import Detection
+from headwater.figures.pathway_curves import look_of
+from headwater.questions.sources import WORLD_SETS
+from headwater.runs.record import RunRecord
+from tests.test_saliency_figure import made
+
+RUN = RunRecord("detect", "tiny", "0", "float32", "cpu", {})
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    plt.close("all")
+
+
+def detected(sets):
+    columns = {"method": "probe", "auc": 0.7, "low": 0.6, "high": 0.8, "answers": 9, "wrong": 4}
+    table, none = pd.DataFrame([{"dataset": name, **columns} for name in sets]), pd.DataFrame()
+    one, two = torch.zeros(1, 1), torch.zeros(1, 1, 1)
+    return Detection(table, none, none, two, one, torch.zeros(1, 1, 1, 1), one, [], none, RUN)
+
+
+@pytest.mark.parametrize("sets", [WORLD_SETS, ("natural",), ("natural", "properties"), ("mine", "natural")])
+def test_a_set_of_the_world_looks_the_same_alone_and_beside_others_in_every_figure(sets):
+    expected = SETS[2]
+    assert looks_of_sets(sets)["natural"] == expected
+    assert {look_of("natural", mode, sets)["color"] for mode in ("Q-anchored", "A-anchored")} == {expected[0]}
+    saliency = hw.figures.saliency([made(sets)])
+    lines = {line.get_color() for ax in saliency.axes for line in ax.lines if line.get_marker() == expected[1]}
+    assert lines == {expected[0]}
+    (legend,) = detected(sets).plot().figure.legends
+    marks = {
+        text.get_text().split()[0]: handle
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+    }
+    assert (marks["natural"].get_color(), marks["natural"].get_marker()) == expected
+
+
+def test_sets_of_ones_own_take_what_is_free_and_no_two_of_six_look_alike():
+    assert places_of_sets(["mine", "natural", "yours"]) == {"mine": 0, "natural": 2, "yours": 1}
+    assert places_of_sets(["properties", "PopQA"]) == {"properties": 0, "PopQA": 1}
+    assert places_of_sets(["NQ-open", "HotpotQA"]) == {"NQ-open": 3, "HotpotQA": 2}
+    assert sorted(places_of_sets([*"abcd", "natural", "NQ"]).values()) == list(range(len(SETS)))
+    assert len(places_of_sets(map(str, range(20)))) == 20
