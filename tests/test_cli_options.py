@@ -133,6 +133,9 @@ def test_an_option_of_two_functions_is_said_once_and_reaches_both():
         (["--metric", "logit-diff"], "no metric 'logit-diff'. Did you mean 'logit-difference'"),
         (["--dtype", "float23"], "dtype='float23' is no torch dtype"),
         (["--direction", "denoize"], "'denoize' is not one of 'denoise', 'noise'"),
+        (["--values", "zeros"], "values='zeros' is not one of"),
+        (["--over", "layr"], "over='layr' is not one of layer, position, head"),
+        (["--window", "wide"], "window='wide' is neither a number of layers nor 'cumulative'"),
     ],
 )
 def test_a_wrong_name_is_told_before_a_model_is_read(run, given, message):
@@ -140,6 +143,15 @@ def test_a_wrong_name_is_told_before_a_model_is_read(run, given, message):
     code, _, error = run("patch", "no/such/model", *pair, *given)
     assert code == 2
     assert message in error
+
+
+def test_a_wrong_window_and_a_wrong_share_are_told_before_a_model_is_read(run, tmp_path):
+    (tmp_path / "t.txt").write_text("a\n")
+    asked = ("knockout", "no/such/model", "--prompt", "a", "--key", "a", "--tokens", " a", " b", "--window", "wide")
+    assert "window='wide'" in run(*asked)[2]
+    code, _, error = run("score", "no/such/model", str(tmp_path / "t.txt"), "--k", "3")
+    assert code == 2
+    assert "k=" in error
 
 
 def test_what_registries_hold_is_left_to_the_function_to_refuse(run):

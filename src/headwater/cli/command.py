@@ -46,7 +46,8 @@ Model = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="Folder for tables and figures. An interrupted run, repeated with it, continues.", show_default=False
+        help="Folder for tables and figures. An interrupted run, repeated with it, continues. Default: none.",
+        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]

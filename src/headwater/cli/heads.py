@@ -158,6 +158,8 @@ def compare(
     `headwater compare path/to/base path/to/instruct --out runs/tuned`
 
     `headwater compare run/step-1000 run/step-2000 run/step-4000 --json`
+
+    `headwater compare gpt2 gpt2-xl --relations path/to/relations --embedding plain`
     """
     with continues(out):
         from headwater.heads.comparison import compare_heads

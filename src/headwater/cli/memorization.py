@@ -109,6 +109,8 @@ def memorization(
     `headwater memorization`
 
     `headwater memorization meta-llama/Llama-2-7b-chat-hf --data depthqa --context chat --out runs/depth`
+
+    `headwater memorization gpt2 --data questions.json --judge label`
     """
     with continues(out):
         from headwater.likelihood.graph import load_depth_graph
@@ -152,11 +154,14 @@ def score(
     options: Options,
     model: Annotated[str | None, typer.Option(help=SAME_AS_MODEL, show_default=False)] = None,
     reference: Annotated[
-        str | None, typer.Option(help="Another model, for the reference score.", show_default=False)
+        str | None, typer.Option(help="Another model, for the reference score. Default: none.", show_default=False)
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the table. An interrupted run, repeated with it, continues.", show_default=False),
+        typer.Option(
+            help="Folder for the table. An interrupted run, repeated with it, continues. Default: none.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as one JSON line on stdout.")] = False,
     quiet: Quiet = False,
@@ -173,14 +178,19 @@ def score(
     `headwater score gpt2 texts.txt > scores.csv`
 
     `headwater score gpt2 texts.jsonl --field passage --k 0.2 --out runs/scores --json`
+
+    `headwater score EleutherAI/pythia-2.8b texts.jsonl --reference EleutherAI/pythia-70m --prefix unseen.txt
+    --token-counts counts.json --maximum-entropy 2`
     """
     name, file = _model_and_file(given, model)
     with continues(out):
         from headwater.data.rows import check_readable
         from headwater.likelihood.files import score_file
+        from headwater.likelihood.scores import checked_shares
 
         check_readable(file, "texts")
         asked = options.of("score_file")
+        checked_shares(asked["k"])
         loaded = load_model(name, options)
         other = load_model(reference, options) if reference is not None else None
         scored = score_file(loaded, file, reference=other, progress=not quiet, out=out, **asked)

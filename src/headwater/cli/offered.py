@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.models import OptionInfo
 
 from headwater.cli.described import constant, described
 from headwater.errors import InputError
 
 EVERYWHERE = ("model", "progress", "out")
 """Parameters that the options common to all commands fill."""
-SAME_AS_MODEL = "The same as MODEL, for those who name it."
+SAME_AS_MODEL = "The same as MODEL, for those who name it, as in --model gpt2. Default: the embedded model."
 NAMED_MODEL = inspect.Parameter(
     "named_model",
     inspect.Parameter.KEYWORD_ONLY,
@@ -130,7 +131,7 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
     def made(body: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(body, eval_str=True).parameters
         groups: dict[str, Any] = {name: one.annotation for name, one in own.items() if is_dataclass(one.annotation)}
-        takes_model = "model" in own and own["model"].default is None
+        takes_model = "model" in own and _may_be_left_out(own["model"])
         read: dict[str, inspect.Parameter] = {}
         for function in functions:
             for name, offered in function.options().items():
@@ -161,6 +162,12 @@ def command(*functions: Of, summary: Of | None = None) -> Callable[[Callable[...
     return made
 
 
+def _may_be_left_out(model: inspect.Parameter) -> bool:
+    """Whether a command takes a model as a word that may be left out."""
+    said = getattr(model.annotation, "__metadata__", ())
+    return model.default is None and not any(isinstance(one, OptionInfo) for one in said)
+
+
 def _one_model(given: object, named: object) -> object:
     """Return the model that was given as a word, or with --model.
 
@@ -185,7 +192,10 @@ def _parameter(function: Of, name: str, offered: Shaped) -> inspect.Parameter:
     default = said.default if offered.default is None else offered.default
     flag = kind is bool and not default
     dashed = f"--{name.replace('_', '-')}"
-    option = typer.Option(*([dashed] if flag else []), help=offered.help or said.help, show_default=default is not None)
+    text = offered.help or said.help
+    if default is None and "efault" not in text:
+        text = f"{text} Default: none."
+    option = typer.Option(*([dashed] if flag else []), help=text, show_default=default is not None)
     default = list(default) if isinstance(default, tuple) else bool(default) if flag else default
     kind = kind if default is not None else kind | None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,11 +23,18 @@ if TYPE_CHECKING:
 class Pairs:
     """Prompts in pairs: as options, or in a table."""
 
-    clean: Annotated[list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs.")] = None
-    corrupted: Annotated[list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order.")] = None
+    clean: Annotated[
+        list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs. Default: those of --pairs.")
+    ] = None
+    corrupted: Annotated[
+        list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order. Default: those of --pairs.")
+    ] = None
     pairs: Annotated[
         Path | None,
-        typer.Option(help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted.", show_default=False),
+        typer.Option(
+            help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted. Default: --clean, --corrupted.",
+            show_default=False,
+        ),
     ] = None
 
     @property
@@ -51,11 +59,16 @@ class Measured:
     tokens: Annotated[
         tuple[str, str] | None,
         typer.Option(
-            help="For logit-difference: the right and the wrong token. Mind leading spaces.", show_default=False
+            help="For logit-difference: the right and the wrong token. Mind leading spaces. Default: none.",
+            show_default=False,
         ),
     ] = None
     token: Annotated[
-        str | None, typer.Option(help="For log-probability, probability and rank: the token.", show_default=False)
+        str | None,
+        typer.Option(
+            help='For log-probability, probability and rank: the token, as --token " Paris". Default: none.',
+            show_default=False,
+        ),
     ] = None
     at: Annotated[str, typer.Option(help="Where the metric reads: last, a position, or a text of the prompt.")] = "last"
 
@@ -83,7 +96,7 @@ def _window(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.isdigit() else text
 
 
-WINDOW = Shaped("window", str, help="So many layers at once, or cumulative. Default: one.", read=_window)
+WINDOW = Shaped("window", str, help='So many layers at once, as 3, or "cumulative". Default: one.', read=_window)
 PYTHON = {
     "layers": "all take part",
     "batch_size": "as many as suit the device",
@@ -139,14 +152,13 @@ def patch(
     prompts = pairs.prompts
     with continues(out):
         from headwater.models.sites import sites_called
-        from headwater.options import checked_name
         from headwater.patching.activation_patching import patch as run
-        from headwater.patching.sweep_axes import AXES
+        from headwater.patching.values import recipe_of
 
         measure, given = measured.asked(), options.of("patch")
         sites_called(given["sites"])
-        for axis in given.get("over", ()):
-            checked_name("over", axis, AXES)
+        _check_axes(given)
+        recipe_of(given["values"])
         loaded = load_model(model, options)
         sweep = run(loaded, prompts, pairs.corrupted, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
@@ -155,15 +167,20 @@ def patch(
 @command(KNOCKOUT, LOAD, summary=KNOCKOUT)
 def knockout(
     model: Model = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; repeat for several.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; repeat for several. Needed.")] = None,
     query: Annotated[
         str, typer.Option(help="Who must not read: last, after, all, a position, or a text of the prompt.")
     ] = "last",
     key: Annotated[
         str | None,
-        typer.Option(help="What must not be read: a position, first, or a text of the prompt.", show_default=False),
+        typer.Option(
+            help="What must not be read: a position, first, or a text of the prompt. Needed.", show_default=False
+        ),
     ] = None,
-    heads: Annotated[list[int] | None, typer.Option(help="These heads only; repeatable.", show_default=False)] = None,
+    heads: Annotated[
+        list[int] | None,
+        typer.Option(help="These heads only; repeatable, as --heads 3 --heads 7. Default: all.", show_default=False),
+    ] = None,
     *,
     measured: Measured,
     options: Options,
@@ -185,9 +202,25 @@ def knockout(
         from headwater.patching.edge_knockout import knockout as run
 
         measure, block = measured.asked(), Edges(_position(query), _position(key), heads)
-        loaded, given = load_model(model, options), options.of("knockout")
+        given = options.of("knockout")
+        _check_axes(given)
+        loaded = load_model(model, options)
         sweep = run(loaded, prompt, block=block, metric=measure, progress=not quiet, out=out, **given)
         _report(sweep, out, as_json)
+
+
+def _check_axes(given: Mapping[str, Any]) -> None:
+    """See whether axes and window can be asked for, before a model is loaded.
+
+    Raises:
+        InputError: there is no such axis, or the window is neither a size nor "cumulative".
+    """
+    from headwater.options import checked_name
+    from headwater.patching.sweep_axes import AXES, windows_of
+
+    for axis in given.get("over", ()):
+        checked_name("over", axis, AXES)
+    windows_of(given.get("window"), AXES)
 
 
 def _position(text: str) -> int | str:

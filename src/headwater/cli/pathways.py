@@ -127,6 +127,8 @@ def pathways(
     `headwater pathways`
 
     `headwater pathways meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/popqa`
+
+    `headwater pathways gpt2 --questions triviaqa.json --extract rules --window 9`
     """
     with continues(out):
         from headwater.detection.detection import detect as run_detection
@@ -193,6 +195,8 @@ def detect(
     `headwater detect --method probe --method mop`
 
     `headwater detect meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/detection`
+
+    `headwater detect gpt2 --questions triviaqa.json --extract rules`
     """
     with continues(out):
         from headwater.detection.detection import detect as run

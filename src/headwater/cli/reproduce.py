@@ -93,7 +93,10 @@ MEMBERSHIP = Of(
     choices={"benchmark": "BENCHMARKS"},
     shaped=(
         Shaped(
-            "reference", str, help="Another model, for the score of that name; published: Pythia-70M.", read=_another
+            "reference",
+            str,
+            help="Another model, for the score of that name, as EleutherAI/pythia-70m, the published one.",
+            read=_another,
         ),
     ),
     filled="texts",

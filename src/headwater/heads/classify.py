@@ -78,8 +78,8 @@ def classify_heads(
             left out by default, as published.
         attention: run the model on repeated random tokens as well, and add what each head attends to (previous token,
             duplicate token, induction) as columns of `HeadMap.categories`; see `heads.patterns`.
-        device: where a checkpoint is scored; default: a CUDA device if there is one, else the CPU. Scores do not depend
-            on it. A loaded model is scored where it is.
+        device: where a checkpoint is scored, as "cpu" or "cuda"; default: a CUDA device if there is one, else the CPU.
+            Scores do not depend on it. A loaded model is scored where it is.
 
     Raises:
         ModelError: the model cannot be read, or its weights are NaN or infinite.

@@ -178,7 +178,7 @@ def compare_heads(
         multi_token: by default words of several tokens fall out. "first" lets the first token stand for a word,
             "distinguishing" for a target the first one that no other target of the relation has (`relation_tokens`).
         norm_gain: fold the norms' gains into what heads read and write, as in `classify_heads`.
-        device: where checkpoints are scored; default: a CUDA device if there is one, else the CPU.
+        device: where checkpoints are scored, as "cpu" or "cuda"; default: a CUDA device if there is one, else the CPU.
         progress: show a bar for each model.
         out: a folder for the result. It keeps finished layers: an interrupted call, repeated, goes on from there.
 

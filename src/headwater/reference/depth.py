@@ -64,7 +64,8 @@ def reproduce_depth(
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
         graph: what `load_depth_graph` returned.
-        published: the published model to compare with; by default the one of the model's name.
+        published: the published model to compare with, as "meta-llama/Llama-2-7b-chat-hf"; by default the one of the
+            model's name.
         judge: see `hw.memorization`.
         predecessors: what a question is asked with; see `hw.memorization`.
         batch_size: texts in one run.

@@ -75,7 +75,7 @@ def reproduce_maps(
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
         datasets: the published relations, a folder of `NAME/NAME.json`.
-        published: the published model to compare with; by default the one of the model's name.
+        published: the published model to compare with, as "gpt2-xl"; by default the one of the model's name.
         correlations: measure the correlations too. That runs the model; the rest reads its parameters alone.
         ablations: remove the heads of the relations whose ablation was published too, and random ones: 60 runs over a
             relation's items.

@@ -79,7 +79,8 @@ def reproduce_membership(
         texts: a file as `load_member_texts` reads it, or several whose numbers are averaged.
         benchmark: what the texts are: `wikimia_32`, `wikimia_32_paraphrased` or `mimir`.
         reference: another model, for the score of that name.
-        published: the published model to compare with; by default the one of the model's name.
+        published: the published model to compare with, as "EleutherAI/pythia-160m"; by default the one of the
+            model's name.
         batch_size: texts in one run.
         progress: show progress bars.
         out: a folder for the result. An interrupted call, repeated, goes on from there.

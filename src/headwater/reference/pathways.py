@@ -66,7 +66,8 @@ def reproduce_pathways(
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
         questions: a question file, or several; see `load_questions`.
-        published: the published model to compare with; by default the one of the model's name.
+        published: the published model to compare with, as "meta-llama/Meta-Llama-3-8B"; by default the one of the
+            model's name.
         sample: how many questions of each set; None for all.
         methods: which detectors of `hw.detect`; by default all.
         token: where probes read; see `headwater.pathways.trace_pathways`.
