@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-fresh test-slow test-gpu test-browser test-tl39 check notebooks notebooks-write figures docs build bench clean
+.PHONY: demo test test-fresh test-slow test-gpu test-browser test-tl39 check types notebooks notebooks-write figures docs build bench clean
 
 demo: $(DEMO)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
 	$(DEMO)/bin/headwater demo --out runs/demo
@@ -36,6 +36,9 @@ check: $(VENV)/ready           ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+types: $(VENV)/ready           ## what pyright, as editors run it, says of the notebooks; needs npx (Node.js)
+	npx --yes pyright@1.1.414
 
 notebooks: $(VENV)/ready       ## run every notebook; fails where a cell does
 	$(BIN)/python tools/notebooks.py
