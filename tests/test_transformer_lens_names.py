@@ -183,7 +183,9 @@ def test_cfg_tells_and_takes_nothing(llama):
         ("ln_final", "final_norm_gain"),
         ("set_use_attn_result", "cache"),
         ("to", r"hw.load\(name, device="),
-        ("hook_dict", "model.raw.hook_dict is TransformerLens's own"),
+        ("hook_dict", "run_with_hooks.*model.raw.hook_dict is TransformerLens's own"),
+        ("W_pos", "rotary ones turn queries and keys"),
+        ("parameters", "open_weights"),
         ("run_with_caches", "Did you mean 'run_with_cache'"),
     ],
 )

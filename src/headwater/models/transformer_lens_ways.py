@@ -27,6 +27,8 @@ WAYS = {
     "ln_final.hook_normalized",
     "unembed": "use model.W_U and model.b_U",
     "embed": "use model.W_E",
+    "W_pos": "some families alone learn positions: model.raw.pos_embed.W_pos; rotary ones turn queries and keys",
+    "parameters": "headwater.models.open_weights(model) has them by name, layer by layer",
     "QK": "multiply model.W_Q[layer, head] @ model.W_K[layer, head].T",
     "OV": "multiply model.W_V[layer, head] @ model.W_O[layer, head]",
     "tokens_to_residual_directions": "use model.W_U[:, token]",
@@ -45,6 +47,7 @@ WAYS = {
     "enable_compatibility_mode": AS_STORED,
     "loss_fn": "model(tokens, return_type='loss', loss_per_token=True)",
     "hook_points": "model.raw.hook_dict has the names",
+    "hook_dict": "hooks are given by name, with the run: model.run_with_hooks(tokens, fwd_hooks=[(name, function)])",
 }
 """By name of TransformerLens: what to use here."""
 

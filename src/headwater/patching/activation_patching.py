@@ -140,13 +140,12 @@ def patch(
         raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
     over, layers, heads, from_layer = lasting(over), lasting(layers), lasting(heads), lasting(from_layer)
     ask = Asked(over, layers, positions, heads, window, spans, from_layer, keys)
+    named, metrics = sites_named(sites, model), as_metrics(metric)
     sides = read_sides(model, clean, corrupted, ask, direction)
-    named = sites_named(sites, model)
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
     if not (is_all(keys) or any(site.has_keys for site in named)):
         raise InputError(f"keys={shown(keys)} was given, but {', '.join(site.name for site in named)} has no keys.")
-    metrics = as_metrics(metric)
     spots, attended = sides.spots(ask), sides.keys(ask)
     source = sides.source(model, values, dataset, named, seed, sides.roles(ask, spots))
     if from_layer is not None and not source.takes_other_run:
