@@ -75,6 +75,8 @@ def test_several_models_have_a_panel_of_boxes_above_one_of_densities_each(rng):
     assert isinstance(figure, Figure)
     boxes = [ax for ax in figure.axes if ax.get_title(loc="left")]
     assert [ax.get_title(loc="left") for ax in boxes] == ["one", "two", "three"]
+    figure.draw_without_rendering()
+    assert all(ax.get_window_extent().width > figure.bbox.width / 5 for ax in boxes)
     assert boxes[0].get_ylabel() == "Depthwise Average\nMIN-K% (nats)"
     assert len({ax.get_ylim() for ax in boxes}) == 1
     densities = [ax for ax in figure.axes if ax not in boxes]
@@ -106,7 +108,7 @@ def test_densities_hold_what_lies_between_the_limits_and_carry_their_counts(rng)
         width = gaps.std() * len(gaps) ** -0.2
         inside = norm.cdf((1.5 - gaps) / width) - norm.cdf((-1.5 - gaps) / width)
         assert np.trapezoid(y, x) == pytest.approx(inside.mean(), abs=0.005)
-        named = {25: "lowest quarter of Min-K%", 75: "highest quarter of Min-K%"}[quartile]
+        named = {25: "lowest quarter", 75: "highest quarter"}[quartile]
         assert line.get_label() == f"{named} (n = {len(gaps)})"
     assert [line.get_linestyle() for line in ax.lines] == ["-", "--"]
     assert [bool(area.get_hatch()) for area in ax.collections] == [False, True]

@@ -42,11 +42,12 @@ from headwater.runs.result import DRAWINGS
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
 DEPTH_MARKS = ("o", "s", "^", "D", "v")
 QUARTILES: dict[int, tuple[str, Any, str, str]] = {
-    25: (GREEN, "-", "", "lowest quarter of Min-K%"),
-    75: (ORANGE, DASHED, "////", "highest quarter of Min-K%"),
+    25: (GREEN, "-", "", "lowest quarter"),
+    75: (ORANGE, DASHED, "////", "highest quarter"),
 }
 """Colour, dash, hatch and name of the lowest and the highest quarter of Min-K%."""
 SEEN = "Min-K% by question depth"
+BOTH = "Min-K% by depth, score gap by quarter of Min-K%"
 GAP_RANGE = 1.5
 COLUMNS = 4
 AVERAGE = "Depthwise Average\nMIN-K% (nats)"
@@ -116,7 +117,7 @@ def depth_profiles(
         if as_published:
             _as_published(profiles, labels, pairs)
         else:
-            entitle(figure, SEEN if len(profiles) > 1 else f"{labels[0]}: {SEEN}")
+            entitle(figure, BOTH if len(profiles) > 1 else f"{labels[0]}: {BOTH}")
     return dressed(figure, title, size)
 
 
