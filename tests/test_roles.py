@@ -182,6 +182,14 @@ def test_a_word_with_its_space_is_found_where_the_text_begins_with_it():
     assert positions_of(" France", prompt, 0, 1) == (0,)
 
 
+def test_a_word_that_stands_twice_is_refused_with_the_characters_of_the_last():
+    prompt = Prompt((0, 1, 2), (" Ann", " saw", " Ann"), ((0, 4), (4, 8), (8, 12)), " Ann saw Ann")
+    with pytest.raises(InputError, match="stands 2 times") as refused:
+        positions_of(" Ann", prompt, 0, 1)
+    start, stop = re.search(r"as hw\.characters\((\d+), (\d+)\) for the last of them", str(refused.value)).groups()
+    assert positions_of(hw.characters(int(start), int(stop)), prompt, 0, 1) == (2,)
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [

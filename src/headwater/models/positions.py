@@ -256,9 +256,10 @@ def _named(name: str, prompt: Prompt) -> list[int]:
     text, offsets = _text_of(prompt, f"The text {name!r}")
     found = _occurrences(name, text)
     if len(found) != 1:
+        last = f", as hw.characters{found[-1]} for the last of them" if found else ""
         raise (InputError if found else AbsentError)(
             f"The text {name!r} stands {len(found)} times in the prompt {shown(text)}; it must stand there once. "
-            "Give positions instead."
+            f"Give positions instead{last}."
         )
     return list(token_span(offsets, *found[0]))
 
