@@ -187,6 +187,38 @@ def test_every_set_is_read_from_tables_too_and_known_by_its_columns(tmp_path, na
     assert load_questions(pd.DataFrame(rows)).table["answers"].tolist() == [ACCEPTED[name]] * 3
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize("name", AS_ROWS)
+def test_exact_words_and_a_set_name_added_to_the_rows_of_a_set_are_kept(tmp_path, name, suffix):
+    wording = {"subject": AS_ROWS[name]["question"].split()[-1].rstrip("?"), "property": "the", "dataset": "mine"}
+    row = AS_ROWS[name] | wording | {"question": f"{AS_ROWS[name]['question']} Say the {name}"}
+    file = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        lines(file, row)
+    else:
+        cells = {key: json.dumps(cell) if isinstance(cell, list | dict) else cell for key, cell in row.items()}
+        pd.DataFrame([cells]).to_csv(file, index=False)
+    table = load_questions(file).table
+    assert table.at[0, "dataset"] == "mine"
+    assert words(table.iloc[0], "subject") == [wording["subject"]]
+    assert words(table.iloc[0], "property") == ["the"]
+    assert table.at[0, "answers"] == ACCEPTED[name]
+
+
+def test_lists_in_cells_of_a_csv_file_are_read_as_lists_and_tell_nq_open(tmp_path):
+    file = tmp_path / "validation.csv"
+    pd.DataFrame([NQ | {"answer": json.dumps(NQ["answer"])}]).to_csv(file, index=False)
+    questions = load_questions(file)
+    assert questions.datasets == ("nq_open",)
+    assert questions.table.at[0, "answers"] == ACCEPTED["nq_open"]
+    others = NQ | {"relation": "last time", "popularity": 3}
+    table = load_questions(lines(tmp_path / "own.jsonl", others)).table
+    assert (table.at[0, "dataset"], table.at[0, "relation"], table.at[0, "popularity"]) == ("own", "last time", 3)
+    pd.DataFrame([NQ]).to_csv(file, index=False)
+    with pytest.raises(InputError, match=r"row 2: answer is not JSON .*json.dumps"):
+        load_questions(file)
+
+
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])
 @pytest.mark.parametrize("shape", ["an object", "beside the question"])
 def test_rows_of_value_and_aliases_are_triviaqa(tmp_path, shape, suffix):

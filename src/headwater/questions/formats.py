@@ -7,10 +7,11 @@
 | triviaqa | question, answer: an object with value and aliases (or its JSON text) | question | answer.value, answer.aliases | question_id as id |
 | triviaqa | question, value, aliases | question | value, aliases | question_id as id |
 | hotpotqa | answer, one text, beside type, level or supporting_facts | question | answer | _id as id, type, level |
-| nq_open | answer, a list | question | answer | |
+| nq_open | answer, a list (or its JSON text), and no other column | question | answer | |
 | table | anything else | question | answers, answer or golden_answers | all columns |
 
 A copy that keeps a set's own fields under "metadata" and its answers under "golden_answers" is read like the original.
+Columns that somebody added to a set's rows (`ADDED`) are kept, and go before what the format says itself.
 PopQA: Mallen et al., ACL 2023. TriviaQA: Joshi et al., ACL 2017. HotpotQA: Yang et al., EMNLP 2018. NQ-open: Lee et
 al., ACL 2019.
 """  # noqa: E501
@@ -27,6 +28,8 @@ from headwater.questions.words import find_words
 
 ANSWER_COLUMNS = ("answers", "answer", "golden_answers", "possible_answers")
 POPULARITY = ("s_pop", "o_pop")
+ADDED = ("dataset", "subject", "property")
+"""What a row may say beside the fields of its set: another name of the set, the exact words of the question."""
 WITHHELD = "<unk>"
 """What stands for the answer where a set is distributed without its answers."""
 
@@ -40,8 +43,9 @@ def detect_format(row: Mapping[str, object]) -> str:
         return "popqa"
     if "answers" in fields or "answer" not in fields:
         return "table"
-    if isinstance(row["answer"], list):
-        return "nq_open"
+    is_list = isinstance(row["answer"], list) or str(row["answer"]).lstrip().startswith("[")
+    if is_list:
+        return "nq_open" if fields <= {"id", "question", "answer", *ADDED} else "table"
     return "hotpotqa" if {"type", "level", "supporting_facts"} & fields else "table"
 
 
@@ -62,7 +66,8 @@ def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, object]
     Raises:
         InputError: a field that the format always has is missing, or is of another kind.
     """
-    return FORMATS[name](flat(row), where)
+    fields = flat(row)
+    return FORMATS[name](fields, where) | {key: fields[key] for key in ADDED if fields.get(key) not in (None, "", [])}
 
 
 def flat(row: Mapping[str, object]) -> dict[str, object]:
@@ -172,7 +177,7 @@ def _hotpotqa(row: dict[str, object], where: str) -> dict[str, object]:
 def _nq_open(row: dict[str, object], where: str) -> dict[str, object]:
     _require(row, where, "nq_open", "question", "answer")
     kept = {"id": row["id"]} if "id" in row else {}
-    return kept | {"question": row["question"], "answers": row["answer"]}
+    return kept | {"question": row["question"], "answers": _answers(row["answer"], where, "answer")}
 
 
 FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
@@ -200,7 +205,7 @@ def _answers(value: object, where: str, name: str) -> object:
         try:
             return parse_json(value)
         except ValueError as error:
-            raise InputError(f"{where}: {name} is not JSON ({error}).") from None
+            raise InputError(f"{where}: {name} is not JSON ({error}): json.dumps writes a list so.") from None
     return value.split(" | ")
 
 
