@@ -167,8 +167,12 @@ def depth_folder(folder: Path) -> Path:
 
 
 def member_file(file: Path) -> Path:
-    """Write texts as WikiMIA has them."""
+    """Write texts as WikiMIA has them, or put together."""
     file.parent.mkdir(exist_ok=True)
+    if "concat" in file.name:
+        joined = [{"input": " ".join(random.choices(WORDS, k=64)), "label": [0, 1]} for _ in range(20)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in joined))
+        return file
     rows = [{"input": " ".join(random.choices(WORDS, k=12)), "label": number % 2} for number in range(40)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

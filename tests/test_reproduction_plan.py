@@ -46,6 +46,8 @@ def test_the_numbers_of_a_line_are_those_that_ship():
     assert numbers["AUC of the mode", "NQ, gate"] == 0.8483
     exact = published_rows("membership", "EleutherAI/pythia-2.8b", "wikimia_32").set_index(["quantity", "of"])
     assert exact.loc[("false positives at 95 % true positives", "wikimia_32, min_k_0.2"), "published"] == 0.907
+    joined = published_rows("membership", "huggyllama/llama-13b", "wikimia_concat").set_index(["quantity", "of"])
+    assert joined.loc[("AUC of members", "wikimia_concat, min_k++_0.2"), "published"] == 0.679
 
 
 def config_of(name: str) -> tf.PretrainedConfig:

@@ -23,9 +23,8 @@ def main() -> None:
     tables = []
     for name in sys.argv[1:] or SETS:
         tables.append(agreement(hw.load_questions(name), "rules"))
-        if not sys.argv[1:]:
-            asked = agreement(hw.load_questions(name, sample=SAMPLE), "model", model=hw.load())
-            tables.append(asked[asked["extractor"] == "model"])
+        asked = agreement(hw.load_questions(name, sample=SAMPLE), "model", model=hw.load())
+        tables.append(asked[asked["extractor"] == "model"])
     with pd.option_context("display.width", 200, "display.max_columns", None):
         sys.stdout.write(f"{pd.concat(tables).round(3).to_string(index=False)}\n")
 

@@ -18,8 +18,12 @@ from headwater.pathways.modes import (
 )
 from headwater.pathways.tables import (
     AFTER,
+    ANY_MODE,
+    AWARE,
+    MARGIN,
     PROBE,
     RELATION,
+    RELATION_ANSWER,
     SPANS,
     WRONG_ANSWER,
 )
@@ -152,8 +156,11 @@ def findings_of(pathways: Traced) -> list[dict[str, Any]]:
                 "best_layer": view.layer,
                 "auc": rounded(view.baseline(WRONG_ANSWER, PROBE)[0]),
                 "auc_relation": rounded(view.baseline(WRONG_ANSWER, RELATION)[0]),
+                "auc_relation_answer": rounded(view.baseline(WRONG_ANSWER, RELATION_ANSWER)[0]),
                 "auc_spans": rounded(view.baseline(WRONG_ANSWER, SPANS)[0]),
                 "auc_after_knockout": rounded(view.baseline(WRONG_ANSWER, AFTER)[0]),
+                "auc_mode": rounded(view.baseline(ANY_MODE, AWARE)[0]),
+                "auc_mode_margin": rounded(view.baseline(ANY_MODE, MARGIN)[0]),
                 "flip_rate": rounded(flips),
                 "flip_rate_same_rows": rounded(beside),
                 "flip_rate_random": rounded(random),

@@ -10,6 +10,8 @@ of MIMIR (Duan et al. 2024).
 3. Where the published number is that of the K that did best on these very texts, the measured one is chosen so too.
 4. Of several files, such as the domains of MIMIR, the mean; its interval is that of independent means.
 
+5. Texts of WikiMIA put together (`joined_texts`) are scored stretch by stretch, not in lower case.
+
 The neighbourhood attack needs perturbed texts by another model: its column of measured numbers is empty.
 """
 
@@ -26,18 +28,20 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from headwater.likelihood.member_texts import load_member_texts
-from headwater.likelihood.scores import memorization_scores, score_of
+from headwater.likelihood.scores import MemorizationScores, memorization_scores, score_of
 from headwater.likelihood.statistics import token_statistics
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import load
 from headwater.options import checked_name
+from headwater.reference.joined_texts import load_joined_texts, of_stretches
 from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import digest_of_file
 from headwater.stats.discrimination import auc, true_positives
 from headwater.stats.resample import Draws, Interval, interval
 
-BENCHMARKS = ("wikimia_32", "wikimia_32_paraphrased", "mimir")
+JOINED = "wikimia_concat"
+BENCHMARKS = ("wikimia_32", "wikimia_32_paraphrased", "mimir", "wikimia_concat")
 QUANTITIES = {
     "auc": "AUC of members",
     "tpr_at_5": "true positives at 5 % false positives",
@@ -77,7 +81,8 @@ def reproduce_membership(
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
         texts: a file as `load_member_texts` reads it, or several whose numbers are averaged.
-        benchmark: what the texts are: `wikimia_32`, `wikimia_32_paraphrased` or `mimir`.
+        benchmark: what the texts are: `wikimia_32`, `wikimia_32_paraphrased`, `mimir`, or `wikimia_concat`, texts put
+            together as `headwater.reference.joined_texts` has them.
         reference: another model, for the score of that name.
         published: the published model to compare with, as "EleutherAI/pythia-160m"; by default the one of the
             model's name.
@@ -90,7 +95,7 @@ def reproduce_membership(
     """
     checked_name("benchmark", benchmark, BENCHMARKS)
     files = [texts] if isinstance(texts, str | Path) else list(texts)
-    tables = [load_member_texts(file) for file in files]
+    tables = [load_joined_texts(file) if benchmark == JOINED else load_member_texts(file) for file in files]
     model = model if isinstance(model, HookedModel) else load(model)
     if reference is not None:
         check_model(reference, "reference")
@@ -101,7 +106,10 @@ def reproduce_membership(
     def work(run: Run) -> Reproduction:
         numbers = source.models[name].get(benchmark, {}) if name else {}
         asked = {"long": "window", "batch_size": batch_size, "progress": progress}
-        scored = [_scored(run, place, model, reference, table, asked) for place, table in enumerate(tables)]
+        if benchmark == JOINED:
+            scored = [_scored_joined(run, place, model, table, asked) for place, table in enumerate(tables)]
+        else:
+            scored = [_scored(run, place, model, reference, table, asked) for place, table in enumerate(tables)]
         notes = [] if name else [no_numbers(model.name, source)]
         notes += [not_held(f"{name} on {benchmark}")] if name and not numbers else []
         rows = compare_membership(scored, benchmark, numbers)
@@ -121,7 +129,18 @@ def _scored(
     stats = token_statistics(model, given, out=run.below(f"{below}/texts"), **asked)
     lowercased = token_statistics(model, lowered, out=run.below(f"{below}/lowercased"), **asked)
     under = token_statistics(other, given, out=run.below(f"{below}/reference"), **asked) if other is not None else None
-    wide = memorization_scores(stats, lowercased=lowercased, reference=under).wide()
+    return _wide(table, memorization_scores(stats, lowercased=lowercased, reference=under))
+
+
+def _scored_joined(run: Run, place: int, model: HookedModel, table: pd.DataFrame, asked: dict[str, Any]) -> _Scored:
+    """Score the stretches of the texts of one file."""
+    whole = table.drop_duplicates("row")["text"].tolist()
+    stats = token_statistics(model, whole, out=run.below(f"file_{place}/texts"), **asked)
+    return _wide(table, memorization_scores(of_stretches(model, stats, table)))
+
+
+def _wide(table: pd.DataFrame, scores: MemorizationScores) -> _Scored:
+    wide = scores.wide()
     columns = [str(name) for name in wide if score_of(str(name)) is not None]
     return _Scored(table["member"].to_numpy(dtype=bool), {name: wide[name].to_numpy(float) for name in columns})
 

@@ -22,7 +22,7 @@ from headwater.errors import RunFolderError
 from headwater.options import checked_path
 from headwater.reference.hardware import GIB, SIZES, MambaSizes, Sizes
 from headwater.reference.maps import IN_SENTENCES, LONGER, REMOVALS
-from headwater.reference.membership import BEST, QUANTITIES
+from headwater.reference.membership import BEST, JOINED, QUANTITIES
 from headwater.reference.published import NUMBERS, Reproduction, compared, published_numbers
 
 RUNS = "runs"
@@ -36,7 +36,8 @@ DEPTH_QUESTIONS, DEPTH_TOKENS, DEPTH_NEW, DEPTH_BATCH = 1571, 345_000, 1024, 16
 """Of question depth: different questions; tokens of questions and accepted answers; new tokens at most; prompts at a
 time."""
 TEXTS, TEXT_TOKENS, MIMIR_TEXTS, MIMIR_TOKENS = 776, 48, 14_000, 300
-"""Of membership, read as they are and in lower case: texts of WikiMIA and their tokens; of MIMIR, assumed."""
+"""Of membership, read as they are and in lower case: texts of WikiMIA and their tokens (put together, assumed
+to be as many); of MIMIR, assumed."""
 
 
 NO_NUMBERS = "the publication lists this model; none of its numbers are held here"
@@ -176,6 +177,7 @@ def _membership(runs: Path, kind: str) -> Iterator[Line]:
     files = {
         "wikimia_32": {"WikiMIA_length32.jsonl": "WikiMIA, 32 words: input, label"},
         "wikimia_32_paraphrased": {"WikiMIA_length32_paraphrased.jsonl": "the same, paraphrased: input, label"},
+        JOINED: {"WikiMIA_concat.jsonl": "WikiMIA put together (zjysteven/WikiMIA_concat): input, labels of 32 words"},
         "mimir": {f"mimir/{one}.jsonl": "MIMIR, ngram_13_0.8, rows of text and member" for one in of_mimir.split()},
     }
     for model, numbers in published_numbers(kind).models.items():
