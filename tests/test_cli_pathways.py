@@ -15,7 +15,8 @@ SMALL = ["--questions", "natural", "--sample", 60, "--quiet"]
 
 
 def test_pathways_goes_from_questions_to_figures_tables_and_a_report(run, tmp_path, monkeypatch):
-    command = ["pathways", *SMALL, "--no-controls", "--seeds", 1, "--out", tmp_path]
+    asked = ["--edges", "answer", "--max-new-tokens", 30]
+    command = ["pathways", *SMALL, "--no-controls", "--seeds", 1, *asked, "--out", tmp_path]
     code, printed, error = run(*command, "--json")
     assert code == 0, error
     found = json.loads(printed)
@@ -29,6 +30,8 @@ def test_pathways_goes_from_questions_to_figures_tables_and_a_report(run, tmp_pa
     plain = said.replace("\\", "")
     assert all(" ".join(one.split()) in plain for result in loaded.values() for one in result.report())
     assert len(loaded["answers"].table) + loaded["answers"].dropped["questions"].sum() == 60
+    assert loaded["answers"].run.options["max_new_tokens"] == 30
+    assert loaded["pathways"].run.options["edges"] == "answer"
 
     monkeypatch.setattr(trace, "measure", lambda *a, **k: pytest.fail("traced again"))
     monkeypatch.setattr(AnswerSet, "fit", lambda *a: pytest.fail("fitted again"))
