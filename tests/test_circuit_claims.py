@@ -4,11 +4,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 
 import headwater as hw
-from headwater.circuits.graph import Graph
-from headwater.circuits.graph_files import read_graph_file, write_graph_file
 from headwater.errors import InputError
 from headwater.planted import circuits
 from tests import chance
@@ -64,6 +61,29 @@ def test_the_planted_edges_are_the_strongest_and_hold_on_other_prompts(method):
     )
 
 
+@pytest.mark.planted
+def test_the_same_circuit_holds_on_its_answers_and_hardly_ever_on_answers_swapped_by_lot():
+    """Its effect on each prompt is far beyond every random circuit's, so that the signs alone decide."""
+    rng, n, n_swaps = chance.rng(), 8, 30
+    names = [rng.choice(NAMES[0] + NAMES[1] + NAMES[2] + NAMES[3], 3, replace=False).tolist() for _ in range(n)]
+    clean, corrupted, metric = pairs_of(names)
+    right, wrong = ([f" {one[i]}" for one in names] for i in (0, 1))
+
+    def swapped(i: int) -> hw.Metric:
+        turned = rng.random(n) < 0.5
+        ends = np.where(turned, [wrong, right], [right, wrong]).tolist()
+        drawn = hw.logit_difference(*ends)
+        return hw.Metric(f"swapped {i}", drawn.function, answers=drawn.answers, needs_all=False)
+
+    metrics = [metric, *map(swapped, range(n_swaps))]
+    circuit = {"wired": hw.Circuit.of(WIRED, planted())}
+    runs = hw.run_circuits(planted(), clean, corrupted, circuit, metric=metrics, placebos=20, progress=False)
+    assert runs.claim(metric=metric.name).holds
+    claims = [runs.claim(metric=one.name) for one in metrics[1:]]
+    assert all(claim.table["p_value"].item() <= 0.05 for claim in claims if abs(claim.table["effect"].item()) > 1)
+    assert sum(claim.holds for claim in claims) <= 0.05 * n_swaps
+
+
 def held_on_shuffled_answers(times: int) -> int:
     """How many claims hold of circuits that were chosen on some prompts, on others; answers are drawn by lot."""
     model, rng = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer()), chance.rng()
@@ -93,40 +113,6 @@ def test_on_shuffled_answers_hardly_any_claim_holds():
 @pytest.mark.slow
 def test_on_shuffled_answers_at_most_one_claim_in_twenty_holds():
     assert held_on_shuffled_answers(40) <= 2
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
-@pytest.mark.parametrize("ending", ["json", "pt"])
-def test_graph_files_of_other_tools_are_written_and_read_back(family, ending, tmp_path):
-    model = hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
-    edges = hw.edges(
-        model,
-        " the capital of France is",
-        " the capital of Italy is",
-        metric=hw.logit_difference(5, 9),
-        method="eap",
-        progress=False,
-    )
-    circuit = edges.circuit(40)
-    file = write_graph_file(circuit, tmp_path / f"graph.{ending}", model.shape.d_model)
-    again = read_graph_file(file, model)
-    assert again == circuit
-    assert again.effects == pytest.approx(circuit.effects, rel=1e-5)
-    with pytest.raises(InputError, match="is the graph of 3 layers"):
-        read_graph_file(file, Graph(2, 4, 4, False))
-
-
-def test_a_graph_file_whose_heads_disagree_on_a_shared_key_is_refused(tmp_path):
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
-    file = write_graph_file(hw.Circuit.of(["embed -> k 1.0"], model), tmp_path / "graph.pt", 32)
-    held = torch.load(file, weights_only=True)
-    held["edges_in_graph"][0, held["dst_nodes"].index("a1.h0<k>")] = False
-    torch.save(held, file)
-    with pytest.raises(InputError, match=r"embed -> k 1\.0 for some of the 2 query heads"):
-        read_graph_file(file, model)
-    (tmp_path / "text.json").write_text("{}")
-    with pytest.raises(InputError, match="no graph that EAP-IG wrote"):
-        read_graph_file(tmp_path / "text.json", model)
 
 
 def test_a_claim_needs_one_circuit_and_one_metric():

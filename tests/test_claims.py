@@ -1,5 +1,7 @@
 """A claim holds where there is an effect, seldom where there is none, and its row is what the definitions say."""
 
+from itertools import product
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -102,6 +104,18 @@ def test_on_shuffled_answers_of_a_model_at_most_one_claim_in_twenty_holds():
         sweep.claim(cell, metric=metric.name, match="site", placebos=200).holds for metric in metrics for cell in cells
     ]
     assert np.mean(held) <= 0.05
+
+
+def test_of_effects_whose_sign_is_a_coin_at_most_one_in_twenty_holds():
+    """All 64 signs of six effects, beside random sets that do next to nothing: margin and p stop none of them."""
+    rng = chance.rng()
+    sizes, placebos = rng.uniform(9, 11, 6), rng.normal(0, 0.05, (20, 6))
+    claims = [claim_of(Evidence(sizes * signs, placebos)) for signs in product((1, -1), repeat=6)]
+    held = [claim.holds for claim in claims]
+    assert sum(held) <= 0.05 * 64
+    assert held[0]
+    assert held[-1]
+    assert any("signs drawn by lot" in claim.sentence for claim in claims)
 
 
 def test_random_sets_have_as_many_cells_of_each_layer_and_none_of_the_claimed():

@@ -172,3 +172,34 @@ def test_estimates_leave_the_parameters_frozen_and_without_gradients():
     assert not any(point.fwd_hooks for point in model.raw.hook_dict.values())
     with torch.inference_mode():
         estimated(model, "eap")
+
+
+def test_an_edge_that_the_sublayers_estimate_makes_nothing_of_is_ranked_by_the_first_order_one():
+    """Of this pair the 23rd largest effect is 810th by the sublayer's estimate, and 239th by the larger of the two."""
+    model, pairs, name = hw.load(), hw.world.task("capital", 8), "embed -> k 0.14"
+    metric = hw.logit_difference(pairs.correct[4], pairs.wrong[4])
+    asked = {"clean": pairs.clean[4], "corrupted": pairs.corrupted[4], "metric": metric, "progress": False}
+    screened = hw.edges(model, method="screened", verify=500, **asked)
+    edge = screened.graph.edge_named(name)
+    sizes = screened.estimates[0, 0, :, 0].abs()
+    assert int((sizes > sizes[edge]).sum()) > 500
+    assert not screened.sampled[edge]
+    alone = hw.edges(model, senders="embed", receivers="k 0.14", **asked).effects.item()
+    assert alone < -1
+    assert float(screened.effects[0, 0, edge, 0]) == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "task", ["indirect_object", "greater_than", "induction", "successor", "gendered_pronoun", "agreement", "capital"]
+)
+def test_of_each_task_the_whole_exact_top_hundred_is_among_what_a_screen_recomputes(task):
+    model, pairs = hw.load(), hw.world.task(task, 8)
+    asked = {"metric": pairs.metric(model), "progress": False}
+    exact = hw.edges(model, list(pairs.clean), list(pairs.corrupted), method="exact", **asked)
+    screened = hw.edges(model, list(pairs.clean), list(pairs.corrupted), method="screened", verify=500, **asked)
+    recomputed = ~screened.effects.isnan().any(0)[0, :, 0] & ~screened.sampled
+    assert int(recomputed.sum()) == 500
+    strongest = [exact.graph.edge_named(name) for name in exact.top(100)["edge"]]
+    assert bool(recomputed[strongest].all())
+    assert screened.top(100)["edge"].tolist() == exact.top(100)["edge"].tolist()

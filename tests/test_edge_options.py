@@ -1,7 +1,6 @@
 """What may be asked of `hw.edges` beside its pairs: paths through MLPs, and how long it may take."""
 
 import copy
-import warnings
 
 import numpy as np
 import pytest
@@ -9,11 +8,9 @@ import torch
 
 import headwater as hw
 from headwater.circuits import cost
-from headwater.circuits.graph import Graph
-from headwater.circuits.pairs import plan_of, source_in
 from headwater.errors import InputError
 from tests.edge_reference import Reference
-from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, pair_of
+from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference
 from tests.test_path_patching import model_of, reference
 from tests.tiny import tiny_model
 
@@ -45,39 +42,6 @@ def test_a_screen_through_mlps_recomputes_what_exact_finds_and_eap_is_refused():
     assert screened.agreement(exact)["top_overlap"].iloc[0] > 0.7
     with pytest.raises(InputError, match="gradients of direct edges alone"):
         hw.edges(model_of("qwen3"), CLEAN, CORRUPTED, method="eap", **options)
-
-
-def asked():
-    plan = plan_of(model_of("gpt2"), CLEAN, CORRUPTED, DIFFERENCE, "noise", None)
-    return plan, source_in(plan, "other run", None, 0)
-
-
-def test_the_operations_are_those_of_the_layers_that_each_edge_goes_through():
-    graph, pair = Graph.of(model_of("gpt2").shape), pair_of(model_of("gpt2"))
-    edges = [graph.edge_named(name) for name in ("embed -> q 1.1", "embed -> mlp 2", "embed -> logits")]
-    tokens = len(pair[0]) - next(i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b)
-    shape, blocks = model_of("gpt2").shape, model_of("gpt2").raw.blocks
-    layers = [2 * sum(p.numel() for p in b.parameters()) + 4 * len(pair[0]) * shape.d_model for b in blocks]
-    assert cost.operations(*asked(), np.array(edges), 2) == 2 * tokens * (layers[1] + 2 * layers[2])
-
-
-def test_what_takes_too_long_is_warned_of_or_refused_with_the_figures(monkeypatch):
-    edges = np.arange(Graph.of(model_of("gpt2").shape).n_edges)
-    monkeypatch.setattr(cost, "rate", lambda model: 1e9)
-    monkeypatch.setattr(cost, "operations", lambda *_: 7.2e12)
-    with pytest.warns(UserWarning, match=r"edges of 1 pairs, 7\.2 TFLOP, at the measured rate of 1 GFLOP/s 2 hours"):
-        cost.refuse_what_takes_too_long(*asked(), edges, 1, len(edges), None)
-    with pytest.raises(InputError, match=r"Use method='screened', or choose .* hours=0.5 were allowed"):
-        hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, hours=0.5, **QUIET)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cost.refuse_what_takes_too_long(*asked(), edges, 1, len(edges), 3.0)
-    with pytest.raises(InputError, match="hours"):
-        hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, hours=-1, **QUIET)
-
-
-def test_the_rate_is_that_of_products_of_matrices():
-    assert 1e7 < cost.rate(model_of("gpt2")) < 1e15
 
 
 def test_large_models_are_screened_unless_another_method_is_asked_for(monkeypatch):

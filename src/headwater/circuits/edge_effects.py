@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.circuits.carried import THROUGH
-from headwater.circuits.cost import default_method, refuse_what_takes_too_long
+from headwater.circuits.cost import default_method, estimate_operations, operations, warn_of_hours
 from headwater.circuits.estimates import Slopes, gradient_scores, sublayer_scores
 from headwater.circuits.footprint import largest
 from headwater.circuits.graph import Graph, Indices
@@ -97,7 +97,8 @@ def edges(
         through: `direct`: what a sender writes reaches the receiver unchanged; `mlps`: also by way of the MLPs between
             them, which are recomputed, all heads frozen (as `hw.path_patch`).
         method: `exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates
-            all (as `sublayer`), and recomputes exactly the `verify` strongest and 50 of the rest drawn by lot;
+            all (as `sublayer`), and recomputes exactly the `verify` strongest, by that or by `eap`, and 50 of the rest
+            drawn by lot;
             `sublayer`, `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`).
         verify: how many edges `screened` recomputes for their estimate.
         steps: the runs of `eap-ig` between the two embeddings.
@@ -132,8 +133,7 @@ def edges(
     refuse_without_path(source, by)
     asked = Asked(plan, source, graph, chosen, places_in(plan, over, positions), how)
     refuse_what_does_not_fit(asked)
-    exact = {"exact": len(chosen), "screened": min(how.verify + DRAWN, len(chosen))}.get(by, 0)
-    refuse_what_takes_too_long(plan, source, chosen, len(asked.places), exact, hours)
+    refuse_what_takes_too_long(asked, hours)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
         "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
@@ -170,6 +170,11 @@ class How:
     def recorded_seed(self) -> int | None:
         """The seed, where something is drawn."""
         return self.seed if self.method == "screened" else None
+
+    @property
+    def ranks_twice(self) -> bool:
+        """Whether edges are ranked by their first-order estimates too: gradients are those of direct edges alone."""
+        return self.method == "screened" and self.through == "direct"
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -217,10 +222,41 @@ def refuse_what_does_not_fit(asked: Asked) -> None:
     """
     plan = asked.plan
     advice = "Give fewer pairs, fewer senders= or receivers=, or shorter prompts."
-    cpu, numbers = torch.device("cpu"), 3 * 4 * int(np.prod(asked.size))
+    cpu, numbers = torch.device("cpu"), (5 if asked.how.ranks_twice else 3) * 4 * int(np.prod(asked.size))
     refuse_too_large(f"What {len(asked.chosen):,} edges of {len(plan.base):,} pairs come to", numbers, cpu, advice)
     needed = largest(plan, asked.source).edges(asked.chosen)
     refuse_too_large("What the edges of a pair of prompts hold", needed, plan.model.device, advice)
+
+
+def refuse_what_takes_too_long(asked: Asked, hours: float | None) -> None:
+    """Warn of what takes more than an hour, or refuse what takes more than the caller allows.
+
+    Args:
+        asked: which edges of which pairs, and how.
+        hours: what the caller allows.
+
+    Raises:
+        InputError: it takes longer; the message has the number of edges, the operations, the rate and the hours.
+
+    Warns:
+        UserWarning: it takes more than an hour, and nothing was said.
+    """
+    plan, how, n_edges = asked.plan, asked.how, len(asked.chosen)
+    given = plan, asked.source, asked.chosen, len(asked.places)
+    pairs = f"{len(plan.base):,} pairs"
+    if how.method == "exact":
+        advice = "Use method='screened', or choose senders= or receivers=."
+        warn_of_hours(plan.model, f"{n_edges:,} edges of {pairs}", operations(*given), advice, hours)
+        return
+    if how.method == "screened":
+        exact = min(how.verify + DRAWN, n_edges)
+        work = estimate_operations(*given, method=how.method) + operations(*given) * exact / n_edges
+        what = f"Estimates of {n_edges:,} edges of {pairs}, and the effects of {exact:,} of them"
+        advice = "Verify fewer (verify=), or choose senders= or receivers=."
+    else:
+        work = estimate_operations(*given, method=how.method, steps=len(how.shares))
+        what, advice = f"Estimates of {n_edges:,} edges of {pairs}", "Give fewer pairs, or shorter prompts."
+    warn_of_hours(plan.model, what, work, advice, hours)
 
 
 class _Measuring:
@@ -240,11 +276,12 @@ class _Measuring:
         baselines = self.pairs.baselines(self.run, recomputed=how.method in ("exact", "screened"))
         if how.method != "exact":
             with self.run.bar("estimates", "pair", n_examples) as bar:
-                pieces = self.run.pieces("estimates", range(n_examples), self._estimates, bar)
+                pieces = list(self.run.pieces("estimates", range(n_examples), self._estimates, bar))
                 estimates = torch.stack([piece["estimates"] for piece in pieces]).float()
         if how.method == "screened":
             kinds = self.graph.receivers.kind[self.graph.receiver[asked.chosen]]
-            strengths = strength(np.nan_to_num(estimates.double().numpy()))
+            ranked_by = torch.stack([torch.cat(list(piece.values()), -1) for piece in pieces])
+            strengths = strength(np.nan_to_num(ranked_by.double().numpy()))
             strongest, drawn = strongest_and_drawn(strengths, kinds, how.verify, how.seed)
             sampled, recomputed = torch.from_numpy(drawn), torch.from_numpy(strongest | drawn)
         shape = self.plan.model.shape
@@ -288,25 +325,26 @@ class _Measuring:
         return {"effects": found}
 
     def _estimates(self, example: int) -> dict[str, Tensor]:
-        """Return the estimates of all edges of a pair, `position edge metric`."""
+        """Return the estimates of all edges of a pair, `position edge metric`, and for a screen those of `eap` too."""
         edges, how = self.asked.chosen, self.asked.how
         with torch.no_grad(), self.plan.model.lock:
             runs = self.pairs.runs(example)
             found = self._nothing(example, len(edges))
             numbered = list(self.asked.places.of(runs))
             if not numbered:
-                return {"estimates": found}
-            slopes = Slopes(runs, how.shares)
-            if how.method in ("eap", "eap-ig"):
+                return {"estimates": found} | ({"first order": found.clone()} if how.ranks_twice else {})
+            slopes, first_order = Slopes(runs, how.shares), self._nothing(example, len(edges))
+            if how.method in ("eap", "eap-ig") or how.ranks_twice:
                 numbers, places = map(list, zip(*numbered, strict=True))
-                found[numbers] = gradient_scores(slopes, places, edges)
-                return {"estimates": found}
+                first_order[numbers] = gradient_scores(slopes, places, edges)
+            if how.method in ("eap", "eap-ig"):
+                return {"estimates": first_order}
             for number, place in numbered:
                 exact = self.pairs.exact(runs, place, self.asked.how.through)
                 for stage in np.unique(self.graph.stage[edges]):
                     own = np.flatnonzero(self.graph.stage[edges] == stage)
                     found[number, own] = sublayer_scores(slopes, exact, int(stage), edges[own])
-        return {"estimates": found}
+        return {"estimates": found} | ({"first order": first_order} if how.ranks_twice else {})
 
     def _nothing(self, example: int, n_edges: int) -> Float[Tensor, "position edge metric"]:
         """Return 0 at the places of a pair, NaN beyond."""

@@ -4,7 +4,8 @@
 
 These graphs have a k and a v for each query head. Where several query heads share a key-value head, the weights have
 one edge: it is read if all heads of the group agree on it, its score being their sum, and written to each of them, the
-score in equal parts.
+score in equal parts. Files of its first layout (a node is a word, true or false) are read as well. A graph of single
+neurons is none of edges: a file that keeps a part of a node's neurons is refused.
 """
 
 from __future__ import annotations
@@ -37,14 +38,21 @@ def read_graph_file(path: str | Path, model: HookedModel | Graph) -> Circuit:
         model: whose circuit it is.
 
     Raises:
-        InputError: the file is none of these, is of a model of another size, or heads that share a key-value head
-            disagree on an edge to it.
+        InputError: the file is none of these, is of a model of another size or of single neurons, or heads that share a
+            key-value head disagree on an edge to it.
     """
     file, graph = checked_path("path", path), graph_of(model)
+    if file.suffix not in (".json", ".pt"):
+        raise InputError(
+            f"{file} ends in {file.suffix!r}; EAP-IG's graphs end in .json or .pt. Of the edges of another tool make a "
+            'circuit by their names: hw.Circuit.of(["head 9.9 -> q 10.7", ...], model).'
+        )
     try:
         cfg, listed = (_of_pt if file.suffix == ".pt" else _of_json)(file)
         sizes = int(cfg["n_layers"]), int(cfg["n_heads"]), bool(cfg["parallel_attn_mlp"])
         found = list(listed)
+    except InputError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise InputError(f"{file} is no graph that EAP-IG wrote ({reason}).") from None
@@ -114,12 +122,15 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
 
 def _of_json(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, float, bool]]]:
     held = json.loads(file.read_text(encoding="utf-8"))
+    nodes = [one for one in held["nodes"].values() if isinstance(one, dict)]
+    _refuse_neurons(file, [one["neurons"] for one in nodes if "neurons" in one])
     edges = held["edges"].items()
     return held["cfg"], ((name, float(one.get("score") or 0.0), bool(one["in_graph"])) for name, one in edges)
 
 
 def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, float, bool]]]:
     held = torch.load(file, weights_only=True, map_location="cpu")
+    _refuse_neurons(file, [held["neurons_in_graph"]] if held.get("neurons_in_graph") is not None else [])
     inside, scores = held["edges_in_graph"].bool(), held["edges_scores"].float()
     sources, targets = held["src_nodes"], held["dst_nodes"]
     places = inside.nonzero().tolist()
@@ -127,6 +138,12 @@ def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, float, bool]
     others = (~inside & _real(sources, targets)).nonzero().tolist()
     rest = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), False) for i, j in others)
     return held["cfg"], iter([*members, *rest])
+
+
+def _refuse_neurons(file: Path, kept: list[Any]) -> None:
+    """Refuse a graph in which only some neurons of a node are kept."""
+    if not all(bool(torch.as_tensor(neurons).bool().all()) for neurons in kept):
+        raise InputError(f"{file} keeps single neurons of its nodes; a circuit here is of edges, whole ones.")
 
 
 def _real(sources: list[str], targets: list[str]) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""Which edges are recomputed exactly after a screen: the strongest by their estimate, and some of the rest by lot.
+"""Which edges are recomputed exactly after a screen: the strongest by their estimates, and some of the rest by lot.
+
+An edge is as strong as the larger of two estimates makes it, each as a part of its own largest: the sublayer's, and the
+first-order one. The sublayer's is by far the better, but where a softmax goes up and down again between the two runs it
+can be near 0 by accident; then the slope is not. On 112 single pairs of the embedded model's tasks one of the exact top
+100 was not among the first 500 by the sublayer's alone in 8 pairs, by the larger of the two in 3.
 
 The lot falls on the rest in proportion to how many of its edges lead to each kind of receiver, so that what it meets
 there speaks for all of it: of how many of the rest are beyond the weakest of the recomputed, `EdgeEffects.report` says

@@ -12,9 +12,11 @@ Of the effects of a set on prompts, given by the caller with those of everything
 6. margin        how large an effect has to be to matter; by default `placebo_high`. "Not zero" is not importance
 
 A claim holds where the whole interval lies beyond the margin, p ≤ 0.05, the other ablation (if there is one) has the
-same sign, and the effect on held-out prompts (if there are any) has the same sign and is beyond the margin too. A set
-that was chosen because it is strong beats random ones by the choice alone: only held-out prompts, or a set named
-before anything was measured, make p a p-value.
+same sign, and the effect on held-out prompts (if there are any) has the same sign and is beyond the margin too. From
+six prompts on, their signs drawn by lot must also reach such a mean in at most 5 % of cases: the bootstrap's interval
+is too narrow where prompts are few, and alone it lets more than that pass. A set that was chosen because it is strong
+beats random ones by the choice alone: only held-out prompts, or a set named before anything was measured, make p a
+p-value.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ from numpy import ndarray
 from headwater.errors import InputError
 from headwater.stats.correlation import spearman
 from headwater.stats.resample import Draws, interval
+from headwater.stats.significance import sign_flip_p
 
 LARGEST_P = 0.05
+FEWEST_SIGNS = 6
+"""With fewer prompts no draw of their signs is as rare as 5 %."""
 TOO_FEW = 19
 """With fewer random sets no p is 0.05 or less."""
 PLACEBO_QUANTILE = 0.95
@@ -127,6 +132,9 @@ def claim_of(
         "margin": quantile if margin is None else float(margin),
     }
     failed = _failures(row, evidence)
+    by_signs = sign_flip_p(effects, seed) if not failed and len(effects) >= FEWEST_SIGNS else 0.0
+    if by_signs > LARGEST_P:
+        failed.append(f"signs drawn by lot give the prompts as large a mean (p = {by_signs:.2g})")
     row["holds"] = not failed
     table = pd.DataFrame([[row[name] for name in COLUMNS]], columns=list(COLUMNS))
     counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
