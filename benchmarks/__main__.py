@@ -20,6 +20,7 @@ from benchmarks import (
     heads_70b,
     knockout,
     likelihood,
+    loading,
     patching,
     saliency,
     scaling,
@@ -44,6 +45,7 @@ SUITES = {
     "collecting": collecting.run,
     "generation": generation.run,
     "short-texts": short_texts.run,
+    "loading": loading.run,
     "edges": edges.run,
     "circuits": circuits.run,
 }

@@ -9,7 +9,19 @@ import pytest
 import torch
 import transformers
 from benchmarks import __main__ as command
-from benchmarks import cache, collecting, heads, heads_70b, likelihood, outliers, patching, report, scaling, table
+from benchmarks import (
+    cache,
+    collecting,
+    heads,
+    heads_70b,
+    likelihood,
+    loading,
+    outliers,
+    patching,
+    report,
+    scaling,
+    table,
+)
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
 from benchmarks.report import Row
 
@@ -156,6 +168,16 @@ def test_scaling_and_caches_agree_with_their_peers_at_a_tiny_shape(monkeypatch):
     rows += list(cache.run(MACHINE, "cpu", patching.random_gpt2("cpu", **sizes)))
     assert len(rows) >= 4 + 2 + 2 + 2
     assert all(row.agrees for row in rows)
+
+
+def test_a_loaded_folder_agrees_with_transformers_at_a_tiny_shape(monkeypatch):
+    monkeypatch.setattr(loading, "in_fresh_process", lambda work, *given: 1 << 20)
+    monkeypatch.setattr(loading, "ROUNDS", 1)
+    sizes = {"n_layer": 2, "n_embd": 24, "n_head": 2, "vocab_size": 300, "n_positions": 64}
+    (row,) = loading.run(MACHINE, "cpu", **sizes)
+    assert row.agrees
+    assert row.ratio > 0
+    assert "x the weights" in row.note
 
 
 def test_outliers_of_an_unembedding_written_in_pieces_are_those_of_the_whole():

@@ -110,6 +110,32 @@ def test_an_unembedding_alone_does_not_stand_for_an_embedding_that_is_not_tied_t
         hw.load(folder)
 
 
+@pytest.mark.parametrize("opened", OPENERS)
+def test_a_bias_that_the_config_does_not_know_is_refused_by_its_name_and_a_buffer_is_not(folder, opened):
+    weights = load_file(folder / "model.safetensors")
+    buffer = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    save_file(weights | buffer, folder / "model.safetensors", metadata={"format": "pt"})
+    opened(folder)
+    name = "model.layers.1.self_attn.q_proj.bias"
+    save_file(weights | {name: torch.zeros(32)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"{name}.*a module that computes without it by the config") as caught:
+        opened(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+def test_a_transposed_matrix_is_refused_by_its_name_and_both_shapes(folder, opened):
+    weights, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].T.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"up_proj\.weight.*32, 48|32, 48.*48, 32") as caught:
+        opened(folder)
+    assert name.removeprefix("model.") in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["gemma3-with-vision", "llava"])
 @pytest.mark.oracle
 def test_a_multimodal_checkpoint_is_read_as_the_text_model_it_holds(name, tmp_path):

@@ -7,16 +7,93 @@ import transformers as tf
 import headwater as hw
 from headwater.models.weights.opening import open_weights
 from tests import chance
+from tests.random_models import VISION
 from tests.tiny import tiny_tokenizer
 
-BUILT = {
-    "llama": tf.LlamaConfig, "qwen2": tf.Qwen2Config, "olmo": tf.OlmoConfig, "olmo2": tf.Olmo2Config,
-    "phi3": tf.Phi3Config, "granite": tf.GraniteConfig, "cohere": tf.CohereConfig,
-    "smollm3": tf.SmolLM3Config, "gemma": tf.GemmaConfig, "mistral": tf.MistralConfig,
-}  # fmt: skip
+VOCABULARY = len(tiny_tokenizer())
+ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 SIZES = {"one-layer-one-head": (1, 1, 1), "odd": (3, 3, 1), "groups": (2, 6, 2), "every-head": (1, 5, 5)}
-QUICK = (("llama", "odd", True), ("phi3", "groups", False), ("granite", "one-layer-one-head", True))
-CASES = [(family, sizes, tied) for family in BUILT for sizes in SIZES for tied in (True, False)]
+"""Layers, heads and key-value heads."""
+
+
+def of_llamas_names(kind, **more):
+    """A config that calls its sizes as Llama does."""
+
+    def config(n_layers, n_heads, n_kv_heads, **options):
+        return kind(
+            vocab_size=VOCABULARY,
+            hidden_size=6 * n_heads,
+            intermediate_size=11,
+            num_hidden_layers=n_layers,
+            num_attention_heads=n_heads,
+            num_key_value_heads=n_kv_heads,
+            max_position_embeddings=19,
+            **more,
+            **options,
+        )
+
+    return config
+
+
+def of_gpt2s_names(kind, **more):
+    """A config that calls its sizes as GPT-2 does."""
+
+    def config(n_layers, n_heads, n_kv_heads, **options):
+        sizes = {"n_embd": 6 * n_heads, "n_layer": n_layers, "n_head": n_heads, "n_positions": 19}
+        return kind(vocab_size=VOCABULARY, **sizes, **more, **options)
+
+    return config
+
+
+def falcon(**more):
+    def config(n_layers, n_heads, n_kv_heads, **options):
+        grouped = {"num_kv_heads": n_kv_heads} if more.get("new_decoder_architecture") else {}
+        sizes = {"hidden_size": 6 * n_heads, "num_hidden_layers": n_layers, "num_attention_heads": n_heads}
+        return tf.FalconConfig(vocab_size=VOCABULARY, **sizes, **grouped, **more, **options)
+
+    return config
+
+
+def with_vision(n_layers, n_heads, n_kv_heads, kind, text, vision, **options):
+    held = text(n_layers, n_heads, n_kv_heads, **options)
+    shown = {"tie_word_embeddings": options["tie_word_embeddings"]}
+    return kind(text_config=held, vision_config=vision(**VISION), image_token_index=3, **shown)
+
+
+FAMILIES = {
+    "bloom": lambda layers, heads, _, **options: tf.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=6 * heads, n_layer=layers, n_head=heads, **options
+    ),
+    "cohere": of_llamas_names(tf.CohereConfig),
+    "falcon-new-decoder": falcon(new_decoder_architecture=True),
+    "gemma": of_llamas_names(tf.GemmaConfig, head_dim=6),
+    "gemma3-with-vision": lambda *sizes, **options: with_vision(
+        *sizes, tf.Gemma3Config, of_llamas_names(tf.Gemma3TextConfig, head_dim=6, sliding_window=4),
+        tf.SiglipVisionConfig, **options,
+    ),
+    "gptj": of_gpt2s_names(tf.GPTJConfig, rotary_dim=4),
+    "granite": of_llamas_names(tf.GraniteConfig),
+    "llama": of_llamas_names(tf.LlamaConfig),
+    "mistral": of_llamas_names(tf.MistralConfig),
+    "olmo": of_llamas_names(tf.OlmoConfig),
+    "olmo2": of_llamas_names(tf.Olmo2Config),
+    "opt": lambda layers, heads, _, **options: tf.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=6 * heads, num_hidden_layers=layers, num_attention_heads=heads, ffn_dim=11,
+        max_position_embeddings=19, dropout=0.0, **options,
+    ),
+    "phi3": of_llamas_names(tf.Phi3Config),
+    "qwen2": of_llamas_names(tf.Qwen2Config),
+    "smollm3": of_llamas_names(tf.SmolLM3Config),
+}  # fmt: skip
+QUICK = (
+    ("llama", "odd", True), ("phi3", "groups", False), ("granite", "one-layer-one-head", True),
+    ("bloom", "odd", True), ("gptj", "one-layer-one-head", False),
+    ("falcon-new-decoder", "groups", True), ("opt", "every-head", False), ("gemma3-with-vision", "odd", True),
+)  # fmt: skip
+ALONE = ("bloom", "falcon-new-decoder", "gemma3-with-vision", "gptj", "opt")
+"""Those of which only the quick case is there."""
+CASES = [(family, sizes, tied) for family in FAMILIES for sizes in SIZES for tied in (True, False)]
+CASES = [case for case in CASES if case[0] not in ALONE or case in QUICK]
 
 
 @pytest.mark.oracle
@@ -26,34 +103,24 @@ CASES = [(family, sizes, tied) for family in BUILT for sizes in SIZES for tied i
 def test_an_odd_model_gives_hugging_faces_logits_and_its_folder_the_factors_it_computes_with(
     family, sizes, tied, tmp_path
 ):
-    n_layers, n_heads, n_kv_heads = SIZES[sizes]
-    config = BUILT[family](
-        vocab_size=len(tiny_tokenizer()),
-        hidden_size=6 * n_heads,
-        intermediate_size=11,
-        num_hidden_layers=n_layers,
-        num_attention_heads=n_heads,
-        num_key_value_heads=n_kv_heads,
-        max_position_embeddings=19,
-        tie_word_embeddings=tied,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
-        **({"head_dim": 6} if family == "gemma" else {}),
-    )
+    config = FAMILIES[family](*SIZES[sizes], tie_word_embeddings=tied, **ENDS)
+    kind = tf.AutoModelForImageTextToText if hasattr(config, "vision_config") else tf.AutoModelForCausalLM
     with chance.apart("odd model"):
-        hf = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        hf = kind.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for parameter in hf.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))
     hf.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    model, streamed = hw.load(tmp_path), open_weights(tmp_path)
-    tokens = torch.randint(2, config.vocab_size, (2, 7))
+    model, streamed, memory = hw.load(tmp_path), open_weights(tmp_path), hw.load(hf, tokenizer=tiny_tokenizer())
+    tokens = torch.randint(2, VOCABULARY, (2, 7))
     with torch.inference_mode():
-        torch.testing.assert_close(model.run(tokens), hf(tokens).logits, rtol=0, atol=1e-4)
-    assert streamed.fingerprint == model.fingerprint
-    there = vars(open_weights(model).layer(n_layers - 1))
+        expected = hf(tokens).logits
+        torch.testing.assert_close(model.run(tokens), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(memory.run(tokens), expected, rtol=0, atol=1e-4)
+    assert streamed.fingerprint == model.fingerprint == memory.fingerprint
+    n_layers = SIZES[sizes][0]
+    there = vars(open_weights(memory).layer(n_layers - 1))
     for name, factor in vars(streamed.layer(n_layers - 1)).items():
         torch.testing.assert_close(factor, there[name], msg=name)
     assert torch.equal(streamed.unembedding(), open_weights(model).unembedding())

@@ -17,6 +17,7 @@ import copy
 import math
 import re
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from headwater.models.weights.checkpoint import (
     stored_tensors,
     tensor_shapes,
     weight_files,
+    without_use,
 )
 from headwater.models.weights.conversion import quiet_transformers
 from headwater.models.weights.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
@@ -317,7 +319,7 @@ def _read_weights(
             )
     except Exception as error:  # each model class believes its config, and fails on what it says in its own way
         raise ModelError(f"The weights in {folder} cannot be loaded: {one_line(error)}") from error
-    _check_report(folder, report, text_config(config).num_hidden_layers)
+    _check_report(folder, report, text_config(config).num_hidden_layers, dict(hf.named_parameters()))
     if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
         raise InputError(
             f"All devices together are too small for the model in {folder}: {away} is not in memory. Use more or "
@@ -326,7 +328,7 @@ def _read_weights(
     return hf
 
 
-def _check_report(folder: Path, report: dict[str, Any], n_layers: int) -> None:
+def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameters: Collection[str]) -> None:
     """Transformers fills what a checkpoint lacks with random numbers and drops what it has besides; refuse both."""
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{folder}: {len(missing)} parameters are missing from the weight files: {missing[0]} ...")
@@ -334,6 +336,11 @@ def _check_report(folder: Path, report: dict[str, Any], n_layers: int) -> None:
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer and int(layer[1]) >= n_layers:
             raise ModelError(f"{folder}: the config says {n_layers} layers, but the weight files hold {name}.")
+    if (unused := without_use(report["unexpected_keys"], parameters)) is not None:
+        raise ModelError(
+            f"{folder}: the weight files hold {unused}, of a module that computes without it by the config; the two do "
+            "not belong together."
+        )
 
 
 def _folder(source: str, revision: str | None) -> Path:

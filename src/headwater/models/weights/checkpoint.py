@@ -6,7 +6,7 @@ memory is what is being used, and it is let go with the last reference to the te
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -182,10 +182,26 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             f"The config in {folder} says {config.num_hidden_layers} layers, but the weights hold {extra[0]!r}; "
             "config.json and weights do not belong together."
         )
+    if (unused := without_use(names, expected)) is not None:
+        raise ModelError(
+            f"Tensor {names[unused]!r} in {stored[names[unused]][0]} is of a module that computes without it by the "
+            "config; config.json and weights do not belong together."
+        )
     names = {name: own for name, own in names.items() if name in expected or name == UNEMBEDDING}
     files = {name: stored[own][0] for name, own in names.items()}
     scales = {own: file for own, (file, _) in stored.items() if own.endswith(SCALE)}
     return Checkpoint(folder, config, names, files | scales, block)
+
+
+def without_use(found: Iterable[str], expected: Collection[str]) -> str | None:
+    """Return a weight or bias that was found and belongs to a module which has others, but not this one; None if none.
+
+    Such as the bias of a projection that has none by its config. What is of no module, as buffers of older versions
+    are, changes nothing.
+    """
+    modules = {name.rpartition(".")[0] for name in expected}
+    split = ((name, *name.rpartition(".")) for name in sorted(found) if name not in expected)
+    return next((name for name, module, _, own in split if module in modules and own in ("weight", "bias")), None)
 
 
 def stored_tensors(folder: Path, n_layers: int) -> dict[str, tuple[Path, tuple[int, ...]]]:
