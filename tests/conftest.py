@@ -131,7 +131,7 @@ def llama(models):
 
 
 @pytest.fixture(scope="session")
-def browser():
+def chromium():
     """Chromium, where it and playwright are on the machine."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -141,3 +141,11 @@ def browser():
         running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield running
         running.close()
+
+
+@pytest.fixture
+def browser(chromium):
+    """The browser that all tests share; what a test leaves open in it is closed."""
+    yield chromium
+    for context in chromium.contexts:
+        context.close()

@@ -2,14 +2,16 @@
 
 import sys
 
-FIRST_PLACE = """([width, height, step, begin]) => {
-  const canvas = document.querySelector("[data-main]"), box = canvas.getBoundingClientRect();
+import pandas as pd
+
+FIRST_PLACE = """([selector, width, height, step, begin]) => {
+  const canvas = document.querySelector(selector), box = canvas.getBoundingClientRect();
   for (let y = 2; y < height; y += step)
     for (let x = 2; x < width; x += step) {
       const at = { bubbles: true, clientX: box.left + x, clientY: box.top + y };
       canvas.dispatchEvent(new PointerEvent("pointermove", at));
-      const said = document.querySelector(".tip div");
-      if (said && said.innerText.startsWith(begin)) return [x, y];
+      const tip = document.querySelector(".tip");
+      if (tip && !tip.hidden && tip.firstChild.innerText.startsWith(begin)) return [x, y];
     }
   return null;
 }"""
@@ -34,18 +36,33 @@ class Look:
         self.cpu = next(one["value"] for one in measured if one["name"] == "TaskDuration")
         """Seconds that the page's thread worked until then."""
 
-    def at(self, x, y):
-        """Point at a place of the main canvas and return the tooltip's lines."""
-        box = self.page.locator("[data-main]").bounding_box()
-        self.page.mouse.move(box["x"] + x, box["y"] + y)
+    def at(self, x, y, canvas="[data-main]"):
+        """Point at a place of a canvas and return the tooltip's lines."""
+        self.page.locator(canvas).hover(position={"x": x, "y": y})
         tip = self.page.locator(".tip")
         return tip.locator("div").all_inner_texts() if tip.count() and tip.is_visible() else []
 
-    def find(self, width, height, begin, step=4):
+    def find(self, width, height, begin, step=4, canvas="[data-main]"):
         """Return what is said at the first place whose tooltip begins so: the page looks, then the mouse goes."""
-        place = self.page.evaluate(FIRST_PLACE, [width, height, step, begin])
+        place = self.page.evaluate(FIRST_PLACE, [canvas, width, height, step, begin])
         assert place, f"nothing says {begin!r}"
-        return self.at(*place), tuple(place)
+        return self.at(*place, canvas), tuple(place)
+
+    def click(self, begin, canvas="[data-main]", **how):
+        """Click the first place of a canvas whose tooltip begins so."""
+        box = self.page.locator(canvas).bounding_box()
+        _, (x, y) = self.find(int(box["width"]), int(box["height"]), begin, canvas=canvas)
+        self.page.locator(canvas).click(position={"x": x, "y": y}, **how)
+
+    def said(self):
+        """What a screen reader was told last."""
+        return self.page.locator("[aria-live]").inner_text()
+
+    def csv(self):
+        """Return what the button CSV keeps."""
+        with self.page.expect_download() as kept:
+            self.page.get_by_role("button", name="CSV").click()
+        return pd.read_csv(kept.value.path())
 
     def said_of(self, view):
         """Say how large a view is and how soon it was ready."""

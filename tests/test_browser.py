@@ -9,21 +9,28 @@ import numpy as np
 import pytest
 
 import headwater as hw
-from headwater.views.interactive import packed
+from headwater.views.interactive import interactive, packed
 from tests.looking import Look
-from tests.test_views import HOSTILE, PAIR, SHOWN, attended, mapped, profiled, read, swept, traced, wired
+from tests.test_views import PAIR, SHOWN, attended, mapped, profiled, read, spec_in, swept, traced, viewed, wired
 
 pytestmark = pytest.mark.browser
 
 
-@pytest.mark.parametrize("width", [1000, 420])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("kind", SHOWN)
-def test_a_view_is_drawn_without_errors_and_asks_for_nothing(browser, tmp_path, kind, scheme, width):
-    look = Look(browser, SHOWN[kind]().view(), tmp_path, color_scheme=scheme, viewport={"width": width, "height": 800})
+def test_a_view_is_drawn_without_errors_in_light_and_dark_wide_and_narrow(browser, tmp_path, kind):
+    look = Look(browser, viewed(kind), tmp_path, color_scheme="light", viewport={"width": 1000, "height": 800})
+    drawn = {"light": look.page.screenshot()}
+    look.page.emulate_media(color_scheme="dark")
+    drawn["dark"] = look.page.screenshot()
     look.is_well()
-    assert look.page.evaluate("document.documentElement.scrollWidth") <= width
+    look.page.set_viewport_size({"width": 420, "height": 800})
+    look.page.reload()
+    look.page.wait_for_selector("html[data-ready]")
+    drawn["narrow"] = look.page.screenshot()
+    assert look.page.evaluate("document.documentElement.scrollWidth") <= 420
     look.page.get_by_role("button", name="light or dark").click()
+    drawn["narrow light"] = look.page.screenshot()
+    assert len(set(drawn.values())) == len(drawn)
     look.page.get_by_role("button", name="table").click()
     assert look.page.locator(".scroll table tr").count() > 5
     look.is_well()
@@ -38,19 +45,26 @@ NAMELESS = """() => [...document.querySelectorAll("canvas, button, select, input
 
 @pytest.mark.parametrize("kind", SHOWN)
 def test_every_part_of_a_view_has_a_name_and_what_keys_reach_is_said(browser, tmp_path, kind):
-    look = Look(browser, SHOWN[kind]().view(), tmp_path)
+    look = Look(browser, viewed(kind), tmp_path)
     assert look.page.evaluate(NAMELESS) == []
+    assert look.page.locator("[aria-live]").count() == 1  # there before it says anything
+    heard = look.page.locator("body").aria_snapshot().replace("''", "'")  # as YAML writes it
+    assert f'heading "{look.page.title()}" [level=1]' in heard
+    assert "application" in heard or "listbox" in heard
+    look.page.get_by_role("button", name="table").click()
+    assert "columnheader" in look.page.locator("body").aria_snapshot()
+    look.page.get_by_role("button", name="table").click()
     walked = look.page.locator("canvas[role='application'], [role='option'][tabindex='0']")
     assert walked.count() > 0
     for i in range(walked.count()):
-        look.page.evaluate("hw.said && (hw.said.textContent = '')")
+        look.page.evaluate("hw.said.textContent = ''")
         walked.nth(i).press("ArrowRight")
         assert look.page.locator("[aria-live]").inner_text().strip(), walked.nth(i).get_attribute("aria-label")
     look.is_well()
 
 
 def test_a_cell_of_a_sweep_says_its_mean_and_dragging_gives_a_query_of_the_table(browser, tmp_path):
-    look = Look(browser, swept().view(), tmp_path)
+    look = Look(browser, viewed("sweep"), tmp_path)
     look.page.get_by_label("site", exact=True).select_option("1")
     rows = swept().table.query("site == 'resid_pre'").groupby(["layer", "position"])["effect"].mean()
     layer, position = rows.abs().idxmax()
@@ -68,8 +82,21 @@ def test_a_cell_of_a_sweep_says_its_mean_and_dragging_gives_a_query_of_the_table
     look.is_well()
 
 
+def test_the_query_of_names_that_hold_quotes_is_python_all_the_same(browser, tmp_path):
+    odd = 'it\'s "one" \\ \n \u202e \u2028 é \U0001f600'
+    spec = spec_in(viewed("sweep"))
+    spec["panels"][0]["site"] = odd
+    look = Look(browser, interactive(swept(), "sweep.js", spec), tmp_path)
+    look.page.locator("[data-main]").press("ArrowRight")
+    table = swept().table.assign(site=swept().table["site"].replace("z", odd))
+    chosen = eval(look.page.locator(".card code").inner_text(), {"sweep": replace(swept(), table=table)})
+    assert set(chosen["site"]) == {odd}
+    assert set(chosen["head"]) == {1}
+    look.is_well()
+
+
 def test_a_cell_of_a_sweep_is_reached_opened_and_closed_by_keys(browser, tmp_path):
-    look = Look(browser, swept().view(), tmp_path)
+    look = Look(browser, viewed("sweep"), tmp_path)
     canvas, card = look.page.locator("[data-main]"), look.page.locator(".card")
     assert "Enter opens" in canvas.get_attribute("aria-label")
     canvas.press("ArrowRight")
@@ -107,7 +134,7 @@ def test_a_sweep_by_role_is_looked_at_role_by_role(browser, tmp_path):
 
 
 def test_a_cell_of_one_example_and_of_the_normalised_scale_says_that(browser, tmp_path):
-    look = Look(browser, swept().view(), tmp_path)
+    look = Look(browser, viewed("sweep"), tmp_path)
     look.page.get_by_label("site", exact=True).select_option("1")
     look.page.get_by_label("example", exact=True).select_option("2")
     look.page.get_by_label("value", exact=True).select_option("1")
@@ -118,7 +145,7 @@ def test_a_cell_of_one_example_and_of_the_normalised_scale_says_that(browser, tm
 
 
 def test_a_token_shows_what_it_reads(browser, tmp_path):
-    look = Look(browser, attended().view(), tmp_path)
+    look = Look(browser, viewed("attention"), tmp_path)
     exact = attended().example("pattern", 1, 0)[0]
     token = look.page.locator(".token").nth(5)
     token.hover()
@@ -135,7 +162,7 @@ def test_a_token_shows_what_it_reads(browser, tmp_path):
 
 
 def test_a_token_says_how_likely_it_is_and_another_layer_and_score_colour_it_anew(browser, tmp_path):
-    look = Look(browser, read().view(), tmp_path)
+    look = Look(browser, viewed("likelihood"), tmp_path)
     rows = read().table.query("text == 0 and layer == layer.max()").reset_index(drop=True)
     token = look.page.locator(".token").nth(4)
     token.hover()
@@ -159,8 +186,36 @@ def test_a_token_says_how_likely_it_is_and_another_layer_and_score_colour_it_ane
     look.is_well()
 
 
+def test_tokens_are_walked_to_kept_and_freed_by_keys(browser, tmp_path):
+    look = Look(browser, viewed("likelihood"), tmp_path)
+    rows = read().table.query("text == 0 and layer == layer.max()").reset_index(drop=True)
+    tokens, keyboard = look.page.locator(".token"), look.page.keyboard
+    tokens.first.press("ArrowRight")
+    keyboard.press("ArrowRight")
+    assert look.said().split(", ")[0].endswith(f"({rows['position'][2]}): log p {rows['log_probability'][2]:.3f}")
+    keyboard.press("Enter")
+    assert tokens.nth(2).get_attribute("aria-selected") == "true"
+    keyboard.press("Escape")
+    assert look.page.locator(".token.locked").count() == 0
+    look.is_well()
+
+
+def test_lines_are_walked_over_left_alone_and_brought_back_by_keys(browser, tmp_path):
+    look = Look(browser, viewed("pathways"), tmp_path)
+    canvas, buttons = look.page.locator("[data-main]"), look.page.locator("[data-line]")
+    rows = traced().curves.query("split_by == 'per layer' and mode == 'A-anchored'").sort_values("layer")
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        canvas.press(key)
+    assert look.said().startswith(f"natural, A-anchored, layer 1: {rows['delta_p'].iloc[1]:+.3f}")
+    canvas.press("Enter")
+    assert [one.get_attribute("aria-pressed") for one in buttons.all()] == ["false", "true", "true"]
+    canvas.press("Escape")
+    assert [one.get_attribute("aria-pressed") for one in buttons.all()] == ["true"] * 3
+    look.is_well()
+
+
 def test_a_point_of_a_curve_says_its_interval_and_its_line_can_stand_alone(browser, tmp_path):
-    look = Look(browser, traced().view(), tmp_path)
+    look = Look(browser, viewed("pathways"), tmp_path)
     canvas = look.page.locator("[data-main]")
     canvas.press("ArrowRight")
     said = look.page.locator("[aria-live]").inner_text()
@@ -176,7 +231,7 @@ def test_a_point_of_a_curve_says_its_interval_and_its_line_can_stand_alone(brows
 
 
 def test_a_box_says_its_quartiles_and_a_dot_opens_its_questions(browser, tmp_path):
-    look = Look(browser, profiled().view(), tmp_path)
+    look = Look(browser, viewed("memorization"), tmp_path)
     values = -profiled().depthwise.query("depth == 2")[profiled().main].dropna()
     canvas = look.page.locator("[data-main]")
     canvas.press("ArrowRight")
@@ -195,7 +250,7 @@ def test_a_box_says_its_quartiles_and_a_dot_opens_its_questions(browser, tmp_pat
 
 
 def test_an_edge_says_its_effect_and_placebo_a_node_shows_its_edges_and_a_slider_how_many(browser, tmp_path):
-    look = Look(browser, wired().view(), tmp_path)
+    look = Look(browser, viewed("edges"), tmp_path)
     canvas, top = look.page.locator("[data-main]"), wired().summary().iloc[0]
     canvas.press("ArrowRight")
     said = look.page.locator("[aria-live]").inner_text()
@@ -217,35 +272,7 @@ def test_an_edge_says_its_effect_and_placebo_a_node_shows_its_edges_and_a_slider
     look.is_well()
 
 
-def test_hostile_texts_stay_inert_in_strips_and_cards(browser, tmp_path):
-    stats, profile = read(), profiled()
-    tokens = [HOSTILE[i % len(HOSTILE)] for i in range(len(stats.table))]
-    texts = stats.texts.assign(content=HOSTILE[0])
-    names = [HOSTILE[i % 4] for i in range(len(profile.table))]
-    asked = profile.table.assign(question=names, model_answer=names, answer=names)
-    for hostile in (replace(stats, table=stats.table.assign(token=tokens), texts=texts), replace(profile, table=asked)):
-        look = Look(browser, hostile.view(), tmp_path)
-        canvas = look.page.locator("[data-main]")
-        for key in ("ArrowRight", "ArrowUp", "Enter"):
-            canvas.press(key)
-        assert look.page.evaluate("window.PWNED") is None
-        assert look.page.locator("img").count() == 1
-        look.is_well()
-
-
-def test_a_page_of_hostile_texts_stays_inert(browser, tmp_path):
-    sweep = swept()
-    tokens = [(HOSTILE * 9)[: len(sweep.tokens[0])]] * len(sweep.tokens)
-    look = Look(browser, replace(sweep, tokens=tokens).view(), tmp_path)
-    look.at(200, 40)
-    assert look.page.evaluate("window.PWNED") is None
-    assert look.page.locator("img").count() == 1  # the picture
-    look.is_well()
-
-
 def test_what_could_not_be_drawn_leaves_the_picture_and_says_why(browser, tmp_path):
-    from headwater.views.interactive import interactive
-
     broken = {"values": packed(np.zeros(3), "f4") | {"shape": [4]}, "scores": [], "depths": [], "rows": {"depth": []}}
     view = interactive(mapped(), ("chart.js", "depth.js"), broken | {"title": "cut short", "questions": []})
     look = Look(browser, view, tmp_path)

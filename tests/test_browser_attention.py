@@ -1,15 +1,17 @@
 """Attention patterns in a real browser: several texts, the keyboard, and how large and how quick large ones are."""
 
+import re
 from functools import cache
 
 import numpy as np
 import pytest
 
-from headwater.views.attention import weights_of
+import headwater as hw
+from headwater.views.attention import weights_of, written_norms
 from headwater.views.interactive import interactive, packed
 from tests import chance
 from tests.looking import Look, announce
-from tests.test_views import HOSTILE, attended, spec_in
+from tests.test_views import attended, spec_in, viewed
 
 pytestmark = pytest.mark.browser
 
@@ -49,7 +51,7 @@ def test_attention_of_large_models_is_small_enough_and_soon_there(
 
 
 def test_of_several_texts_one_is_chosen_and_shown_with_its_own_tokens(browser, tmp_path):
-    view = attended().view()
+    view = viewed("attention")
     assert len(spec_in(view)["texts"]) == 2
     look = Look(browser, view, tmp_path)
     assert "·France" in look.page.locator(".tokens").inner_text()
@@ -64,7 +66,7 @@ def test_of_several_texts_one_is_chosen_and_shown_with_its_own_tokens(browser, t
 
 
 def test_thumbnails_and_cells_are_walked_to_with_arrow_keys(browser, tmp_path):
-    look = Look(browser, attended().view(), tmp_path)
+    look = Look(browser, viewed("attention"), tmp_path)
     look.page.locator("[data-thumbs]").press("ArrowRight")
     assert look.page.locator("[aria-live]").inner_text().startswith("Head 1.1:")
     big = look.page.locator("[data-main]")
@@ -78,7 +80,7 @@ def test_thumbnails_and_cells_are_walked_to_with_arrow_keys(browser, tmp_path):
 
 
 def test_enter_goes_to_the_pattern_and_keeps_a_query_and_escape_goes_back(browser, tmp_path):
-    look = Look(browser, attended().view(), tmp_path)
+    look = Look(browser, viewed("attention"), tmp_path)
     thumbs, big = look.page.locator("[data-thumbs]"), look.page.locator("[data-main]")
     thumbs.press("ArrowRight")
     thumbs.press("Enter")
@@ -96,16 +98,45 @@ def test_enter_goes_to_the_pattern_and_keeps_a_query_and_escape_goes_back(browse
     look.is_well()
 
 
-def test_hostile_tokens_stay_text(browser, tmp_path):
-    _, view = large(2, 2, len(HOSTILE))
-    spec = spec_in(view)
-    spec["title"] = HOSTILE[0]
-    spec["texts"][0] |= {"tokens": HOSTILE, "name": HOSTILE[1]}
-    spec["texts"].append(spec["texts"][0])
-    look = Look(browser, interactive(attended(), ("strip.js", "attention.js"), spec), tmp_path)
-    look.page.locator(".token").first.hover()
-    look.page.locator("[data-main]").press("ArrowDown")
-    look.page.get_by_label("text", exact=True).select_option("1")
-    assert look.page.evaluate("window.PWNED") is None
-    assert look.page.locator("img").count() == 1
+def strongest(heading):
+    """The first number that a heading names."""
+    return float(re.search(r" ([\d.]+)(?:,|$)", heading.inner_text())[1])
+
+
+def test_a_click_on_a_thumbnail_enlarges_its_head(browser, tmp_path):
+    look = Look(browser, viewed("attention"), tmp_path)
+    thumbs, heading = look.page.locator("[data-thumbs]"), look.page.locator("h2").first
+    before = look.page.locator("[data-main]").screenshot()
+    box, heads = thumbs.bounding_box(), len(attended().heads)
+    side = (box["width"] - 42) / heads  # with its gap; the two layers kept lie below one another
+    thumbs.click(position={"x": 42 + 5.4 * side, "y": box["height"] - side / 2})
+    assert heading.inner_text().startswith("Head 3.5:")
+    assert look.page.locator("[data-main]").screenshot() != before
+    exact = attended().example("pattern", 3, 0)[5]
+    look.page.locator(".token").nth(8).hover()
+    assert strongest(heading) == pytest.approx(float(exact[8].max()), abs=0.011)
+    look.is_well()
+
+
+def test_weights_are_multiplied_by_what_keys_write_at_a_switch_and_readers_are_shown_at_another(browser, tmp_path):
+    model = hw.load()
+    look = Look(browser, attended().view(values=model), tmp_path)
+    exact = attended().example("pattern", 1, 0)[0].numpy()
+    norms = written_norms(model, attended(), 0, [1])[0, 0].numpy()
+    heading, token = look.page.locator("h2").first, look.page.locator(".token").nth(8)
+    token.hover()
+    assert strongest(heading) == pytest.approx(exact[8].max(), abs=0.011)
+    before = look.page.locator("[data-main]").screenshot()
+    look.page.get_by_label("weights", exact=True).select_option("1")
+    assert look.page.locator("[data-main]").screenshot() != before
+    token.hover(position={"x": 3, "y": 3})
+    assert strongest(heading) == pytest.approx((exact[8] * norms).max(), abs=0.02 * norms.max())
+    lines, _ = look.find(480, 480, "·France (8) reads")
+    key = int(lines[0].split("(")[2].split(")")[0])
+    assert float(lines[1].rsplit(": ", 1)[1]) == pytest.approx(exact[8, key] * norms[key], abs=0.02 * norms.max())
+    look.page.get_by_label("weights", exact=True).select_option("0")
+    look.page.get_by_label("a token shows", exact=True).select_option("1")
+    look.page.locator(".token").nth(5).hover()
+    assert "is read by" in heading.inner_text()
+    assert strongest(heading) == pytest.approx(exact[:, 5].max(), abs=0.011)
     look.is_well()

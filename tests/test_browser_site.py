@@ -14,9 +14,17 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site as `make docs` builds it, moved to another place without a server."""
-    subprocess.run([sys.executable, ROOT / "tools" / "documentation.py"], check=True, stdout=subprocess.DEVNULL)
+    """The site as `make docs` builds it, or just built it, moved to another place without a server."""
+    if not is_current(ROOT / "build" / "docs" / "index.html"):
+        subprocess.run([sys.executable, ROOT / "tools" / "documentation.py"], check=True, stdout=subprocess.DEVNULL)
     return Path(shutil.copytree(ROOT / "build" / "docs", tmp_path_factory.mktemp("site") / "docs"))
+
+
+def is_current(built):
+    """Whether everything that the site is made of is older than it."""
+    folders = [file for name in ("docs", "notebooks", "src", "tools") for file in (ROOT / name).rglob("*")]
+    sources = [file for file in (*folders, *ROOT.glob("*.*")) if file.is_file() and file.suffix != ".pyc"]
+    return built.exists() and max(file.stat().st_mtime for file in sources) < built.stat().st_mtime
 
 
 @pytest.fixture

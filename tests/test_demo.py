@@ -108,6 +108,16 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
     assert "holds another run" in error
 
 
+def test_five_findings_stand_on_top_and_the_others_are_folded_but_not_what_failed(tmp_path):
+    assert sum(step.is_on_top for step in STEPS.values()) == 5
+    sections = [Section(f"t{i}", "?", is_on_top=i != 1, failure="no" if i == 2 else None) for i in range(3)]
+    sections.append(Section("t3", "?", is_on_top=False, failure="no"))
+    nav = write_index(sections, tmp_path / "index.html", title="t", run=None).read_text().split("</nav>")[0]
+    top, folded = nav.split("<details>")
+    assert [f"#part{i}" in top for i in range(4)] == [True, False, True, True]
+    assert "#part1" in folded
+
+
 def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tmp_path, monkeypatch):
     def broken(tour, options):
         raise ZeroDivisionError(HOSTILE)

@@ -10,11 +10,11 @@ import pytest
 import headwater as hw
 from tests.test_board import PAIR, model_of
 from tests.test_view_circuit import circuit
-from tests.test_views import HOSTILE, attended, mapped, swept
+from tests.test_views import HOSTILE, SHOWN, mapped, swept
 
 pytestmark = pytest.mark.browser
 
-OUTPUTS = {"head map": mapped, "sweep": swept, "attention": attended, "circuit": circuit}
+OUTPUTS = SHOWN | {"circuit": circuit}
 
 
 def board():
@@ -58,13 +58,23 @@ def opened(browser, folder, page, **context):
     return tab, errors
 
 
-@pytest.mark.parametrize("kind", OUTPUTS)
-def test_an_exported_notebook_shows_its_views(browser, tmp_path, kind):
-    tab, errors = opened(browser, tmp_path, exported(OUTPUTS[kind]()))
-    frame = tab.frame_locator("iframe")
-    frame.locator("html[data-ready='yes']").wait_for(timeout=30_000, state="attached")
-    assert frame.locator("canvas").count()
-    assert tab.locator("iframe").get_attribute("sandbox") == "allow-scripts allow-downloads"
+@pytest.fixture(scope="module")
+def notebook():
+    """A notebook of a cell for each kind of result, exported."""
+    return exported(*(make() for make in OUTPUTS.values()))
+
+
+def test_an_exported_notebook_shows_its_views(browser, tmp_path, notebook):
+    tab, errors = opened(browser, tmp_path, notebook)
+    frames = tab.locator("iframe")
+    assert frames.count() == len(OUTPUTS)
+    for number in range(len(OUTPUTS)):
+        frames.nth(number).scroll_into_view_if_needed()
+        inside = frames.nth(number).content_frame
+        inside.locator("html[data-ready='yes']").wait_for(timeout=30_000, state="attached")
+        assert inside.locator("canvas").count()
+        assert frames.nth(number).get_attribute("sandbox") == "allow-scripts allow-downloads"
+        assert frames.nth(number).get_attribute("title") == inside.locator("h1").first.inner_text()
     assert errors == []
 
 
@@ -85,17 +95,16 @@ def is_seen(picture):
     return picture.is_visible() and picture.evaluate("one => one.complete && one.naturalWidth > 100")
 
 
-def test_without_scripts_and_without_frames_the_picture_remains(browser, tmp_path):
-    page = exported(*(make() for make in OUTPUTS.values()))
+def test_without_scripts_and_without_frames_the_picture_remains(browser, tmp_path, notebook):
     # A frame of its own process may run its scripts before the driver has switched them off: its sandbox does it first.
-    tab, _ = opened(browser, tmp_path, page.replace("allow-scripts ", ""), java_script_enabled=False)
+    tab, _ = opened(browser, tmp_path, notebook.replace("allow-scripts ", ""), java_script_enabled=False)
     frames = tab.locator("iframe")
     assert frames.count() == len(OUTPUTS)
     for i in range(len(OUTPUTS)):
         inside = tab.frame_locator("iframe").nth(i)
         inside.locator("#still img").wait_for(state="visible", timeout=30_000)
         assert inside.locator("canvas").count() == 0
-    stripped, _ = opened(browser, tmp_path, page)
+    stripped, _ = opened(browser, tmp_path, notebook)
     stripped.evaluate("document.querySelectorAll('iframe, script').forEach((one) => one.remove())")
     pictures = stripped.locator("img[alt='the same as a picture']")
     assert pictures.count() == len(OUTPUTS)

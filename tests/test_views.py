@@ -49,10 +49,13 @@ def read():
 
 
 @cache
+def answered():
+    return hw.answer(hw.load(), hw.load_questions("natural", sample=100), progress=False)
+
+
+@cache
 def traced():
-    model = hw.load()
-    answered = hw.answer(model, hw.load_questions("natural", sample=100), progress=False)
-    return hw.trace_pathways(model, answered, token="before_answer", seeds=1, progress=False)
+    return hw.trace_pathways(hw.load(), answered(), token="before_answer", seeds=1, progress=False)
 
 
 @cache
@@ -78,6 +81,12 @@ SHOWN = {
     "pathways": traced,
     "memorization": profiled,
 }
+
+
+@cache
+def viewed(kind):
+    """The view of each kind of result, made once."""
+    return SHOWN[kind]().view()
 
 
 def spec_in(view):

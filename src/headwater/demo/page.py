@@ -47,6 +47,8 @@ class Section:
     """What it is held against."""
     weak: bool = False
     """Whether what was found does not stand out from its control."""
+    is_on_top: bool = True
+    """Whether what was found stands among the first lines of the page, or is folded below them."""
     view: View | None = None
     """What can be looked into, shown in place of the first figure."""
     beside: tuple[str, View] | None = None
@@ -89,12 +91,21 @@ def write_index(sections: Sequence[Section], file: Path, *, title: str, run: Run
         title: its heading.
         run: of any of the results, for the line at its end.
     """
-    contents = "".join(_entry(number, section) for number, section in enumerate(sections))
     body = "".join(_section(number, section, file.parent) for number, section in enumerate(sections))
-    found = f'<nav aria-label="What was found"><h2>What was found</h2>{LEGEND}<ol>{contents}</ol></nav>'
-    page = page_of(title, f"{found}\n<main>{body}</main>", run)
+    page = page_of(title, f"{_summary(sections)}\n<main>{body}</main>", run)
     write_atomically(file, lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return file
+
+
+def _summary(sections: Sequence[Section]) -> str:
+    """Return the lines on top, and folded below them those of the other sections; what failed is never folded."""
+    on_top = [section.is_on_top or section.failure is not None for section in sections]
+    first, others = (
+        "".join(_entry(number, section) for number, section in enumerate(sections) if on_top[number] is wanted)
+        for wanted in (True, False)
+    )
+    folded = _folded("The other analyses, a line each", f"<ul>{others}</ul>") if others else ""
+    return f'<nav aria-label="What was found"><h2>What was found</h2>{LEGEND}<ol>{first}</ol>{folded}</nav>'
 
 
 def _entry(number: int, section: Section) -> str:

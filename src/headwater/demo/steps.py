@@ -54,6 +54,8 @@ class Step:
     """How the sentences begin that stand above the figure. Default: with each question set, or all of them."""
     concludes: bool = False
     """Whether the last sentence is the one to begin with."""
+    is_on_top: bool = True
+    """Whether its number stands among the five lines on top of the page; the others are folded below them."""
     view: Callable[[Seen, Any], View] | None = None
     """What can be looked into, in place of the result's own view."""
     beside: tuple[str, Callable[[Seen, Any], View]] | None = None
@@ -204,6 +206,7 @@ STEPS = {
         "Share of the questions answered rightly and wrongly.",
         _answers,
         number=of.answers,
+        is_on_top=False,
     ),
     "pathways": Step(
         "Does the truthfulness signal come from the question or from the answer?",
@@ -224,6 +227,7 @@ STEPS = {
         "can come from the answer itself.",
         "ΔP against the layer, of probes at the token before the answer.",
         _pathways("before_answer"),
+        is_on_top=False,
         number=of.pathways,
         needs=("answers",),
         companions=COMPANIONS,
@@ -237,6 +241,7 @@ STEPS = {
         "Densities of S(E_Q→E_A) and S(E_Q→*) per example.",
         _saliency,
         number=of.saliency,
+        is_on_top=False,
         needs=("answers", "pathways"),
     ),
     "detection": Step(

@@ -80,6 +80,7 @@ class Tour:
             found=number.found,
             control=number.control,
             weak=number.weak,
+            is_on_top=step.is_on_top,
             view=self._view(step, result),
             beside=None if step.beside is None else (step.beside[0], step.beside[1](self.seen, result)),
             lead=conclusion + lead,

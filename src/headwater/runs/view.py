@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,12 @@ class View:
         write_atomically(file, lambda temporary: temporary.write_text(self.page, encoding="utf-8"))
         return file
 
+    @property
+    def title(self) -> str:
+        """What stands over the page."""
+        found = re.search(r"<title>(.*?)</title>", self.page, re.DOTALL)
+        return html.unescape(found[1]) if found else ""
+
     def __repr__(self) -> str:
         return f"View({len(self.page):,} characters of HTML)"
 
@@ -44,8 +51,8 @@ class View:
         """
         look = f"position:absolute;top:0;left:0;width:100%;height:{self.height}px;border:0"
         frame = (
-            f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{html.escape(self.page, quote=True)}" '
-            f'style="{look}"></iframe>'
+            f'<iframe sandbox="allow-scripts allow-downloads" title="{html.escape(self.title, quote=True)}" '
+            f'srcdoc="{html.escape(self.page, quote=True)}" style="{look}"></iframe>'
         )
         below = ""
         if self.picture is not None:

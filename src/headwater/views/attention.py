@@ -22,14 +22,13 @@ from headwater.options import checked_count, one_or_several, shown
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
+from headwater.views.page import short_of
 from headwater.views.picture import picture
 
 LONGEST = 2048
 """Tokens of a text whose patterns are drawn."""
 SMALL = 2**20
 """Weights in a page, of all its texts together, where nobody chose the texts; of one text there may be more."""
-BEGINS = 24
-"""Characters by which a text is named."""
 
 
 @VIEWS.add(Cache)
@@ -99,7 +98,7 @@ def _text(cache: Cache, number: int, layers: Sequence[int], values: HookedModel 
             f"patterns of all positions, of texts of at most {LONGEST:,} tokens."
         )
     text: dict[str, object] = {
-        "name": f"{number}: {' '.join(''.join(tokens).split())[:BEGINS]} ({len(tokens)} tokens)",
+        "name": f"{number}: {short_of(''.join(tokens))} ({len(tokens)} tokens)",
         "tokens": tokens,
         **weights_of(whole),
     }

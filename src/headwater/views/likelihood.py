@@ -14,12 +14,11 @@ from headwater.options import checked_count, shown
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
+from headwater.views.page import short_of
 from headwater.views.picture import picture
 
 LARGEST = 100_000
 """Rows of the table in a page: texts beyond are left out, and the title says so."""
-BEGINS = 24
-"""Characters by which a text is named."""
 
 
 @VIEWS.add(TextStatistics)
@@ -60,7 +59,7 @@ def spec_of(stats: TextStatistics, texts: Sequence[int]) -> dict[str, object]:
 def _text(number: int, rows: pd.DataFrame, known: Mapping[Hashable, Any]) -> dict[str, object]:
     return {
         "number": number,
-        "begins": " ".join(str(known["content"]).split())[:BEGINS],
+        "begins": short_of(str(known["content"])),
         "tokens": rows["token"].astype(str).tolist(),
         "positions": rows["position"].tolist(),
         "note": str(known["note"]),

@@ -53,6 +53,12 @@ def text_of(text: str) -> str:
     return html.escape(text, quote=True)
 
 
+def short_of(text: str, begins: int = 26, ends: int = 18) -> str:
+    """Return a text on one line: whole, or how it begins and how it ends, where prompts of one kind differ."""
+    line = " ".join(text.split())
+    return line if len(line) <= begins + ends + 3 else f"{line[:begins]} … {line[-ends:]}"
+
+
 def picture_of(png: bytes, caption: str, dpi: int = 300) -> str:
     """Return a picture of so many dots per inch as HTML that holds it, a little larger than print."""
     data = base64.b64encode(png).decode()

@@ -12,7 +12,7 @@ hw.start(async (spec, root) => {
 
   // Of each head its thumbnail, in which every pixel is the largest weight below it, so that thin diagonals stay, and
   // the largest weight times norm, to which its colours are scaled.
-  const side = Math.max(18, Math.min(44, Math.floor(560 / heads.length))), gap = 3, room = 26;
+  const side = Math.max(18, Math.min(44, Math.floor((hw.room(642) - 44) / heads.length) - 3)), gap = 3, room = 42, over = 30;
   const images = new Map();
   let pixels, keys; // by entry
   const image = (head) => {
@@ -65,7 +65,8 @@ hw.start(async (spec, root) => {
     pen.imageSmoothingEnabled = false;
     pen.drawImage(tile, x, y, size, size);
   };
-  const corner = (l, h) => [room + h * (side + gap), 16 + l * (side + gap)];
+  const turned = (pen, said, x, y) => { pen.save(); pen.translate(x, y); pen.rotate(-Math.PI / 2); pen.fillText(said, 0, 0); pen.restore(); };
+  const corner = (l, h) => [room + h * (side + gap), over + l * (side + gap)];
   const thumbs = hw.canvas(...corner(layers.length, heads.length), (pen) => {
     ramp = null;
     pen.clearRect(0, 0, ...corner(layers.length, heads.length).reverse());
@@ -74,8 +75,10 @@ hw.start(async (spec, root) => {
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
     pen.fillStyle = hw.ink("--faint");
-    heads.forEach((head, h) => { if (side >= 16 || h % 2 === 0) pen.fillText(head, corner(0, h)[0] + side / 2, 11); });
-    layers.forEach((layer, l) => pen.fillText(layer, 12, corner(l, 0)[1] + side / 2 + 4));
+    heads.forEach((head, h) => { if (side >= 16 || h % 2 === 0) pen.fillText(head, corner(0, h)[0] + side / 2, over - 5); });
+    pen.fillText("head", room + (heads.length * (side + gap)) / 2, 11);
+    turned(pen, "layer", 11, over + (layers.length * (side + gap)) / 2);
+    layers.forEach((layer, l) => pen.fillText(layer, 28, corner(l, 0)[1] + side / 2 + 4));
     for (let head = 0; head < count; head++) {
       const { n, most } = image(head), at = [Math.floor(head / heads.length), head % heads.length], chosen = head === number(picked);
       stamp(pen, most, n, ...corner(...at), side);
@@ -87,7 +90,7 @@ hw.start(async (spec, root) => {
 
   // The head chosen: query downward, key across.
   let edge = 22, shares = null;
-  const cellOf = () => Math.max(3, Math.min(22, Math.floor(400 / T)));
+  const cellOf = () => Math.max(3, Math.min(22, Math.floor(hw.room(400) / T)));
   const extent = () => edge + T * cellOf() + 4;
   const big = hw.canvas(100, 100, (pen) => {
     const cell = cellOf(), head = number(picked);
@@ -99,14 +102,13 @@ hw.start(async (spec, root) => {
     if (causal) for (let q = 0; q < T - 1; q++) pen.fillRect(edge + (q + 1) * cell, edge + q * cell, (T - q - 1) * cell, cell);
     pen.fillStyle = hw.ink("--faint");
     pen.font = `${Math.min(12, cell + 1)}px system-ui, sans-serif`;
-    const turned = (said, x, y) => { pen.save(); pen.translate(x, y); pen.rotate(-Math.PI / 2); pen.fillText(said, 0, 0); pen.restore(); };
     if (cell >= 9) tokens.forEach((token, i) => {
       pen.textAlign = "right";
       pen.fillText(hw.token(token), edge - 4, edge + (i + 0.5) * cell + 4);
       pen.textAlign = "left";
-      turned(hw.token(token), edge + (i + 0.5) * cell + 4, edge - 4);
+      turned(pen, hw.token(token), edge + (i + 0.5) * cell + 4, edge - 4);
     });
-    else { pen.textAlign = "center"; pen.fillText("key", edge + (T * cell) / 2, 14); turned("query", 12, edge + (T * cell) / 2); }
+    else { pen.textAlign = "center"; pen.fillText("key", edge + (T * cell) / 2, 14); turned(pen, "query", 12, edge + (T * cell) / 2); }
     if (hovered) {
       pen.strokeStyle = hw.ink("--accent");
       pen.lineWidth = 1;
@@ -154,10 +156,10 @@ hw.start(async (spec, root) => {
       hw.say(heading.textContent);
     }
   };
-  const again = () => { shares = null; thumbs.draw(); big.resize(extent(), extent()); strip.tell(null); };
+  const again = () => { shares = null; thumbs.draw(); scale.draw(); big.resize(extent(), extent()); strip.tell(null); };
   const pick = (at) => { picked = at; again(); };
   thumbs.addEventListener("click", (event) => {
-    const [x, y] = hw.place(thumbs, event), h = Math.floor((x - room) / (side + gap)), l = Math.floor((y - 16) / (side + gap));
+    const [x, y] = hw.place(thumbs, event), h = Math.floor((x - room) / (side + gap)), l = Math.floor((y - over) / (side + gap));
     if (h >= 0 && h < heads.length && l >= 0 && l < layers.length) pick([l, h]);
   });
   thumbs.addEventListener("keydown", (event) => {
@@ -175,8 +177,9 @@ hw.start(async (spec, root) => {
   if (texts.length > 1) controls.unshift(hw.choice("text", texts.map((one) => one.name), async (i) => { await open(i); again(); }));
   if (hasNorms) controls.push(hw.choice("weights", ["attention", "attention × norm written, by head"], (i) => { weighted = i === 1; images.clear(); again(); }));
   const numbers = () => ({ columns: ["query", "query token", "key", "key token", "weight"], rows: tokens.flatMap((query, q) => tokens.slice(0, causal ? q + 1 : T)
-    .map((key, k) => [q, hw.token(query), k, hw.token(key), hw.number(raw(number(picked), q, k), 3)])) });
+    .map((key, k) => [q, hw.token(query), k, hw.token(key), hw.exact(Number(raw(number(picked), q, k).toFixed(4)))])) });
+  const scale = hw.scale(hw.sequential, () => (weighted ? ["0", "the head's largest", 0] : ["0", "weight 1", 0]), "Scale of the colours");
   const pane = hw.element("div", { className: "scroll", style: "max-height:640px" }, big);
-  hw.lay(root, spec.title, numbers, controls, heading, strip.box, hw.element("div", { className: "sides" }, hw.element("div", { className: "scroll" }, thumbs), pane));
+  hw.lay(root, spec.title, numbers, controls, heading, strip.box, scale, hw.element("div", { className: "sides" }, hw.element("div", { className: "scroll" }, thumbs), pane));
   again();
 });

@@ -119,18 +119,20 @@ hw.start(async (spec, root) => {
     return canvas;
   };
   const scale = (held) => held.reduce((most, one) => (Number.isFinite(one) ? Math.max(most, Math.abs(one)) : most), 1e-9);
-  const scales = () => known[how] ? [scale(known[how].cells), scale(known[how].heads)] : [1, 1];
+  const largest = {}; // by kind of change, of cells and of heads: what their colours end at
+  const scales = () => (known[how] ? (largest[how] ||= [scale(known[how].cells), scale(known[how].heads)]) : [1, 1]);
+  const signed = (effect) => hw.signed(effect, hw.digits(Math.max(...scales(), Math.abs(gap()))));
   const gap = () => about().goal - about().before;
   const share = (effect) => (Math.abs(gap()) > 1e-9 ? `, ${Math.round((100 * effect) / gap())} % of the way` : "");
-  const told = (n) => [said(n), Number.isFinite(stored(n)) ? `effect ${hw.signed(stored(n))}${share(stored(n))}` : live ? "click for its exact effect" : "not in this page: needs a kernel"];
+  const told = (n) => [said(n), Number.isFinite(stored(n)) ? `effect ${signed(stored(n))}${share(stored(n))}` : live ? "click for its exact effect" : "not in this page: needs a kernel"];
   const cell = (r, c) => ({ site: sites[site], layer: r, position: c }), head = (r, c) => ({ site: "z", layer: r, head: c });
   const edge = (q, k) => (spec.causal && k > q ? null : { site: "pattern", layer: picked[0], head: picked[1], position: q, key: k });
   const weight = (q, k) => (pattern[about().run][((picked[0] * heads + picked[1]) * T + q) * T + k] / 255) ** 2;
-  const cells = grid({ name: "cells", rows: layers, columns: T, size: Math.max(9, Math.min(24, Math.floor(520 / T))), label: "Layer by token.",
+  const cells = grid({ name: "cells", rows: layers, columns: T, size: Math.max(9, Math.min(24, Math.floor((hw.room(550) - 34) / T))), label: "Layer by token.",
     fill: (r, c) => (known[how] ? hw.diverging(stored(cell(r, c)) / scales()[0]) : null), sentence: (r, c) => told(cell(r, c)), node: cell, row: String, column: token });
-  const byHead = grid({ name: "heads", rows: layers, columns: heads, size: Math.max(9, Math.min(24, Math.floor(420 / heads))), label: "Layer by head, at all tokens.",
+  const byHead = grid({ name: "heads", rows: layers, columns: heads, size: Math.max(9, Math.min(24, Math.floor((hw.room(450) - 34) / heads))), label: "Layer by head, at all tokens.",
     fill: (r, c) => (known[how] ? hw.diverging(stored(head(r, c)) / scales()[1]) : null), sentence: (r, c) => told(head(r, c)), node: head, row: String, column: String });
-  const reads = grid({ name: "reads", rows: T, columns: T, down: true, size: Math.max(7, Math.min(20, Math.floor(340 / T))), label: "What the head picked reads: query by key.",
+  const reads = grid({ name: "reads", rows: T, columns: T, down: true, size: Math.max(7, Math.min(20, Math.floor((hw.room(420) - 78) / T))), label: "What the head picked reads: query by key.",
     fill: (q, k) => (spec.causal && k > q ? null : hw.sequential(weight(q, k))),
     sentence: (q, k) => (edge(q, k) ? [`${token(q)} (${q}) reads ${token(k)} (${k}): ${hw.number(weight(q, k), 2)}`, told(edge(q, k))[1]] : [`${token(q)} comes before ${token(k)}`]), node: edge, row: token, column: token });
 
@@ -140,8 +142,8 @@ hw.start(async (spec, root) => {
     const most = scale(answer.parts.map((part) => part.effect));
     const list = answer.parts.map((part) => {
       const bar = hw.element("span", { ariaHidden: true });
-      bar.style.cssText = `display:inline-block;height:9px;margin:0 6px;width:${Math.round((70 * Math.abs(part.effect)) / most)}px;background:${hw.diverging(part.effect > 0 ? 0.75 : -0.75)}`;
-      const button = hw.element("button", { type: "button" }, part.site === "z" ? `head ${part.head}` : `reads ${token(part.key)} (${part.key})`, bar, hw.signed(part.effect));
+      bar.style.cssText = `display:inline-block;height:9px;margin:0 6px;width:${Math.round((70 * Math.abs(part.effect)) / most)}px;background:${hw.onPaper(part.effect > 0 ? "#b2182b" : "#2166ac")}`;
+      const button = hw.element("button", { type: "button" }, part.site === "z" ? `head ${part.head}` : `reads ${token(part.key)} (${part.key})`, bar, signed(part.effect));
       button.addEventListener("click", (event) => click({ site: part.site, layer: part.layer, position: part.position, head: part.head, ...(part.key === undefined ? {} : { key: part.key }) }, event.shiftKey));
       return hw.element("div", {}, button);
     });
@@ -170,7 +172,7 @@ hw.start(async (spec, root) => {
   };
   const show = () => {
     const answer = last();
-    [cells, byHead, reads].forEach((one) => one.draw());
+    [cells, byHead, reads, ...colours].forEach((one) => one.draw());
     undoing.disabled = !clicked.length;
     run.textContent = `Edited: the ${about().run} run, ${spec.metric} ${hw.number(about().before)}; the other run has ${hw.number(about().goal)}.`;
     readsName.textContent = `head ${picked[0]}.${picked[1]} in the ${about().run} run: what each token reads`;
@@ -180,7 +182,7 @@ hw.start(async (spec, root) => {
       return;
     }
     const effect = answer.after - answer.before;
-    heading.textContent = Number.isFinite(effect) ? `${answer.how} ${answer.nodes.map(said).join(" + ")}: ${hw.signed(effect)}${share(effect)}` : `${answer.nodes.map(said).join(" + ")}: not in this page, a kernel would compute it`;
+    heading.textContent = Number.isFinite(effect) ? `${answer.how} ${answer.nodes.map(said).join(" + ")}: ${signed(effect)}${share(effect)}` : `${answer.nodes.map(said).join(" + ")}: not in this page, a kernel would compute it`;
     const top = answer.top.length ? [hw.element("h2", {}, "answers"), hw.table({ columns: ["answer", "before", "after"], rows: answer.top.map(([text, before, after]) => [hw.token(text), hw.number(before, 3), hw.number(after, 3)]) })] : [];
     result.replaceChildren(heading,
       ...(Number.isFinite(effect) ? [hw.element("p", {}, `${spec.metric} ${hw.number(answer.before)} → ${hw.number(answer.after)}${answer.seconds === undefined ? "" : ` in ${hw.number(answer.seconds, 3)} s`}`)] : []),
@@ -195,15 +197,18 @@ hw.start(async (spec, root) => {
   chooseHow.querySelector("select").value = names.indexOf(how);
   const chooseSite = hw.choice("cells of", sites, (i) => { site = i; show(); });
   const add = hw.toggle("add to a set", false, (on) => { adding = on; });
+  add.classList.add("plain");
   add.hidden = !live;
+  const colours = scales().map((_, i) => hw.scale((at) => hw.diverging(2 * at - 1), () => [...[-1, 1].map((sign) => signed(sign * scales()[i])), 0], "Scale of the colours: effects below and above 0"));
+  colours.push(hw.scale(hw.sequential, () => ["0", "weight 1", 0], "Scale of the colours: weights from 0 to 1"));
   const [run, readsName] = [hw.element("p", { className: "faint" }), hw.element("h2", {})];
   const numbers = () => ({ columns: ["kind", "layer", "position", "head", "effect"],
-    rows: [...sites.flatMap((name, s) => Array.from({ length: layers * T }, (_, i) => [name, Math.floor(i / T), i % T, "–", hw.number(known[how] ? known[how].cells[s * layers * T + i] : NaN)])),
-      ...Array.from({ length: layers * heads }, (_, i) => ["z", Math.floor(i / heads), "–", i % heads, hw.number(known[how] ? known[how].heads[i] : NaN)])] });
-  const part = (title, canvas) => hw.element("div", {}, typeof title === "string" ? hw.element("h2", {}, title) : title, hw.element("div", { className: "scroll" }, canvas));
+    rows: [...sites.flatMap((name, s) => Array.from({ length: layers * T }, (_, i) => [name, Math.floor(i / T), i % T, "–", hw.exact(known[how] ? known[how].cells[s * layers * T + i] : NaN)])),
+      ...Array.from({ length: layers * heads }, (_, i) => ["z", Math.floor(i / heads), "–", i % heads, hw.exact(known[how] ? known[how].heads[i] : NaN)])] });
+  const part = (title, canvas, colour) => hw.element("div", {}, typeof title === "string" ? hw.element("h2", {}, title) : title, colour, hw.element("div", { className: "scroll" }, canvas));
   root.append(hw.element("header", {}, hw.element("h1", {}, spec.title), hw.tools(root, numbers)),
     hw.element("div", { className: "controls" }, chooseHow, chooseSite, add, undoing, status), run,
-    hw.element("div", { className: "sides" }, hw.element("div", { style: "flex:0 1 auto;max-width:100%" }, part("cells: layer (up) by token", cells), part("heads: layer (up) by head, at all tokens", byHead), part(readsName, reads)), result));
+    hw.element("div", { className: "sides" }, hw.element("div", { style: "flex:0 1 auto;max-width:100%" }, part("cells: layer (up) by token", cells, colours[0]), part("heads: layer (up) by head, at all tokens", byHead, colours[1]), part(readsName, reads, colours[2])), result));
   root.append(root.firstChild);
   show();
   hw.repaint();

@@ -5,10 +5,11 @@ hw.start(async (spec, root) => {
   let count = Math.min(40, all), hovered = null, picked = null, focus = -1;
   const places = Object.entries(nodes), of = (i) => places.map(([, { at }]) => at[i]);
   const wide = Math.max(...of(1), 1), far = Math.max(...of(0), 1), room = Math.max(34, Math.min(64, Math.floor(420 / (far + 1))));
-  const column = Math.max(46, Math.min(84, Math.floor(560 / (wide + 1))));
+  const column = Math.max(46, Math.min(84, Math.floor((hw.room(630) - 70) / (wide + 1))));
   const [width, height] = [70 + (wide + 1) * column, 50 + far * room + 30];
   const spot = (node) => [40 + nodes[node].at[1] * column, height - 30 - nodes[node].at[0] * room];
   const top = Math.max(...edges.effect.map((one) => Math.abs(one ?? 0)), 1e-12);
+  const digits = hw.digits(top), signed = (one) => hw.signed(one, digits);
   const dashes = { k: [6, 4], v: [2, 3] };
   const shown = () => lines.filter(([edge]) => edge < count);
   const touches = (line) => picked === null || String(line[1]) === picked || String(line[2]) === picked;
@@ -54,9 +55,9 @@ hw.start(async (spec, root) => {
     pen.fillText("layers →", 0, 0);
     pen.restore();
   };
-  const about = (edge) => [`${edges.name[edge]}: ${edges.effect[edge] === null ? "no effect is known" : hw.signed(edges.effect[edge])}`,
-    spec.examples === null ? "its interval and placebo: view(edges=...)" : edges.low[edge] === null ? "one example: no interval" : `95 % interval ${hw.signed(edges.low[edge])} to ${hw.signed(edges.high[edge])}, n = ${spec.examples}`,
-    ...(spec.examples === null ? [] : [edges.placebo[edge] === null ? "no other edge of its shape" : `placebo: 95 % of ${edges.others[edge]} other edges of its shape are at most ${hw.number(edges.placebo[edge])}`]),
+  const about = (edge) => [`${edges.name[edge]}: ${edges.effect[edge] === null ? "no effect is known" : signed(edges.effect[edge])}`,
+    spec.examples === null ? "its interval and placebo: view(edges=...)" : edges.low[edge] === null ? "one example: no interval" : `95 % interval ${signed(edges.low[edge])} to ${signed(edges.high[edge])}, n = ${spec.examples}`,
+    ...(spec.examples === null ? [] : [edges.placebo[edge] === null ? "no other edge of its shape" : `placebo: 95 % of ${edges.others[edge]} other edges of its shape are at most ${hw.number(edges.placebo[edge], digits)}`]),
     ...(edges.exact[edge] ? [] : ["an estimate, not a run"])];
   const canvas = hw.canvas(width, height, paint, { "data-main": "", role: "application", ariaLabel: `${spec.title}: arrow keys walk over edges, the strongest first; Enter shows those of its sender.` });
   const card = hw.element("div", { className: "card" });

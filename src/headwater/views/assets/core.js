@@ -26,23 +26,27 @@ hw.half = (bits) => {
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
 };
 
-// Text: only ever as text, never as markup.
+// Text: only ever as text, never as markup, and nothing in it unseen.
 hw.element = (tag, properties = {}, ...children) => {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name in made && name !== "style") made[name] = value;
     else made.setAttribute(name, value);
   }
-  made.append(...children);
+  made.append(...children.map((one) => (typeof one === "string" ? hw.visible(one) : one)));
   return made;
 };
 
+// What would not be seen, or would turn what stands around it, is named.
+hw.visible = (text) => {
+  const hidden = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]/gu;
+  const named = { "\n": "↵", "\t": "⇥" };
+  return text.replace(hidden, (one) => named[one] || `⟨${one.codePointAt(0).toString(16)}⟩`);
+};
 hw.token = (text) => {
   if (text === "") return "∅";
   if (/^ +$/.test(text)) return "␣".repeat(text.length);
-  const hidden = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]/gu;
-  const named = { "\n": "↵", "\t": "⇥" };
-  const seen = text.replace(hidden, (one) => named[one] || `⟨${one.codePointAt(0).toString(16)}⟩`).replace(/^ /, "·");
+  const seen = hw.visible(text).replace(/^ /, "·");
   const letters = [...seen];
   return letters.length > 24 ? letters.slice(0, 23).join("") + "…" : seen;
 };
@@ -51,6 +55,18 @@ hw.number = (value, digits = 3) => (Number.isFinite(value) ? (Object.is(value, -
 hw.signed = (value, digits = 3) => (value > 0 ? "+" : "") + hw.number(value, digits);
 // A number of a table as it is, to six digits.
 hw.exact = (value) => (Number.isFinite(value) ? Number(Number(value).toPrecision(6)) : "–");
+// Decimals that show the largest of some numbers to three digits, and at least three.
+hw.digits = (most) => (most > 0 && Number.isFinite(most) ? Math.min(9, Math.max(3, 2 - Math.floor(Math.log10(most)))) : 3);
+// A text as Python writes it between such quotes.
+hw.python = (text, quote = '"') => {
+  const escaped = String(text).replace(/[\\"'\u0000-\u001f\u007f-\u{10ffff}]/gu, (one) => {
+    const code = one.codePointAt(0);
+    if (one === "\\" || one === quote) return `\\${one}`;
+    if (one === '"' || one === "'" || (code > 0x9f && /[\p{L}\p{N}\p{P}\p{S}]/u.test(one))) return one;
+    return code > 0xffff ? `\\U${code.toString(16).padStart(8, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
+  });
+  return quote + escaped + quote;
+};
 hw.small = (value) => (!Number.isFinite(value) ? "–" : value < 0.001 ? "< 0.001" : value.toFixed(3));
 
 // Colours.
@@ -66,9 +82,11 @@ const between = (stops, share) => {
 };
 const SIGNED = [[5, 48, 97], [33, 102, 172], [67, 147, 195], [146, 197, 222], [209, 229, 240], [247, 247, 247],
   [253, 219, 199], [244, 165, 130], [214, 96, 77], [178, 24, 43], [103, 0, 31]];
+const SIGNED_DARK = [[214, 236, 250], [146, 197, 222], [84, 152, 196], [50, 104, 150], [40, 64, 90], [40, 40, 43],
+  [92, 52, 46], [150, 72, 58], [206, 104, 80], [240, 160, 130], [255, 224, 208]];
 const LIGHT = [[255, 255, 255], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]];
 const DARK = [[27, 27, 29], [24, 58, 104], [40, 104, 170], [110, 170, 225], [225, 240, 255]];
-hw.diverging = (share) => between(SIGNED, (share + 1) / 2); // -1 to 1
+hw.diverging = (share) => between(hw.isDark() ? SIGNED_DARK : SIGNED, (share + 1) / 2); // -1 to 1
 hw.sequential = (share) => between(hw.isDark() ? DARK : LIGHT, share); // 0 to 1
 // How unlikely a token is: 0 certain, 1 at the darkest; the same in light and dark, with its own ink.
 const UNLIKELY = [[255, 255, 229], [255, 247, 188], [254, 227, 145], [254, 196, 79], [254, 153, 41], [236, 112, 20], [204, 76, 2], [153, 52, 4], [102, 37, 6]];
@@ -126,6 +144,20 @@ hw.canvas = (width, height, paint, properties = {}) => {
   painted.push(made);
   return made;
 };
+// How wide a drawing may be, so that it is seen without scrolling where that is possible.
+hw.room = (most, least = 260) => Math.max(least, Math.min(most, document.documentElement.clientWidth - 30));
+// The colours of a drawing between the numbers at its ends, which are asked for whenever it is drawn.
+hw.scale = (ramp, ends, label) => hw.canvas(200, 28, (pen) => {
+  pen.clearRect(0, 0, 200, 28);
+  const [low, high, from] = ends();
+  for (let i = 0; i < 180; i++) { pen.fillStyle = ramp(from + ((1 - from) * i) / 180); pen.fillRect(10 + i, 2, 1.5, 9); }
+  pen.fillStyle = hw.ink("--faint");
+  pen.font = "11px system-ui, sans-serif";
+  pen.textAlign = "left";
+  pen.fillText(low, 10, 23);
+  pen.textAlign = "right";
+  pen.fillText(high, 190, 23);
+}, { tabIndex: -1, role: "img", ariaLabel: label });
 hw.repaint = () => painted.forEach((one) => one.draw());
 hw.place = (canvas, event) => {
   const box = canvas.getBoundingClientRect();
@@ -143,14 +175,14 @@ hw.tip = (lines, event) => {
   hw.tipBox.style.top = `${Math.max(4, event.clientY + 16 + box.height > innerHeight ? event.clientY - box.height - 10 : event.clientY + 16)}px`;
 };
 
-// What a screen reader is told.
-hw.say = (text) => {
-  if (!hw.said) document.body.append((hw.said = hw.element("div", { className: "quiet", "aria-live": "polite" })));
-  hw.said.textContent = text;
-};
+// What a screen reader is told: it listens to a place that was there before the words.
+hw.said = null;
+hw.listen = () => document.body.append((hw.said = hw.element("div", { className: "quiet", "aria-live": "polite" })));
+hw.say = (text) => { hw.said.textContent = hw.visible(text); };
 
 hw.table = ({ columns, rows }) => {
-  const numeric = columns.map((_, i) => rows.length > 0 && rows.every((row) => typeof row[i] === "number" || row[i] === "–"));
+  const isNumber = (value) => typeof value === "number" || value === "–" || /^(< )?[+-]?\d+(\.\d+)?$/.test(value);
+  const numeric = columns.map((_, i) => rows.length > 0 && rows.every((row) => isNumber(row[i])));
   const cell = (tag, value, i) => hw.element(tag, { className: numeric[i] ? "n" : "" }, String(value));
   const head = hw.element("tr", {}, ...columns.map((name, i) => cell("th", name, i)));
   const body = rows.map((row) => hw.element("tr", {}, ...row.map((value, i) => cell("td", value, i))));
@@ -175,14 +207,14 @@ hw.toggle = (name, on, act) => {
   button.setAttribute("aria-pressed", on);
   button.addEventListener("click", () => {
     on = !on;
-    button.className = on ? "on" : "";
+    button.classList.toggle("on", on);
     button.setAttribute("aria-pressed", on);
     act(on);
   });
   return button;
 };
 
-const quoted = (value) => (/[",\n]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value));
+const quoted = (value) => (value === "–" ? "" : /[",\r\n]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value));
 hw.keep = (name, kind, content) => {
   const link = hw.element("a", { href: URL.createObjectURL(new Blob([content], { type: kind })), download: name });
   link.click();
@@ -223,6 +255,7 @@ hw.lay = (root, title, numbers, choices, ...parts) => {
 hw.start = async (draw) => {
   const spec = JSON.parse(document.getElementById("spec").textContent);
   const look = document.getElementById("look");
+  hw.listen();
   try {
     await draw(spec, look);
     document.getElementById("still").hidden = true;

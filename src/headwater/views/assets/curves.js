@@ -4,7 +4,8 @@
 // `at`, and what is not known is null.
 hw.curves = ({ charts, choices, x, said }) => {
   const picked = choices.map(() => 0), hidden = new Set();
-  let plane = null, pointed = null;
+  let plane = null, pointed = null, digits = 3;
+  const signed = (one) => hw.signed(one, digits);
   const chart = () => charts[choices.reduce((at, { names }, i) => at * names.length + picked[i], 0)];
   const lines = () => chart().lines.filter((line) => !hidden.has(line.name));
   const known = (list) => list.filter((one) => one !== null);
@@ -13,7 +14,8 @@ hw.curves = ({ charts, choices, x, said }) => {
     const seen = lines().length ? lines() : chart().lines;
     const values = seen.flatMap((line) => known([...line.value, ...(line.low || []), ...(line.high || [])]));
     const places = seen.flatMap((line) => line.at), low = Math.min(0, ...values), high = Math.max(0, ...values), room = 0.06 * (high - low || 1);
-    plane = hw.chart({ width: 620, height: 340, x: { ...x, low: Math.min(...places), high: Math.max(...places) },
+    digits = hw.digits(Math.max(...values.map(Math.abs), 0));
+    plane = hw.chart({ width: hw.room(620), height: 340, x: { ...x, low: Math.min(...places), high: Math.max(...places) },
       y: { label: chart().y, low: low && low - room, high: high && high + room } });
   };
   const color = (line) => (line.control ? hw.ink("--faint") : hw.onPaper(line.color));
@@ -42,9 +44,9 @@ hw.curves = ({ charts, choices, x, said }) => {
   };
   const about = ([name, i]) => {
     const line = chart().lines.find((one) => one.name === name);
-    const range = line.low && line.low[i] !== null ? [`95 % interval ${hw.signed(line.low[i])} to ${hw.signed(line.high[i])}`] : [];
+    const range = line.low && line.low[i] !== null ? [`95 % interval ${signed(line.low[i])} to ${signed(line.high[i])}`] : [];
     const count = line.count ? [`${Math.round(line.count[i])} ${said.count}`] : [];
-    return [`${name}, ${said.x} ${hw.short(line.at[i])}: ${hw.signed(line.value[i])}`, ...range, ...count];
+    return [`${name}, ${said.x} ${hw.short(line.at[i])}: ${signed(line.value[i])}`, ...range, ...count];
   };
   fit();
   const canvas = hw.canvas(plane.width, plane.height, paint, { "data-main": "", role: "application", ariaLabel: `${said.title}: arrow keys left and right along a line, up and down from line to line.` });
@@ -107,8 +109,9 @@ hw.curves = ({ charts, choices, x, said }) => {
     }));
     pointed = null;
     fit();
-    canvas.draw();
+    canvas.resize(plane.width, plane.height);
   };
+  window.addEventListener("resize", () => redraw());
   const switches = choices.map(({ label, names }, i) => hw.choice(label, names, (to) => { picked[i] = to; redraw(); }));
   const numbers = () => ({ columns: ["line", said.x, chart().y, "low", "high", said.count].slice(0, said.count ? 6 : 5),
     rows: lines().flatMap((line) => line.at.map((at, i) => [line.name, at, hw.exact(line.value[i]), hw.exact(line.low?.[i]), hw.exact(line.high?.[i]), ...(said.count ? [hw.exact(line.count?.[i])] : [])])) });

@@ -19,7 +19,7 @@ hw.start(async (spec, root) => {
   const fit = () => {
     boxes = depths.map(({ depth }) => boxOf(depth));
     const all = boxes.flatMap((box) => box.rows.map(drawn)), most = Math.max(0, ...all), least = Math.min(0, ...all);
-    plane = hw.chart({ width: 150 + 130 * depths.length, height: 340, bottom: 52, y: { label: score === scores.indexOf(spec.main) ? spec.y : `minus ${scores[score]}`, low: least, high: most * 1.04 },
+    plane = hw.chart({ width: hw.room(150 + 130 * depths.length), height: 340, bottom: 52, y: { label: score === scores.indexOf(spec.main) ? spec.y : `minus ${scores[score]}`, low: least, high: most * 1.04 },
       x: { label: "", low: -0.6, high: depths.length - 0.4, names: boxes.map((box) => `Depth ${box.depth}\nn = ${box.rows.length}`) } });
   };
   // A dot stands beside its box, at a place that follows from its row alone.
@@ -87,7 +87,7 @@ hw.start(async (spec, root) => {
     canvas.draw();
   };
   const question = (one) => {
-    const told = `answer ${hw.token(one.answer)}${one.said === null ? "" : `; the model says ${hw.token(one.said)}`}${one.score === null ? "" : `, judged ${one.score} of 5`}`;
+    const told = `answer ${one.answer}${one.said === null ? "" : `; the model says ${one.said}`}${one.score === null ? "" : `, judged ${one.score} of 5`}`;
     const strip = hw.strip(one.tokens, (at, event) => hw.tip(at === null || !event ? null : [`${hw.token(one.tokens[at])}: log p ${hw.number(one.log_probability[at])}`, ...(one.lowest[at] ? ["among the lowest K %"] : [])], event), "Scored tokens");
     strip.shade(one.log_probability.map((p) => Math.min(1, Math.max(0, p / -10))), hw.unlikely, hw.overUnlikely);
     strip.marks.forEach((mark, i) => mark.classList.toggle("lowest", one.lowest[i]));
@@ -113,6 +113,7 @@ hw.start(async (spec, root) => {
   const choices = [hw.choice("score", scores, (i) => { score = i; fit(); canvas.draw(); })];
   choices[0].querySelector("select").value = score;
   const numbers = () => ({ columns: [spec.unit, "depth", scores[score]], rows: rows.name.map((name, row) => [hw.token(String(name)), rows.depth[row], hw.exact(values[score * n + row])]) });
+  window.addEventListener("resize", () => { fit(); canvas.resize(plane.width, plane.height); });
   hint();
   hw.lay(root, spec.title, numbers, choices, hw.element("div", { className: "sides" }, hw.element("div", { className: "scroll" }, canvas), card),
     ...(curves ? [hw.element("h2", {}, spec.by_layer.said.title), hw.element("div", { className: "controls" }, ...curves.switches), curves.legend, hw.element("div", { className: "scroll" }, curves.canvas)] : []));

@@ -87,15 +87,17 @@ hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) 
     const flag = flags[number * known + r], uses = use ? ["", " (not used)", " (used)"][use[number * known + r]] : "";
     return flag & IMPLEMENTED ? `implements${uses}` : flag & COPYING && !(flag & SUPPRESSED) ? "copies" : "";
   };
-  const row = (number, r) => {
-    const at = number * known + r;
-    return [relations[r], says(number, r), hw.number(scores[at], 3), hw.number(expected[at], 3), hw.number(excess(at), 3), hw.small(q[at]), ...(loss ? [hw.number(loss[at], 3)] : [])];
+  const read = { number: hw.number, q: hw.small }, kept = { number: hw.exact, q: hw.exact }; // to be read; to be kept
+  const row = (number, r, as) => {
+    const at = number * known + r, said = [scores[at], expected[at], excess(at)].map((one) => as.number(one));
+    return [relations[r], says(number, r), ...said, as.q(q[at]), ...(loss ? [as.number(loss[at])] : [])];
   };
-  const against = (number) => (suppressed.get(number) || []).map(([r, score, habit, q]) =>
-    [relations[r], `suppresses${use ? ["", " (not used)", " (used)"][use[number * known + r]] : ""}`, hw.number(score, 3), hw.number(habit, 3), hw.number(over(score, habit), 3), hw.small(q), ...(loss ? [hw.number(loss[number * known + r], 3)] : [])]);
+  const against = (number, as) => (suppressed.get(number) || []).map(([r, score, habit, q]) =>
+    [relations[r], `suppresses${use ? ["", " (not used)", " (used)"][use[number * known + r]] : ""}`, ...[score, habit, over(score, habit)].map((one) => as.number(one)), as.q(q), ...(loss ? [as.number(loss[number * known + r])] : [])]);
   grid.columns = ["relation", "says", "score", "expected", "excess", "q", ...(loss ? ["loss"] : [])];
-  grid.rows = (number) => [...against(number), ...best(number).map((r) => row(number, r))];
-  const sentence = ([relation, does, score, habit, over]) => `${relation}${does ? ` (${does})` : ""}: ${score}${over === "–" ? "" : `, by habit ${habit}, excess ${over}`}`;
+  grid.rows = (number, as = read) => [...against(number, as), ...best(number).map((r) => row(number, r, as))];
+  grid.exact = (number) => grid.rows(number, kept);
+  const sentence = ([relation, does, score, habit, over, q]) => `${relation}${does ? ` (${does.replace(" (", ", ").replace(")", "")})` : ""}: ${score}${over === "–" ? "" : `, by habit ${habit}, excess ${over}`}${q === "–" ? "" : `, q ${q}`}`;
   grid.title = (at) => { const number = numberOf(at); return number === null ? null : `${named(number)}: ${labels[label[number]].name}`; };
   grid.brief = (at) => { const number = numberOf(at); return [grid.title(at), ...grid.rows(number).slice(0, 4).map(sentence)]; };
   grid.labelOf = (number) => labels[label[number]].name;

@@ -51,11 +51,13 @@ hw.start(async (spec, root) => {
     hw.say(`${grids.map((grid) => `${grid.name}: ${grid.shownCount()}`).join(", ")} heads shown`);
     draw();
   });
-  const colours = hw.choice("colour by", ["categories", ...relations.map((one) => `excess on ${one}`)], (i) => { state.colour = i - 1; draw(); });
+  const colours = hw.choice("colour by", ["categories", ...relations.map((one) => `excess on ${one}`)], (i) => { state.colour = i - 1; scale.hidden = i === 0; scale.draw(); draw(); });
   const numbers = () => ({ columns: [...(grids.length > 1 ? ["model"] : []), "layer", "head", "label", ...grids[0].columns.slice(0, 6)],
-    rows: grids.flatMap((grid) => Array.from({ length: grid.layers * grid.heads }, (_, number) => grid.rows(number).map((row) =>
+    rows: grids.flatMap((grid) => Array.from({ length: grid.layers * grid.heads }, (_, number) => grid.exact(number).map((row) =>
       [...(grids.length > 1 ? [grid.name] : []), Math.floor(number / grid.heads), number % grid.heads, grid.labelOf(number), ...row.slice(0, 6)])).flat()) });
+  const scale = hw.scale(hw.sequential, () => ["0", "excess 1", 0.08], "Scale of the colours: the excess from 0 to 1");
+  scale.hidden = true;
   const drawn = grids.map((grid) => hw.element("div", {}, ...(grids.length > 1 ? [hw.element("h2", {}, grid.name)] : []), hw.element("div", { className: "scroll" }, grid.canvas)));
-  hw.lay(root, spec.title, numbers, [...legend, only, colours], hw.element("div", { className: "sides" }, ...drawn, card));
+  hw.lay(root, spec.title, numbers, [...legend, only, colours, scale], hw.element("div", { className: "sides" }, ...drawn, card));
   card.append(hint());
 });

@@ -62,7 +62,7 @@ hw.start(async (spec, root) => {
     card.textContent = chosen.size ? `Framed: the lowest ${Math.round(100 * parts[part])} % (${chosen.size} of ${texts[text].tokens.length}); their mean, ${name}, is ${hw.signed(mean)}. Hover a token for its numbers; click to keep it.` : "";
   };
   const choices = [];
-  if (texts.length > 1) choices.push(hw.choice("text", texts.map((one) => `${one.number}: ${hw.token(one.begins)}`), (i) => { text = i; build(); }));
+  if (texts.length > 1) choices.push(hw.choice("text", texts.map((one) => `${one.number}: ${one.begins}`), (i) => { text = i; build(); }));
   if (layers.length > 1) choices.push(hw.choice("layer", layers.map(String), (i) => { layer = i; shade(); }));
   choices.push(hw.choice("colour", scores.map(([name]) => name), (i) => { score = i; shade(); }),
     hw.choice("framed", parts.map((one) => `lowest ${Math.round(100 * one)} %`), (i) => { part = i; shade(); }));

@@ -34,13 +34,14 @@ hw.start(async (spec, root) => {
 
   const geometry = () => {
     const [rows, columns] = size();
-    const cell = [Math.max(10, Math.min(34, Math.floor(640 / columns))), Math.max(9, Math.min(24, Math.floor(420 / rows)))];
-    const labels = ticks("columns"), longest = Math.max(...labels.map((one) => one.length));
     const left = 34 + 6.6 * Math.min(24, Math.max(...ticks("rows").map((one) => one.length)));
+    const cell = [Math.max(10, Math.min(34, Math.floor((hw.room(760) - left - 74) / columns))), Math.max(9, Math.min(24, Math.floor(420 / rows)))];
+    const labels = ticks("columns"), longest = Math.max(...labels.map((one) => one.length));
     const bottom = longest > 3 ? 26 + Math.min(130, 6.2 * longest) : 40;
     return { rows, columns, cell, left, top: 8, bottom, longest, width: left + columns * cell[0] + 70, height: 8 + rows * cell[1] + bottom };
   };
-  let g = geometry(), held = values(), limit = 0;
+  let g = geometry(), held = values(), limit = 0, digits = 3;
+  const signed = (one) => hw.signed(one, digits);
   const paint = (pen) => {
     pen.clearRect(0, 0, g.width, g.height);
     for (let row = 0; row < g.rows; row++) for (let column = 0; column < g.columns; column++) {
@@ -98,9 +99,10 @@ hw.start(async (spec, root) => {
     for (let i = 0; i < high; i++) { pen.fillStyle = hw.diverging(1 - (2 * i) / high); pen.fillRect(x, g.top + i, 10, 1.5); }
     pen.fillStyle = hw.ink("--faint");
     pen.textAlign = "left";
-    pen.fillText(hw.signed(limit, limit < 10 ? 2 : 1), x + 13, g.top + 10);
+    const ends = limit < 10 ? digits - 1 : 1;
+    pen.fillText(hw.signed(limit, ends), x + 13, g.top + 10);
     if (high > 40) pen.fillText("0", x + 13, g.top + high / 2 + 4);
-    pen.fillText(hw.signed(-limit, limit < 10 ? 2 : 1), x + 13, g.top + high);
+    pen.fillText(hw.signed(-limit, ends), x + 13, g.top + high);
   };
 
   const canvas = hw.canvas(g.width, g.height, paint, { "data-main": "", role: "application", ariaLabel: `${spec.title}: arrow keys move, drag or Shift with arrows selects cells, Enter opens a cell's examples, Escape closes them.` });
@@ -108,13 +110,13 @@ hw.start(async (spec, root) => {
   const about = (row, column) => {
     const [one, two] = panel().axes, place = [panel().rows[row], panel().columns[column]], all = each(row, column).filter(Number.isFinite);
     const token = panel().axes[1] === "position" && shared() ? ` ${hw.token(shared()[place[1]] ?? "")}` : "";
-    const lines = [`${one} ${place[0]}, ${two} ${place[1]}${token}: ${hw.signed(value(row, column))}`];
+    const lines = [`${one} ${place[0]}, ${two} ${place[1]}${token}: ${signed(value(row, column))}`];
     if (example >= 0) lines.push(`example ${spec.names[example]}`);
     else if (!all.length) lines.push("no example has a value here");
     else {
       const alike = all.filter((v) => Math.sign(v) === Math.sign(value(row, column))).length;
       const sign = value(row, column) ? `; ${alike} of them ${alike === 1 ? "has" : "have"} its sign` : "";
-      lines.push(`mean of ${all.length}${sign}`, `from ${hw.signed(Math.min(...all))} to ${hw.signed(Math.max(...all))}`);
+      lines.push(`mean of ${all.length}${sign}`, `from ${signed(Math.min(...all))} to ${signed(Math.max(...all))}`);
     }
     return lines;
   };
@@ -122,9 +124,10 @@ hw.start(async (spec, root) => {
     [g, held] = [geometry(), values()];
     const flat = panels[at][scale].filter(Number.isFinite);
     limit = example >= 0 ? flat.reduce((most, one) => Math.max(most, Math.abs(one)), 0) : Math.max(0, ...held.flat().filter(Number.isFinite).map(Math.abs));
+    digits = hw.digits(limit);
     canvas.resize(g.width, g.height);
   };
-  const literal = (place) => (typeof place === "string" ? JSON.stringify(place) : place);
+  const literal = (place) => (typeof place === "string" ? hw.python(place) : place);
   const query = () => {
     const [[r1, c1], [r2, c2]] = chosen, [one, two] = panel().axes;
     const span = (name, places, a, b) => {
@@ -134,7 +137,7 @@ hw.start(async (spec, root) => {
     const parts = [`site == ${literal(panel().site)}`, `metric == ${literal(panel().metric)}`, ...span(one, panel().rows, r1, r2), ...span(two, panel().columns, c1, c2)];
     for (const [axis, place] of Object.entries(panel().fixed)) parts.push(`${axis} == ${literal(place)}`);
     if (example >= 0) parts.push(`example == ${spec.names[example]}`);
-    return `sweep.table.query('${parts.join(" and ")}')`;
+    return `sweep.table.query(${hw.python(parts.join(" and "), "'")})`;
   };
   const told = () => {
     card.replaceChildren();
@@ -142,7 +145,7 @@ hw.start(async (spec, root) => {
     const [[r1, c1], [r2, c2]] = chosen, inside = held.slice(Math.min(r1, r2), Math.max(r1, r2) + 1).flatMap((row) => row.slice(Math.min(c1, c2), Math.max(c1, c2) + 1));
     const there = inside.filter(Number.isFinite);
     card.append(hw.element("h2", {}, `${inside.length} cell${inside.length > 1 ? "s" : ""} selected`),
-      hw.element("div", {}, there.length ? `mean ${hw.signed(there.reduce((s, v) => s + v, 0) / there.length)}, from ${hw.signed(Math.min(...there))} to ${hw.signed(Math.max(...there))}` : "none has a value"),
+      hw.element("div", {}, there.length ? `mean ${signed(there.reduce((s, v) => s + v, 0) / there.length)}, from ${signed(Math.min(...there))} to ${signed(Math.max(...there))}` : "none has a value"),
       hw.element("p", {}, hw.element("code", {}, query())),
       inside.length > 1 ? hw.element("p", { className: "faint" }, "Effects of cells do not add up: edit them together to know what they do together.") : byExample(r1, c1));
   };
@@ -150,7 +153,7 @@ hw.start(async (spec, root) => {
   const byExample = (row, column) => {
     if (spec.examples < 2) return "";
     const there = each(row, column).map((one, e) => [spec.names[e], one]).filter(([, one]) => Number.isFinite(one)).sort((a, b) => b[1] - a[1]);
-    const rows = there.slice(0, MOST).map(([name, one]) => hw.element("tr", {}, hw.element("td", {}, String(name)), hw.element("td", { className: "n" }, hw.signed(one))));
+    const rows = there.slice(0, MOST).map(([name, one]) => hw.element("tr", {}, hw.element("td", {}, String(name)), hw.element("td", { className: "n" }, signed(one))));
     const left = there.length > MOST ? [hw.element("p", { className: "faint" }, `and ${there.length - MOST} more`)] : [];
     const heading = hw.element("summary", {}, `its ${there.length} examples`);
     const box = hw.element("details", { open: opened }, heading, hw.element("table", {}, hw.element("tbody", {}, ...rows)), ...left);
@@ -204,11 +207,12 @@ hw.start(async (spec, root) => {
   if (spec.examples > 1) choices.push(hw.choice("example", [`mean of ${spec.examples}`, ...spec.names.map(String)], (i) => { example = i - 1; reset(); }));
   choices.push(hw.choice("value", ["effect", "normalized effect"], (i) => { scale = ["effect", "normalized"][i]; reset(); }));
   const numbers = () => ({ columns: [...panel().axes, ...(scale === "effect" ? ["effect"] : ["normalized_effect"])],
-    rows: held.flatMap((row, r) => row.map((one, c) => [panel().rows[r], panel().columns[c], hw.number(one, 4)])) });
+    rows: held.flatMap((row, r) => row.map((one, c) => [panel().rows[r], panel().columns[c], hw.exact(one)])) });
   root.append(hw.element("header", {}, hw.element("h1", {}, spec.title), hw.tools(root, numbers)),
     hw.element("div", { className: "controls" }, ...choices),
     hw.element("div", { className: "sides" }, hw.element("div", { className: "scroll" }, canvas), card));
   root.append(root.firstChild);
   reset();
+  window.addEventListener("resize", redraw);
   hw.repaint();
 });

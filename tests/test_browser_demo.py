@@ -1,0 +1,86 @@
+"""The page of `headwater demo` in a real browser: from the disk, offline, its views in place, its summary first."""
+
+from dataclasses import replace
+
+import pytest
+
+import headwater as hw
+from headwater.demo import steps
+from headwater.demo.steps import STEPS, Seen
+from headwater.demo.tour import Tour
+from tests.test_view_head_map import controlled
+from tests.test_views import answered, profiled, swept, traced
+
+pytestmark = pytest.mark.browser
+
+MADE = {"heads": controlled, "answers": answered, "pathways": traced, "memorization": profiled, "patching": swept}
+VIEWS = ("heads", "pathways", "memorization", "patching", "patching")  # the last with attention beside it
+
+
+@pytest.fixture(scope="module")
+def tour(tmp_path_factory):
+    """The tour over results that the tests of views have made already, without their further figures."""
+    few = {name: replace(STEPS[name], run=lambda *_, of=make: of(), companions=()) for name, make in MADE.items()}
+    found = Tour(Seen(hw.load(), 100), tmp_path_factory.mktemp("demo"), progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "STEPS", few)
+        for name, step in few.items():
+            found.take(name, step)
+        found.page()
+    assert found.failed == {}
+    return found
+
+
+@pytest.fixture
+def opened(browser, tour):
+    """`opened(width, scheme)` is the page and what it complained of and asked for."""
+
+    def page(width, scheme):
+        context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
+        shown, heard = context.new_page(), []
+        shown.on("console", lambda said: heard.append(said.text))
+        shown.on("pageerror", lambda error: heard.append(str(error)))
+        local = ("file:", "data:", "blob:", "about:")
+        shown.on("request", lambda asked: asked.url.startswith(local) or heard.append(asked.url))
+        shown.goto((tour.out / "index.html").as_uri())
+        return shown, heard
+
+    return page
+
+
+def test_the_views_stand_in_their_sections_and_answer_the_mouse_from_the_disk_and_offline(opened):
+    page, heard = opened(1100, "light")
+    frames = page.locator("iframe")
+    assert frames.count() == len(VIEWS)
+    titles = {name: STEPS[name].title for name in MADE}
+    for number, name in enumerate(VIEWS):
+        frame = frames.nth(number)
+        frame.scroll_into_view_if_needed()
+        frame.content_frame.locator("html[data-ready='yes']").wait_for(timeout=30_000, state="attached")
+        assert frame.locator("xpath=ancestor::section").locator("h2").inner_text() == titles[name]
+    heads = frames.first.content_frame
+    heads.locator("[data-main]").hover(position={"x": 57, "y": 21})  # the highest head of layer 0
+    assert heads.locator(".tip div").first.inner_text().startswith("Head 0.15:")
+    assert heard == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1100, "dark"), (420, "light")])
+def test_the_summary_is_first_a_line_and_its_control_each_and_the_rest_is_folded(opened, tour, width, scheme):
+    page, heard = opened(width, scheme)
+    lines = page.locator("nav > ol > li")
+    on_top = [name for name in MADE if STEPS[name].is_on_top]
+    assert lines.count() == len(on_top)
+    for line, name in zip(lines.all(), on_top, strict=True):
+        number = STEPS[name].number(tour.seen.found[name])
+        assert number.found[1:] in line.inner_text()
+        assert f"Control: {number.control}." in line.inner_text() if number.control else True
+        section = page.locator(line.locator("a").get_attribute("href"))
+        assert section.locator("h2").inner_text() == STEPS[name].title == line.locator("a").inner_text()
+    folded = page.locator("nav details")
+    assert not folded.locator("li").first.is_visible()
+    folded.locator("summary").click()
+    assert [one.inner_text() for one in folded.locator("a").all()] == [STEPS["answers"].title]
+    assert not page.locator("main details > :not(summary)").first.is_visible()  # prose and tables are folded
+    assert page.locator("nav").bounding_box()["y"] < page.locator("main").bounding_box()["y"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert heard == []
