@@ -121,8 +121,8 @@ def test_a_click_on_a_thumbnail_enlarges_its_head(browser, tmp_path):
 def test_weights_are_multiplied_by_what_keys_write_at_a_switch_and_readers_are_shown_at_another(browser, tmp_path):
     model = hw.load()
     look = Look(browser, attended().view(values=model), tmp_path)
-    exact = attended().example("pattern", 1, 0)[0].numpy()
-    norms = written_norms(model, attended(), 0, [1])[0, 0].numpy()
+    exact = attended().example("pattern", 1, 0)[0].double().numpy()
+    norms = written_norms(model, attended(), 0, [1])[0, 0].double().numpy()
     heading, token = look.page.locator("h2").first, look.page.locator(".token").nth(8)
     token.hover()
     assert strongest(heading) == pytest.approx(exact[8].max(), abs=0.011)
