@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 import threading
@@ -13,6 +14,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.models.edits import looks
+from headwater.models.weights import fingerprint
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = "A the cat is in Paris", "A the dog is in Paris"
@@ -230,8 +232,10 @@ WEIGHT_EDITS = {
 }
 
 
+@pytest.mark.parametrize("hashed", [fingerprint.HASHED, frozenset()], ids=["on the host", "as on a card"])
 @pytest.mark.parametrize("edit", WEIGHT_EDITS)
-def test_weights_edited_after_loading_are_other_weights(edit, tmp_path):
+def test_weights_edited_after_loading_are_other_weights(edit, hashed, tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "HASHED", hashed)
     hf = tiny_model("llama")
     model = hw.load(hf, tokenizer=tiny_tokenizer())
     before = model.fingerprint
@@ -275,6 +279,21 @@ def test_parameters_that_only_this_model_has_count():
     with torch.no_grad():
         hf.model.layers[0].mlp.up_proj.lora_A.add_(1)
     assert len({before, with_adapter, hw.load(hf).fingerprint}) == 3
+
+
+@pytest.mark.parametrize("hashed", [fingerprint.HASHED, frozenset()], ids=["on the host", "as on a card"])
+@pytest.mark.parametrize("layout", ["whole", "transposed", "with gaps"])
+def test_a_checksum_tells_one_changed_number_and_two_rows_in_another_order(hashed, layout, monkeypatch):
+    monkeypatch.setattr(fingerprint, "HASHED", hashed)
+    held = torch.randn(700, 600)
+    made = {"whole": held, "transposed": held.T, "with gaps": held[:, :500]}[layout]
+    seen = [fingerprint._looks([("w", made)])]
+    held.data[313, 7] += 1e-6
+    seen.append(fingerprint._looks([("w", made)]))
+    held.data[[3, 4]] = held.data[[4, 3]]
+    seen.append(fingerprint._looks([("w", made)]))
+    assert all(one != other for one, other in itertools.combinations(seen, 2))
+    assert fingerprint._looks([("w", made)]) == seen[-1]
 
 
 def test_one_row_of_a_large_embedding_changes_the_fingerprint():

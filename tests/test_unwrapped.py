@@ -1,5 +1,6 @@
 """Where nobody looks inside, a model runs without TransformerLens's wrappers, and what is hung on it still acts."""
 
+import copy
 import functools
 
 import pytest
@@ -110,6 +111,30 @@ def test_weights_that_change_in_any_way_change_what_it_writes(bare):
         previous = found.log_probs
 
 
+def test_what_was_put_together_is_kept_until_a_module_or_a_config_holds_something_else():
+    model = fresh()
+    mlp, config = model.raw.blocks[1].mlp.original_component, model.raw.original_model.config
+    continued(model)
+    kept = model.without_wrappers
+    continued(model)
+    assert model.without_wrappers is kept
+    other = copy.deepcopy(mlp.up_proj.original_component)
+    with torch.no_grad():
+        other.weight.mul_(-1)
+    changes = [
+        lambda: mlp.up_proj._modules.update(_original_component=other),
+        lambda: setattr(mlp, "sizes", (1, 2)),
+        lambda: setattr(config, "attention_dropout", 0.5),
+    ]
+    for change in changes:
+        change()
+        found = continued(model)
+        assert unwrapped(model) is not None
+        assert model.without_wrappers is not kept
+        assert torch.allclose(found.log_probs, by_whole_runs(model)[1], atol=1e-5)
+        kept = model.without_wrappers
+
+
 def test_parts_of_a_fused_matrix_that_no_longer_are_its_parts_keep_the_wrappers():
     model = fresh("neox")
     assert unwrapped(model) is not None
@@ -186,7 +211,7 @@ def test_a_hook_acts_in_the_steps_alone_and_is_gone_whatever_is_raised(bare):
     for logits, acting in meanwhile:
         assert torch.equal(logits, before)
         assert acting == {}
-    assert model.is_as_loaded()
+    assert model.as_loaded() is not None
 
 
 def test_a_hook_that_does_not_fire_or_returns_something_else_is_an_error_at_any_step():
@@ -199,7 +224,7 @@ def test_a_hook_that_does_not_fire_or_returns_something_else_is_an_error_at_any_
 
     with pytest.raises(hw.errors.InterventionError, match="returned"):
         generate(model, model.tokenize(PROMPTS[:1]), max_new_tokens=4, hooks=[("blocks.1.hook_resid_post", later)])
-    assert model.is_as_loaded()
+    assert model.as_loaded() is not None
 
 
 def halved(module, args, out):

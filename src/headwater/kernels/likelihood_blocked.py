@@ -20,6 +20,8 @@ WORKSPACE_BYTES = 32 * 2**20
 """What the tiles of `token_statistics` may take beside its inputs and its five numbers per token."""
 
 _TOKENS_AT_ONCE = 512
+_WIDEST = 4096
+"""Columns of a tile at most: those of few tokens are then multiplied and summed in the processor's caches."""
 
 
 def token_statistics(
@@ -110,7 +112,7 @@ def _statistics_of_chunk(
 
 def _tiles(d_vocab: int, rows: int, d_model: int) -> list[slice]:
     """Cut the vocabulary so that a tile's float32 weights and three arrays the size of its logits fit the workspace."""
-    width = max(128, WORKSPACE_BYTES // (4 * (d_model + 3 * rows)))
+    width = min(_WIDEST, max(128, WORKSPACE_BYTES // (4 * (d_model + 3 * rows))))
     return [slice(start, min(start + width, d_vocab)) for start in range(0, d_vocab, width)]
 
 

@@ -3,8 +3,8 @@
 1. Tokenize each text once, with exactly one BOS where the model wants one; character spans become tokens by offsets.
 2. A text longer than the context is refused, or cut into windows: each ends `stride` tokens further than the one
    before, begins with BOS where the model wants one, and scores only the tokens that no earlier window has scored.
-3. Run windows of like length together, up to the last layer asked for and not to the logits, attention in one pass;
-   keep the residual stream in front of each scored token.
+3. Run windows of like length together, not to the logits, attention in one pass and where the last layer is read
+   without wrappers (`headwater.models.residual_streams`); keep the residual stream in front of each scored token.
 4. Read it through a lens: the logit lens (the final norm), or a tuned lens and then the final norm (Belrose et al.
    2023). At the final layer the logit lens is the model's own output, in bfloat16 and float16 too: what it multiplies
    with W_U there is in its dtype (`headwater.models.unembedding`), and the logits are not rounded to it.
@@ -34,11 +34,9 @@ from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.likelihood import PRECISIONS, TokenStatistics
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
-from headwater.models.edits import Hook, looks
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
-from headwater.models.one_pass import one_pass_attention
-from headwater.models.sites import hook_name
+from headwater.models.residual_streams import residual_streams
 from headwater.models.tokens import Batch, by_length, encode, pad_id, refuse_what_has_no_order, token_span
 from headwater.models.unembedding import unembedding_head
 from headwater.names import LongName, PrecisionName
@@ -248,7 +246,7 @@ def _windows(
             }
         )
         windows += found
-    return pd.DataFrame(described), windows
+    return pd.DataFrame({name: [one[name] for one in described] for name in described[0]}), windows
 
 
 def _tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list[int], list[int]]:
@@ -308,16 +306,10 @@ def _measurer(
     normalise, head = unembedding_head(model, record)
 
     def measure(batch: Batch, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
-        kept: dict[int, Tensor] = {}
+        def take(residual: Tensor) -> Tensor:
+            return residual[rows.to(residual.device), columns.to(residual.device) - 1]
 
-        def keep(layer: int) -> Hook:
-            def take(residual: Tensor, hook: object) -> None:
-                kept[layer] = residual[rows.to(residual.device), columns.to(residual.device) - 1]
-
-            return hook_name("resid_post", layer), looks(take)
-
-        with one_pass_attention(model):
-            model.run(batch, [keep(layer) for layer in layers], stop_at=max(layers) + 1)
+        kept = residual_streams(model, batch, layers, take)
         target = batch.tokens[rows, columns]
         found = []
         for layer in layers:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.modules import module as torch_modules
 
+from headwater.models.same_objects import HOOKS, SameModules
 from headwater.runs.functions import content_of, without_type_checks
 from headwater.runs.identity import UNKNOWN
 
@@ -33,13 +34,6 @@ LIBRARIES = frozenset(
 """Whose hooks and classes belong to a model; `transformers_modules` is the code that a checkpoint brings."""
 MOVERS = frozenset(("accelerate", "headwater"))
 """Whose hooks and methods may come and go: they compute what was there before, or are recorded otherwise."""
-HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
-"""By the attribute in which torch keeps them: what they are called."""
 NOT_LOOKED_AT = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "context_level",
     "max_seq_len_cached",
@@ -68,12 +62,21 @@ class KnownModules:
         self._raw = raw
         self._before = {path: _belonging(_held(module)) for path, module in _modules(raw)}
         self._forwards = {held.kind: _forward(held.kind) for held in self._before.values()}
+        self._loaded: SameModules | None = None
 
-    def are_as_they_were(self) -> bool:
-        """Whether every module holds just what a model as it was loaded holds, its hook points no hook of anyone."""
+    def as_loaded(self) -> SameModules | None:
+        """Look whether every module holds just what a model as it was loaded holds, its hook points no hook of anyone.
+
+        Returns:
+            what they hold, the same object as last time where they hold the same objects; None where they hold more.
+        """
         if any(_forward(kind) is not forward for kind, forward in self._forwards.items()) or any(_everywhere()):
-            return False
-        return {path: _held(module) for path, module in _modules(self._raw)} == self._before
+            return None
+        if self._loaded is None or not self._loaded.are_as_they_were():
+            modules = dict(_modules(self._raw))
+            is_so = {path: _held(module) for path, module in modules.items()} == self._before
+            self._loaded = SameModules(modules.values()) if is_so else None
+        return self._loaded
 
     def alterations(self) -> list[Any]:
         """Return what is other than it was, for the record of a run; nothing for a model as it was loaded.
@@ -82,6 +85,8 @@ class KnownModules:
             Texts that name values, and where there is something that cannot be named an object that says so under
             `UNKNOWN`.
         """
+        if self.as_loaded() is not None:
+            return []
         values, unnamed = list[str](), list(_everywhere())
         unnamed += [f"a forward of the class {k.__name__}" for k, f in self._forwards.items() if _forward(k) is not f]
         gone = dict(self._before)

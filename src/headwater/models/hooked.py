@@ -52,6 +52,7 @@ from headwater.models.sites import Site, hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.models.transformer_lens_ways import what_to_use
+from headwater.models.unwrapped import Remembered
 from headwater.names import SiteName
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 
@@ -74,6 +75,7 @@ class HookedModel(Identified, TransformerLensNames):
         head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
         unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.
         fixed_step_checked: whether steps of generation in fixed memory give the same; None before this was asked.
+        without_wrappers: itself so, put together for the last run that took it; see `headwater.models.unwrapped`.
         misfits: the sites whose activations are not what `shape` says, and how; they are refused.
         read_only: the sites that can be read but not edited, and why.
     """
@@ -101,6 +103,7 @@ class HookedModel(Identified, TransformerLensNames):
         self.factors_checked: tuple[str, set[tuple[int, str]]] | None = None
         self.unwrapped_checked: dict[frozenset[int], bool] = {}
         self.fixed_step_checked: bool | None = None
+        self.without_wrappers: Remembered | None = None
         self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[str, str] = {}
         self.read_only: Mapping[str, str] = {}

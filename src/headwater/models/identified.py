@@ -21,6 +21,7 @@ from headwater.runs.record import HOOKS, PAST_HOOKS
 
 if TYPE_CHECKING:
     from headwater.models.model import Model as Surface
+    from headwater.models.same_objects import SameModules
     from headwater.models.shape import ModelShape
 else:
     Surface = object
@@ -65,10 +66,13 @@ class Identified(Surface):
         """Take what stands in the model's modules now for what belongs there: it has been loaded."""
         self._modules = KnownModules(self.raw)
 
-    def is_as_loaded(self) -> bool:
-        """Whether nothing acts in the model beside its weights, and nobody watches its activations."""
+    def as_loaded(self) -> SameModules | None:
+        """Return what its modules hold where nothing acts in the model beside its weights, and nobody watches it.
+
+        The same object as last time where they hold the same objects; None where something acts or watches.
+        """
         with self.lock:
-            return self._modules.are_as_they_were()
+            return self._modules.as_loaded()
 
     def digest(self) -> str:
         """Name this model in the identity of what holds it."""

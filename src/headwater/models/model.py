@@ -14,6 +14,7 @@ from headwater.models.run_lock import RunLock
 from headwater.runs.record import Recorded
 
 if TYPE_CHECKING:
+    from headwater.models.same_objects import SameModules
     from headwater.models.shape import ModelShape
     from headwater.models.tokens import Batch, Inputs
 
@@ -33,6 +34,7 @@ class Model(Recorded, Protocol):
     lock: RunLock
     unwrapped_checked: dict[frozenset[int], bool]
     fixed_step_checked: bool | None
+    without_wrappers: Any
     factors_checked: tuple[str, set[tuple[int, str]]] | None
 
     @property
@@ -67,8 +69,8 @@ class Model(Recorded, Protocol):
     def hooks(self, hooks: Iterable[Any]) -> AbstractContextManager[None]:
         """Attach hooks for as long as the context lasts."""
 
-    def is_as_loaded(self) -> bool:
-        """Whether nothing acts in the model beside its weights, and nobody watches its activations."""
+    def as_loaded(self) -> SameModules | None:
+        """Return what its modules hold where nothing acts in the model beside its weights, and nobody watches it."""
 
 
 def is_bridge(raw: object) -> bool:

@@ -5,7 +5,9 @@ twice what the module itself does. `unwrapped` puts the modules together anew wi
 the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
 copies that ask for attention in one pass where that is the same (`headwater.models.one_pass`). Where a hook is to act,
 the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all that is within it.
-Where that of attention stays, all of it is computed as the bridge does, which takes masks of one kind.
+Where that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put
+together without a wrapper is kept with the model, for as long as each module and config that it was made of holds the
+very same objects (`headwater.models.same_objects`).
 
 It is given only where it computes what the bridge computes:
 
@@ -34,6 +36,7 @@ from headwater.models.edits import points_of
 from headwater.models.families import family_named
 from headwater.models.model import is_bridge
 from headwater.models.one_pass import is_the_same_in_one_pass
+from headwater.models.same_objects import SameModules, SameObjects
 from headwater.models.weights.fingerprint import parameter_reader
 
 if TYPE_CHECKING:
@@ -54,12 +57,16 @@ class Unwrapped:
     Attributes:
         model: the transformers model.
         kept: the wrappers that stay.
+        configs: what the configs held that were copied.
     """
 
     def __init__(self, raw: Any, attention: str, points: AbstractSet[int] = frozenset()):
         self.kept: list[torch.nn.Module] = []
         self._firing: set[int] = set()
-        self.model = self._without_wrappers(raw.original_model, attention, points, {}, {})
+        self._made: dict[int, torch.nn.Module] = {}
+        configs: dict[int, tuple[Any, Any]] = {}
+        self.model = self._without_wrappers(raw.original_model, attention, points, self._made, configs)
+        self.configs = SameObjects(vars(original) for original, _ in configs.values())
         takes = inspect.signature(self.model.forward).parameters
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
@@ -73,6 +80,10 @@ class Unwrapped:
         logits: Tensor = self.model(tokens, **self._last, **options).logits
         return logits[:, -1]
 
+    def in_place_of(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return what takes the place of a module, or of what a wrapper wraps."""
+        return self._made[id(_innermost(module))]
+
     def fires(self, points: AbstractSet[int]) -> bool:
         """Whether hook points stand in wrappers that stay."""
         return points <= self._firing
@@ -83,7 +94,7 @@ class Unwrapped:
         attention: str,
         points: AbstractSet[int],
         made: dict[int, torch.nn.Module],
-        configs: dict[int, Any],
+        configs: dict[int, tuple[Any, Any]],
     ) -> torch.nn.Module:
         """Copy a module and those within it, not what they hold; a wrapper is replaced by what it wraps."""
         while (inner := module._modules.get("_original_component")) is not None:
@@ -109,6 +120,25 @@ class Unwrapped:
         return made[id(module)]
 
 
+class Remembered:
+    """A model without any wrapper, and what it was made of.
+
+    Attributes:
+        bare: the model.
+        shares_weights: whether the bridge computes with the very same parameters, and none of its own.
+    """
+
+    def __init__(self, model: Model, modules: SameModules, attention: str):
+        self.bare = Unwrapped(model.raw, attention)
+        held = {id(parameter) for parameter in self.bare.model.parameters()}
+        self.shares_weights = all(id(parameter) in held for parameter in model.raw.parameters())
+        self._modules, self._attention = modules, attention
+
+    def stands_for(self, modules: SameModules, attention: str) -> bool:
+        """Whether modules and configs hold the very objects that it was made of."""
+        return modules is self._modules and attention == self._attention and self.bare.configs.are_there()
+
+
 def unwrapped(model: Model, hooked: Iterable[str] = ()) -> Unwrapped | None:
     """Return the model inside a bridge without wrappers; None where it might compute something else.
 
@@ -119,25 +149,36 @@ def unwrapped(model: Model, hooked: Iterable[str] = ()) -> Unwrapped | None:
         hooked: the activations at which hooks will be attached and must fire.
     """
     raw, names = model.raw, {point for name in hooked for point in points_of(name)}
-    if not is_bridge(raw) or model.spread or getattr(raw, "compatibility_mode", False) or not model.is_as_loaded():
+    if not is_bridge(raw) or model.spread or getattr(raw, "compatibility_mode", False):
+        return None
+    if (modules := model.as_loaded()) is None:
         return None
     known = raw.hook_dict if names else {}
     if not all(name in known for name in names):
         return None
     attention = "sdpa" if is_the_same_in_one_pass(model) else "eager"
-    bare = Unwrapped(raw, attention)
-    if not _holds_the_same_weights(model, bare.model):
+    kept: Remembered | None = model.without_wrappers
+    if kept is None or not kept.stands_for(modules, attention):
+        kept = model.without_wrappers = Remembered(model, modules, attention)
+    if not kept.shares_weights and not _holds_the_same_weights(model, kept.bare.model):
         return None
+    bare = kept.bare
     if points := {id(known[name]) for name in names}:
         bare = Unwrapped(raw, attention, points)
         if attention != "eager" and not all(map(_takes_states_alone, bare.kept)):
             bare = Unwrapped(raw, "eager", points)
     if not bare.fires(points):
         return None
-    kept = frozenset(map(id, bare.kept))
-    if kept not in model.unwrapped_checked:
-        model.unwrapped_checked[kept] = _gives_the_same_logits(model, bare)
-    return bare if model.unwrapped_checked[kept] else None
+    wrappers = frozenset(map(id, bare.kept))
+    if wrappers not in model.unwrapped_checked:
+        model.unwrapped_checked[wrappers] = _gives_the_same_logits(model, bare)
+    return bare if model.unwrapped_checked[wrappers] else None
+
+
+def _innermost(module: torch.nn.Module) -> torch.nn.Module:
+    while (inner := module._modules.get("_original_component")) is not None:
+        module = inner
+    return module
 
 
 def _is_block(module: torch.nn.Module) -> bool:
@@ -151,12 +192,13 @@ def _takes_states_alone(module: torch.nn.Module) -> bool:
     return _is_block(module) or any(name.endswith(("MLPBridge", "NormalizationBridge")) for name in names)
 
 
-def _with_attention(config: object, attention: str, copies: dict[int, Any]) -> Any:
+def _with_attention(config: object, attention: str, copies: dict[int, tuple[Any, Any]]) -> Any:
     """Copy a config, which is then asked for its attention when the model runs."""
     if id(config) not in copies:
-        copies[id(config)] = copy.copy(config)
-        copies[id(config)]._attn_implementation = attention
-    return copies[id(config)]
+        copied = copy.copy(config)
+        copied._attn_implementation = attention  # type: ignore[attr-defined]
+        copies[id(config)] = config, copied
+    return copies[id(config)][1]
 
 
 def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:

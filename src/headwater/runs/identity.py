@@ -153,7 +153,16 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
             type(tokenizer),
         ]
     own = type(tokenizer) if not is_library(type(tokenizer).__module__) else None
-    return digest([parts, {key: str(value) for key, value in said.items()}, own])
+    texts = {key: str(value) for key, value in said.items()}
+    if own is None and all(isinstance(part, str) for part in parts):
+        return _digest_of_texts(tuple(parts), tuple(texts.items()))
+    return digest([parts, texts, own])
+
+
+@functools.lru_cache(maxsize=8)
+def _digest_of_texts(parts: tuple[str, ...], said: tuple[tuple[str, str], ...]) -> str:
+    """Hash a tokenizer that these texts say all of; a vocabulary is some megabytes, which compare faster than hash."""
+    return digest([list(parts), dict(said), None])
 
 
 def _name_of(value: object) -> str:

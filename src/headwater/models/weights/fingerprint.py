@@ -11,8 +11,9 @@ they are held so long as it holds them exactly. It is the SHA-256 of
 When to hash again:
 
 - In memory, when any parameter or buffer is another, or has another version (`Tensor._version` counts edits in place),
-  or another checksum: sums of its words along two axes, over all bytes at the speed of memory. The checksum finds edits
-  through `.data`, and in tensors made under `torch.inference_mode()`, which have no version.
+  or another checksum over all its bytes at the speed of memory: on the host XXH3 of 128 bits, on other devices sums of
+  its words along two axes. The checksum finds edits through `.data`, and in tensors made under
+  `torch.inference_mode()`, which have no version.
 - On disk, when a file has another path, size, inode, or time of its content or its entry. A file that is younger than
   `YOUNG` seconds is always read. What was read of large files is remembered beside Hugging Face's cache too.
 """
@@ -38,6 +39,7 @@ import numpy as np
 import torch
 from huggingface_hub import cached_assets_path
 from torch import Tensor
+from xxhash import xxh3_128_digest
 
 from headwater.errors import HeadwaterError
 from headwater.models.families import Family, family_named, family_of, text_config
@@ -50,14 +52,16 @@ from headwater.runs.storage import write_atomically
 SPAN = 2**22
 """How many values are hashed at a time."""
 THREADS = min(8, os.cpu_count() or 1)
+HASHED = frozenset(("cpu",))
+"""Devices whose tensors are hashed byte by byte; tensors of others are summed where they are."""
 LINE = 1024
 """Words of eight bytes in a line of the checksum."""
 APART = 32
 """How many lines, far from one another, are summed at a time: faster than all of them in their order."""
-AT_ONCE = {"cpu": 512, "cuda": 1 << 15}
-"""How many lines stay in the processor's caches from one sum to the other; on a GPU, how many a launch is worth."""
-TOGETHER = {"cpu": 2**16, "cuda": 2**26}
-"""Bytes of sums from which on they come to the host: on a GPU each copy is waited for."""
+AT_ONCE = 1 << 15
+"""How many lines are summed in one launch."""
+TOGETHER = 2**26
+"""Bytes of sums from which on they come to the host: each copy is waited for."""
 SMALL = 2**16
 """Bytes up to which a tensor's checksum is a hash of all of it."""
 YOUNG = 2.0
@@ -306,6 +310,9 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
         looks[name] = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, version)
         if tensor.is_meta:
             continue
+        if tensor.device.type in HASHED:
+            looks[name] += (xxh3_128_digest(_bytes(tensor).numpy().data),)
+            continue
         waiting[name] = _checksums(tensor)
         if _is_full(waiting):
             looks |= {one: (*looks[one], digest) for one, digest in _digests(waiting)}
@@ -316,7 +323,7 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
 def _is_full(waiting: Mapping[str, Sequence[Tensor]]) -> bool:
     """Whether the sums of several tensors are as much as is brought to the host at once."""
     sums = [part for parts in waiting.values() for part in parts]
-    return sum(map(len, sums)) >= TOGETHER.get(sums[0].device.type, TOGETHER["cpu"])
+    return sum(map(len, sums)) >= TOGETHER
 
 
 def _digests(sums: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, bytes]]:
@@ -336,18 +343,23 @@ def _checksums(tensor: Tensor) -> list[Tensor]:
     As bytes. One changed word changes one sum along each axis; what leaves all of them as they were has changed at
     least four words, by amounts that cancel exactly.
     """
-    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    words = tensor.permute(by_stride).reshape(-1).view(torch.uint8)
+    words = _bytes(tensor)
     size = math.prod(tensor.shape) * tensor.element_size()
     whole = 0 if size <= SMALL or words.storage_offset() % 8 else size // (8 * LINE) * LINE
     lines = words[: 8 * whole].view(torch.int64).view(-1, LINE)
     return [words[8 * whole :], *((sums.view(torch.uint8) for sums in _summed(lines)) if whole else ())]
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return all bytes of a tensor in the order of its memory: a view, but of one with gaps."""
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).reshape(-1).view(torch.uint8)
+
+
 def _summed(lines: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum lines over one another, and each of them, some at a time, which are read from memory once."""
+    """Sum lines over one another, and each of them, some at a time."""
     down, across = lines.new_zeros(LINE), []
-    for some in lines.split(AT_ONCE.get(lines.device.type, AT_ONCE["cpu"])):
+    for some in lines.split(AT_ONCE):
         across.append(some.sum(1))
         whole = len(some) // APART * APART
         down += some[:whole].view(APART, -1, LINE).sum(0).sum(0) + some[whole:].sum(0)
