@@ -181,6 +181,16 @@ def test_models_with_different_vocabularies_are_compared_on_the_words_both_have(
     assert (row["pairs"], row["shared"], row["used"]) == (len(CAPITALS.pairs), len(shared[0].pairs), True)
     assert result.changed.empty
     assert result.table["found"].sum() == 2
+    every, both = (
+        {word for source, targets in some for word in (source, *targets)} for some in (CAPITALS.pairs, pairs)
+    )
+    assert (row["words"], row["shared_words"]) == (len(every), len(both))
+    assert (
+        f"of {len(every)} words of the relations that some model has as single tokens, every model has {len(both)}"
+        in (" ".join(result.report()))
+    )
+    same = hw.compare_heads({"a": models["own"], "b": models["own"]}, relations=CAPITALS, embedding="raw", **QUIET)
+    assert "vocabularies" not in " ".join(same.report())
 
 
 def test_what_cannot_be_compared_is_said_in_one_line(changed):

@@ -64,6 +64,30 @@ def test_the_head_that_the_model_needs_is_used_and_two_that_stand_in_for_each_ot
     assert found.findings()["use"]["used"] == 1
 
 
+@pytest.mark.planted
+@pytest.mark.parametrize("multi_token", ["distinguishing", "first"])
+def test_targets_of_several_tokens_are_asked_for_by_the_token_that_stands_for_them(multi_token):
+    """Told apart, they are "same X", and the model is asked for X behind " same"; by first tokens they are "X same"."""
+    said = {"distinguishing": "same {}", "first": "{} same"}[multi_token]
+    longer = dataclasses.replace(CAPITAL, pairs=tuple((s, (said.format(t[0]),)) for s, t in CAPITAL.pairs))
+    words = ["same", *(word for source, targets in CAPITAL.pairs for word in (source, *targets))]
+    built = plant_relations({(1, 2): [implements(CAPITAL.pairs)]}, words=words, n_layers=2)
+    model = hw.load(built.model, tokenizer=built.tokenizer)
+    asked = {"relations": [longer], "progress": False}
+    heads = hw.classify_heads(model, embedding="raw", multi_token=multi_token, **asked)
+    found = heads.validate(model, template=TEMPLATES[0], shots=0, **asked).table
+    (row,) = found[found["implemented"]].to_dict("records")
+    assert (row["layer"], row["head"], row["accuracy"], row["others"], row["used"]) == (1, 2, 1.0, 1.0, True)
+    tokens, _ = relations_of(model, heads, [longer], multi_token)["capital"]
+    task = task_prompts(model, tokens, TEMPLATES[0], 1, 0)
+    ends = [row[length - 1] for row, length in zip(task.batch.tokens, task.batch.lengths.tolist(), strict=True)]
+    same = model.tokenizer.encode(" same", add_special_tokens=False)[-1]
+    assert {int(token) == same for token in ends} == {multi_token == "distinguishing"}
+    assert task.accepted == tokens.targets
+    example = model.tokenizer.decode(task.batch.tokens[0]).split("\n")[0]
+    assert "same" in example
+
+
 def test_a_validated_map_keeps_what_it_was_and_is_another_run(planted, tmp_path):
     model, heads = planted
     found = heads.validate(model, **ASK)
@@ -86,7 +110,10 @@ def test_a_relation_that_the_model_does_not_answer_is_said_and_its_heads_are_not
     )
     tokens = {name: one for name, (one, _) in relations_of(model, heads, SUITE).items()}
     tokens["capital"] = dataclasses.replace(
-        tokens["capital"], relation=silent, targets=tuple((int(one),) for one in tokens["capital"].source.roll(1))
+        tokens["capital"],
+        relation=silent,
+        targets=tuple((int(one),) for one in tokens["capital"].source.roll(1)),
+        words=(),
     )
     found = called.join(head_use(model, called, tokens, Asking(asked, 0, 2, 0), progress=False))
     of_capital = found[found["implemented"] & (found["relation"] == "capital")]

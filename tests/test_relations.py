@@ -173,6 +173,16 @@ def test_a_relation_of_ones_own_is_a_data_frame_a_csv_file_or_a_list_of_pairs(tm
         ("mine", None, expected),
         ("adj_antonym", "linguistic", expected),
     ]
+    (bare,) = load_relations(pairs)
+    assert (bare.name, bare.category, bare.pairs) == ("own", None, expected)
+    rows_of_pairs = [("France", "Paris"), ["Italy", "Rome"], ("Italy", "Roma")]
+    assert [one.pairs for one in load_relations(rows_of_pairs)] == [expected]
+    assert load_relations({"mine": rows_of_pairs})[0].pairs == expected
+    assert [one.name for one in load_relations([tmp_path / "capitals.csv", "country_to_capital", rows])] == [
+        "capitals",
+        "country_to_capital",
+        "own",
+    ]
 
 
 def test_tables_that_are_no_relation_are_refused_with_their_row(tmp_path):
@@ -185,6 +195,10 @@ def test_tables_that_are_no_relation_are_refused_with_their_row(tmp_path):
     (tmp_path / "mine.csv").write_text("source,target\nFrance,\n")
     assert f"{tmp_path / 'mine.csv'}, row 2: its target is None" in refusal(tmp_path / "mine.csv")
     assert "is no pair (source, target)" in refusal({"mine": [("France",)]})
+    assert "('France',) is no pair (source, target)" in refusal([("France", "Paris"), ("France",)])
+    assert "('France', 3) is no pair" in refusal([("France", 3)])
+    assert "holds no pairs" in refusal({"mine": []})
+    assert "France does not exist, and headwater has no relation of that name" in refusal(["France", "Paris"])
 
 
 def test_a_target_may_be_one_word_or_several():

@@ -271,6 +271,10 @@ def _show_changes(summary: dict[str, Any], console: Console) -> None:
             place = (plain(row["model"]), f"{row['layer']}.{row['head']}", row["relation"], row["sign"], row["change"])
             table.add_row(*place, *numbers)
         console.print("\nThe largest changes:", table, sep="\n")
+    from headwater.heads.comparison import sentences_of_words
+
+    for sentence in sentences_of_words(summary):
+        console.print(f"\n{plain(sentence)}")
 
 
 def _show_behaviour(summary: dict[str, Any], said: str, console: Console) -> None:

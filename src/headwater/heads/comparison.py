@@ -17,7 +17,7 @@ The same head, relation by relation, in two models. Both are scored on the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -37,7 +37,7 @@ from headwater.heads.classify import (
     scored_layers,
     usable_relations,
 )
-from headwater.heads.relation_tokens import shared_relations, tokenize_relations
+from headwater.heads.relation_tokens import shared_relations, tokenize_relations, word_tokens
 from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scores import score_table
 from headwater.models.hooked import HookedModel
@@ -78,7 +78,8 @@ class HeadComparison(Result):
     rows of the first model have none of these.
     """
     relations: pd.DataFrame
-    """A row per relation: `relation, category, pairs, shared, used`: how many of its pairs every tokenizer has."""
+    """A row per relation: `relation, category, pairs, shared, used`: how many of its pairs every tokenizer has; and
+    `words, shared_words`: how many of its words are single tokens for some model, and how many for every one."""
     run: RunRecord
 
     @property
@@ -117,6 +118,10 @@ class HeadComparison(Result):
             "models": self.models,
             "summary": each_row(self.summary()),
             "largest": each_row(largest),
+            "words": int(self.relations["words"].sum()),
+            "shared_words": int(self.relations["shared_words"].sum()),
+            "relations": len(self.relations),
+            "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
         }
 
     def report(self) -> list[str]:
@@ -139,10 +144,7 @@ class HeadComparison(Result):
                     f"The largest change is of head {top['layer']}.{top['head']} on {top['relation']} ({top['sign']}): "
                     f"an excess of {top['excess'] - top['difference']:.2f} before and {top['excess']:.2f} after."
                 )
-        few = self.relations[~self.relations["used"]]
-        if len(few):
-            said.append(f"{len(few)} of {len(self.relations)} relations have too few pairs that all tokenizers share.")
-        return said
+        return said + sentences_of_words(self.findings())
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw layer by head what changed; of more than two models, the heads of each category, model by model."""
@@ -150,6 +152,22 @@ class HeadComparison(Result):
 
     def __repr__(self) -> str:
         return f"HeadComparison({' → '.join(self.models)}: {len(self.changed):,} changes in {len(self.table):,} rows)"
+
+
+def sentences_of_words(findings: Mapping[str, Any]) -> list[str]:
+    """Say whether the vocabularies differ, and which relations have too few pairs that all models share."""
+    said = []
+    if findings["shared_words"] < findings["words"]:
+        said.append(
+            f"The vocabularies differ: of {findings['words']:,} words of the relations that some model has as single "
+            f"tokens, every model has {findings['shared_words']:,}, and the models are compared on these."
+        )
+    if left_out := findings["left_out"]:
+        said.append(
+            f"{len(left_out)} of {findings['relations']} relations have too few pairs that are single tokens for every "
+            f"model: {', '.join(left_out)}."
+        )
+    return said
 
 
 def compare_heads(
@@ -216,10 +234,7 @@ def compare_heads(
         changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]
         table = pd.concat([_compared(table, tables[0], change) for table, change in zip(tables, changes, strict=True)])
         used = {tokens.relation.name for tokens, _ in next(iter(usable.values()))}
-        rows = [
-            (r.name, r.category, len(r.pairs), len(s.pairs), r.name in used) for r, s in zip(given, shared, strict=True)
-        ]
-        names = pd.DataFrame(rows, columns=["relation", "category", "pairs", "shared", "used"])
+        names = _relations(given, shared, used, [one.tokenizer for one in compared.values()])
         return HeadComparison(table.reset_index(drop=True), names, run.record)
 
     return carry_out(HeadComparison, "compare_heads", first, options, work, out=out, progress=progress)
@@ -270,6 +285,24 @@ def _usable(
     tokenized = tokenize_relations(shared, weights.tokenizer, multi_token=multi_token)
     ks = [hits_of(relation, weights, k) for relation in shared]
     return usable_relations(tokenized, ks, weights.name)
+
+
+def _relations(
+    given: Sequence[Relation], shared: Sequence[Relation], used: Set[str], tokenizers: Sequence[Any]
+) -> pd.DataFrame:
+    """Return a row per relation: its pairs, those that every tokenizer has, and the same of its words."""
+    rows = []
+    for relation, left in zip(given, shared, strict=True):
+        words = sorted({word for source, targets in relation.pairs for word in (source, *targets)})
+        single = [
+            {w for w, ids in zip(words, word_tokens(one, words), strict=True) if len(ids) == 1} for one in tokenizers
+        ]
+        counts = len(relation.pairs), len(left.pairs), relation.name in used
+        rows.append(
+            (relation.name, relation.category, *counts, len(set.union(*single)), len(set.intersection(*single)))
+        )
+    columns = ["relation", "category", "pairs", "shared", "used", "words", "shared_words"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _signs(table: pd.DataFrame, model: str, threshold: float) -> pd.DataFrame:

@@ -135,7 +135,8 @@ class HeadMap(Result):
 
         The accuracy on a relation when the head writes nothing at the last position, beside that when another head
         writes nothing; see `heads.use` for the test. A head that only looks as if it did something is not used, and
-        some heads harm what they seem to do: `loss` is below 0.
+        some heads harm what they seem to do: `loss` is below 0. Where the map lets one token stand for several, the
+        model is asked for that token, behind those before it.
 
         Args:
             model: the model that was classified.
@@ -156,7 +157,8 @@ class HeadMap(Result):
             ModelError: the map is of another model, or the model is none that runs.
             InputError: a relation of the map is not among `relations`, or an option cannot be used.
         """
-        known = {name: tokens for name, (tokens, _) in relations_of(model, self, relations).items()}
+        multi_token = self.run.options["multi_token"]
+        known = {name: tokens for name, (tokens, _) in relations_of(model, self, relations, multi_token).items()}
         asking = Asking.checked(template, shots, draws, seed, list(known))
         use = head_use(model, self.table, known, asking, progress)
         asked = describe(asdict(asking) | dict(model.interventions))

@@ -1,6 +1,6 @@
 """Prompts that put a relation's words in front of a model: a sentence about the source, or a task with examples."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from headwater.data.strict_json import is_unicode
 from headwater.errors import InputError, ModelError
-from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
+from headwater.heads.relation_tokens import TokenRelation, tokenize_relations, word_tokens
 from headwater.heads.relations import Relations, load_relations
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, make_batch, token_span
+from headwater.names import MultiTokenName
 from headwater.options import one_or_several, shown
 from headwater.runs.record import RunRecord
 
@@ -40,7 +41,8 @@ class TaskPrompts:
 
     batch: Batch
     accepted: tuple[tuple[int, ...], ...]
-    """The accepted target tokens of each row."""
+    """The accepted target tokens of each row; of targets of several tokens those that stand for them, all behind the
+    same tokens, which the prompt ends with."""
     foil: Int[Tensor, "row"]
     """A target of another item that is not accepted here: what the logit difference is taken against."""
 
@@ -58,15 +60,17 @@ class Scored(Protocol):
         """What made the map."""
 
 
-def relations_of(model: HookedModel, head_map: Scored, relations: Relations) -> dict[str, tuple[TokenRelation, int]]:
+def relations_of(
+    model: HookedModel, head_map: Scored, relations: Relations, multi_token: MultiTokenName | None = None
+) -> dict[str, tuple[TokenRelation, int]]:
     """Return the relations a head map was scored on, by name, as tokens, and each one's k.
-
-    Only items of single tokens are taken, also where the map took the first token of longer words.
 
     Args:
         model: the model of the map.
         head_map: the map.
         relations: what `classify_heads` was given.
+        multi_token: what stands for words of several tokens; by default only items of single tokens are taken, also
+            where the map took others.
 
     Raises:
         ModelError: the map is of another model, or the model is none that runs.
@@ -82,7 +86,7 @@ def relations_of(model: HookedModel, head_map: Scored, relations: Relations) -> 
     used = head_map.relations[head_map.relations["used"]]
     wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
     same_words = head_map.run.options["rule"] == "published"
-    tokenized = tokenize_relations(wanted, model.tokenizer, same_words=same_words)
+    tokenized = tokenize_relations(wanted, model.tokenizer, multi_token=multi_token, same_words=same_words)
     found = {tokens.relation.name: tokens for tokens in tokenized}
     lacking = [name for name in used["relation"] if name not in found or not found[name].targets]
     if lacking and (kind := head_map.run.options["multi_token"]) is not None and lacking[0] in found:
@@ -151,6 +155,9 @@ def checked_templates(templates: str | Sequence[str]) -> list[str]:
 def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots: int, seed: int) -> TaskPrompts:
     """Ask for each item's target, after some other items with theirs.
 
+    A target of several tokens is asked for by the one that stands for it: the prompt ends with those before it, of the
+    item's first target where there are several.
+
     Args:
         model: the model.
         tokens: the relation's items.
@@ -163,19 +170,45 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     """
     _check_template(template)
     generator = np.random.default_rng(seed)
-    sources = _words(model, tokens.source.tolist())
-    targets = _words(model, [accepted[0] for accepted in tokens.targets])
+    words = _words_of_items(model, tokens)
+    begun, accepted = zip(*_answers(model, tokens), strict=True)
+    every = {t for standing in tokens.targets for t in standing}
     texts, foils = [], []
-    for item, source in enumerate(sources):
-        wrong = sorted({t for accepted in tokens.targets for t in accepted} - set(tokens.targets[item]))
+    for item, (source, _) in enumerate(words):
+        wrong = sorted(every - set(tokens.targets[item]))
         if not wrong:
             raise InputError(f"Every item of {tokens.relation.name} accepts the same targets: nothing to tell apart.")
-        others = [other for other in range(len(sources)) if other != item]
+        others = [other for other in range(len(words)) if other != item]
         shown = generator.choice(others, size=min(shots, len(others)), replace=False)
-        examples = [f"{_filled(template, sources[other])} {targets[other]}\n" for other in shown]
+        examples = [f"{_filled(template, words[other][0])} {words[other][1]}\n" for other in shown]
         texts.append("".join(examples) + _filled(template, source))
         foils.append(int(generator.choice(wrong)))
-    return TaskPrompts(model.tokenize(texts), tokens.targets, torch.tensor(foils))
+    batch = model.tokenize(texts)
+    if any(begun):
+        rows = zip(batch.tokens, batch.lengths.tolist(), begun, strict=True)
+        batch = model.tokenize([[*row[:length].tolist(), *before] for row, length, before in rows])
+    return TaskPrompts(batch, accepted, torch.tensor(foils))
+
+
+def _words_of_items(model: HookedModel, tokens: TokenRelation) -> list[tuple[str, str]]:
+    """The source and the first accepted target of each item."""
+    if tokens.words:
+        return [(source, accepted[0]) for source, accepted in tokens.words]
+    first = [accepted[0] for accepted in tokens.targets]
+    return list(zip(_words(model, tokens.source.tolist()), _words(model, first), strict=True))
+
+
+def _answers(model: HookedModel, tokens: TokenRelation) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of each item the tokens before the one that stands for its first target, and the tokens accepted behind them."""
+    if not tokens.words:
+        yield from (((), standing) for standing in tokens.targets)
+        return
+    words = sorted({target for _, accepted in tokens.words for target in accepted})
+    spelled = dict(zip(words, word_tokens(model.tokenizer, words), strict=True))
+    for (_, accepted), standing in zip(tokens.words, tokens.targets, strict=True):
+        ids = [spelled[word] for word in accepted]
+        begun = [tuple(one[: one.index(token)]) for one, token in zip(ids, standing, strict=True)]
+        yield begun[0], tuple(token for token, before in zip(standing, begun, strict=True) if before == begun[0])
 
 
 def _begun(texts: Sequence[str], model: HookedModel, bos: bool | None) -> Batch:

@@ -9,8 +9,8 @@ folder of relations holds, for each, `NAME.json` or `NAME/NAME.json` (the publis
   each source once. The suite that comes with headwater (Elhelo & Geva, ACL 2025, gathered anew) is written so.
 
 A table is a relation too: a data frame or a CSV or TSV file with columns source and target, a row per pair; so is a
-mapping {name: pairs or data frame}. A source with several rows has several accepted targets. Such a relation has the
-published category of its name, or the one that a column category gives all of its rows.
+list of pairs, or a mapping {name: pairs or data frame}. A source with several rows has several accepted targets. Such
+a relation has the published category of its name, or the one that a column category gives all of its rows.
 """
 
 import json
@@ -96,7 +96,13 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
 
 Pairs: TypeAlias = pd.DataFrame | Sequence[Any]
 Relations: TypeAlias = (
-    str | Path | Relation | pd.DataFrame | Mapping[str, Pairs] | Sequence[str | Path | Relation | pd.DataFrame] | None
+    str
+    | Path
+    | Relation
+    | pd.DataFrame
+    | Mapping[str, Pairs]
+    | Sequence[str | Path | Relation | pd.DataFrame | Sequence[Any]]
+    | None
 )
 """What stands for relations; see `load_relations`."""
 
@@ -107,8 +113,8 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     Args:
         relations: a folder with a file per relation, as the module describes; one such file, or a CSV or TSV file with
             columns source and target; the name of a relation of the suite that comes with headwater; a relation; a data
-            frame with these columns, named "own"; a mapping {name: list of pairs, or data frame}; or several of these.
-            None is the whole suite.
+            frame with these columns, or a list of pairs, named "own"; a mapping {name: list of pairs, or data frame};
+            or several of these. None is the whole suite.
 
     Raises:
         InputError: nothing there, a name twice, or a file that breaks the format; the message names file, line, field.
@@ -126,13 +132,20 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
         raise InputError(
             f"relations={shown(relations)} is no folder, file or name of a relation, nor several of these."
         )
+    elif is_pairs(parts := list(relations)):
+        return (_named("own", parts),)
     else:
-        found, where = tuple(one for part in relations for one in load_relations(part)), None
+        found, where = tuple(one for part in parts for one in load_relations(part)), None
     for name, times in Counter(relation.name for relation in found).items():
         if times > 1:
             held = f"{where} holds {times} relations" if where else f"{times} relations are"
             raise InputError(f"{held} named {name!r}: a name may come once. Rename or remove one.")
     return found
+
+
+def is_pairs(parts: Sequence[Any]) -> bool:
+    """Whether a list is one of pairs, such as ("France", "Paris"), and not of relations."""
+    return bool(parts) and all(isinstance(part, list | tuple) and part and isinstance(part[0], str) for part in parts)
 
 
 def _suite() -> Path:
@@ -176,7 +189,13 @@ def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
 def _named(name: str, pairs: Pairs) -> Relation:
     if isinstance(pairs, pd.DataFrame):
         return _of_table(name, rows_of(pairs), f"the data frame of {name!r}")
-    return Relation(name, PUBLISHED_CATEGORIES.get(name), checked_pairs(name, pairs))
+    accepted: dict[str, dict[str, None]] = {}
+    for source, targets in checked_pairs(name, pairs):
+        accepted.setdefault(source, {}).update(dict.fromkeys(targets))
+    if not accepted:
+        raise InputError(f"Relation {name!r} holds no pairs: give a list of (source, target).")
+    merged = tuple((source, tuple(targets)) for source, targets in accepted.items())
+    return Relation(name, PUBLISHED_CATEGORIES.get(name), merged)
 
 
 def _relation_files(folder: Path) -> Iterator[Path]:
