@@ -1,14 +1,17 @@
 """`headwater compare`: folders of planted models, of two vocabularies, and the checkpoints of one training."""
 
+import dataclasses
 import json
 
 import pandas as pd
 import pytest
 
 import headwater as hw
+from headwater.heads.relation_tokens import shared_relations
 from headwater.heads.relations import Relation
 from headwater.planted.relations import implements, plant_relations
-from tests.small_world import tiny
+from headwater.world.training.stages import train
+from tests.small_world import TINY, tiny
 from tests.test_head_comparison import CAPITALS, OPPOSITES
 
 WORDS = [word for one in (CAPITALS, OPPOSITES) for source, targets in one.pairs for word in (source, *targets)]
@@ -145,3 +148,27 @@ def test_checkpoints_along_a_training_of_the_recipe_are_compared_as_each_is_clas
     code, printed, _ = run("compare", *chosen, "--relations", csv, "--json", "--quiet")
     assert code == 0
     assert json.loads(printed)["models"] == result.models
+
+
+@pytest.mark.slow
+def test_two_seeds_of_the_recipe_are_compared_on_the_words_that_both_have_and_one_seed_twice_is_one_model(tmp_path):
+    folder = tiny().folder / "model"
+    train(dataclasses.replace(TINY, seed=TINY.seed + 1), tmp_path / "other", progress=False)
+    train(TINY, tmp_path / "again", progress=False)
+    relations = world_relations(folder)
+    asked = {"relations": relations, "k": 10, "progress": False}
+    result = hw.compare_heads({"one": folder, "other": tmp_path / "other"}, **asked)
+    tokenizers = [hw.load(one).tokenizer for one in (folder, tmp_path / "other")]
+    shared = [one for one in shared_relations(relations, tokenizers) if len(one.pairs) >= 30]
+    assert result.relations["shared"].max() == max(len(one.pairs) for one in shared)
+    alone = hw.classify_heads(tmp_path / "other", **asked | {"relations": shared}).table
+    rows = result.table[(result.table["model"] == "other") & (result.table["sign"] == "score")]
+    assert rows["share"].tolist() == alone["score"].tolist()
+    assert rows["found"].tolist() == alone["implemented"].tolist()
+    differ = set(tokenizers[0].get_vocab()) != set(tokenizers[1].get_vocab())
+    words = result.relations[["words", "shared_words"]].sum()
+    assert ("The vocabularies differ" in " ".join(result.report())) == bool(words["shared_words"] < words["words"])
+    assert differ
+    again = hw.compare_heads({"one": folder, "again": tmp_path / "again"}, **asked)
+    assert (again.table["difference"].dropna() == 0).all()
+    assert again.changed.empty
