@@ -161,8 +161,11 @@ def _attention(model: HookedModel) -> int:
 
 def _mlp(block: nn.Module) -> int:
     """Count the parameters of a layer's MLP, and of its norms."""
-    whole, attention = (sum(p.numel() for p in module.parameters()) for module in (block, block.attn))
-    return whole - attention
+
+    def count(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    return count(block) - count(block.get_submodule("attn"))
 
 
 def rate(model: HookedModel) -> float:
