@@ -124,3 +124,11 @@ def test_a_claim_needs_one_circuit_and_one_metric():
     with pytest.raises(InputError, match="circuit='c' is not one of"):
         runs.claim("c")
     assert "only 2 random circuits, so p is at least 0.33" in runs.claim("a").sentence
+
+
+def test_a_claim_on_two_metrics_is_refused_before_anything_runs(monkeypatch):
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    circuit = hw.Circuit.of(["embed -> logits"], model)
+    monkeypatch.setattr("headwater.circuits.circuit_runs.run_circuits", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(InputError, match="A claim is on one metric; 2 were given"):
+        circuit.claim(model, [[5, 6]], [[5, 7]], metric=[hw.log_probability(5), hw.kl_divergence()])

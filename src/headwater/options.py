@@ -58,7 +58,8 @@ def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
         InputError: it is something else.
     """
     if not isinstance(value, kind):
-        raise InputError(f"{option} must be a {kind.__name__}, as {source} gives; found a {type(value).__name__}.")
+        a = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise InputError(f"{option} must be {a} {kind.__name__}, as {source} gives; found a {type(value).__name__}.")
     return value
 
 

@@ -26,7 +26,7 @@ from headwater.circuits.graph import Graph
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
-from headwater.patching.metrics import Measures
+from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.findings import said_number
@@ -248,6 +248,7 @@ def claim_of_circuit(
     circuit: Circuit, model: HookedModel, clean: Any, corrupted: Any, *, other: Any, run: Any, claim: Any
 ) -> Claim:
     """Run a circuit with its placebos, and with other values, and judge it; see `Circuit.claim`."""
+    metric_of_a_claim(run["metric"])
     runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run)
     beside = None
     if other is not None:

@@ -35,6 +35,8 @@ FEW = 24
 WIDTHS = (0.4, 3.2)
 COLUMN, ROW = 0.62, 0.34
 """Inches between columns, and between the heads of a layer."""
+LEAST = (6.8, 2.2)
+"""Inches of the smallest figure: few columns stand further apart, below a legend of all kinds of lines."""
 BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "linewidth": 0.6}
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 MINUS = "\N{MINUS SIGN}"
@@ -65,7 +67,7 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
     with style():
         if ax is None:
             size = (1.0 + COLUMN * far, 1.1 + ROW * (high - low))
-            ax = plt.figure(figsize=(max(3.4, size[0]), max(2.2, size[1])), layout="constrained").add_subplot()
+            ax = plt.figure(figsize=np.maximum(LEAST, size), layout="constrained").add_subplot()
         sizes = np.abs(np.nan_to_num(circuit.effects))
         top = float(sizes.max(initial=0.0)) or 1.0
         order = sorted(lines, key=lambda line: sizes[line.edge])

@@ -17,7 +17,6 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
-from headwater.errors import InputError
 from headwater.heads.ablation import Heads, layer_matched
 from headwater.heads.pairs import head_pairs
 from headwater.models.hooked import HookedModel, check_model
@@ -25,7 +24,7 @@ from headwater.names import ValueName
 from headwater.options import checked_count, checked_number, checked_seed
 from headwater.patching.ablation import ablate
 from headwater.patching.components import read_sets
-from headwater.patching.metrics import Measures, as_metrics
+from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.sweep import Sweep
 from headwater.patching.values import Recipe
@@ -85,9 +84,7 @@ def claim(
     level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
     margin = None if margin is None else checked_number("margin", margin, above=0.0)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
-    (name, *more) = [one.name for one in as_metrics(metric)]
-    if more:
-        raise InputError(f"A claim is on one metric; {1 + len(more)} were given.")
+    name = metric_of_a_claim(metric).name
     drawn = _random_sets(model, chosen, placebos, seed)
     run: dict[str, Any] = {"metric": metric, "seed": seed, "batch_size": batch_size, "progress": progress}
     sets = {CLAIMED: chosen} | {f"random {number}": one for number, one in enumerate(drawn)}

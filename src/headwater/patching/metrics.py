@@ -206,6 +206,18 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
     return tuple(metrics)
 
 
+def metric_of_a_claim(metric: Measures) -> Metric:
+    """Take the one metric that a claim is on.
+
+    Raises:
+        InputError: several were given, or none that can be used.
+    """
+    metrics = as_metrics(metric)
+    if len(metrics) > 1:
+        raise InputError(f"A claim is on one metric; {len(metrics)} were given.")
+    return metrics[0]
+
+
 def _on_a_copy(function: Callable[..., Tensor], values: Tensor) -> Tensor:
     """Apply a function that may edit in place what it is given."""
     return function(values.clone())

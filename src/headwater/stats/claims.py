@@ -116,7 +116,7 @@ def claim_of(
         raise InputError(f"{what} has no effect that can be given: no prompt has all of its cells.")
     placebos = _sizes(evidence.placebos)
     if not len(placebos) and margin is None:
-        raise InputError("There is no other set like this one to compare it with: give margin=, or match='site'.")
+        raise InputError("There is no other set like this one to compare it with: give margin=, or draw from more.")
     effect, low, high = interval(Draws.of(range(len(effects)), draws=RESAMPLES, seed=seed).mean(effects), level)
     quantile = float(np.quantile(placebos, PLACEBO_QUANTILE)) if len(placebos) else np.nan
     row: dict[str, Any] = {
