@@ -105,9 +105,17 @@ def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Ten
 
 def behaviour(config: Any) -> dict[str, object]:
     """Return the entries of a config that change what the model computes, where they are not the default."""
-    entries = config.to_diff_dict() if hasattr(config, "to_diff_dict") else vars(config)
-    counted = {name: entries[name] for name in entries if name not in WITHOUT_EFFECT and not name.startswith("_")}
-    return {name: value for name, value in counted.items() if isinstance(value, bool | int | float | str | list | dict)}
+    return _counted(config.to_diff_dict() if hasattr(config, "to_diff_dict") else vars(config))
+
+
+def _counted(entries: Mapping[str, Any]) -> dict[str, object]:
+    """Return the entries that count, of configs within a config too (MPT's of its attention)."""
+    counted = {name: entries[name] for name in entries if str(name) not in WITHOUT_EFFECT and str(name)[:1] != "_"}
+    return {
+        name: _counted(value) if isinstance(value, dict) else value
+        for name, value in counted.items()
+        if isinstance(value, bool | int | float | str | list | dict)
+    }
 
 
 class KnownWeights:
