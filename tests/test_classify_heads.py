@@ -386,6 +386,27 @@ def test_an_interrupted_run_continues_where_it_stopped_and_ends_the_same_to_the_
     ]
 
 
+def test_an_interrupted_run_whose_pieces_have_three_moments_in_place_of_four_is_refused_in_one_line(
+    checkpoint, suite, tmp_path, monkeypatch
+):
+    out, call = tmp_path / "run", {"relations": suite, "progress": False}
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, layers=1)
+        with pytest.raises(KeyboardInterrupt):
+            classify_heads(checkpoint("mistral"), out=out, **call)
+    (piece,) = (out / "pieces").iterdir()
+    tensors = load_file(piece)
+    shorter = {name: value[..., :3] if "moments" in name else value for name, value in tensors.items()}
+    save_file({name: value.contiguous() for name, value in shorter.items()}, piece)
+    about = json.loads((out / "run.json").read_text())
+    del about["pieces"]  # as written before there were four
+    (out / "run.json").write_text(json.dumps(about))
+    with pytest.raises(RunFolderError, match=r"another layout \(1\) than those of this headwater") as refused:
+        classify_heads(checkpoint("mistral"), out=out, **call)
+    assert "\n" not in str(refused.value)
+    assert tensors["moments"].shape[-1] == 4
+
+
 def test_a_finished_run_is_read_back_instead_of_repeated(checkpoint, suite, tmp_path, monkeypatch):
     first = classify_heads(checkpoint("llama"), relations=suite, progress=False, out=tmp_path)
     interrupt_after(monkeypatch, layers=0)

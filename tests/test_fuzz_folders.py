@@ -28,7 +28,7 @@ from headwater.models.weights import checkpoint
 from headwater.models.weights.lens_checkpoint import _read_state
 from headwater.patching.sweep import Sweep
 from headwater.reference.published import Reproduction
-from headwater.runs.folder import RunFolder
+from headwater.runs.folder import PIECES, RunFolder
 from headwater.runs.result import Result
 from tests.fuzzing import ANYTHING, FEW, MANY, WORDS, Files, Reader, as_json, fuzz
 from tests.test_results import Sample, record
@@ -67,7 +67,8 @@ def run_folders(draw: Callable[..., Any], saved: dict[type[Result], Files]) -> F
     if state == "older":
         del plain["manifest"]
     if state == "going":
-        plain = {"format": plain["format"], "run": plain["run"], "finished": False, "writer": "process 1"}
+        about = {"format": plain["format"], "pieces": PIECES, "run": plain["run"]}
+        plain = about | {"finished": False, "writer": "process 1"}
         files = {"pieces/a-0.safetensors": save({"a": torch.ones(2, 3)}), "pieces/.x.tmp": b""}
     return files | {"run.json": as_json(plain), "kind": kind.__name__.encode()}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, RunFolderError
-from headwater.runs.folder import RunFolder
+from headwater.runs.folder import PIECES, RunFolder
 from headwater.runs.record import FORMAT, RunRecord
 from headwater.runs.result import Result
 from headwater.runs.storage import write_atomically
@@ -162,6 +162,20 @@ def test_a_piece_cannot_leave_its_folder(tmp_path):
         with pytest.raises(ValueError, match="cannot be named"):
             folder.piece(name, lambda: {"value": torch.zeros(1)})
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_does_not_go_on_from_pieces_of_another_layout_but_their_finished_result_is_read(tmp_path):
+    folder = RunFolder(tmp_path, record())
+    folder.piece("one", lambda: {"value": torch.zeros(1)})
+    about = json.loads((tmp_path / "run.json").read_text())
+    for other in ({"pieces": 1}, {"pieces": PIECES + 1}, {"pieces": None}, {}):
+        plain = {name: value for name, value in about.items() if name != "pieces"} | other
+        (tmp_path / "run.json").write_text(json.dumps(plain))
+        with pytest.raises(RunFolderError, match=r"unfinished run whose pieces have another layout .* delete this one"):
+            RunFolder(tmp_path, record())
+    (tmp_path / "pieces" / "one.safetensors").unlink()
+    RunFolder(tmp_path, record()).finish(sample())  # without pieces there is nothing to go on from
+    assert RunFolder(tmp_path, record()).finished
 
 
 def test_a_piece_cut_short_is_computed_again(tmp_path):

@@ -36,6 +36,10 @@ from headwater.runs.storage import (
     write_json,
 )
 
+PIECES = 2
+"""The layout of what analyses keep in pieces, to be raised where one of them keeps other tensors, or of other shapes:
+no run goes on from pieces of another layout. In 1, and where none is written down, head classification kept three
+moments of its null model, in 2 four."""
 LONGEST_DELAY = 120.0
 """Seconds after which every machine sees a file that one has written; NFS keeps what it knows for up to 60."""
 Value = TypeVar("Value")
@@ -127,13 +131,13 @@ class RunFolder:
             return False
 
     def _open(self, run: RunRecord) -> RunRecord:
-        earlier = refuse_other_run(self.path, run)
+        earlier = self._earlier(run)
         if earlier is not None and self.finished:
             self._tidy()
             return earlier
         make_folder(self.path)
         self._lock = one_writer(self.path)
-        earlier = refuse_other_run(self.path, run)
+        earlier = self._earlier(run)
         if self._lock is None:
             writer = read_json(self.path / RUN_FILE).get("writer", "unknown") if earlier else "just begun"
             raise RunFolderError(
@@ -147,10 +151,28 @@ class RunFolder:
             remove_folder(self._pieces)
         here = f"process {os.getpid()} on {platform.node()}"
         record = dataclasses.asdict(earlier or run)
-        write_json(self.path / RUN_FILE, {"format": FORMAT, "run": record, "finished": False, "writer": here})
+        about = {"format": FORMAT, "pieces": PIECES, "run": record, "finished": False, "writer": here}
+        write_json(self.path / RUN_FILE, about)
         make_folder(self._pieces)
         remove_leftovers(self._pieces)
         return earlier or run
+
+    def _earlier(self, run: RunRecord) -> RunRecord | None:
+        """Return the record that the folder holds, or None for a new folder.
+
+        Raises:
+            RunFolderError: it holds another run, or pieces of another layout.
+        """
+        earlier = refuse_other_run(self.path, run)
+        if earlier is None or self.finished or not any(self._pieces.glob("*.safetensors")):
+            return earlier
+        if (layout := read_json(self.path / RUN_FILE).get("pieces", 1)) != PIECES:
+            raise RunFolderError(
+                f"The output folder {self.path} holds an unfinished run whose pieces have another layout ({layout!r}) "
+                f"than those of this headwater ({PIECES}), so it cannot go on from them. Choose another folder, or "
+                "delete this one."
+            )
+        return earlier
 
     def _close(self, result: Result) -> None:
         write_result(self.path, result)
