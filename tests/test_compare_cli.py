@@ -56,7 +56,10 @@ def test_two_folders_are_compared_and_the_result_is_kept_and_read_back(run, fold
     assert "base → tuned" in printed
     assert "0.1" in printed
     assert "gained" in printed
+    (row,) = [line.split() for line in printed.splitlines() if line.startswith("1.2")]
+    assert row == ["1.2", CAPITALS.name, "score", "gained", "1.00", "+1.00", "<0.001"]
     kept = hw.HeadComparison.load(out)
+    assert all(0 < change["q_value"] < 1e-6 for change in kept.findings()["largest"])
     said = {(row.layer, row.head): row.change for row in kept.changed.itertuples()}
     assert said == {(0, 1): "lost", (1, 2): "gained"}
     assert (out / "head_comparison.png").stat().st_size > 5000

@@ -12,6 +12,7 @@ import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.heads import scores
 from headwater.heads.classify import classify_heads
+from headwater.heads.comparison import sentences_of_words
 from headwater.heads.relation_tokens import shared_relations, tokenize_relations
 from headwater.planted.relations import ignores_source, implements, plant_relations, suppresses
 from headwater.stats.significance import mcnemar_p, q_values
@@ -189,6 +190,12 @@ def test_models_with_different_vocabularies_are_compared_on_the_words_both_have(
         f"of {len(every)} words of the relations that some model has as single tokens, every model has {len(both)}"
         in (" ".join(result.report()))
     )
+    again = dataclasses.replace(CAPITALS, name="capitals_again")
+    twice = hw.compare_heads(models, relations=[CAPITALS, again], embedding="raw", **QUIET)
+    assert (twice.findings()["words"], twice.findings()["shared_words"]) == (len(every), len(both))  # each word once
+    assert set(twice.words["word"]) == every
+    assert set(twice.words.loc[twice.words["shared"], "word"]) == both
+    assert twice.relations["words"].tolist() == [len(every)] * 2
     same = hw.compare_heads({"a": models["own"], "b": models["own"]}, relations=CAPITALS, embedding="raw", **QUIET)
     assert "vocabularies" not in " ".join(same.report())
 
@@ -228,9 +235,19 @@ def test_a_head_that_only_changed_its_habit_is_no_change(comparison):
     assert abs(row["difference"]) < 1e-9
 
 
+def test_where_words_of_several_tokens_are_compared_it_is_not_said_that_single_tokens_are():
+    found = {"words": 10, "shared_words": 8, "multi_token": "first", "relations": 2, "left_out": ["a"]}
+    differ, left_out = sentences_of_words(found)
+    assert differ.endswith("compared on these, and on words of several tokens by one of them (multi_token='first').")
+    assert left_out == "1 of 2 relations have too few pairs that can be scored for every model: a."
+    differ, left_out = sentences_of_words(found | {"multi_token": None})
+    assert differ.endswith("compared on these.")
+    assert "too few pairs that are single tokens for every model" in left_out
+
+
 def test_the_report_counts_the_changes(comparison):
     said = " ".join(comparison.report())
     assert "From a to b" in said
     assert "1 gained, 1 lost, 1 stronger, 1 weaker" in said
     fields = {field.name for field in dataclasses.fields(hw.HeadComparison)}
-    assert fields == {"table", "relations", "run"}
+    assert fields == {"table", "relations", "words", "run"}

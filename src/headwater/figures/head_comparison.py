@@ -72,7 +72,7 @@ def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
     handles += [_mark(mark, INK, f"{name} ({counts.get(name, 0):,})") for name, mark in MARKS.items()]
     present = [name for name in CATEGORIES if name in set(largest["category"])]
     handles += [_mark("s", CATEGORIES[name].color, name) for name in present]
-    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), title="mark: change, colour: relation")
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), title="mark: change, colour: category")
     return ax
 
 

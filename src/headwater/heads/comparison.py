@@ -80,6 +80,9 @@ class HeadComparison(Result):
     relations: pd.DataFrame
     """A row per relation: `relation, category, pairs, shared, used`: how many of its pairs every tokenizer has; and
     `words, shared_words`: how many of its words are single tokens for some model, and how many for every one."""
+    words: pd.DataFrame
+    """A row per word, however many relations have it, that is a single token for some model: `word`, and `shared`,
+    whether it is one for every model."""
     run: RunRecord
 
     @property
@@ -112,15 +115,16 @@ class HeadComparison(Result):
     def findings(self) -> dict[str, Any]:
         """Return the numbers of the summary, and the ten largest changes, as JSON values."""
         columns = ["model", "layer", "head", "relation", "sign", "change", "excess", "difference", "q_value"]
-        largest = self.changed[columns].head(10).round(4)
+        largest = self.changed[columns].head(10).round({"excess": 4, "difference": 4})
         return {
             "model": self.run.model,
             "models": self.models,
             "summary": each_row(self.summary()),
             "largest": each_row(largest),
-            "words": int(self.relations["words"].sum()),
-            "shared_words": int(self.relations["shared_words"].sum()),
+            "words": len(self.words),
+            "shared_words": int(self.words["shared"].sum()),
             "relations": len(self.relations),
+            "multi_token": self.run.options["multi_token"],
             "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
         }
 
@@ -156,16 +160,18 @@ class HeadComparison(Result):
 
 def sentences_of_words(findings: Mapping[str, Any]) -> list[str]:
     """Say whether the vocabularies differ, and which relations have too few pairs that all models share."""
-    said = []
+    said, kind = [], findings["multi_token"]
     if findings["shared_words"] < findings["words"]:
+        on = "these" if kind is None else f"these, and on words of several tokens by one of them (multi_token={kind!r})"
         said.append(
             f"The vocabularies differ: of {findings['words']:,} words of the relations that some model has as single "
-            f"tokens, every model has {findings['shared_words']:,}, and the models are compared on these."
+            f"tokens, every model has {findings['shared_words']:,}, and the models are compared on {on}."
         )
     if left_out := findings["left_out"]:
+        are = "are single tokens" if kind is None else "can be scored"
         said.append(
-            f"{len(left_out)} of {findings['relations']} relations have too few pairs that are single tokens for every "
-            f"model: {', '.join(left_out)}."
+            f"{len(left_out)} of {findings['relations']} relations have too few pairs that {are} for every model: "
+            f"{', '.join(left_out)}."
         )
     return said
 
@@ -234,8 +240,8 @@ def compare_heads(
         changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]
         table = pd.concat([_compared(table, tables[0], change) for table, change in zip(tables, changes, strict=True)])
         used = {tokens.relation.name for tokens, _ in next(iter(usable.values()))}
-        names = _relations(given, shared, used, [one.tokenizer for one in compared.values()])
-        return HeadComparison(table.reset_index(drop=True), names, run.record)
+        words = _words(given, [one.tokenizer for one in compared.values()])
+        return HeadComparison(table.reset_index(drop=True), _relations(given, shared, used, words), words, run.record)
 
     return carry_out(HeadComparison, "compare_heads", first, options, work, out=out, progress=progress)
 
@@ -287,20 +293,28 @@ def _usable(
     return usable_relations(tokenized, ks, weights.name)
 
 
+def _words(given: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame:
+    """Return a row per word that is a single token for some tokenizer, and whether it is one for each."""
+    words = sorted({word for relation in given for word in _words_of(relation)})
+    single = np.array([[len(ids) == 1 for ids in word_tokens(one, words)] for one in tokenizers], dtype=bool)
+    table = pd.DataFrame({"word": words, "shared": single.all(0)})
+    return table[single.any(0)].reset_index(drop=True)
+
+
+def _words_of(relation: Relation) -> set[str]:
+    return {word for source, targets in relation.pairs for word in (source, *targets)}
+
+
 def _relations(
-    given: Sequence[Relation], shared: Sequence[Relation], used: Set[str], tokenizers: Sequence[Any]
+    given: Sequence[Relation], shared: Sequence[Relation], used: Set[str], words: pd.DataFrame
 ) -> pd.DataFrame:
     """Return a row per relation: its pairs, those that every tokenizer has, and the same of its words."""
+    known, by_all = set(words["word"]), set(words.loc[words["shared"], "word"])
     rows = []
     for relation, left in zip(given, shared, strict=True):
-        words = sorted({word for source, targets in relation.pairs for word in (source, *targets)})
-        single = [
-            {w for w, ids in zip(words, word_tokens(one, words), strict=True) if len(ids) == 1} for one in tokenizers
-        ]
+        own = _words_of(relation)
         counts = len(relation.pairs), len(left.pairs), relation.name in used
-        rows.append(
-            (relation.name, relation.category, *counts, len(set.union(*single)), len(set.intersection(*single)))
-        )
+        rows.append((relation.name, relation.category, *counts, len(own & known), len(own & by_all)))
     columns = ["relation", "category", "pairs", "shared", "used", "words", "shared_words"]
     return pd.DataFrame(rows, columns=columns)
 
