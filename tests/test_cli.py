@@ -89,6 +89,11 @@ def test_heads_are_validated_beside_what_was_read_of_them(run, tmp_path):
     assert validated.table["used"].notna().any()
     assert json.loads(printed)["use"] == json.loads(json.dumps(expected.findings()["use"]))
     assert (tmp_path / "run" / "validated" / "head_map.png").stat().st_size > 5000
+    code, printed, _ = run(*asked)  # as the embedded model was trained to be asked
+    ask = headwater.world.question_templates(["country_to_capital"])
+    assert ask == {"country_to_capital": "Q: What is the capital of {source}?\nA:"}
+    use = json.loads(printed)["use"]
+    assert use["measured"] == use["called"] == int(plain.table["implemented"].sum())  # three examples: none
     code, _, noise = run(*asked[:-2], "--template", template)
     assert (code, noise.strip()) == (2, "Error: --template asks the running model: give --validate too.")
 

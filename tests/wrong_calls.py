@@ -349,6 +349,7 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             hw.world.task,
             {"name": "capital", "examples": 3, "held_out": True, "seed": 0, "world": g.world},
         ),
+        "world.question_templates": lambda: (hw.world.question_templates, {"relations": ["country_to_capital"]}),
         "world.read_recipe": lambda: (hw.world.read_recipe, {"file": g.recipe}),
         "HeadMap.salient": lambda: (g.heads.salient, {"layer": 1, "head": 0, "model": g.model, "embedding": "raw"}),
         "HeadMap.salient_of": lambda: (

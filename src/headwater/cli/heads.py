@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,6 +25,9 @@ from headwater.cli.command import (
 from headwater.cli.offered import Of, Options, Shaped, command
 from headwater.errors import InputError
 from headwater.models.embedded import BASE, is_embedded
+
+if TYPE_CHECKING:
+    from headwater.heads.head_map import HeadMap
 
 RELATIONS = Shaped("relations", Path)
 MULTI_TOKEN = Shaped(
@@ -100,7 +103,8 @@ def heads(
     template: Annotated[
         str | None,
         typer.Option(
-            help="With --validate: what asks for a target, with one {source} behind a space. Default: three examples.",
+            help="With --validate: what asks for a target, with one {source} behind a space. Default: three examples; "
+            "for the embedded model the questions of its world.",
             show_default=False,
         ),
     ] = None,
@@ -134,7 +138,7 @@ def heads(
         head_map = classify_heads(loaded or str(model), progress=not quiet, out=out, **given)
         files = write(head_map, out, "head_map") if out else []
         if validate and loaded is not None:
-            asked: dict[str, Any] = {} if template is None else {"template": template, "shots": 0}
+            asked = _asked(template, head_map)
             head_map = head_map.validate(loaded, relations=given["relations"], progress=not quiet, **asked)
             if out and is_main():
                 head_map.save(out / "validated")
@@ -231,6 +235,18 @@ def _told_apart(given: dict[str, Any], distinguishing: bool) -> dict[str, Any]:
     return given | ({"multi_token": "distinguishing"} if distinguishing else {})
 
 
+def _asked(template: str | None, head_map: HeadMap) -> dict[str, Any]:
+    """Return what asks the model for targets, as `HeadMap.validate` takes it."""
+    if template is not None:
+        return {"template": template, "shots": 0}
+    if is_embedded(head_map.run.model):
+        from headwater.world.questions import question_templates
+
+        used = head_map.relations.loc[head_map.relations["used"], "relation"]
+        return {"template": question_templates(used.tolist()), "shots": 0}
+    return {}
+
+
 def show_heads(summary: dict[str, Any], console: Console) -> None:
     """Print how many heads have each label, and the best head of each relation."""
     labels, classified = summary["labels"], summary["heads"] - summary["labels"]["unclassified"]
@@ -265,11 +281,15 @@ def _show_changes(summary: dict[str, Any], console: Console) -> None:
         table.add_row(plain(row["model"]), row["category"], *counts)
     console.print(table)
     if summary["largest"]:
-        table = columns("model,head,relation,sign,change", "excess,difference,q")
+        several = len(summary["models"]) > 2
+        table = columns("model," * several + "head,relation,sign,change", "excess,difference,q")
+        for column in table.columns:
+            column.no_wrap = column.header not in ("model", "relation")  # where there is little room, these fold
         for row in summary["largest"]:
-            numbers = (f"{row['excess']:.2f}", f"{row['difference']:+.2f}", f"{row['q_value']:.1g}")
-            place = (plain(row["model"]), f"{row['layer']}.{row['head']}", row["relation"], row["sign"], row["change"])
-            table.add_row(*place, *numbers)
+            q = "<0.001" if row["q_value"] < 0.001 else f"{row['q_value']:.3f}"
+            numbers = (f"{row['excess']:.2f}", f"{row['difference']:+.2f}", q)
+            place = (f"{row['layer']}.{row['head']}", row["relation"], row["sign"], row["change"])
+            table.add_row(*[plain(row["model"])] * several, *place, *numbers)
         console.print("\nThe largest changes:", table, sep="\n")
     from headwater.heads.comparison import sentences_of_words
 

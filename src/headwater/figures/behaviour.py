@@ -45,7 +45,7 @@ SHADES = {
     "position": Shade("position", "its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
 }
 UNCALLED_AREA = 0.12
-LEFT, BOTTOM, TOP, TITLE, GAP, LEGEND, LINES, BAR = 0.5, 0.45, 0.3, 0.2, 0.85, 1.2, 1.7, 0.08
+LEFT, BOTTOM, TOP, TITLE, GAP, LEGEND, LINES, BAR = 0.5, 0.45, 0.3, 0.2, 1.0, 1.2, 1.7, 0.08
 """Inches: around the maps, above them, between them, beside them, the legend's height, the width of a colour bar."""
 
 

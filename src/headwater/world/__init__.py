@@ -9,6 +9,7 @@ from headwater.rooms import opened
 if TYPE_CHECKING:
     from headwater.world.pairs import PairedTask as PairedTask
     from headwater.world.pairs import task as task
+    from headwater.world.questions import question_templates as question_templates
     from headwater.world.recipe import Recipe as Recipe
     from headwater.world.recipe import read_recipe as read_recipe
 
