@@ -297,8 +297,9 @@ def _words(given: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame
     """Return a row per word that is a single token for some tokenizer, and whether it is one for each."""
     words = sorted({word for relation in given for word in _words_of(relation)})
     single = np.array([[len(ids) == 1 for ids in word_tokens(one, words)] for one in tokenizers], dtype=bool)
-    table = pd.DataFrame({"word": words, "shared": single.all(0)})
-    return table[single.any(0)].reset_index(drop=True)
+    by_word = zip(words, single.T, strict=True)
+    rows = [(word, bool(of_each.all())) for word, of_each in by_word if of_each.any()]
+    return pd.DataFrame(rows, columns=["word", "shared"])
 
 
 def _words_of(relation: Relation) -> set[str]:
