@@ -1,11 +1,14 @@
 """The figures of anchored pathways: the published form, its colours, bands and counts, and the controls."""
 
+import dataclasses
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
 import headwater as hw
+from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PINK, PURPLE, RED
 from headwater.colors import SETS as LOOKS_OF_SETS
 from headwater.errors import InputError
 from headwater.figures.pathway_controls import LOOKS, main_layer
@@ -137,6 +140,45 @@ def test_flip_rates_are_those_of_the_table(pathways):
     for line in lines_of(ax):
         rates = own.loc[own["intervention"] == line.get_label(), "flip_rate"]
         np.testing.assert_allclose(line.get_ydata(), 100 * rates)
+
+
+def test_published_sets_have_their_published_places_names_and_colours_in_whatever_order_they_were_asked(pathways):
+    names = dict(zip(SETS, ("nq_open", "hotpotqa", "popqa", "triviaqa"), strict=True))
+
+    def renamed(kept):
+        tables = {}
+        for field in dataclasses.fields(pathways):
+            table = getattr(pathways, field.name)
+            if isinstance(table, pd.DataFrame) and "dataset" in table:
+                table = table[table["dataset"].isin(kept)]
+                tables[field.name] = table.assign(dataset=table["dataset"].map(names))
+        run = dataclasses.replace(pathways.run, model="meta-llama/Meta-Llama-3-8B")
+        return dataclasses.replace(pathways, run=run, **tables)
+
+    figure = hw.figures.delta_p([renamed(SETS), renamed(SETS)], style="published")
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["Llama-3-8B"] * 2
+    assert [ax.get_xlabel() for ax in figure.axes] == ["Layer"] * 2
+    assert [ax.get_ylabel() for ax in figure.axes] == ["ΔP", ""]
+    published = ("PopQA", "TriviaQA", "HotpotQA", "NQ")
+    of_modes = {"Q-Anchored": (BLUE, GREEN, PURPLE, PINK), "A-Anchored": (ORANGE, RED, BROWN, FAINT)}
+    colors = {
+        f"{mode} ({name})": color
+        for mode, listed in of_modes.items()
+        for name, color in zip(published, listed, strict=True)
+    }
+    assert series(figure) == colors
+    only = {name: color for name, color in colors.items() if name.endswith(("(TriviaQA)", "(NQ)"))}
+    assert series(hw.figures.delta_p([renamed(("first", "fourth"))], style="published")) == only
+    places = {sub.legends[0].get_window_extent().y1 for sub in figure.subfigs if sub.legends}
+    assert max(places) < min(ax.get_window_extent().y0 for ax in figure.axes)
+
+
+def series(figure):
+    """The colours of a legend's entries."""
+    (legend,) = [legend for sub in figure.subfigs for legend in sub.legends]
+    figure.canvas.draw()
+    words = [text.get_text() for text in legend.get_texts()]
+    return dict(zip(words, (line.get_color() for line in legend.get_lines()), strict=True))
 
 
 def test_the_published_style_has_the_published_series_in_two_columns_and_nothing_else(pathways):

@@ -6,8 +6,10 @@ import json
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 import headwater as hw
+from headwater.colors import BLUE, GREEN, ORANGE
 from headwater.errors import InputError
 from headwater.figures.depth_profile import depth_profiles
 from headwater.figures.published import lettered, set_name
@@ -50,11 +52,28 @@ def test_head_maps_stand_two_by_two_with_the_published_words_and_marks_of_one_si
         assert len(set(collection.get_sizes())) == 1
 
 
+def test_head_maps_bear_the_published_names_and_their_titles_do_not_meet():
+    names = ["gpt2-xl", "microsoft/phi-2", "EleutherAI/pythia-12b", "meta-llama/Meta-Llama-3.1-70B"]
+    figure = hw.figures.head_maps([random_map(3, 8, name) for name in names], style="published")
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["Pythia 12B", "Llama-3.1 70B", "GPT-2 XL", "Phi-2"]
+    for style in ("headwater", "published"):
+        figure = hw.figures.head_maps([random_map(2, 8, "a model of a long name")] * 3, style=style)
+        figure.canvas.draw()
+        titles = [ax._left_title.get_window_extent() for ax in figure.axes]
+        for one, other in itertools.combinations(titles, 2):
+            assert not one.overlaps(other)
+        assert all(figure.bbox.x0 <= title.x0 and title.x1 <= figure.bbox.x1 for title in titles)
+
+
 def test_saliency_has_the_published_series_and_axis():
     figure = hw.figures.saliency([made(("triviaqa", "nq_open"), scale=1.0)], style="published")
     kinds = ("E_Q \\to E_A", "E_Q \\to *")
     assert legend_of(figure) == [f"$S_{{{kind}}}$ ({name})" for kind in kinds for name in ("TriviaQA", "NQ")]
     assert figure.axes[0].get_xlabel() == "Saliency Score"
+    other = made(("nq_open", "triviaqa"), model="meta-llama/Meta-Llama-3-70B")
+    turned = hw.figures.saliency([other], style="published")
+    assert legend_of(turned) == legend_of(figure)
+    assert turned.axes[0].get_title(loc="left") == "Llama-3-70B"
     small = hw.figures.saliency([made(("triviaqa", "nq_open"), scale=1e-5)], style="published").axes[0]
     assert small.get_xlabel() == "Saliency Score"
     assert [text.get_text() for text in small.texts] == ["$\\times 10^{-4}$", "$\\times 10^{4}$"]
@@ -73,6 +92,31 @@ def test_memorization_has_lettered_panels_half_ticks_and_no_density_without_scor
     assert densities.get_xlabel() == "Score Gap (D3 − D2)"
     assert np.allclose(densities.get_xticks(), np.arange(-1.5, 1.6, 0.5))
     assert [text.get_text() for text in densities.get_legend().get_texts()] == ["25%", "75%"]
+
+
+def test_densities_stand_in_a_row_of_their_own_whichever_models_have_scores():
+    rng = chance.rng()
+    names = ["Llama-2-7b-chat-hf", "Llama-2-70b-chat-hf", "Meta-Llama-3-8B-Instruct", "Meta-Llama-3-70B-Instruct"]
+    profiles = [made_up(rng, f"meta-llama/{name}") for name in names]
+    profiles[0].table["gap"] = np.nan
+    figure = depth_profiles(profiles, style="published")
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles == [
+        "(a) LLaMA-2 7B Chat", "(b) LLaMA-2 70B Chat", "(c) LLaMA-3 8B Instruct", "(d) LLaMA-3 70B Instruct",
+        "(e) LLaMA-2 70B Chat", "(f) LLaMA-3 8B Instruct", "(g) LLaMA-3 70B Instruct",
+    ]  # fmt: skip
+    assert len({ax._left_title.get_fontsize() for ax in figure.axes}) == 1
+    boxes, densities = figure.axes[:4], figure.axes[4:]
+    figure.canvas.draw()
+    for row, label in ((boxes, "Depthwise Average\nMIN-K%"), (densities, "Density")):
+        assert [ax.get_ylabel() for ax in row] == [label, *[""] * (len(row) - 1)]
+        assert len({round(ax.get_position().y0, 3) for ax in row}) == 1
+    assert len({ax.get_ylim() for ax in boxes}) == 1
+    assert {to_hex(box.get_facecolor()) for ax in boxes for box in ax.patches} == {BLUE, ORANGE, GREEN}
+    lines = [[(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines] for ax in densities]
+    assert lines == [[(GREEN, "-"), (ORANGE, "--")]] * 3
+    assert len(depth_profiles(profiles[:1], style="published").axes) == 1
+    assert len(depth_profiles(profiles[1:2], style="published").axes) == 2
 
 
 def test_titles_of_neighbouring_panels_do_not_meet():

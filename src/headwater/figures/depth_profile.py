@@ -22,7 +22,7 @@ from scipy.stats import gaussian_kde
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.published import is_published, lettered
+from headwater.figures.published import is_published, lettered, model_name
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
@@ -50,6 +50,8 @@ SEEN = "Min-K% by question depth"
 BOTH = "Min-K% by depth, score gap by quarter of Min-K%"
 GAP_RANGE = 1.5
 COLUMNS = 4
+ALONE, WIDTH, HEIGHT = (5.6, 2.8), 1.9, 2.2
+"""Inches: of the figure of a single model, and of a panel beside others."""
 AVERAGE = "Depthwise Average\nMIN-K% (nats)"
 LONG, LONG_TITLE, TITLE_WIDTH = 16, 6.5, 175.0
 """Characters from which on a title is long, beside other panels, and its font size; characters times font size that fit
@@ -76,8 +78,8 @@ def depth_profiles(
     Args:
         profiles: results of `memorization`.
         labels: a title per model. Default: the models' names, without the folders in front.
-        style: "headwater", or "published": lettered panels, those of the score gap for models that have scores alone;
-            axes by their published names, without counts.
+        style: "headwater", or "published": lettered panels, those of the score gap in rows of their own and for models
+            that have scores alone; models and axes by their published names, without counts.
         ax: where to draw the boxes of a single profile, without the densities; default: a new figure.
         title: above all panels; of the boxes on `ax`, in place of the model's name.
         figsize: width and height of a new figure, in inches.
@@ -85,65 +87,90 @@ def depth_profiles(
     Raises:
         InputError: there are no profiles, or not as many labels, or no such style; or `ax` was given for several.
     """
-    labels = [short_name(one.run.model) for one in profiles] if labels is None else [drawn_label(one) for one in labels]
+    size, as_published = checked_place(ax, len(profiles), figsize), is_published(style)
+    if labels is None:
+        names = [short_name(one.run.model) for one in profiles]
+        labels = list(map(model_name, names)) if as_published else names
+    else:
+        labels = [drawn_label(one) for one in labels]
     if not profiles or len(labels) != len(profiles):
         raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
-    size, as_published = checked_place(ax, len(profiles), figsize), is_published(style)
     if ax is not None:
         with shared_look():
             plot_boxes(profiles[0], ax).set_title(f"{labels[0]}: {SEEN}")
         return dressed(ax, title, None)
-    columns = min(len(profiles), COLUMNS)
-    bands = math.ceil(len(profiles) / columns)
     with shared_look():
-        if len(profiles) == 1:
-            figure, grid = plt.subplots(1, 2, figsize=(5.6, 2.8), layout="constrained", squeeze=False)
-            pairs = [(grid[0, 0], grid[0, 1])]
-        else:
-            usual = (1.9 * columns + 0.4, 4.4 * bands)
-            figure, grid = plt.subplots(2 * bands, columns, figsize=usual, layout="constrained", squeeze=False)
-            places = [divmod(number, columns) for number in range(len(profiles))]
-            pairs = [(grid[2 * band, column], grid[2 * band + 1, column]) for band, column in places]
-            for ax in set(grid.flat) - {ax for pair in pairs for ax in pair}:
-                ax.remove()
-        for number, (profile, name, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
-            plot_boxes(profile, boxes)
-            plot_gaps(profile, densities, narrow=len(profiles) > 1)
-            boxes.set_title(name if len(profiles) > 1 else "", **_title_size(name, len(profiles)))
-            if number % columns:
-                boxes.set_ylabel("")
-                densities.set_ylabel("")
-        _share_top([boxes for boxes, _ in pairs])
-        if as_published:
-            _as_published(profiles, labels, pairs)
-        else:
-            entitle(figure, BOTH if len(profiles) > 1 else f"{labels[0]}: {BOTH}")
+        figure = (_published_panels if as_published else _panels)(profiles, labels)
     return dressed(figure, title, size)
 
 
-def _as_published(profiles: Sequence[DepthProfile], labels: Sequence[str], pairs: Sequence[tuple[Axes, Axes]]) -> None:
-    """Name panels, axes and series as they were published; the density of a model without scores has no panel."""
-    number = len(profiles)
-    for place, (profile, name, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
-        boxes.set_title(lettered(place, name), **_title_size(lettered(place, name), len(profiles)))
-        boxes.set_xticks(boxes.get_xticks(), [f"Depth {depth}" for depth in profile.depths])
-        if boxes.get_ylabel():
-            boxes.set_ylabel(AVERAGE.removesuffix(" (nats)"))
-        handles, series = densities.get_legend_handles_labels()
-        if not series:
-            densities.remove()
-            continue
-        densities.set_title(lettered(number, name), **_title_size(lettered(number, name), len(profiles)))
-        densities.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
-        densities.tick_params(axis="x", labelsize=6)
-        quarters = [f"{one}%" for one, (*_, named) in QUARTILES.items() if any(named in words for words in series)]
-        densities.legend(handles, quarters, loc="upper right", handlelength=1.6)
-        number += 1
+def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
+    """Boxes of each model, and below them its densities; of a single model, beside them."""
+    columns = min(len(profiles), COLUMNS)
+    bands = math.ceil(len(profiles) / columns)
+    if len(profiles) == 1:
+        figure, grid = plt.subplots(1, 2, figsize=ALONE, layout="constrained", squeeze=False)
+        pairs = [(grid[0, 0], grid[0, 1])]
+    else:
+        usual = (WIDTH * columns + 0.4, 2 * HEIGHT * bands)
+        figure, grid = plt.subplots(2 * bands, columns, figsize=usual, layout="constrained", squeeze=False)
+        places = [divmod(number, columns) for number in range(len(profiles))]
+        pairs = [(grid[2 * band, column], grid[2 * band + 1, column]) for band, column in places]
+        for ax in set(grid.flat) - {ax for pair in pairs for ax in pair}:
+            ax.remove()
+    for number, (profile, name, (boxes, densities)) in enumerate(zip(profiles, labels, pairs, strict=True)):
+        plot_boxes(profile, boxes)
+        plot_gaps(profile, densities, narrow=len(profiles) > 1)
+        boxes.set_title(name if len(profiles) > 1 else "", **_title_look(labels))
+        if number % columns:
+            boxes.set_ylabel("")
+            densities.set_ylabel("")
+    _share_top([boxes for boxes, _ in pairs])
+    entitle(figure, BOTH if len(profiles) > 1 else f"{labels[0]}: {BOTH}")
+    return figure
 
 
-def _title_size(name: str, panels: int) -> dict[str, Any]:
-    """What a title needs to end before the next panel's begins; nothing where it is short, or alone."""
-    return {"fontsize": min(LONG_TITLE, TITLE_WIDTH / len(name))} if len(name) > LONG and panels > 1 else {}
+def _published_panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
+    """Lettered boxes of all models, then in rows of their own lettered densities of those that have scores."""
+    named = list(zip(profiles, labels, strict=True))
+    scored = [one for one in named if any(len(_gaps(one[0], quartile)) for quartile in QUARTILES)]
+    is_alone = len(named) == 1
+    columns = len(named) + len(scored) if is_alone else min(len(named), COLUMNS)
+    first_gap = len(named) if is_alone else columns * math.ceil(len(named) / columns)
+    places = [*range(len(named)), *range(first_gap, first_gap + len(scored))]
+    rows = places[-1] // columns + 1
+    titles = [lettered(number, name) for number, (_, name) in enumerate([*named, *scored])]
+    figure = plt.figure(figsize=ALONE if is_alone else (WIDTH * columns + 0.4, HEIGHT * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, columns)
+    axes = [figure.add_subplot(grid[divmod(place, columns)]) for place in places]
+    for number, (ax, (profile, _)) in enumerate(zip(axes, [*named, *scored], strict=True)):
+        (_published_boxes if number < len(named) else _published_gaps)(profile, ax)
+        ax.set_title(titles[number], **_title_look(titles))
+        if places[number] % columns and not is_alone:
+            ax.set_ylabel("")
+    _share_top(axes[: len(named)])
+    return figure
+
+
+def _published_boxes(profile: DepthProfile, ax: Axes) -> None:
+    plot_boxes(profile, ax)
+    ax.set_xticks(ax.get_xticks(), [f"Depth {depth}" for depth in profile.depths])
+    ax.set_ylabel(AVERAGE.removesuffix(" (nats)"))
+
+
+def _published_gaps(profile: DepthProfile, ax: Axes) -> None:
+    plot_gaps(profile, ax)
+    handles, series = ax.get_legend_handles_labels()
+    quarters = [f"{one}%" for one, (*_, named) in QUARTILES.items() if any(named in words for words in series)]
+    ax.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
+    ax.tick_params(axis="x", labelsize=6)
+    ax.legend(handles, quarters, loc="upper right", handlelength=1.6)
+
+
+def _title_look(titles: Sequence[str]) -> dict[str, Any]:
+    """What titles need to end before the next panel's begins, one size for all; nothing where all are short."""
+    longest = max(map(len, titles))
+    return {"fontsize": min(LONG_TITLE, TITLE_WIDTH / longest)} if longest > LONG and len(titles) > 1 else {}
 
 
 def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
@@ -175,12 +202,8 @@ def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
 
 def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False) -> Axes:
     """Draw the density of the score gap of the deepest questions in the lowest and in the highest quarter of Min-K%."""
-    deepest = profile.table[profile.table["depth"] == profile.depths[-1]]
     with shared_look():
-        drawn = 0
-        for quartile in QUARTILES:
-            gaps = deepest.loc[deepest["quartile"] == quartile, "gap"].dropna().to_numpy(float)
-            drawn += _density(ax, gaps, quartile)
+        drawn = sum(_density(ax, _gaps(profile, quartile), quartile) for quartile in QUARTILES)
         ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
         ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 3 if narrow else 1])
         shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
@@ -232,6 +255,12 @@ def layer_curves(
         whole_numbers(ax.xaxis)
         legend_above(ax, min(3, len(profile.depths)), model_title(profile.run, f"{named} by layer"))
     return dressed(ax, title, size)
+
+
+def _gaps(profile: DepthProfile, quartile: int) -> Float[ndarray, " node"]:
+    """The score gaps of the deepest questions in one quarter of Min-K%."""
+    rows = profile.table[(profile.table["depth"] == profile.depths[-1]) & (profile.table["quartile"] == quartile)]
+    return rows["gap"].dropna().to_numpy(float)
 
 
 def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:

@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.published import is_published
+from headwater.figures.published import is_published, model_name
 from headwater.figures.style import checked_place, entitle, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
@@ -51,6 +51,8 @@ LARGEST = (6.0, 4.2)
 PANEL_HEIGHT = 2.2
 LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.5, 0.165
 LABEL_COLUMN, COUNT_COLUMN, LETTER = 1.2, 0.6, 0.085
+LEGEND_ROW = 4.6
+"""The width of the published legend in two rows."""
 HEADING = 0.3
 SEEN = "heads by category"
 
@@ -124,26 +126,29 @@ def head_maps(
     size = checked_place(ax, len(maps), figsize)
     if ax is not None:
         return dressed(plot_head_map(maps[0], ax), title, None)
-    names = names_of(maps)
+    names = [model_name(name) if as_published else name for name in names_of(maps)]
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
-    named = list(zip(maps, names, strict=True))
-    rows = [named[start : start + columns] for start in range(0, len(named), columns)]
+    titles = [f"{names[0]}: {SEEN}"] if len(maps) == 1 and not as_published else names
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 if as_published else len(_lines(maps)) + 2) * LINE
     widest = max(map(_panel_width, maps))
     widths = {id(one): widest if as_published else _panel_width(one) for one in maps}
-    row_width = max(sum(LEFT + widths[id(head_map)] + GAP for head_map, _ in row) for row in rows)
-    table_width = LABEL_COLUMN + sum(map(_count_column, names))
+    pitches = [LEFT + max(widths[id(one)], LETTER * len(name)) + GAP for one, name in zip(maps, titles, strict=True)]
+    pitches = [max(pitches)] * len(maps) if as_published else pitches
+    panels = list(zip(maps, titles, pitches, strict=True))
+    rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
+    row_width = max(sum(pitch for *_, pitch in row) for row in rows)
+    table_width = 0.0 if as_published else LABEL_COLUMN + sum(map(_count_column, names))
+    width = max(row_width, table_width, LEGEND_ROW if as_published else 0.0)
     with shared_look():
         above = HEADING if title is not None or (len(maps) > 1 and not as_published) else 0.0
-        figure = plt.figure(figsize=(max(row_width, table_width), len(rows) * row_height + below + above))
+        figure = plt.figure(figsize=(width, len(rows) * row_height + below + above))
         for number, row in enumerate(reversed(rows)):
-            left = LEFT
-            for head_map, name in row:
-                width = widths[id(head_map)]
-                ax = _axes(figure, left, below + number * row_height + BOTTOM, width, PANEL_HEIGHT)
+            left = LEFT + (width - row_width) / 2
+            for head_map, name, pitch in row:
+                ax = _axes(figure, left, below + number * row_height + BOTTOM, widths[id(head_map)], PANEL_HEIGHT)
                 _draw(head_map, ax, sized=not as_published)
-                ax.set_title(drawn_label(f"{name}: {SEEN}" if len(maps) == 1 and not as_published else name))
-                left += width + GAP + LEFT
+                ax.set_title(drawn_label(name))
+                left += pitch
         if as_published:
             _published_legend(figure, maps)
         else:

@@ -20,7 +20,7 @@ from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS, places_of_sets
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
-from headwater.figures.published import is_published, set_name
+from headwater.figures.published import in_order, is_published, model_name, set_name
 from headwater.figures.style import BANDS_ARE, DASHED, checked_place, entitle, model_title, short_name, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.names import SplitName, StyleName
@@ -73,7 +73,7 @@ def delta_p(
         value: `delta_p` or `delta_logit`.
         titles: of the panels; by default the models' names.
         columns: panels in a row; up to three by default.
-        style: "headwater", or "published": series and axes by their published names, without counts.
+        style: "headwater", or "published": models, series and axes by their published names, without counts.
         ax: where to draw a single model's; default: a new figure.
         title: above all panels; of a single one, in place of its own.
         figsize: width and height of a new figure, in inches.
@@ -95,6 +95,7 @@ def delta_p(
     columns = columns or min(len(shown), 3)
     rows = -(-len(shown) // columns)
     names = _names(shown)
+    names = in_order(names) if as_published else names
     if ax is not None:
         plot_delta_p(shown[0], ax, split_by=split_by, value=value)
         with shared_look():
@@ -168,7 +169,7 @@ def _names(shown: Sequence[Pathways]) -> list[str]:
 def _titled(pathways: Pathways, split: str, as_published: bool = False, panels: int = 1) -> str:
     """A panel's title: the model, what is drawn unless it stands above all panels, and what split the examples."""
     if as_published:
-        return short_name(pathways.run.model)
+        return model_name(short_name(pathways.run.model))
     return model_title(pathways.run, split if panels > 1 else f"ΔP, {split}")
 
 

@@ -1,4 +1,4 @@
-"""What the published figures call things: names of question sets, series, axes; and which style a figure is drawn in.
+"""What the published figures call things: names of models and question sets; and which style a figure is drawn in.
 
 `style="headwater"` (default) has intervals, counts and honest labels. `style="published"` has the panels, series, words
 and axes of the papers, so that the two can be laid side by side; numbers are the same.
@@ -6,12 +6,31 @@ and axes of the papers, so that the two can be laid side by side; numbers are th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from headwater.colors import places_of_sets
 from headwater.figures.fonts import label
 from headwater.options import checked_name
 
 STYLES = ("headwater", "published")
 SET_NAMES = {"popqa": "PopQA", "triviaqa": "TriviaQA", "hotpotqa": "HotpotQA", "nq": "NQ", "nq_open": "NQ"}
 """By the name of a question set, without its case, "-" and spaces: what the literature calls it."""
+MODEL_NAMES = {
+    "gpt2-xl": "GPT-2 XL",
+    "phi-2": "Phi-2",
+    "pythia-6.9b": "Pythia 6.9B",
+    "pythia-12b": "Pythia 12B",
+    "llama-3.1-8b": "Llama-3.1 8B",
+    "llama-3.1-70b": "Llama-3.1 70B",
+    "llama-3-8b": "Llama-3-8B",
+    "llama-3-70b": "Llama-3-70B",
+    "llama-2-7b-chat-hf": "LLaMA-2 7B Chat",
+    "llama-2-13b-chat-hf": "LLaMA-2 13B Chat",
+    "llama-2-70b-chat-hf": "LLaMA-2 70B Chat",
+    "llama-3-8b-instruct": "LLaMA-3 8B Instruct",
+    "llama-3-70b-instruct": "LLaMA-3 70B Instruct",
+}
+"""By the last part of a model's name on the hub, without its case and "Meta-": what the papers write above a panel."""
 
 
 def is_published(style: str) -> bool:
@@ -26,6 +45,17 @@ def is_published(style: str) -> bool:
 def set_name(name: str) -> str:
     """Return what the literature calls a question set; of others, their own name."""
     return SET_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"), label(name))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return question sets in the order of the papers, which is that of their colours."""
+    places = places_of_sets(names)
+    return sorted(places, key=places.__getitem__)
+
+
+def model_name(shown: str) -> str:
+    """Return what the papers write above a panel of a published model; of other models, the name as it is shown."""
+    return MODEL_NAMES.get(shown.lower().removeprefix("meta-"), shown)
 
 
 def lettered(number: int, name: str) -> str:

@@ -27,7 +27,7 @@ from scipy.stats import gaussian_kde
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.published import is_published, set_name
+from headwater.figures.published import in_order, is_published, model_name, set_name
 from headwater.figures.style import DASHED, checked_place, entitle, model_title, short_name
 from headwater.figures.style import style as shared_look
 from headwater.names import LossName, StyleName
@@ -73,7 +73,7 @@ def saliency(
         target: `cross_entropy` or `logit`; default: what the first run asked for.
         log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), where the bulk of
             the values would be crushed against 0.
-        style: "headwater", or "published": series and axes by their published names, without counts.
+        style: "headwater", or "published": models, series and axes by their published names, without counts.
         ax: where to draw two question sets of one model at most; default: a new figure.
         title: above all panels; of a single one, in place of its own.
         figsize: width and height of a new figure, in inches.
@@ -95,7 +95,9 @@ def saliency(
     names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
     if len(names) > MAX_SETS:
         raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were given: draw fewer.")
-    pairs, as_published = [names[i : i + 2] for i in range(0, len(names), 2)], is_published(style)
+    as_published = is_published(style)
+    names = in_order(names) if as_published else names
+    pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
     size = checked_place(ax, len(pairs) * len(tables), figsize)
     with shared_look():
         if ax is not None:
@@ -115,8 +117,9 @@ def saliency(
                 panel.set_ylabel("" if column else "Density")
                 if as_published:
                     _published_axis(panel)
+            shown = model_name(titles[model]) if as_published else titles[model]
             only = len(tables) == 1 and not as_published
-            axes[0, column].set_title(f"{titles[model]}: {SEEN}" if only else titles[model])
+            axes[0, column].set_title(f"{shown}: {SEEN}" if only else shown)
         if not handles:
             raise InputError("No example has a saliency to draw: every value is NaN.")
         entries = {label: handles[label] for label in sorted(handles, key=lambda label: handles[label][2])}
