@@ -166,19 +166,19 @@ def test_published_sets_have_their_published_places_names_and_colours_in_whateve
         for mode, listed in of_modes.items()
         for name, color in zip(published, listed, strict=True)
     }
-    assert series(figure) == colors
-    only = {name: color for name, color in colors.items() if name.endswith(("(TriviaQA)", "(NQ)"))}
+    assert series(figure) == list(colors.items())
+    only = [(name, color) for name, color in colors.items() if name.endswith(("(TriviaQA)", "(NQ)"))]
     assert series(hw.figures.delta_p([renamed(("first", "fourth"))], style="published")) == only
     places = {sub.legends[0].get_window_extent().y1 for sub in figure.subfigs if sub.legends}
     assert max(places) < min(ax.get_window_extent().y0 for ax in figure.axes)
 
 
 def series(figure):
-    """The colours of a legend's entries."""
+    """The entries of a legend, each with its colour."""
     (legend,) = [legend for sub in figure.subfigs for legend in sub.legends]
     figure.canvas.draw()
     words = [text.get_text() for text in legend.get_texts()]
-    return dict(zip(words, (line.get_color() for line in legend.get_lines()), strict=True))
+    return list(zip(words, (line.get_color() for line in legend.get_lines()), strict=True))
 
 
 def test_the_published_style_has_the_published_series_in_two_columns_and_nothing_else(pathways):

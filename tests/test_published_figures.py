@@ -115,6 +115,11 @@ def test_densities_stand_in_a_row_of_their_own_whichever_models_have_scores():
     assert {to_hex(box.get_facecolor()) for ax in boxes for box in ax.patches} == {BLUE, ORANGE, GREEN}
     lines = [[(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines] for ax in densities]
     assert lines == [[(GREEN, "-"), (ORANGE, "--")]] * 3
+    five = depth_profiles([*profiles, profiles[1]], style="published")
+    five.canvas.draw()
+    places = [round(ax.get_position().y0, 3) for ax in five.axes]
+    assert len(set(places)) == 3
+    assert not {*places[:5]} & {*places[5:]}
     assert len(depth_profiles(profiles[:1], style="published").axes) == 1
     assert len(depth_profiles(profiles[1:2], style="published").axes) == 2
 
