@@ -61,22 +61,16 @@ REFUSED = {
     ("z", "deepseek-v3"): "z of DeepseekV3ForCausalLM cannot be used: .* holds",
     ("z", "mamba"): "MambaForCausalLM has no activation named 'blocks.1.attn.hook_z'",
     ("knockout", "gemma4"): READ_ONLY,
-    ("knockout", "gpt-neo"): READ_ONLY,
-    ("knockout", "gptj"): READ_ONLY,
     ("knockout", "jamba"): "JambaForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
     ("knockout", "mamba"): "MambaForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
-    ("knockout", "opt"): READ_ONLY,
     ("knockout", "opt-350m"): READ_ONLY,
     ("knockout", "qwen3-next"): "Qwen3NextForCausalLM has no activation named 'blocks.0.attn.hook_attn_scores'",
-    ("knockout", "xglm"): READ_ONLY,
     ("edges", "bitnet"): "The heads of BitNetForCausalLM do not hand on their weight times x W_V in layer 0",
     ("edges", "bloom"): NO_STEPS,
     ("edges", "deepseek-v2"): "z of DeepseekV2ForCausalLM cannot be used",
     ("edges", "deepseek-v3"): "z of DeepseekV3ForCausalLM cannot be used",
     ("edges", "falcon-rw"): NO_STEPS,
     ("edges", "gemma4"): NO_STEPS,
-    ("edges", "gpt-neo"): NO_STEPS,
-    ("edges", "gptj"): NO_STEPS,
     ("edges", "jamba"): NO_STEPS,
     ("edges", "mamba"): NO_STEPS,
     ("edges", "mpt"): NO_STEPS,
@@ -85,17 +79,15 @@ REFUSED = {
     ("edges", "olmo2"): NOT_ALONE,
     ("edges", "olmo3"): NOT_ALONE,
     ("edges", "olmoe"): NOT_ALONE,
-    ("edges", "opt"): NO_STEPS,
     ("edges", "opt-350m"): NO_STEPS,
     ("edges", "qwen3-next"): NO_STEPS,
-    ("edges", "xglm"): NO_STEPS,
     ("cache", "jamba"): "JambaForCausalLM has no activation named 'blocks.0.attn.hook_pattern'",
     ("cache", "mamba"): "MambaForCausalLM has no activation named 'blocks.0.attn.hook_pattern'",
     ("cache", "qwen3-next"): "Qwen3NextForCausalLM has no activation named 'blocks.0.attn.hook_pattern'",
 }
 """What is refused of which model, and what the refusal says; everything else must be right."""
 WHOLE_RUNS = frozenset(
-    "bloom deepseek-v2 falcon-rw gemma4 gpt-neo gptj jamba mamba mpt mpt-clipped opt opt-350m qwen3-next xglm".split()  # noqa: SIM905
+    "bloom deepseek-v2 falcon-rw gemma4 jamba mamba mpt mpt-clipped opt-350m qwen3-next".split()  # noqa: SIM905
 )
 """Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"

@@ -29,10 +29,12 @@ class Layer:
     mlp_norm: nn.Module
     post_norm: nn.Module | None
     mlp_post_norm: nn.Module | None
+    mlp_end: nn.Module | None = None
+    """The last module of an MLP whose modules stand in the block itself, `mlp` being the first."""
 
 
 def layers_of(model: nn.Module) -> tuple[list[Layer], nn.Module]:
-    """Find the modules of a model of `tests.tiny`, and its final norm."""
+    """Find the modules of a model of `tests.tiny`, of GPT-J, GPT-Neo or OPT, and its final norm."""
     config = model.config
     heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     width = getattr(config, "head_dim", None) or width
@@ -56,6 +58,18 @@ def layers_of(model: nn.Module) -> tuple[list[Layer], nn.Module]:
             norms = block.input_layernorm, block.post_attention_layernorm
             found.append(Layer(block, norms[0], joined, block.attention.dense, block.mlp, norms[1], None, None))
         return found, model.gpt_neox.final_layer_norm
+    if config.model_type in ("gptj", "gpt_neo"):
+        for block in model.transformer.h:
+            attention = getattr(block.attn, "attention", block.attn)
+            norms = block.ln_1, getattr(block, "ln_2", block.ln_1)
+            found.append(Layer(block, norms[0], apart(attention), attention.out_proj, block.mlp, norms[1], None, None))
+        return found, model.transformer.ln_f
+    if config.model_type == "opt":
+        for block in model.model.decoder.layers:
+            attention, norms = block.self_attn, (block.self_attn_layer_norm, block.final_layer_norm)
+            outputs = attention.out_proj, block.fc1
+            found.append(Layer(block, norms[0], apart(attention), *outputs, norms[1], None, None, block.fc2))
+        return found, model.model.decoder.final_layer_norm
     for block in model.model.layers:
         attention = block.self_attn
         if config.model_type == "phi":
@@ -83,7 +97,7 @@ class Reference:
         config = model.config
         self.n_heads = config.num_attention_heads
         self.n_kv_heads = getattr(config, "num_key_value_heads", None) or self.n_heads
-        self.parallel = config.model_type == "phi" or bool(getattr(config, "use_parallel_residual", False))
+        self.parallel = config.model_type in ("phi", "gptj") or bool(getattr(config, "use_parallel_residual", False))
         self.inputs, self.sent = self._record(torch.tensor([base]))
         _, other_sent = self._record(torch.tensor([other]))
         self.change = {name: other_sent[name] - sent for name, sent in self.sent.items()}
@@ -133,7 +147,7 @@ class Reference:
                 self._give(stack, layer.post_norm or layer.output, attended)
                 if f"mlp {number}" in senders:
                     written = self.sent[f"mlp {number}"] + self.change[f"mlp {number}"]
-                    self._give(stack, layer.mlp_post_norm or layer.mlp, written)
+                    self._give(stack, layer.mlp_post_norm or layer.mlp_end or layer.mlp, written)
             found, _ = self._record(self.ids)
         changes = {"logits": found["last"] - self.inputs["last"]}
         for number in range(len(self.layers)):
@@ -203,7 +217,8 @@ class Reference:
             for number, layer in enumerate(self.layers):
                 inputs = {f"layer {number}": layer.block, f"z {number}": layer.output}
                 outputs = {f"attended {number}": layer.post_norm or layer.output}
-                outputs |= {f"raw {number}": layer.output, f"mlp_out {number}": layer.mlp_post_norm or layer.mlp}
+                written = layer.mlp_post_norm or layer.mlp_end or layer.mlp
+                outputs |= {f"raw {number}": layer.output, f"mlp_out {number}": written}
                 if not self.parallel:
                     inputs[f"mlp {number}"] = layer.mlp_norm
                 for name, module in inputs.items():

@@ -7,6 +7,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
 from tests.edge_reference import Reference
+from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = " the capital of France is in A", " the capital of Italy is of A"
@@ -44,6 +45,18 @@ def test_every_edge_equals_a_hooked_run_of_its_own(family, direction):
     gap = found.table["corrupted"] - found.table["clean"]
     gap = gap if direction == "noise" else -gap
     assert found.table["normalized_effect"].to_numpy() == pytest.approx((found.table["effect"] / gap).to_numpy())
+
+
+@pytest.mark.parametrize("name", ["gpt-neo", "gptj", "opt"])
+def test_every_edge_equals_a_hooked_run_where_caches_masks_and_mlps_are_called_otherwise(name):
+    hf = random_model(name)
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    base, other = [5, 9, 13, 17, 21, 8, 6, 30, 41, 50, 3, 77], [5, 11, 13, 17, 21, 8, 6, 30, 41, 50, 3, 77]
+    found = hw.edges(model, [base], [other], metric=DIFFERENCE, direction="noise", **QUIET)
+    naive = Reference(hf, base, other)
+    expected = torch.stack([difference(naive.logits(*edge)) - difference(naive.base_logits) for edge in naive.edges()])
+    assert float(expected.abs().max()) > 0.01
+    torch.testing.assert_close(found.effects[0, 0, :, 0], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "neox"])

@@ -30,7 +30,7 @@ EXAONE_4 = Family(
 FROM_OUTSIDE = {"exaone4": ("exaone4", EXAONE_4), "starcoder2": ("starcoder2", Family("Starcoder2ForCausalLM"))}
 SOME = ("bloom", "cohere", "falcon-rw", "gpt-oss", "granite", "phi3", "starcoder2")
 """Those that the quick tests go through; the others are slow."""
-WHOLE_RUNS = ("bloom", "falcon-rw", "gpt-neo", "gptj", "mpt", "opt")
+WHOLE_RUNS = ("bloom", "falcon-rw", "mpt")
 """Those whose blocks cannot be called one by one."""
 WORDS_AS_RELATION = [Relation("next", "algorithmic", tuple((a, (b,)) for a, b in pairwise(WORDS)))]
 
@@ -68,6 +68,15 @@ of_some = pytest.mark.parametrize(
     indirect=True,
 )
 loaded_from = functools.cache(hw.load)
+ASKED = {"senders": "embed", "receivers": "logits"}
+BY_EDGES = {
+    "edges": lambda model, *pair, **options: hw.edges(model, *pair, **ASKED, **options),
+    "path_patch": lambda model, *pair, **options: hw.path_patch(model, *pair, **ASKED, **options),
+    "find_circuit": lambda model, *pair, **options: hw.find_circuit(model, *pair, threshold=0.1, **options),
+    "run_circuits": lambda model, *pair, **options: hw.run_circuits(
+        model, *pair, hw.Circuit.of(["embed -> logits"], model), **options
+    ),
+}
 
 
 def test_every_row_is_that_of_a_model_that_is_read_in_these_tests():
@@ -163,3 +172,11 @@ def test_a_mixture_of_experts_without_one_of_its_experts_is_refused(name, folder
     save_file({key: tensor for key, tensor in tensors.items() if key != lost}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=f"has no tensor '{lost.removeprefix('model.')}'"):
         open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("asked", BY_EDGES)
+@pytest.mark.parametrize("folder", ["bloom", "falcon-rw", "mpt"], indirect=True)
+def test_edges_of_a_model_with_alibi_are_refused_with_the_reason(folder, asked):
+    options = {"metric": hw.logit_difference(5, 9), "progress": False}
+    with pytest.raises(ModelError, match=r"The edges of .* cannot be computed, because .* \(ALiBi\)"):
+        BY_EDGES[asked](loaded_from(folder), [[5, 9, 13, 17]], [[5, 11, 13, 17]], **options)

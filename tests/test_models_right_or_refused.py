@@ -386,7 +386,7 @@ def severed(monkeypatch, hf, layer, query, key):
     plain, at = torch.nn.functional.softmax, []
 
     def softmax(scores, *args, **options):
-        if at and at[-1] == layer and scores.ndim == 4:
+        if at and at[-1] == layer and (scores.ndim == 4 or scores.shape[1:-1] == scores.shape[-1:]):
             scores = scores.clone()
             scores[..., query, key] = torch.finfo(scores.dtype).min
         return plain(scores, *args, **options)

@@ -37,7 +37,9 @@ from headwater.models.forward import leaves_logits_out, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.norms import logit_scale, residual_scale
 from headwater.models.own_attention import own_attention
+from headwater.models.own_masks import name_of_cache, own_mask, without_own_mask
 from headwater.models.sites import hook_name
+from headwater.models.steppable import has_part
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -153,14 +155,15 @@ class Blocks:
         self, layer: int, normed: Tensor, call: Any, positions: Tensor, mask: Tensor, cache: Any
     ) -> Float[Tensor, "row position d_model"]:
         """Call a layer's attention as the model did, with other inputs."""
-        args, options = call
+        (args, options), attention = call, self._blocks[layer].attn
         options = {name: _at_positions(value, positions) for name, value in options.items()}
-        options |= {"attention_mask": mask, "past_key_values": cache}
+        options |= {"attention_mask": mask, name_of_cache(attention): cache}
         if "hidden_states" in options:
             options["hidden_states"] = normed
         else:
             args = (normed, *args[1:])
-        out = self._blocks[layer].attn(*args, **options)
+        with without_own_mask(attention, mask.shape[-1]):
+            out = attention(*args, **options)
         return out[0] if isinstance(out, tuple) else out
 
     def alike(self, layer: int) -> contextlib.AbstractContextManager[None]:
@@ -192,29 +195,33 @@ class Blocks:
 
     @functools.cached_property
     def _gelus(self) -> list[torch.nn.Module]:
-        mlps = [block.mlp for block in self._blocks if _has(block, "mlp")]
+        mlps = [block.mlp for block in self._blocks if has_part(block, "mlp")]
         return [module for mlp in mlps for module in mlp.modules() if type(module) is NewGELUActivation]
 
     @functools.cached_property
     def _layer_norms(self) -> list[Any]:
         """The norms within and behind the blocks that are plain LayerNorms beneath."""
-        norms = [getattr(block, name) for block in self._blocks for name in NORMS if _has(block, name)]
+        norms = [getattr(block, name) for block in self._blocks for name in NORMS if has_part(block, name)]
         return [norm for norm in (*norms, getattr(self.model.raw, "ln_final", None)) if _is_layer_norm(norm)]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
         block = self._blocks[layer]
-        own = _has(block, "ln2") or not self.parallel
+        own = has_part(block, "ln2") or not self.parallel
         return _through(block, "ln2" if mlp and own else "ln1", residual)
 
     def feed_forward(self, layer: int, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
         """What a layer's MLP adds, given the residual stream it reads (before its norm); 0 where it has none."""
         block = self._blocks[layer]
-        if not _has(block, "mlp"):
+        if not has_part(block, "mlp"):
             return torch.zeros_like(residual)
-        out = block.mlp(self.normed(layer, residual[None], mlp=True))
+        normed = self.normed(layer, residual[None], mlp=True)
+        if _lies_in_block(block):
+            out = block.mlp.out(block.original_component.activation_fn(getattr(block.mlp, "in")(normed)))
+        else:
+            out = block.mlp(normed)
         out = out[0] if isinstance(out, tuple) else out
-        return self._added(block, "ln2_post", out)[0]
+        return self._added(block, "ln2_post", out.view(1, *residual.shape))[0]
 
     def logits(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_vocab"]:
         """Final norm, unembedding, scale and soft cap of the residual stream after the last block."""
@@ -267,12 +274,12 @@ class Blocks:
         def tapped(layer: int) -> Callable[..., Any]:
             def before(_: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
                 calls[layer] = (args, dict(options))
-                return args, options | {"past_key_values": tap}
+                return args, options | {name_of_cache(self._blocks[layer].attn): tap}
 
             return before
 
-        own = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
-        wanted = dict.fromkeys([*names, last, *(own if self._own is not None else [])])
+        k_and_v = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
+        wanted = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
         hooks = [(name, makes(functools.partial(fork, name=name))) for name in held]
         hooks += [(name, looks(functools.partial(keep, name=name))) for name in wanted]
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
@@ -290,6 +297,9 @@ class Blocks:
         if self._own is not None:
             return dataclasses.replace(self._recorded_by_hooks(activations, logits[:, -1]), held=forked)
         visible = {layer: _visible(options.get("attention_mask"), tokens) for layer, (_, options) in calls.items()}
+        for layer, seen in visible.items():
+            if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
+                visible[layer] = seen & own
         keys, values = ({layer: one.detach() for layer, one in made.items()} for made in (tap.keys, tap.values))
         return Recording(activations, keys, values, calls, visible, logits[:, -1], forked)
 
@@ -317,7 +327,7 @@ def _is_watched(part: torch.nn.Module) -> bool:
 @contextlib.contextmanager
 def _first_alone(attention: torch.nn.Module, axis: int, names: Sequence[str]) -> Iterator[None]:
     """Let projections of an attention compute the first of an axis (rows 0, positions 1) and repeat it along all."""
-    modules = [getattr(attention, name) for name in names if _has(attention, name)]
+    modules = [getattr(attention, name) for name in names if has_part(attention, name)]
     own = [module for module in modules if isinstance(module, torch.nn.Module) and "forward" not in module.__dict__]
 
     def first(x: Tensor, *, forward: Callable[[Tensor], Tensor]) -> Tensor:
@@ -340,29 +350,12 @@ def _taken(rows: Float[Tensor, "row position d"], kept: Int[Tensor, "row kept"])
 
 def _through(block: Any, norm: str, x: Tensor) -> Tensor:
     """Apply a norm of a block or model; where it has none of this name (OLMo 2: no `ln1`), there is nothing to do."""
-    return getattr(block, norm)(x) if _has(block, norm) else x
+    return getattr(block, norm)(x) if has_part(block, norm) else x
 
 
-def _has(block: Any, part: str) -> bool:
-    """Whether a block has a part of this name itself; a bridge's block finds those of the module it wraps, too."""
-    return part in getattr(block, "submodules", block._modules)
-
-
-def cannot_step(model: HookedModel) -> str | None:
-    """Say why a model's blocks cannot be stepped through, or None when they can (as far as its structure shows)."""
-    raw = model.raw
-    blocks = getattr(raw, "blocks", None)
-    if blocks is None or not all(hasattr(block, "submodules") or not is_bridge(raw) for block in blocks):
-        return "it is not a stack of blocks"
-    if model.spread:
-        return "its layers are spread over several devices"
-    for block in blocks:
-        needed = ("attn", "mlp") if model.shape.d_mlp else ("attn",)
-        if missing := [part for part in needed if not _has(block, part)]:
-            return f"its blocks have no {' or '.join(missing)}"
-    if any(point.fwd_hooks for point in raw.hook_dict.values()):
-        return "it carries hooks of its own"
-    return None
+def _lies_in_block(block: Any) -> bool:
+    """Whether the parts of an MLP stand in the block itself (OPT: `fc1`, `activation_fn`, `fc2`)."""
+    return getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn")
 
 
 def _at_positions(value: object, positions: Int[Tensor, "row position"]) -> Any:

@@ -19,12 +19,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import NumericsError
-from headwater.models.blocks import Blocks, Recording, cannot_step
+from headwater.models.blocks import Blocks, Recording
 from headwater.models.checks import not_finite
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves, is_out_of_memory
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, Stage, main_site, taken_as_recorded
+from headwater.models.steppable import cannot_step
 from headwater.patching.footprint import runs_at_once
 from headwater.patching.forwards import capture, deepest, run_edited, run_variants, visible_keys
 from headwater.patching.plan import Group, Kept, Plan, columns_of
