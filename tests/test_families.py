@@ -180,3 +180,21 @@ def test_edges_of_a_model_with_alibi_are_refused_with_the_reason(folder, asked):
     options = {"metric": hw.logit_difference(5, 9), "progress": False}
     with pytest.raises(ModelError, match=r"The edges of .* cannot be computed, because .* \(ALiBi\)"):
         BY_EDGES[asked](loaded_from(folder), [[5, 9, 13, 17]], [[5, 11, 13, 17]], **options)
+
+
+def test_sweeps_of_local_attention_equal_whole_runs_beyond_its_window():
+    model = hw.load(random_model("gpt-neo"), tokenizer=tiny_tokenizer())
+    clean, corrupted = [[*range(5, 19)]], [[5, 40, *range(7, 19)]]
+    options = {"sites": "resid_pre", "metric": lambda logits: logits[:, -1, 3], "progress": False}
+    sweep = hw.patch(model, clean, corrupted, **options).table.set_index(["layer", "position"])
+    held = []
+    model.run(clean, [("blocks.1.hook_resid_pre", lambda activation, hook: held.append(activation.clone()))])
+    plain = options["metric"](model.run(corrupted))
+    for position in (1, 4, 9, 13):
+
+        def write(activation, hook, position=position):
+            activation[0, position] = held[0][0, position]
+            return activation
+
+        effect = options["metric"](model.run(corrupted, [("blocks.1.hook_resid_pre", write)])) - plain
+        assert float(sweep.loc[(1, position), "effect"]) == pytest.approx(float(effect), abs=1e-4)
