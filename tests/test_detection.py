@@ -428,6 +428,6 @@ def test_the_report_and_the_figure_say_what_was_measured(detection):
     assert len(drawn) == 2
     for dataset, (label, values) in zip(detection.datasets, drawn.items(), strict=True):
         part = detection.table[detection.table["dataset"] == dataset]
-        assert label.startswith(f"{dataset} ({part['answers'].iloc[0]:,.0f}, ")
+        assert label.startswith(f"{dataset} ({part['answers'].iloc[0]:,.0f} answers, ")
         assert sorted(values) == sorted(part["auc"])
     assert tuple(dict.fromkeys(detection.table["method"])) == detection_module.METHODS

@@ -160,12 +160,12 @@ def _attention(model: HookedModel) -> int:
 
 
 def _mlp(block: nn.Module) -> int:
-    """Count the parameters of a layer's MLP, and of its norms."""
+    """Count the parameters of a layer's MLP, and of its norms: all but those of its attention, if it has one."""
 
     def count(module: nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
 
-    return count(block) - count(block.get_submodule("attn"))
+    return count(block) - sum(count(part) for name, part in block.named_children() if name == "attn")
 
 
 def rate(model: HookedModel) -> float:
