@@ -65,12 +65,12 @@ hw.edges(model, **choosing, method="eap").agreement(edges).head(1)
 
 # %% [markdown]
 # ## A circuit of a hundred edges
-# Drawn are its fifteen strongest: into the values of layer 0, and out of layer 1. What joins the two is weaker, edge by
+# Drawn are its ten strongest: into the values of layer 0, and out of layer 1. What joins the two is weaker, edge by
 # edge.
 
 # %%
 circuit = edges.circuit(100)
-_ = edges.circuit(15).plot()
+_ = edges.circuit(10).plot()
 
 # %% [markdown]
 # ## Does it hold on countries that did not choose it?
