@@ -51,7 +51,7 @@ def pairs(lengths):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    ("name", "sites"), [("mamba", "resid_pre"), ("jamba", ("resid_pre", "mlp_out")), ("gptj", ("z", "mlp_out"))]
+    ("name", "sites"), [("mamba", "resid_pre"), ("jamba", ("resid_pre", "mlp_out")), ("bloom", ("z", "mlp_out"))]
 )
 def test_many_cells_and_examples_in_a_run_give_what_one_run_per_cell_gives(models, forwards, name, sites):
     model, (clean, corrupted) = models(name), pairs([6, 4, 6])
