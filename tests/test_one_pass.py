@@ -8,6 +8,7 @@ import torch
 import headwater as hw
 from headwater.errors import InterventionError
 from headwater.models.one_pass import one_pass_attention
+from tests.tiny import padded_batch
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 
@@ -22,13 +23,6 @@ def passes(monkeypatch):
     return taken
 
 
-def batch_of(model):
-    """Three rows of different length."""
-    n_ctx = min(30, model.shape.n_ctx)
-    tokens = torch.randint(model.shape.d_vocab, (3, n_ctx))
-    return model.tokenize(tokens, mask=torch.arange(n_ctx) < torch.tensor([[n_ctx], [n_ctx // 2], [2]]))
-
-
 def residuals(model, batch):
     kept = []
     layers = range(model.shape.n_layers)
@@ -39,7 +33,7 @@ def residuals(model, batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_layer_has_the_residual_stream_it_has_with_the_bridges_attention(checkpoint, family, dtype, passes):
     model = hw.load(checkpoint(family, dtype=dtype))
-    batch = batch_of(model)
+    batch = padded_batch(model)
     expected = residuals(model, batch)
     assert not passes
     with one_pass_attention(model) as can:
@@ -53,7 +47,7 @@ def test_every_layer_has_the_residual_stream_it_has_with_the_bridges_attention(c
 
 def test_a_hook_inside_attention_keeps_the_bridges_attention_and_one_that_comes_later_is_an_error(checkpoint, passes):
     model = hw.load(checkpoint("llama"))
-    batch, name = batch_of(model), "blocks.1.attn.hook_pattern"
+    batch, name = padded_batch(model), "blocks.1.attn.hook_pattern"
     with model.hooks([(name, lambda pattern, hook: pattern.roll(1, 1))]):
         edited = model.run(batch)
         with one_pass_attention(model) as can:

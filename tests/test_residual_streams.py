@@ -7,6 +7,7 @@ import headwater as hw
 from headwater.errors import NumericsError
 from headwater.models.residual_streams import residual_streams
 from headwater.models.unwrapped import Unwrapped
+from tests.tiny import padded_batch
 
 
 @pytest.fixture
@@ -15,13 +16,6 @@ def bare(monkeypatch):
     runs, last_logits = [], Unwrapped.last_logits
     monkeypatch.setattr(Unwrapped, "last_logits", lambda *a, **options: (runs.append(1), last_logits(*a, **options))[1])
     return runs
-
-
-def batch_of(model):
-    """Three rows of different length."""
-    n_ctx = min(30, model.shape.n_ctx)
-    tokens = torch.randint(model.shape.d_vocab, (3, n_ctx))
-    return model.tokenize(tokens, mask=torch.arange(n_ctx) < torch.tensor([[n_ctx], [n_ctx // 2], [2]]))
 
 
 def by_hooks(model, batch):
@@ -37,7 +31,7 @@ def by_hooks(model, batch):
 
 def test_every_layer_is_what_hooks_see_there(checkpoint, family, bare):
     model = hw.load(checkpoint(family))
-    batch, layers = batch_of(model), list(range(model.shape.n_layers))
+    batch, layers = padded_batch(model), list(range(model.shape.n_layers))
     expected = by_hooks(model, batch)
     bare.clear()
     for asked in (layers, layers[:-1]):
@@ -53,7 +47,7 @@ def test_every_layer_is_what_hooks_see_there(checkpoint, family, bare):
 
 def test_a_run_without_wrappers_is_taken_where_nobody_acts_and_a_hook_acts_where_somebody_does(checkpoint, bare):
     model = hw.load(checkpoint("llama"))
-    batch, last = batch_of(model), model.shape.n_layers - 1
+    batch, last = padded_batch(model), model.shape.n_layers - 1
     plain = residual_streams(model, batch, [last], torch.clone)[last]
     assert bare
     bare.clear()
@@ -64,7 +58,7 @@ def test_a_run_without_wrappers_is_taken_where_nobody_acts_and_a_hook_acts_where
 
 def test_numbers_that_are_not_finite_are_an_error_that_names_the_layer(checkpoint):
     model = hw.load(checkpoint("llama"))
-    batch, last = batch_of(model), model.shape.n_layers - 1
+    batch, last = padded_batch(model), model.shape.n_layers - 1
     residual_streams(model, batch, [last], torch.clone)
     weight = model.raw.blocks[1].mlp.original_component.down_proj.original_component.weight
     kept = weight.detach().clone()

@@ -98,3 +98,10 @@ def tiny_folder(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = t
     tiny_model(family, seed=seed, dtype=dtype).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def padded_batch(model):
+    """Three rows of random tokens, of different length, padded on the right."""
+    n_ctx = min(30, model.shape.n_ctx)
+    tokens = torch.randint(model.shape.d_vocab, (3, n_ctx))
+    return model.tokenize(tokens, mask=torch.arange(n_ctx) < torch.tensor([[n_ctx], [n_ctx // 2], [2]]))

@@ -28,9 +28,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.circuits.exact import KINDS, NotFiniteRowError, Receivers, Rows
+from headwater.circuits.exact import NotFiniteRowError, Receivers, Rows
 from headwater.circuits.footprint import Footprint
-from headwater.circuits.graph import Indices
+from headwater.circuits.graph import KINDS, Indices
 from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import Outside
 from headwater.circuits.reach import leads_to_logits, on_a_path

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwater.circuits.graph import RECEIVERS, SENDERS, Graph, Indices
+from headwater.circuits.graph import KINDS, SENDERS, Graph, Indices
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.patching.plan import Plan
@@ -44,8 +44,6 @@ PATIENCE = 1.0
 WORTH_TIMING = 5e12
 """Fewer operations than these are not timed: no device takes an hour for them."""
 ROWS = 1024
-KINDS = RECEIVERS[:3]
-"""The receivers of a head: q, k, v."""
 
 
 def default_method(model: HookedModel) -> str:

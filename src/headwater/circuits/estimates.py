@@ -26,8 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Place, sloped_names
-from headwater.circuits.exact import KINDS, Exact, Receivers
-from headwater.circuits.graph import Indices
+from headwater.circuits.exact import Exact, Receivers
+from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import InputError, NumericsError
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients

@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Place
-from headwater.circuits.graph import RECEIVERS, Indices
+from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import ModelError, NumericsError
 from headwater.models.blocks import SharedPrefix
 from headwater.models.edits import Hook, makes
@@ -38,8 +38,6 @@ from headwater.models.sites import SITES
 from headwater.patching.runners import TILE_TOKENS
 from headwater.patching.variants import LOGITS
 
-KINDS = RECEIVERS[:3]
-"""The receivers within attention."""
 MOST_ROWS = 1 << 20
 """Rows at once, whatever was asked for."""
 Reaching: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]

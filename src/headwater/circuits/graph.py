@@ -32,6 +32,8 @@ from headwater.options import has_no_order, is_one, shown
 Indices = NDArray[np.int64]
 SENDERS = ("embed", "head", "mlp")
 RECEIVERS = ("q", "k", "v", "mlp", "logits")
+KINDS = RECEIVERS[:3]
+"""The receivers within attention."""
 _NAME = re.compile(r"([a-z]+)(?: (\d+)(?:\.(\d+))?)?")
 
 

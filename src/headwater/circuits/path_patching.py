@@ -27,9 +27,8 @@ from torch import Tensor
 from headwater.circuits.carried import THROUGH
 from headwater.circuits.cost import joining_operations, warn_of_hours
 from headwater.circuits.endpoints import ends_named
-from headwater.circuits.exact import KINDS
 from headwater.circuits.footprint import largest
-from headwater.circuits.graph import Graph, Indices
+from headwater.circuits.graph import KINDS, Graph, Indices
 from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
 from headwater.circuits.path_effects import PathEffects, tabulated
 from headwater.circuits.paths import Paths, first_layer, has_path

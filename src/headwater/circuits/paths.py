@@ -24,8 +24,8 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.carried import Carried
-from headwater.circuits.exact import KINDS, NotFiniteRowError, Receivers, Rows
-from headwater.circuits.graph import RECEIVERS, Graph, Indices
+from headwater.circuits.exact import NotFiniteRowError, Receivers, Rows
+from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices
 from headwater.errors import NumericsError
 from headwater.models.edits import makes
 from headwater.models.memory import in_halves
