@@ -156,8 +156,10 @@ def axis_words(text: str) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         is_typed = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in kinds
-        if is_typed and isinstance(node.slice, ast.Tuple) and isinstance(node.slice.elts[-1], ast.Constant):
-            found |= set(re.findall(r"[a-z]\w*", str(node.slice.elts[-1].value)))
+        if is_typed and isinstance(node.slice, ast.Tuple):
+            shape = node.slice.elts[-1]
+            assert isinstance(shape, ast.Constant), f"{ast.unparse(node)} is no shape: put it in quotes"
+            found |= set(re.findall(r"[a-z]\w*", str(shape.value)))
     return found
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Norm:
     """A LayerNorm or an RMSNorm, in float32."""
 
-    gain: Float[Tensor, d_model]
-    bias: Float[Tensor, d_model] | None
+    gain: Float[Tensor, " d_model"]
+    bias: Float[Tensor, " d_model"] | None
     centred: bool
     eps: float
 

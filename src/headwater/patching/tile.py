@@ -48,7 +48,7 @@ class Lanes:
     def __len__(self) -> int:
         return len(self.variant)
 
-    def __getitem__(self, rows: slice | Indices | Bool[np.ndarray, _]) -> Lanes:
+    def __getitem__(self, rows: slice | Indices | Bool[np.ndarray, " _"]) -> Lanes:
         return Lanes(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def stage_in(self, layer: int) -> Indices:

@@ -116,8 +116,8 @@ class Features(Site):
         return self._encoded(self._standardized(rows)[0]).unflatten(0, lead)
 
     def written(
-        self, activation: Float[Tensor, row * width], change: Callable[[Float[Tensor, "row feature"]], Tensor]
-    ) -> Float[Tensor, row * width]:
+        self, activation: Float[Tensor, "*row width"], change: Callable[[Float[Tensor, "row feature"]], Tensor]
+    ) -> Float[Tensor, "*row width"]:
         """Return activations with `change` made to their features.
 
         Raises:

@@ -68,7 +68,7 @@ class FixedStep:
         self._replay: Callable[[], Tensor] | None = None
         self._read_at: list[int] = []
 
-    def __call__(self, tokens: Int[Tensor, row], positions: Int[Tensor, row]) -> Float[Tensor, "row d_vocab"]:
+    def __call__(self, tokens: Int[Tensor, " row"], positions: Int[Tensor, " row"]) -> Float[Tensor, "row d_vocab"]:
         """Return the logits behind each row's newest token; they are overwritten by the next step."""
         self._given.copy_(torch.stack([tokens, positions])[..., None])
         self._mask[..., self._column] = 0

@@ -38,7 +38,7 @@ Factors: TypeAlias = Mapping[str, Tensor | None]
 """W_V, W_O, b_V, b_O of one layer."""
 
 
-def entering(model: Model, tokens: Int[Tensor, token], before: int = 0) -> Float[Tensor, "token d_model"]:
+def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
     """What enters the first block for each token, behind so many copies of it."""
     rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
     return model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), stop_at=0)[:, -1]
@@ -67,7 +67,7 @@ def adds_positions(model: Model) -> bool:
 
 
 def first_mlp(
-    model: Model, tokens: Int[Tensor, token], embeddings: Float[Tensor, "token d_model"]
+    model: Model, tokens: Int[Tensor, " token"], embeddings: Float[Tensor, "token d_model"]
 ) -> Float[Tensor, "token d_model"]:
     """MLP₀(LN(E)): what the first block writes beside E when it reads E and its attention is silent.
 
@@ -166,7 +166,7 @@ def refuse_clipped(config: object, architecture: str) -> None:
             )
 
 
-def _some_tokens(model: Model) -> Int[Tensor, token]:
+def _some_tokens(model: Model) -> Int[Tensor, " token"]:
     return torch.arange(min(SEVERAL, model.shape.d_vocab))
 
 
