@@ -170,9 +170,9 @@ def test_every_axis_has_a_word_of_the_vocabulary():
     assert not set(AXES) - used - of_tables_alone
 
 
-def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_under_half_a_second():
+def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_under_half_a_second_of_a_processor():
     code = (
-        "import sys, time; start = time.perf_counter(); import headwater; seconds = time.perf_counter() - start; "
+        "import sys, time; start = time.process_time(); import headwater; seconds = time.process_time() - start; "
         "print(seconds, *(name for name in ('torch', 'transformer_lens', 'transformers', 'pandas', 'matplotlib') "
         "if name in sys.modules))"
     )

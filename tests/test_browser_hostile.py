@@ -67,8 +67,10 @@ def likelihood():
 def pathways():
     spec = spec_in(viewed("pathways"))
     lines = [[line | {"name": HOSTILE[i]} for i, line in enumerate(one["lines"])] for one in spec["charts"]]
-    charts = [one | {"lines": named} for one, named in zip(spec["charts"], lines, strict=True)]
-    return interactive(traced(), ("chart.js", "curves.js", "lines.js"), spec | {"title": ENDS, "charts": charts})
+    charts = [one | {"title": ENDS, "lines": named} for one, named in zip(spec["charts"], lines, strict=True)]
+    return interactive(
+        traced(), ("chart.js", "curves.js", "lines.js"), spec | {"title": ENDS, "note": ENDS, "charts": charts}
+    )
 
 
 def memorization():

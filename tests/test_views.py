@@ -9,12 +9,15 @@ from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.figures.pathway_curves import VALUES
+from headwater.figures.style import figure_of
 from headwater.runs.result import INLINE
 from headwater.views.interactive import packed
 from tests import chance
@@ -147,7 +150,38 @@ def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
 def test_of_many_texts_a_page_takes_as_many_as_stay_small():
     many = hw.load().cache([PAIR[0] * 7] * 9, sites=["pattern"], progress=False)
     assert 1 < len(spec_in(many.view())["texts"]) < 9
-    assert "texts of 9" in spec_in(many.view())["title"]
+    assert "texts of 9" in spec_in(many.view())["note"]
+
+
+@pytest.mark.parametrize("kind", ["heads", "sweep", "pathways", "memorization", "likelihood", "edges"])
+def test_a_view_has_the_title_of_the_figure_that_draws_the_same(kind):
+    draw = {
+        "pathways": lambda: traced().plot(ax=plt.figure().add_subplot()),
+        "memorization": lambda: profiled().plot(ax=plt.figure().add_subplot()),
+        "likelihood": lambda: hw.figures.token_heat_map(profiled()),
+        "edges": lambda: wired().circuit(len(spec_in(viewed("edges"))["edges"]["name"])).plot(),
+    }
+    figure = figure_of(draw.get(kind, lambda: SHOWN[kind]().plot())())
+    titles = {ax.get_title(loc="left") for ax in figure.axes} | {figure.get_suptitle()}
+    plt.close(figure)
+    assert spec_in(viewed(kind))["title"] in titles
+
+
+def test_the_title_of_curves_is_that_of_the_figure_for_every_choice():
+    spec = spec_in(viewed("pathways"))
+    splits, values = (choice["names"] for choice in spec["choices"])
+    for number, chart in enumerate(spec["charts"]):
+        split, value = splits[number // len(values)], list(VALUES)[number % len(values)]
+        drawn = traced().plot(split_by=split, value=value)
+        assert figure_of(drawn).axes[0].get_title(loc="left") == chart["title"]
+        plt.close(figure_of(drawn))
+    assert spec["title"] == spec["charts"][0]["title"]
+
+
+def test_maps_side_by_side_have_the_title_of_their_figure():
+    figure = figure_of(hw.figures.head_maps([mapped(), mapped()]))
+    plt.close(figure)
+    assert spec_in(mapped().view(beside=[mapped()]))["title"] == figure.get_suptitle()
 
 
 def test_the_page_of_token_statistics_holds_every_token_of_every_layer():

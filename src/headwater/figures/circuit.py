@@ -23,7 +23,8 @@ from matplotlib.path import Path
 from headwater.circuits.circuit import Circuit
 from headwater.circuits.graph import Graph
 from headwater.colors import FAINT, INK
-from headwater.figures.style import DASHED, legend_above, short_name, style
+from headwater.figures.fonts import label
+from headwater.figures.style import DASHED, legend_above, plain_title, style
 from headwater.runs.result import DRAWINGS
 
 ABOVE, BELOW = "#b2182b", "#2166ac"
@@ -53,6 +54,12 @@ class Drawn:
     """Nodes are senders by number; the logits come after the last."""
     target: int
     kind: str
+
+
+def title_of(circuit: Circuit) -> str:
+    """Return the title of a circuit's figure as plain text."""
+    seen = f"circuit of {len(circuit):,} edges, {len(circuit.on_a_path):,} on a path"
+    return plain_title(circuit.model, seen) if circuit.model else seen.capitalize()
 
 
 @DRAWINGS.add(Circuit)
@@ -224,6 +231,4 @@ def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
         entries.append((f"into {kind} ({FED[kind]})", {"color": INK, "linestyle": LINES[kind]}))
     for text, look in entries:
         ax.plot([], [], label=text, **look)
-    seen = f"circuit of {len(circuit):,} edges, {len(circuit.on_a_path):,} on a path"
-    title = f"{short_name(circuit.model)}: {seen}" if circuit.model else seen.capitalize()
-    legend_above(ax, min(7, len(entries)) or 1, title)
+    legend_above(ax, min(7, len(entries)) or 1, label(title_of(circuit)))

@@ -30,6 +30,7 @@ from headwater.figures.style import (
     entitle,
     legend_above,
     model_title,
+    plain_title,
     short_name,
     whole_numbers,
 )
@@ -102,6 +103,11 @@ def depth_profiles(
     with shared_look():
         figure = (_published_panels if as_published else _panels)(profiles, labels)
     return dressed(figure, title, size)
+
+
+def title_of(profile: DepthProfile) -> str:
+    """Return the title of a profile's boxes as plain text."""
+    return plain_title(profile.run.model, SEEN)
 
 
 def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:

@@ -85,7 +85,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
             ax = _axes(figure, LEFT, BOTTOM + spare, width, height)
             place = {"loc": "upper left", "bbox_to_anchor": (1 + 0.1 / width, 1.0)}
         _draw(head_map, ax)
-        ax.set_title(drawn_label(f"{head_map.title}: {SEEN}"))
+        ax.set_title(drawn_label(title_of([head_map])))
         lines = _lines([head_map])
         ax.legend(
             [mark for _, mark, _ in lines],
@@ -128,7 +128,7 @@ def head_maps(
         return dressed(plot_head_map(maps[0], ax), title, None)
     names = [model_name(name) if as_published else name for name in names_of(maps)]
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
-    titles = [f"{names[0]}: {SEEN}"] if len(maps) == 1 and not as_published else names
+    titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 if as_published else len(_lines(maps)) + 2) * LINE
     widest = max(map(_panel_width, maps))
     widths = {id(one): widest if as_published else _panel_width(one) for one in maps}
@@ -154,8 +154,13 @@ def head_maps(
         else:
             _legend_table(figure, maps, names, table_width, below)
             if len(maps) > 1:
-                entitle(figure, SEEN.capitalize())
+                entitle(figure, title_of(maps))
     return dressed(figure, title, size)
+
+
+def title_of(maps: Sequence[HeadMap]) -> str:
+    """Return the title above maps as plain text: the model of a single one, and what is shown."""
+    return f"{maps[0].title}: {SEEN}" if len(maps) == 1 else SEEN.capitalize()
 
 
 def names_of(maps: Sequence[HeadMap]) -> list[str]:

@@ -21,7 +21,16 @@ from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
 from headwater.figures.published import in_order, is_published, model_name, set_name
-from headwater.figures.style import BANDS_ARE, DASHED, checked_place, entitle, model_title, short_name, whole_numbers
+from headwater.figures.style import (
+    BANDS_ARE,
+    DASHED,
+    checked_place,
+    entitle,
+    model_title,
+    plain_title,
+    short_name,
+    whole_numbers,
+)
 from headwater.figures.style import style as shared_look
 from headwater.names import SplitName, StyleName
 from headwater.options import shown as written
@@ -33,6 +42,7 @@ from headwater.runs.result import DRAWINGS
 PUBLISHED = (ORANGE, RED, BROWN, FAINT)
 """The published colours of A-anchored examples, by question set."""
 DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": DASHED}
+SHORT = {"delta_p": "ΔP", "delta_logit": "change of the probe's logit"}
 WHAT = {
     "delta_p": "ΔP without the question's exact words",
     "delta_logit": "change of the probe's logit without the question's exact words",
@@ -85,9 +95,15 @@ def delta_p(
     size = checked_place(ax, len(shown), figsize)
     if not shown:
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
+    _check_value(value)
     if titles is None:
-        seen = [SPLIT_BY.get(_split(one, split_by), "") for one in shown]
-        titles = [_titled(one, said, as_published, len(shown)) for one, said in zip(shown, seen, strict=True)]
+        splits = [_split(one, split_by) for one in shown]
+        if as_published:
+            titles = [model_name(short_name(one.run.model)) for one in shown]
+        elif len(shown) == 1:
+            titles = [label(title_of(shown[0], splits[0], value))]
+        else:
+            titles = [model_title(one.run, SPLIT_BY[split]) for one, split in zip(shown, splits, strict=True)]
     else:
         titles = [label(title) for title in titles]
     if len(titles) != len(shown):
@@ -139,23 +155,34 @@ def plot_delta_p(
     if ax is None:
         return delta_p([pathways], split_by=split_by, value=value)
     names, split = _names([pathways]), _split(pathways, split_by)
+    _check_value(value)
     with shared_look():
         _draw(ax, pathways, names, split, value)
         ax.set_ylabel(VALUES[value])
-        ax.set_title(_titled(pathways, SPLIT_BY[split]))
+        ax.set_title(label(title_of(pathways, split, value)))
         handles, labels = _legend([pathways], names, split_by)
         look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": _counted([pathways]), **ROOMY}
         ax.legend(handles, labels, loc="upper center", ncols=2, **look)
     return ax
 
 
+def default_split(pathways: Pathways) -> str:
+    """Return how modes are told apart where nobody chose: as published where that was traced, else at l*."""
+    return PER_LAYER if (pathways.curves["split_by"] == PER_LAYER).any() else BEST_LAYER
+
+
 def _split(pathways: Pathways, split_by: str | None) -> str:
     held = list(dict.fromkeys(pathways.curves["split_by"]))
     if split_by is None:
-        return PER_LAYER if PER_LAYER in held else BEST_LAYER
+        return default_split(pathways)
     if not isinstance(split_by, str) or split_by not in held:
         raise InputError(f"There are no curves split by {written(split_by)}.{did_you_mean(split_by, held)}")
     return split_by
+
+
+def _check_value(value: object) -> None:
+    if not isinstance(value, str) or value not in VALUES:
+        raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
 
 
 def _names(shown: Sequence[Pathways]) -> list[str]:
@@ -166,18 +193,14 @@ def _names(shown: Sequence[Pathways]) -> list[str]:
     return names
 
 
-def _titled(pathways: Pathways, split: str, as_published: bool = False, panels: int = 1) -> str:
-    """A panel's title: the model, what is drawn unless it stands above all panels, and what split the examples."""
-    if as_published:
-        return model_name(short_name(pathways.run.model))
-    return model_title(pathways.run, split if panels > 1 else f"ΔP, {split}")
+def title_of(pathways: Pathways, split_by: str, value: str = "delta_p") -> str:
+    """Return the title of one model's curves as plain text: what is drawn, and what split the examples."""
+    return plain_title(pathways.run.model, f"{SHORT[value]}, {SPLIT_BY[split_by]}")
 
 
 def _draw(
     ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str, as_published: bool = False
 ) -> None:
-    if not isinstance(value, str) or value not in VALUES:
-        raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
     curves = pathways.curves[pathways.curves["split_by"] == split_by]
     ax.axhline(0, color=FAINT, linewidth=0.6)
     for mode in MODES:

@@ -94,6 +94,11 @@ def model_title(run: RunRecord, seen: str) -> str:
     return f"{short_name(run.model)}: {seen}"
 
 
+def plain_title(model: str, seen: str) -> str:
+    """Return the same title as plain text: of a view, which shows what a figure draws and is no figure."""
+    return f"{_last(model)}: {seen}"
+
+
 def entitle(figure: Figure, title: str, **place: Any) -> None:
     """Put a title above all panels of a figure, where the title of a single one would stand."""
     figure.suptitle(title, x=0.01, ha="left", size=RULES["axes.titlesize"], weight="bold", **place)
@@ -101,7 +106,11 @@ def entitle(figure: Figure, title: str, **place: Any) -> None:
 
 def short_name(model: str) -> str:
     """Return a model's name as a figure writes it: without the folders in front."""
-    return label(model.rstrip("/").rsplit("/", 1)[-1])
+    return label(_last(model))
+
+
+def _last(model: str) -> str:
+    return model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def whole_numbers(axis: Axis) -> None:

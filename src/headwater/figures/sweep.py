@@ -20,7 +20,7 @@ from headwater.colors import FAINT, SETS
 from headwater.errors import InputError
 from headwater.figures.fonts import LONGEST, drawable, ticks
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import WAYS, entitle, model_title, style, whole_numbers
+from headwater.figures.style import WAYS, entitle, model_title, plain_title, style, whole_numbers
 from headwater.names import NormalizeName
 from headwater.patching.attribution import Gradients
 from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
@@ -83,14 +83,15 @@ def plot_sweep(
         if ax is not None:
             (name, part), axes = panels[0], [ax]
             _panel(ax, part, name, measure, sweep, fixed)
-            _alone(ax, sweep, name[0])
+            ax.set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
             return ax
         figure, axes = _figure(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
         _share_scales(axes, [name for name, _ in panels])
         if len(panels) == 1:
-            _alone(axes[0], sweep, panels[0][0][0])
+            (name, part), ax = panels[0], axes[0]
+            ax.set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
         else:
             entitle(figure, model_title(sweep.run, _of_what(sweep)))
     return axes[0] if len(panels) == 1 else figure
@@ -113,13 +114,20 @@ def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.
     return panels
 
 
-def _alone(ax: Axes, sweep: Sweep, site: str) -> None:
-    """Say in the title of a panel without others of which model it is, and what was done at its site."""
-    title = ax.get_title(loc="left")
-    if site not in TITLES and sweep.run.analysis in DONE:
-        estimated = ", estimated" if sweep.engine == Gradients.name else ""
-        title = f"{site} {DONE[sweep.run.analysis]}{estimated}{title.removeprefix(site)}"
-    ax.set_title(model_title(sweep.run, title))
+def title_of(sweep: Sweep) -> str:
+    """Return the title of a sweep's figure as plain text."""
+    panels = panels_of(sweep.table, {})
+    (name, part), several = panels[0], len(panels) > 1
+    return plain_title(sweep.run.model, _of_what(sweep) if several else _alone(part, name, sweep, {}))
+
+
+def _alone(part: pd.DataFrame, name: Any, sweep: Sweep, fixed: dict[str, object]) -> str:
+    """What a panel without others shows, with what was done at its site."""
+    site = name[0]
+    if site in TITLES or sweep.run.analysis not in DONE:
+        return _seen(part, name, fixed)
+    estimated = ", estimated" if sweep.engine == Gradients.name else ""
+    return f"{site} {DONE[sweep.run.analysis]}{estimated}{_seen(part, name, fixed).removeprefix(site)}"
 
 
 def _of_what(sweep: Sweep) -> str:
@@ -192,12 +200,18 @@ def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, 
         raise InputError(
             f"This sweep runs over {len(axes)} axes; a figure shows one or two. Fix one, as in sweep.plot(head=0)."
         )
+    ax.set_title(drawn_label(_seen(part, name, fixed)))
+
+
+def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
+    """What a panel shows: its site, what was fixed, and over how many examples."""
+    axes = panel_axes(part, fixed)
     settings = f", {name[2]}" if len(name) > 2 else ""
     settings += "".join(f", {LABELS[axis].lower()} {index}" for axis, index in fixed.items())
     settings += "".join(f", {over}" for over in (part["values"].unique() if "values" in part.columns else ()))
     band = "; 95 %" if axes == ["set"] else "; band: 95 %" if len(axes) == 1 else ""
     counted = f" (n = {_counts(part, axes)}{band})" if part["example"].nunique() > 1 else ""
-    ax.set_title(drawn_label(f"{TITLES.get(name[0], name[0])}{settings}{counted}"))
+    return f"{TITLES.get(name[0], name[0])}{settings}{counted}"
 
 
 def _counts(part: pd.DataFrame, axes: list[str]) -> str:

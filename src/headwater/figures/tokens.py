@@ -34,6 +34,7 @@ FRAME = "#2b6cb8"
 WIDTH = 88
 """Characters in a line."""
 SHOWN = 6
+SEEN = "how likely each token is"
 
 
 class Placed(NamedTuple):
@@ -90,7 +91,7 @@ def token_heat_map(
         scale = mpl.cm.ScalarMappable(Normalize(UNLIKELY, 0), mpl.colormaps[COLORS].reversed())
         bar = ax.figure.colorbar(scale, ax=ax, fraction=0.02, pad=0.01, aspect=12, extend="min", shrink=0.9)
         bar.set_label("log p (nats);\nframed: lowest K%")
-        ax.set_title(model_title(profile.run, "how likely each token is"))
+        ax.set_title(model_title(profile.run, SEEN))
     dressed(ax, title, size)
     return ax if figure is None else figure
 

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, stack
 
 from headwater.errors import InputError
+from headwater.figures.style import plain_title
 from headwater.models.caches.cache import Cache
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.weights.opening import open_weights
@@ -70,7 +71,8 @@ def spec_of(
     which = f"text {texts[0]}" if len(texts) == 1 else f"{len(texts)} texts"
     of_all = f" of {len(cache.texts):,}" if len(texts) not in (1, len(cache.texts)) else ""
     return {
-        "title": f"Attention of {cache.run.model}: {which}{of_all}",
+        "title": plain_title(cache.run.model, "attention patterns"),
+        "note": f"{which}{of_all}",
         "layers": chosen,
         "heads": list(cache.heads),
         "texts": [_text(cache, number, chosen, values) for number in texts],

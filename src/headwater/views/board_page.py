@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import InputError
+from headwater.figures.style import plain_title
 from headwater.patching.activation_patching import patch
 from headwater.patching.sweep import Sweep
 from headwater.runs.view import View
@@ -45,7 +46,7 @@ def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> Vi
         raise InputError(f"A board shows prompts of at most {LONGEST} tokens; these have {len(tokens)}. Use click().")
     shape, sweeps = clicks.model.shape, {how: known(clicks, how, live) for how in hows}
     spec = {
-        "title": f"Patch board of {clicks.model.name}: {clicks.metric.name}",
+        "title": plain_title(clicks.model.name, f"patch board, {clicks.metric.name}"),
         "metric": clicks.metric.name,
         "layers": shape.n_layers,
         "heads": shape.n_heads,

@@ -14,7 +14,8 @@ from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.graph import Graph
 from headwater.circuits.result import EdgeEffects
 from headwater.errors import InputError
-from headwater.figures.circuit import ABOVE, BELOW, layout, lines_of
+from headwater.figures.circuit import ABOVE, BELOW, layout, lines_of, title_of
+from headwater.figures.style import WAYS
 from headwater.options import checked_count, checked_kind, checked_name
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
@@ -54,8 +55,10 @@ def view_edges(
         return picture(edges)
     spec = spec_of(edges, edges.circuit(n, metric=metric), metric, runs)
     name = (metric or edges.metrics[0]).replace("_", " ")
-    title = f"Edges of {edges.run.model}, {name}: the {n:,} strongest of {len(edges.chosen):,}"
-    return interactive(edges, "circuit.js", spec | {"title": title}, height=760)
+    note = (
+        f"the {n:,} strongest of {len(edges.chosen):,} edges; {WAYS[edges.run.options['direction']]}, effect on {name}"
+    )
+    return interactive(edges, "circuit.js", spec | {"note": note}, height=760)
 
 
 @VIEWS.add(Circuit)  # type: ignore[arg-type]
@@ -72,12 +75,10 @@ def view_circuit(
         raise InputError("The circuit has no edges: there is nothing to show.")
     most = min(MOST, len(circuit))
     shown = circuit.strongest(min(LARGEST, most) if n is None else checked_count("n", n, most=most))
-    where = f" of {circuit.model}" if circuit.model else ""
-    strongest = f": the {len(shown):,} strongest" * (len(shown) < len(circuit))
-    title = f"A circuit{where}, {len(circuit):,} edges{strongest}"
     spec = spec_of(edges, shown, metric, runs)
+    spec["note"] = f"the {len(shown):,} strongest of {len(circuit):,} edges" * (len(shown) < len(circuit))
     below = f"<p>{text_of(repr(circuit))}.</p>{table_of(shown.table.head(ROWS))}"
-    return page_around(spec | {"title": title}, "circuit.js", (drawn(shown), title), below, height=760)
+    return page_around(spec, "circuit.js", (drawn(shown), title_of(shown)), below, height=760)
 
 
 def spec_of(
@@ -93,6 +94,7 @@ def spec_of(
     if edges is not None:
         about = _intervals(edges, numbers, metric)
     return {
+        "title": title_of(circuit),
         "examples": None if edges is None else len(edges.effects),
         "colors": [ABOVE, BELOW],
         "nodes": {

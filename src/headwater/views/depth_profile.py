@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from headwater.figures.depth_profile import AVERAGE, DEPTH_COLORS, DEPTH_MARKS
+from headwater.figures.depth_profile import AVERAGE, DEPTH_COLORS, DEPTH_MARKS, title_of
 from headwater.likelihood.profile import DepthProfile
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
@@ -31,7 +31,7 @@ def spec_of(profile: DepthProfile) -> dict[str, object]:
     by_group, averages = profile.run.options["aggregate"] == "group", profile.depthwise
     looks = _looks(profile)
     return {
-        "title": f"Memorization by question depth, {profile.run.model}",
+        "title": title_of(profile),
         "main": profile.main,
         "y": AVERAGE.replace("\n", " ") if by_group else "MIN-K% of a Question (nats)",
         "unit": "graph",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from headwater.figures.head_map import mark_of, names_of
+from headwater.figures.head_map import mark_of, names_of, title_of
 from headwater.heads.categories import UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.heads.salient import SIGNS
@@ -64,7 +64,8 @@ def spec_of(maps: Sequence[HeadMap], model: HookedModel | str | Path | None = No
     if model is not None:
         held[0]["writes"] = _written(maps[0], model)
     return {
-        "title": f"Heads of {maps[0].title}, {rule}" if len(maps) == 1 else f"Heads side by side: {' | '.join(names)}",
+        "title": title_of(maps),
+        "note": rule,
         "relations": relations,
         "labels": [{"name": name, "color": mark_of(name)[0], "shape": mark_of(name)[1]} for name in known],
         "quiet": UNCLASSIFIED,

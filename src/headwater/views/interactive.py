@@ -54,7 +54,8 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
     Args:
         result: what is shown.
         scripts: the files in `assets/` that draw it, the last one of all; `core.js` stands before them.
-        spec: what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads the page.
+        spec: what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads
+            the page, that of the figure where one draws the same; its `note`, if there is one, stands below.
         height: of the frame in a notebook, in pixels.
 
     Raises:

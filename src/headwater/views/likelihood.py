@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError
+from headwater.figures.style import plain_title
+from headwater.figures.tokens import SEEN
 from headwater.likelihood.statistics import STATISTICS, TextStatistics
 from headwater.options import checked_count, shown
 from headwater.runs.result import VIEWS
@@ -18,7 +20,7 @@ from headwater.views.page import short_of
 from headwater.views.picture import picture
 
 LARGEST = 100_000
-"""Rows of the table in a page: texts beyond are left out, and the title says so."""
+"""Rows of the table in a page: texts beyond are left out, and the page says so."""
 
 
 @VIEWS.add(TextStatistics)
@@ -48,9 +50,8 @@ def spec_of(stats: TextStatistics, texts: Sequence[int]) -> dict[str, object]:
     parts = dict(list(first.groupby("text", sort=False)))
     left = len(stats.texts) - len(texts)
     return {
-        "title": f"How likely {stats.run.model} finds each token: {len(texts):,} of {len(stats.texts):,} texts"
-        if left
-        else f"How likely {stats.run.model} finds each token",
+        "title": plain_title(stats.run.model, SEEN),
+        "note": f"{len(texts):,} of {len(stats.texts):,} texts" if left else "",
         "layers": ["final"] if "layer" not in stats.table else layers,
         "texts": [_text(text, parts.get(text, first.head(0)), known[text]) for text in texts],
     } | {name: packed(rows[name].to_numpy(dtype=float), "f4") for name in STATISTICS}

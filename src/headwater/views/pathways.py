@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwater.colors import FAINT
-from headwater.figures.pathway_curves import DASHES, VALUES, look_of
+from headwater.figures.pathway_curves import DASHES, SPELLED, VALUES, default_split, look_of, title_of
 from headwater.pathways.interventions import RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
@@ -22,16 +22,22 @@ def view_pathways(pathways: Pathways) -> View:
 
 def spec_of(pathways: Pathways) -> dict[str, object]:
     """Return what the script draws: a chart for each way to split and each value."""
-    splits = list(dict.fromkeys(pathways.curves["split_by"]))
+    first = default_split(pathways)
+    splits = list(dict.fromkeys([first, *pathways.curves["split_by"]]))
     windowed = pathways.run.options["window"] is not None
-    title = f"Pathways of {pathways.run.model}: change of the probe when answers may not look at the question's words"
+    title = title_of(pathways, first)
     return {
         "title": title,
+        "note": f"{SPELLED}; grey: {RANDOM} instead, over all examples (control)",
         "said": {"title": title, "x": "layer", "count": "examples"},
         "x": {"label": "Layer around which edges are severed" if windowed else "Layer", "whole": True},
         "choices": [{"label": "modes", "names": splits}, {"label": "value", "names": list(VALUES.values())}],
         "charts": [
-            {"y": said, "lines": _lines(pathways, split, value) + _controls(pathways, value)}
+            {
+                "title": title_of(pathways, split, value),
+                "y": said,
+                "lines": _lines(pathways, split, value) + _controls(pathways, value),
+            }
             for split in splits
             for value, said in VALUES.items()
         ],

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from headwater.figures.sweep import LABELS, panel_axes, panels_of
+from headwater.figures.sweep import LABELS, panel_axes, panels_of, title_of
 from headwater.patching.sweep import Sweep
 from headwater.patching.sweep_axes import ROLES
 from headwater.runs.result import VIEWS
@@ -35,7 +35,7 @@ def spec_of(sweep: Sweep, panels: Sequence[tuple[Sequence[object], pd.DataFrame]
     cells = sum(int(np.prod([part[axis].nunique() for axis in panel_axes(part, {})])) for _, part in panels)
     by_example = cells * len(examples) <= LARGEST
     return {
-        "title": f"{sweep.run.analysis} of {sweep.run.model}: {len(examples)} example{'s' * (len(examples) > 1)}",
+        "title": title_of(sweep),
         "examples": len(examples) if by_example else 1,
         "names": examples if by_example else [f"mean of {len(examples)}"],
         "tokens": [list(sweep.tokens[example]) for example in examples] if len(sweep.tokens) else [],

@@ -51,7 +51,7 @@ hw.token = (text) => {
   return letters.length > 24 ? letters.slice(0, 23).join("") + "…" : seen;
 };
 
-hw.number = (value, digits = 3) => (Number.isFinite(value) ? (Object.is(value, -0) ? 0 : value).toFixed(digits) : "–");
+hw.number = (value, digits = 3) => (Number.isFinite(value) ? value.toFixed(digits).replace(/^-(0(\.0*)?)$/, "$1") : "–");
 hw.signed = (value, digits = 3) => (value > 0 ? "+" : "") + hw.number(value, digits);
 // A number of a table as it is, to six digits.
 hw.exact = (value) => (Number.isFinite(value) ? Number(Number(value).toPrecision(6)) : "–");
@@ -258,6 +258,7 @@ hw.start = async (draw) => {
   hw.listen();
   try {
     await draw(spec, look);
+    if (spec.note) look.querySelector("header").after(hw.element("p", { className: "faint" }, spec.note));
     document.getElementById("still").hidden = true;
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", hw.repaint);
     document.documentElement.dataset.seconds = (performance.now() / 1000).toFixed(3);

@@ -108,6 +108,8 @@ hw.curves = ({ charts, choices, x, said }) => {
       return button;
     }));
     pointed = null;
+    const heading = document.querySelector("#look h1");
+    if (heading && chart().title) heading.textContent = document.title = chart().title;
     fit();
     canvas.resize(plane.width, plane.height);
   };
