@@ -11,9 +11,9 @@ def cut_off(numbers):
     return torch.ldexp((fraction * 2**24).trunc(), exponent - 24)
 
 
-def product(a, b):
-    """a @ b in float32."""
-    total = torch.zeros(len(a), b.shape[1], dtype=torch.float64)
+def product(a, b, before=None):
+    """a @ b in float32, added to what was summed before."""
+    total = torch.zeros(len(a), b.shape[1], dtype=torch.float64) if before is None else before.double()
     for start in range(0, a.shape[1], STEP):
         total = cut_off(total + a[:, start : start + STEP].double() @ b[start : start + STEP].double())
     return total.float()

@@ -9,11 +9,14 @@
 Accuracy: products and sums are float32 whatever the inputs. Two bfloat16 factors multiply exactly on tensor cores. A
 float32 hidden state meets bfloat16 weights as a sum of bfloat16 parts, three of which hold all its 24 bits. Two float32
 factors are multiplied as they are ("highest"), or as three tensor-core products of parts of 11 bits each ("high").
+Tensor cores cut off their sums, always towards zero, and the error grows with the terms: every `SUM` terms have a sum
+of their own, and these are added with rounding.
 
-Reasoning about speed (H100, H200; a prediction): 128 × 256 logits at depth 4,096 take 65,000 cycles of bfloat16 tensor
-cores, and what follows them about 25 instructions a logit, 6,500 cycles: a tenth on top of the product. Compiled for
-sm_90 the product is `wgmma`; a thread of this tile has 255 registers and spills 168 bytes. Programs that share a tile
-of W_U run side by side and read it from memory once.
+Reasoning about speed (H100, H200; a prediction): 128 × 128 logits at depth 4,096 take 33,000 cycles of bfloat16 tensor
+cores; what follows them about 25 instructions a logit, 3,200 cycles; sixteen sums and waits for them 3,600. A fifth on
+top of the product. Compiled for sm_90 the product is `wgmma`, and loads and products go on while a sum is added; a
+thread has 255 registers and spills none, which two sums of 128 × 256 would. Programs that share a tile of W_U run side
+by side and read it from memory once.
 """
 
 from functools import lru_cache
@@ -28,6 +31,8 @@ from torch import Tensor
 from headwater.kernels.likelihood import Moments, TokenStatistics, UnembeddingHead, statistics_of
 
 HALF = (torch.bfloat16, torch.float16)
+SUM = 256
+"""How many products tensor cores add up in one sum, cut off at every step: a multiple of every tile's depth."""
 
 
 class Blocks(NamedTuple):
@@ -82,6 +87,7 @@ def _statistics_kernel(
     PARTS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -107,6 +113,7 @@ def _statistics_kernel(
         in_vocabulary = columns < d_vocab
         w_column = W_U + columns.to(tl.int64)[None, :] * vocabulary_stride
         logits = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        partial = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
         for start in range(0, d_model, BLOCK_D):
             depth = start + tl.arange(0, BLOCK_D)
             w_tile = w_column + depth.to(tl.int64)[:, None] * depth_stride
@@ -117,8 +124,11 @@ def _statistics_kernel(
             for part in tl.static_range(PARTS):
                 h_part = h_tile + part * part_size
                 h = tl.load(h_part) if EVEN_DEPTH else tl.load(h_part, mask=inside[None, :], other=0.0)
-                logits = tl.dot(h.to(OPERAND), w.to(OPERAND), logits, input_precision=PRECISION)
-        logits *= scale
+                partial = tl.dot(h.to(OPERAND), w.to(OPERAND), partial, input_precision=PRECISION)
+            if (start + BLOCK_D) % TERMS == 0:
+                logits += partial
+                partial = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        logits = (logits + partial) * scale
         if HAS_BIAS:
             logits += tl.load(bias + columns, mask=in_vocabulary, other=0.0).to(tl.float32)[None, :]
         if HAS_SOFTCAP:
@@ -197,6 +207,7 @@ def token_statistics(
             PARTS=len(parts),
             OPERAND=operand_type(parts),
             PRECISION="ieee" if precision == "highest" else "tf32x3",
+            TERMS=SUM,
             BLOCK_T=blocks.tokens,
             BLOCK_V=blocks.vocabulary,
             BLOCK_D=blocks.depth,
@@ -245,9 +256,9 @@ def operand_type(parts: Tensor) -> tl.dtype:
 
 
 def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.device) -> Blocks:
-    """Choose the tile: as large as registers allow, as many stages as shared memory holds."""
+    """Choose the tile: as large as registers allow, twice for its sums; as many stages as shared memory holds."""
     tokens = min(128, max(16, triton.next_power_of_2(n_tokens)))
-    vocabulary, depth = (256, 64) if element_size == 2 and n_parts == 1 else (128, 32)
+    vocabulary, depth = 128, 64 if element_size == 2 and n_parts == 1 else 32
     shared = shared_memory(device)
     while True:
         stage = (n_parts * tokens + vocabulary) * depth * element_size
