@@ -25,3 +25,4 @@ def test_the_kernels_compile_for_ampere_and_hopper_to_tensor_core_instructions(t
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count(" registers, 0 bytes spilled, ") == 6  # the tiles that an H200 is given

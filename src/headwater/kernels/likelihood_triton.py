@@ -15,7 +15,7 @@ of their own, and these are added with rounding.
 Reasoning about speed (H100, H200; a prediction): 128 × 128 logits at depth 4,096 take 33,000 cycles of bfloat16 tensor
 cores; what follows them about 25 instructions a logit, 3,200 cycles; sixteen sums and waits for them 3,600. A fifth on
 top of the product. Compiled for sm_90 the product is `wgmma`, and loads and products go on while a sum is added; a
-thread has 255 registers and spills none, which two sums of 128 × 256 would. Programs that share a tile of W_U run side
+thread has 254 registers and spills none, which two sums of 128 × 256 would. Programs that share a tile of W_U run side
 by side and read it from memory once.
 """
 
@@ -256,15 +256,18 @@ def operand_type(parts: Tensor) -> tl.dtype:
 
 
 def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.device) -> Blocks:
-    """Choose the tile: as large as registers allow, twice for its sums; as many stages as shared memory holds."""
+    """Choose the tile: as large as registers allow, twice for its sums; as many stages as shared memory holds.
+
+    What fits the registers of sm_90 was seen by compiling (`tests/compile_triton.py`).
+    """
     tokens = min(128, max(16, triton.next_power_of_2(n_tokens)))
-    vocabulary, depth = 128, 64 if element_size == 2 and n_parts == 1 else 32
+    vocabulary, depth = 128 if element_size == 2 else 64, 64 if element_size == 2 and n_parts == 1 else 32
     shared = shared_memory(device)
     while True:
         stage = (n_parts * tokens + vocabulary) * depth * element_size
         stages = min(4, shared // stage)
         if stages >= 2 or vocabulary == 32:
-            return Blocks(tokens, vocabulary, depth, 8 if tokens * vocabulary >= 128 * 128 else 4, max(1, stages))
+            return Blocks(tokens, vocabulary, depth, 8 if tokens * vocabulary >= 128 * 64 else 4, max(1, stages))
         vocabulary //= 2
 
 
