@@ -36,7 +36,7 @@ def repeated(n):
 
 
 def run_of(result):
-    return replace(result.run, model=ENDS)
+    return replace(result.run, model=f"{ENDS}/{HOSTILE[1]}")  # titles show what stands behind the last slash
 
 
 def heads():

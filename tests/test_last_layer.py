@@ -109,6 +109,25 @@ def test_edges_are_what_they_were_without_it(monkeypatch):
     torch.testing.assert_close(trimmed.effects, whole.effects, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "plain"])
+def test_the_recorded_run_reads_the_unembedding_only_where_its_logits_or_a_hook_want_it(family, monkeypatch):
+    model, recorded, plain = loaded(family), [], Blocks.record
+
+    def record(self, *args, **options):
+        recorded.append(plain(self, *args, **options).last_logits)
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(Blocks, "record", record)
+    model.steps_checked = False
+    first = hw.patch(model, [CLEAN], [CORRUPTED], sites="resid_post", **QUIET)
+    again = hw.patch(model, [CLEAN], [CORRUPTED], sites="resid_post", **QUIET)
+    handle = model.raw.unembed.register_forward_hook(lambda module, args, logits: None)
+    hw.patch(model, [CLEAN], [CORRUPTED], sites="resid_post", **QUIET)
+    handle.remove()
+    assert [logits is None for logits in recorded] == [False, True, False]
+    assert first.table["effect"].tolist() == again.table["effect"].tolist()
+
+
 def test_an_edit_that_looks_at_what_is_not_read_sees_what_the_model_has_there():
     """A function of the last layer's attention output is given that of every position, not zeros where none is read."""
     model, seen = loaded("gpt2"), []

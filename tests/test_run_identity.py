@@ -296,6 +296,21 @@ def test_a_checksum_tells_one_changed_number_and_two_rows_in_another_order(hashe
     assert fingerprint._looks([("w", made)]) == seen[-1]
 
 
+@pytest.mark.parametrize("hashed", [fingerprint.HASHED, frozenset()], ids=["on the host", "as on a card"])
+def test_views_into_a_tensor_that_is_there_are_read_with_it_and_others_by_themselves(hashed, monkeypatch):
+    monkeypatch.setattr(fingerprint, "HASHED", hashed)
+    held = torch.randn(70, 60)
+    q, v, tied = held[:, :20], held[:, 40:].T, held[:35]
+    named = [("q", q), ("v", v), ("qkv", held), ("tied", tied)]
+    seen = fingerprint._looks(named)
+    assert [len(seen[name]) for name in ("q", "v", "qkv", "tied")] == [6, 6, 7, 7]
+    v.data[3, 11] += 1e-6
+    assert fingerprint._looks(named)["qkv"] != seen["qkv"]
+    alone = fingerprint._looks([("q", q), ("tied", tied)])
+    q.data[69, 19] += 1e-6  # the last row is not among those of the tensor that is there
+    assert fingerprint._looks([("q", q), ("tied", tied)])["q"] != alone["q"]
+
+
 def test_one_row_of_a_large_embedding_changes_the_fingerprint():
     hf = tiny_model("llama", d_vocab=140_000)
     assert hf.model.embed_tokens.weight.numel() > 2**22
@@ -458,7 +473,9 @@ def test_nothing_is_found_in_a_model_that_was_only_used(family):
     model = tiny(family)
     assert model.interventions == {}
     model.cache([CLEAN, "A the"], **QUIET)
-    patched(model, lambda x: x[:, -1, 5])
+    found = model.as_loaded()
+    patched(model, lambda x: x[:, -1, 5])  # attention keeps the pattern of the last run
+    assert model.as_loaded() is found is not None
     hw.patch(model, CLEAN, CORRUPTED, metric=lambda x: x[:, -1, 5], sites="resid_post", method="attribution", **QUIET)
     model.raw.run_with_cache(model.tokenize(CLEAN).tokens)
     model.raw.original_model(model.tokenize(CLEAN).tokens, output_attentions=True, output_hidden_states=True)

@@ -61,8 +61,8 @@ class Recording:
     """By layer: the positional and keyword arguments of the model's call of its attention."""
     visible: dict[int, Bool[Tensor, "query key"]]
     """By layer: which keys a query may see (causal, and within the window where the layer slides)."""
-    last_logits: Float[Tensor, "batch d_vocab"]
-    """At the last column of the batch."""
+    last_logits: Float[Tensor, "batch d_vocab"] | None
+    """At the last column of the batch; None where they were not computed."""
     held: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """By hook name, what gradients are taken at: with a graph, each a fork of what went on in the run."""
 
@@ -246,12 +246,21 @@ class Blocks:
         return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits
 
     def record(
-        self, batch: Batch, names: Iterable[str], before: Sequence[Hook] = (), held: Sequence[str] = ()
+        self,
+        batch: Batch,
+        names: Iterable[str],
+        before: Sequence[Hook] = (),
+        held: Sequence[str] = (),
+        unembed: bool = True,
     ) -> Recording:
         """Run a batch once and keep the named activations, the keys and values and the calls.
 
-        `before` are hooks that act before anything is kept, such as noise at the embeddings; `held` names where
-        gradients will be taken: the run has a graph then, which begins at the first of them.
+        Args:
+            batch: right-padded.
+            names: of hooks.
+            before: hooks that act before anything is kept, such as noise at the embeddings.
+            held: where gradients will be taken: the run has a graph then, which begins at the first of them.
+            unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
 
         Raises:
             NumericsError: the residual stream after the last block holds NaN or infinity.
@@ -292,18 +301,21 @@ class Blocks:
             stack.enter_context(self.model.hooks([*before, *hooks]))
             stack.enter_context(self.fused())
             stack.enter_context(torch.enable_grad() if held else contextlib.nullcontext())
+            if skipped := not (unembed or _has_hooks(self.model.raw.unembed)):
+                stack.enter_context(_nothing_unembedded(self.model.raw.unembed))
             logits = self.model.raw(tokens, **options).detach()
+        last_logits = None if skipped else logits[:, -1]
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
-            return dataclasses.replace(self._recorded_by_hooks(activations, logits[:, -1]), held=forked)
+            return dataclasses.replace(self._recorded_by_hooks(activations, last_logits), held=forked)
         visible = {layer: _visible(options.get("attention_mask"), tokens) for layer, (_, options) in calls.items()}
         for layer, seen in visible.items():
             if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
                 visible[layer] = seen & own
         keys, values = ({layer: one.detach() for layer, one in made.items()} for made in (tap.keys, tap.values))
-        return Recording(activations, keys, values, calls, visible, logits[:, -1], forked)
+        return Recording(activations, keys, values, calls, visible, last_logits, forked)
 
-    def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor) -> Recording:
+    def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor | None) -> Recording:
         """Make the recording of a model whose attention takes no cache: keys and values are what passed its hooks."""
         assert self._own is not None
         recording = Recording(activations, {}, {}, {}, {}, last_logits)
@@ -317,6 +329,21 @@ class Blocks:
 
 def _is_layer_norm(norm: Any) -> bool:
     return type(norm) is NormalizationBridge and type(norm.original_component) is torch.nn.LayerNorm
+
+
+def _has_hooks(part: torch.nn.Module) -> bool:
+    """Whether torch would call something before or after a part of the model, or within."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in part.modules())
+
+
+@contextlib.contextmanager
+def _nothing_unembedded(unembed: torch.nn.Module) -> Iterator[None]:
+    """Give one logit of 0 in place of a vocabulary of them."""
+    unembed.__dict__["forward"] = lambda residual: residual.new_zeros(*residual.shape[:-1], 1)
+    try:
+        yield
+    finally:
+        unembed.__dict__.pop("forward", None)
 
 
 def _is_watched(part: torch.nn.Module) -> bool:

@@ -2,7 +2,8 @@
 
 A model of some hundred modules is looked at whenever a run is recorded. Comparing objects by identity costs a fifth of
 reading what each module holds, and misses nothing but what changes within an object; the hooks, submodules and
-parameters of a module lie in dictionaries of its own, which are compared too.
+parameters of a module lie in dictionaries of its own, which are compared too. Tensors under names that begin with "_"
+do not count, nor whether there is one: attention keeps there what it last computed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ class SameObjects:
     def __init__(self, dictionaries: Iterable[Mapping[str, Any]]):
         listed = list(dictionaries)
         self._empty = [one for one in listed if not one]
-        self._held = [(one, tuple(one), tuple(one.values())) for one in listed if one]
+        self._held = [(one, tuple(one), _lasting(one)) for one in listed if one]
 
     def are_there(self) -> bool:
         """Whether each holds the very same, under the same names and in the same order."""
         return not any(map(len, self._empty)) and all(
-            tuple(now) == names and all(map(is_, tuple(now.values()), values)) for now, names, values in self._held
+            tuple(now) == names and (all(map(is_, now.values(), lasting)) or all(map(is_, _lasting(now), lasting)))
+            for now, names, lasting in self._held
         )
+
+
+def _lasting(held: Mapping[str, Any]) -> tuple[object, ...]:
+    """What a dictionary holds, None in place of the tensors that its owner keeps of what it last computed."""
+    return tuple(None if isinstance(one, torch.Tensor) and name[0] == "_" else one for name, one in held.items())
 
 
 class SameModules:

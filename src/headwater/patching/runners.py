@@ -102,7 +102,11 @@ class Wave(Runner):
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         self.recording: Recording = self.blocks.record(
-            self.group.batch(*self._sides), names, self.group.corrupting(*self._sides), held
+            self.group.batch(*self._sides),
+            names,
+            self.group.corrupting(*self._sides),
+            held,
+            unembed=not plan.model.steps_checked,
         )
         others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
         self.values = values_written(self.group, others)
@@ -151,6 +155,7 @@ class Wave(Runner):
                 f"its blocks cannot be called one by one ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
             )
         logits = self.recording.last_logits
+        assert logits is not None
         expected = logits[longest].float()
         tolerance = max(1e-4, 8 * torch.finfo(logits.dtype).eps) * float(expected.abs().max())
         if self._answers is not None:

@@ -309,14 +309,18 @@ def _exact(values: Tensor) -> list[Any]:
 
 
 def _looks(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
-    """What tells of each tensor whether it is as it was."""
+    """What tells of each tensor whether it is as it was.
+
+    A view into a tensor that is here too (queries, keys and values of one matrix) is read with it, not once more.
+    """
     looks: dict[str, tuple[Any, ...]] = {}
     waiting: dict[str, list[Tensor]] = {}
-    for name, tensor in tensors:
-        tensor = tensor.detach()
+    listed = [(name, tensor.detach()) for name, tensor in tensors]
+    whole = _Spans(tensor for _, tensor in listed if tensor.is_contiguous() and not tensor.is_meta)
+    for name, tensor in listed:
         version = None if tensor.is_inference() else tensor._version
         looks[name] = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, version)
-        if tensor.is_meta:
+        if tensor.is_meta or (not tensor.is_contiguous() and whole.hold(tensor)):
             continue
         if tensor.device.type in HASHED:
             looks[name] += (xxh3_128_digest(_bytes(tensor).numpy().data),)
@@ -326,6 +330,25 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
             looks |= {one: (*looks[one], digest) for one, digest in _digests(waiting)}
             waiting = {}
     return looks | {one: (*looks[one], digest) for one, digest in _digests(waiting)}
+
+
+class _Spans:
+    """The memory that tensors without gaps lie in."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        for tensor in tensors:
+            first = tensor.data_ptr()
+            ends = first, first + tensor.numel() * tensor.element_size()
+            self._spans.setdefault(tensor.untyped_storage().data_ptr(), []).append(ends)
+
+    def hold(self, tensor: Tensor) -> bool:
+        """Whether all elements of a tensor lie in one of them."""
+        steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        first = tensor.data_ptr()
+        last = first + (steps + 1) * tensor.element_size()
+        spans = self._spans.get(tensor.untyped_storage().data_ptr(), ())
+        return tensor.numel() > 0 and any(begin <= first and last <= end for begin, end in spans)
 
 
 def _is_full(waiting: Mapping[str, Sequence[Tensor]]) -> bool:
