@@ -21,7 +21,7 @@ from headwater.rooms import homes_of
 
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
 TIERS = """
-axes colors errors names version waiting
+axes colors elsewhere errors names version waiting
 rooms options registry progress
 kernels stats data
 runs

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.errors import InputError
+from headwater.errors import InputError, RunFolderError
 from headwater.patching.claims import random_sets
 from headwater.patching.sweep import Sweep
 from headwater.runs.record import RunRecord
@@ -232,3 +232,29 @@ def test_draws_of_one_prompt_count_as_their_mean():
     drawn = Sweep(twice.reset_index(drop=True), sweep.run)
     row = drawn.claim({"layer": 1, "head": 2}, match="site").table
     assert row["effect"].item() == pytest.approx(effects[:, 1, 2].mean() + 1)
+
+
+def test_a_claim_is_kept_with_what_was_claimed(tmp_path):
+    sweep = made(noise())
+    claim = sweep.claim({"layer": 1, "head": 2}, match="site", held_out=made(noise(), [[e, 9] for e in range(20)]))
+    again = hw.Claim.load(claim.save(tmp_path))
+    assert again.report() == claim.report() == [*claim.said]
+    assert again.run.options["claim"]["cells"] == [{"site": "z", "layer": 1, "head": 2}]
+    with pytest.raises(RunFolderError, match="holds another run"):
+        sweep.claim({"layer": 1, "head": 3}, match="site").save(tmp_path)
+
+
+def test_the_figure_of_a_claim_shows_its_row_on_the_side_of_its_effect():
+    for sign in (1, -1):
+        planted = noise()
+        planted[:, 1, 2] += 3 * sign
+        claim = made(planted).claim({"layer": 1, "head": 2}, match="site", other=made(planted / 2))
+        row = claim.table.iloc[0]
+        ax = claim.plot()
+        zero, margin, *marks = (line.get_xdata()[0] for line in ax.lines)
+        assert (zero, margin) == (0, pytest.approx(sign * row["margin"]))
+        assert marks == pytest.approx([row["effect"], sign * row["placebo"], row["other_ablation"]])
+        (of_set, of_random) = (lines.get_segments()[0][:, 0].tolist() for lines in ax.collections)
+        assert of_set == pytest.approx([row["low"], row["high"]])
+        assert of_random == pytest.approx([0, sign * row["placebo_high"]])
+        assert "holds" in ax.get_title("left")

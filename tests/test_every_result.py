@@ -68,6 +68,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
     graph = hw.load_depth_graph()
     file = tmp_path_factory.mktemp("texts") / "texts.txt"
     file.write_text("Paris is in France.\n\nRome is in Italy.\n")
+    sweep = hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(" Paris", " Rome"), **quiet)
     rows = pd.DataFrame({"quantity": "score", "relation": ["a", "b"], "published": 0.5, "measured": [0.75, math.nan]})
     found = [
         answered, heads, heads.sensitivity(), statistics, pathways,
@@ -77,7 +78,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
             model, heads, "country_to_nationality", relations=few, template=CITIZEN, shots=0, draws=2, **quiet
         ),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
-        hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(" Paris", " Rome"), **quiet),
+        sweep, sweep.claim({"layer": 5, "position": 10}, match="site"),
         composition_scores(model, **quiet), singular_vectors(model, 1, 7),
         hw.lens(model, list(PROMPTS), top_k=2, **quiet),
         hw.edges(model, *PROMPTS, metric=hw.logit_difference(" Paris", " Rome"), receivers=["mlp", "logits"], **quiet),

@@ -196,6 +196,10 @@ class Given:
         return hw.patch(self.model, CLEAN, CORRUPTED, sites="resid_pre", metric=METRIC, **QUIET)
 
     @cached_property
+    def claim(self) -> hw.Claim:
+        return self.sweep.claim({"layer": 1, "position": 2}, match="site")
+
+    @cached_property
     def stats(self) -> Any:
         return hw.token_statistics(self.model, [" Paris is big", " Rome is small cat dog"], **QUIET)
 
@@ -651,6 +655,8 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             {"rows": "layer", "columns": "position", "value": "effect", "normalize": None, "site": "resid_pre"},
         ),
         "Sweep.claim": lambda: (g.sweep.claim, {"cells": {"layer": 1, "position": 2}}),
+        "Claim.load": lambda: (hw.Claim.load, {"folder": g.claim.save(g.folder / "claim")}),
+        "Claim.plot": lambda: (g.claim.plot, {"ax": None, "figsize": None}),
         "Sweep.agreement": lambda: (g.sweep.agreement, {"exact": g.sweep}),
         "Result.plot": lambda: (
             lambda place, title, figsize: [g.sweep.plot(place, title=title), g.sweep.plot(figsize=figsize)],

@@ -34,9 +34,12 @@ def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             return getattr(_imported(homes[name]), name)
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
+        from headwater.elsewhere import what_to_use
         from headwater.errors import did_you_mean
 
-        raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, {*homes, *modules})}")
+        way = what_to_use(name)
+        said = f": {way}." if way else f".{did_you_mean(name, {*homes, *modules})}"
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{said}")
 
     return load, lambda: sorted({*homes, *shown}), sorted(homes)
 

@@ -36,10 +36,10 @@ from headwater.options import (
     shown,
 )
 from headwater.registry import Registry
+from headwater.runs.claim import Claim
 from headwater.runs.result import DRAWINGS, bundle_of, shown_by
 from headwater.runs.storage import make_folder, write_atomically
 from headwater.runs.view import View
-from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed
-from headwater.stats.claims import Claim, Evidence, claim_of, notes_of_few, notes_of_seen
+from headwater.stats.claims import Evidence, Judgement, claim_of, notes_of_few, notes_of_seen
 
 
 def claim_on_runs(
@@ -31,7 +31,7 @@ def claim_on_runs(
     margin: object,
     level: object,
     seed: object,
-) -> Claim:
+) -> Judgement:
     """Judge a claim on a circuit.
 
     Args:

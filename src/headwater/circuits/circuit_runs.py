@@ -29,10 +29,10 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.runs.analysis import Run, carry_out
+from headwater.runs.claim import Claim
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
-from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
     pass
@@ -149,17 +149,20 @@ class CircuitRuns(ByMetric, Result):
         name = next(iter(self.circuits)) if circuit is None else checked_name("circuit", circuit, list(self.circuits))
         chosen_on = self.run.options["discovery"].get(name)
         overlap = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"].mean()
-        return claim_on_runs(
+        seen = coinciding(self.run) if chosen_on else None
+        judged = claim_on_runs(
             self.table,
             circuit=circuit,
             metric=metric,
             other=table,
-            seen=coinciding(self.run) if chosen_on else None,
+            seen=seen,
             overlap=float(overlap),
             margin=margin,
             level=level,
             seed=seed,
         )
+        asked = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": seen}
+        return Claim.of(judged, self.run, asked | {"other": None if other is None else other.run})
 
     def __repr__(self) -> str:
         n_circuits, n_examples = self.table["circuit"].nunique(), self.table["example"].nunique()

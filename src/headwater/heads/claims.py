@@ -28,7 +28,8 @@ from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.sweep import Sweep
 from headwater.patching.values import Recipe
-from headwater.stats.claims import Claim, Evidence, claim_of, notes_of_few, notes_of_seen
+from headwater.runs.claim import Claim
+from headwater.stats.claims import Evidence, claim_of, notes_of_few, notes_of_seen
 
 CLAIMED = "claimed"
 MOST_PLACEBOS = 1000
@@ -99,7 +100,9 @@ def claim(
     evidence = Evidence(effects[0], effects[1:], beside, effects.T, held_out)
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
-    return claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
+    judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
+    asked = {"heads": chosen, "margin": margin, "other": other, "seen": seen if chosen_on is not None else None}
+    return Claim.of(judged, swept.run, asked)
 
 
 def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:

@@ -44,6 +44,7 @@ from headwater.models.generation.sampling import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
 from headwater.models.hints import warn_of_two_beginnings
 from headwater.models.identified import Identified
+from headwater.models.other_options import GENERATE, takes_no_more
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.run_lock import RunLock
@@ -51,13 +52,24 @@ from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, hook_name, place_named
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
-from headwater.models.transformer_lens_ways import what_to_use
+from headwater.models.transformer_lens_ways import what_a_class_would_use, what_to_use
 from headwater.models.unwrapped import Remembered
 from headwater.names import SiteName
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 
 
-class HookedModel(Identified, TransformerLensNames):
+class _WithAdvice(type):
+    """The class of HookedModel: what it is asked for and has not, as `from_pretrained`, is told what to use."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+            raise AttributeError(what_a_class_would_use(cls, name))
+
+
+class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
     """A transformer with hooks, in evaluation mode, its weights exactly as the checkpoint stores them.
 
     Attributes:
@@ -288,6 +300,7 @@ class HookedModel(Identified, TransformerLensNames):
             progress=progress,
         )
 
+    @takes_no_more(GENERATE)
     def generate(
         self,
         prompts: Inputs,

@@ -33,6 +33,7 @@ from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedde
 from headwater.models.families import FAMILIES, text_config
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
+from headwater.models.other_options import LOAD, takes_no_more
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokenizers import load_tokenizer
@@ -59,6 +60,7 @@ NATIVE = "TransformerLensNative"
 """What TransformerLens calls its own models behind a bridge; their blocks are serial, whatever their config says."""
 
 
+@takes_no_more(LOAD)
 def load(
     what: object = None,
     *,

@@ -39,6 +39,7 @@ WAYS = {
     "to": "choose where it lies when it is loaded: hw.load(name, device=..., dtype=...)",
     "cuda": "choose where it lies when it is loaded: hw.load(name, device='cuda')",
     "from_pretrained": "hw.load(name)",
+    "load": "hw.load(name)",
     "from_pretrained_no_processing": "hw.load(name)",
     "load_and_process_state_dict": AS_STORED,
     "fold_layer_norm": AS_STORED,
@@ -81,6 +82,13 @@ class Config:
     def __repr__(self) -> str:
         sizes = ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx", "act_fn", "dtype", "device")
         return f"cfg({', '.join(f'{name}={getattr(self, name, None)!r}' for name in sizes)})"
+
+
+def what_a_class_would_use(kind: type, name: str) -> str:
+    """Say what stands here for a name that the class of models does not have."""
+    way = WAYS.get(name)
+    said = f": {way}." if way else f".{did_you_mean(name, [one for one in dir(kind) if not one.startswith('_')])}"
+    return f"The class {kind.__name__} has no {name!r}{said}"
 
 
 def what_to_use(model: object, name: str) -> str:

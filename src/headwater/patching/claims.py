@@ -22,8 +22,9 @@ from headwater.errors import InputError
 from headwater.options import checked_count, checked_name, checked_number, checked_seed, shown
 from headwater.patching.prompts import places_among
 from headwater.patching.sweep_axes import tokens_by_role
+from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
-from headwater.stats.claims import Claim, Evidence, claim_of, notes_of_few
+from headwater.stats.claims import Evidence, claim_of, notes_of_few
 
 MATCH = ("layer", "site")
 
@@ -101,6 +102,11 @@ class Cells:
         if not fits.any():
             raise InputError(f"This sweep has no cell {shown(dict(cell))}.")
         return np.flatnonzero(fits).tolist()
+
+    def names(self, cells: Sequence[int]) -> list[dict[str, object]]:
+        """Return what names some cells, by column; what does not apply to a cell is left out."""
+        rows = self.named.iloc[list(cells)].to_dict("records")
+        return [{str(name): value for name, value in row.items() if pd.notna(value)} for row in rows]
 
     def of(self, cells: Sequence[int]) -> Float[ndarray, " example"]:
         """Return the mean effect of some cells on each prompt; NaN where a prompt lacks one of them."""
@@ -193,7 +199,9 @@ def claim_on(
             )
     evidence = Evidence(here.of(chosen), drawn, same.get("other"), here.effects, same.get("held_out"))
     what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {here.metric}".replace("_", " ")
-    return claim_of(evidence, what=what, margin=margin, level=level, seed=drawing.seed, notes=notes)
+    judged = claim_of(evidence, what=what, margin=margin, level=level, seed=drawing.seed, notes=notes)
+    asked = {"cells": here.names(chosen), "metric": here.metric, "value": value, "margin": margin, **vars(drawing)}
+    return Claim.of(judged, sweep.run, asked | {option: one.run for option, one in others.items()})
 
 
 def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> Iterator[list[int]]:

@@ -34,10 +34,10 @@ from headwater.patching.readout import Measured
 from headwater.patching.sides import DIRECTIONS
 from headwater.patching.sweep_axes import AXES, tokens_by_role
 from headwater.runs.analysis import Run
+from headwater.runs.claim import Claim
 from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
-from headwater.stats.claims import Claim
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

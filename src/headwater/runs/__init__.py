@@ -7,6 +7,7 @@ from headwater.rooms import opened
 if TYPE_CHECKING:
     from headwater.runs.analysis import Run as Run
     from headwater.runs.analysis import carry_out as carry_out
+    from headwater.runs.claim import Claim as Claim
     from headwater.runs.folder import RunFolder as RunFolder
     from headwater.runs.record import RunRecord as RunRecord
     from headwater.runs.result import DRAWINGS as DRAWINGS

@@ -66,27 +66,33 @@ class Evidence:
     """Of the set on other prompts."""
 
 
-@dataclass(frozen=True, repr=False)
-class Claim:
+@dataclass(frozen=True)
+class Judgement:
     """What was found of a claim."""
 
+    what: str
+    """The set, in words."""
     table: pd.DataFrame
     """One row: `effect, low, high, placebo, placebo_high, p_value, other_ablation, split_half, held_out, margin,
     holds`; NaN where nothing was given to measure it by."""
-    sentence: str
+    measured: str
+    """The numbers, as a sentence."""
+    verdict: str
+    """Whether the claim holds, as a sentence, with what it does not hold by and what weakens it."""
+    level: float
+    """Of the interval."""
     notes: tuple[str, ...] = field(default=())
-    """What weakens the claim, such as prompts that discovery and test share; the sentence ends with them."""
+    """What weakens the claim, such as prompts that discovery and test share; the verdict ends with them."""
 
     @property
     def holds(self) -> bool:
-        """Whether the claim holds; see the first lines of `headwater.stats.claims`."""
+        """Whether the claim holds; see the first lines of this file."""
         return bool(self.table["holds"].iloc[0])
 
-    def __repr__(self) -> str:
-        return f"Claim({self.sentence})"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{self.sentence}</p>{self.table.to_html(index=False)}"
+    @property
+    def sentence(self) -> str:
+        """Both sentences in one line."""
+        return f"{self.measured} {self.verdict}"
 
 
 def claim_of(
@@ -97,7 +103,7 @@ def claim_of(
     level: float = 0.95,
     seed: int = 0,
     notes: Sequence[str] = (),
-) -> Claim:
+) -> Judgement:
     """Judge a claim by effects that were measured.
 
     Args:
@@ -138,7 +144,8 @@ def claim_of(
     row["holds"] = not failed
     table = pd.DataFrame([[row[name] for name in COLUMNS]], columns=list(COLUMNS))
     counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
-    return Claim(table, _sentence(what, row, counts, level, [*failed, *notes]), tuple(notes))
+    verdict = _verdict(row, [*failed, *notes])
+    return Judgement(what, table, _measured(what, row, counts, level), verdict, level, tuple(notes))
 
 
 def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = "") -> list[str]:
@@ -199,8 +206,8 @@ def _failures(row: dict[str, Any], evidence: Evidence) -> list[str]:
     return failed
 
 
-def _sentence(what: str, row: dict[str, Any], counts: tuple[int, int, int], level: float, failed: list[str]) -> str:
-    """Say in one sentence, or a few, what the row holds."""
+def _measured(what: str, row: dict[str, Any], counts: tuple[int, int, int], level: float) -> str:
+    """Say in one sentence what was measured."""
     n, n_placebos, n_held_out = counts
     said = f"{what}: effect {row['effect']:.3g}"
     if not np.isnan(row["low"]):
@@ -217,9 +224,14 @@ def _sentence(what: str, row: dict[str, Any], counts: tuple[int, int, int], leve
         said += f"; halves of the prompts rank all cells alike with {row['split_half']:.2f}"
     if not np.isnan(row["held_out"]):
         said += f"; {row['held_out']:.3g} on {n_held_out:,} held-out prompt{'s' * (n_held_out != 1)}"
+    return f"{said}."
+
+
+def _verdict(row: dict[str, Any], failed: list[str]) -> str:
+    """Say whether the claim holds, and what is against it."""
     verdict = "holds" if row["holds"] else "does not hold"
     because = f" ({'; '.join(failed)})" if failed else ""
-    return f"{said}. With a margin of {row['margin']:.2g} the claim {verdict}{because}."
+    return f"With a margin of {row['margin']:.2g} the claim {verdict}{because}."
 
 
 def _known(effects: ndarray) -> ndarray:

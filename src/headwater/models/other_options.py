@@ -1,0 +1,80 @@
+"""Options of `generate` and `from_pretrained` elsewhere, and what `generate` and `load` have in their place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+from headwater.errors import InputError, did_you_mean
+
+P = ParamSpec("P")
+R = TypeVar("R")
+BEGINS = "a text begins with the BOS token where the model wants it (model.bos)"
+GENERATE = {
+    "input": "the first argument is prompts",
+    "verbose": "progress=False shows no bar",
+    "prepend_bos": f"{BEGINS}; otherwise give token ids, model.to_tokens(text, prepend_bos=False).tolist()",
+    "stop_at_eos": "a text ends at the end token; stop= ends it at texts, too",
+    "eos_token_id": "a text ends at the model's end token; stop= ends it at texts, too",
+    "stop_strings": "stop= takes a text or texts",
+    "freq_penalty": "temperature, top_p and top_k are what draws take",
+    "repetition_penalty": "temperature, top_p and top_k are what draws take",
+    "num_beams": "it is greedy, or draws: do_sample=True",
+    "num_return_sequences": "repeat the prompt: [prompt] * 5 with do_sample=True gives five different texts",
+    "use_past_kv_cache": "keys and values are always kept",
+    "use_cache": "keys and values are always kept",
+    "padding_side": "prompts are padded on the right, and masked",
+    "return_type": "texts come back; return_tokens=True gives the ids, too",
+    "return_dict_in_generate": "texts come back; return_tokens=True gives the ids, too",
+    "output_logits": "model.run(texts) gives logits",
+    "max_length": "max_new_tokens= counts what is written",
+}
+"""By option of `generate` elsewhere: what to use here."""
+UNPROCESSED = "nothing is folded or centred: weights stay as the checkpoint stores them"
+LOAD = {
+    **dict.fromkeys(("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases"), UNPROCESSED),
+    "refactor_factored_attn_matrices": UNPROCESSED,
+    "hf_model": "give it as the first argument: hw.load(hf_model, tokenizer=...)",
+    "model_name": "give it as the first argument: hw.load(name)",
+    "torch_dtype": "it is called dtype=",
+    "device_map": "device='auto' spreads the layers over all CUDA devices",
+    "n_devices": "device='auto' spreads the layers over all CUDA devices",
+    "move_to_device": "device= says where it runs",
+    "default_padding_side": "texts are padded on the right, and masked",
+    "default_prepend_bos": BEGINS,
+    "checkpoint_index": "revision= names a revision of the hub, such as 'step1000'",
+    "checkpoint_value": "revision= names a revision of the hub, such as 'step1000'",
+    "first_n_layers": "model.run(texts, stop_at=layer) runs the layers below one",
+    "cache_dir": "the hub's cache is where HF_HOME says",
+    "token": "`hf auth login` once, or HF_TOKEN",
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit", "quantization_config"), "dtype='bfloat16'; quantized weights are refused"
+    ),
+}
+"""By option of `from_pretrained` elsewhere: what to use here."""
+
+
+def takes_no_more(ways: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function say of an option that it does not have what to use in its place.
+
+    Args:
+        ways: by option of another library, what is used here.
+    """
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            for name in options:
+                if name not in known:
+                    here = f"{function.__name__} has no option {name}="
+                    way = ways.get(name)
+                    raise InputError(f"{here}: {way}." if way else f"{here}.{did_you_mean(name, known)}")
+            return function(*args, **options)
+
+        return call
+
+    return wrap

@@ -1,0 +1,71 @@
+"""Names and options of other libraries: what is said of them exists, and none of them is one of headwater's."""
+
+import inspect
+import re
+
+import pytest
+
+import headwater as hw
+from headwater import elsewhere
+from headwater.errors import InputError
+from headwater.models import other_options, transformer_lens_ways
+from headwater.runs.result import Result
+
+SAID = [
+    *elsewhere.WAYS.items(),
+    *transformer_lens_ways.WAYS.items(),
+    *other_options.GENERATE.items(),
+    *other_options.LOAD.items(),
+]
+
+
+@pytest.mark.parametrize(("name", "said"), SAID, ids=[f"{name}-{number}" for number, (name, _) in enumerate(SAID)])
+def test_what_is_said_of_other_names_exists(name, said, llama):
+    text = said.format(name=name)
+    for path in re.findall(r"\bhw\.(\w+(?:\.[a-z]\w*|\.[A-Z]\w*)*)", text):
+        found = hw
+        for part in path.split("."):
+            found = getattr(found, part)
+    for part in re.findall(r"\bmodel\.(\w+)", text):
+        assert hasattr(llama, part)
+    for part in re.findall(r"\bresult\.(\w+)", text):
+        assert hasattr(Result, part)
+
+
+def test_none_of_them_is_a_name_or_an_option_of_headwater():
+    assert not {name for name in elsewhere.WAYS if name in dir(hw)}
+    assert not set(other_options.GENERATE) & set(inspect.signature(hw.HookedModel.generate).parameters)
+    assert not set(other_options.LOAD) & set(inspect.signature(hw.load).parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("HookedTransformer", r"hw\.load\(name\) loads a model"),
+        ("run_with_cache", r"model = hw\.load\(name\), then model\.run_with_cache"),
+        ("logit_diff", "Did you mean 'logit_difference'"),
+    ],
+)
+def test_the_package_says_what_to_use(name, said):
+    assert not hasattr(hw, name)
+    with pytest.raises(AttributeError, match=f"module 'headwater' has no attribute '{name}'.*{said}"):
+        getattr(hw, name)
+
+
+def test_the_class_of_models_says_what_to_use():
+    assert not hasattr(hw.HookedModel, "from_pretrained")
+    with pytest.raises(AttributeError, match=r"HookedModel has no 'from_pretrained': hw\.load\(name\)\."):
+        _ = hw.HookedModel.from_pretrained
+    with pytest.raises(AttributeError, match=r"HookedModel has no 'genrate'\. Did you mean 'generate'"):
+        _ = hw.HookedModel.genrate
+    with pytest.raises(AttributeError, match="type object 'HookedModel' has no attribute '__array__'"):
+        _ = hw.HookedModel.__array__
+
+
+def test_an_option_of_elsewhere_says_what_to_use(llama):
+    with pytest.raises(InputError, match=r"generate has no option verbose=: progress=False shows no bar\."):
+        llama.generate(" cat", verbose=False)
+    with pytest.raises(InputError, match=r"generate has no option temprature=\. Did you mean 'temperature'"):
+        llama.generate(" cat", temprature=1)
+    with pytest.raises(InputError, match=r"load has no option torch_dtype=: it is called dtype=\."):
+        hw.load(torch_dtype="float32")
