@@ -187,10 +187,10 @@ def test_states_of_a_batch_that_does_not_fit_are_those_of_one_that_does(twins, m
     expected = hw.knocked_out_states(model, prompts, block=("after", (1, 3)), at=-1, progress=False)
     record = Blocks.record
 
-    def small(self, tokens, *others):
+    def small(self, tokens, *others, **options):
         if len(tokens) > 1:
             raise torch.OutOfMemoryError("out of memory")
-        return record(self, tokens, *others)
+        return record(self, tokens, *others, **options)
 
     monkeypatch.setattr(Blocks, "record", small)
     found = hw.knocked_out_states(model, prompts, block=("after", (1, 3)), at=-1, progress=False)

@@ -502,11 +502,11 @@ def test_when_the_recorded_run_does_not_fit_its_examples_are_halved_and_the_tabl
     expected = hw.patch(model, clean, corrupted, **options).table
     record, run, recorded = Blocks.record, HookedModel.run, []
 
-    def small_record(self, tokens, *others):
+    def small_record(self, tokens, *others, **options):
         if len(tokens) > 4:
             raise torch.OutOfMemoryError("out of memory")
         recorded.append(len(tokens))
-        return record(self, tokens, *others)
+        return record(self, tokens, *others, **options)
 
     def small_run(self, inputs, *rest, **more):
         if len(inputs) > 2:
@@ -524,7 +524,7 @@ def test_when_the_recorded_run_does_not_fit_its_examples_are_halved_and_the_tabl
 def test_a_run_that_does_not_fit_even_alone_ends_with_the_error_and_no_hook(models, monkeypatch):
     from headwater.models.blocks import Blocks
 
-    def never(self, *others):
+    def never(self, *others, **options):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(Blocks, "record", never)
