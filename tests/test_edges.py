@@ -212,7 +212,10 @@ def test_an_interrupted_run_goes_on_with_the_layers_that_are_left(tmp_path, monk
     ("options", "said"),
     [
         ({"clean": "Paris", "corrupted": None}, "Edges need pairs of prompts"),
-        ({"corrupted": " the capital of Italy is A"}, "does not align"),
+        (
+            {"corrupted": " the capital of Italy is A"},
+            "in the corrupted one. Choose prompts that differ token for token",
+        ),
         ({"corrupted": CLEAN}, "same prompt twice"),
         ({"senders": "head 1.1", "receivers": "q 1.2"}, "cannot feed"),
         ({"receivers": "k 1.3"}, "key-value heads"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 Prompts: TypeAlias = str | Iterable[str] | Sequence[Sequence[int]] | Tensor | Batch
+NAMED_BY_ROLE = "Name positions by role, as in positions={'subject': (' Rome', ' New York'), 'end': 'last'}. "
 
 
 def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
@@ -42,7 +43,7 @@ def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
 
 
 def read_pairs(
-    model: HookedModel, clean: Any, corrupted: Any, *, by_role: bool = False
+    model: HookedModel, clean: Any, corrupted: Any, *, by_role: bool | None = None
 ) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...] | None]:
     """Tokenize pairs of prompts, given side by side or as a table (see `read_table`).
 
@@ -50,7 +51,8 @@ def read_pairs(
         model: the model.
         clean: the clean prompts, or a table of pairs.
         corrupted: the others.
-        by_role: whether pairs may be of two lengths, since positions in them are named by role.
+        by_role: whether pairs may be of two lengths, since positions in them are named by role; None where naming them
+            would not help.
 
     Raises:
         InputError: the numbers of prompts differ, a table lacks a column, or a pair does not align.
@@ -67,8 +69,8 @@ def read_pairs(
         if len(a) != len(b) and not by_role:
             raise InputError(
                 f"Pair {example} does not align: {len(a)} tokens in the clean prompt, {len(b)} in the corrupted one. "
-                "Name positions by role, as in positions={'subject': (' Rome', ' New York'), 'end': 'last'}. "
-                f"Choose prompts that differ token for token.\n{side_by_side(a, b)}"
+                f"{'' if by_role is None else NAMED_BY_ROLE}Choose prompts that differ token for token.\n"
+                f"{side_by_side(a, b)}"
             )
         if a.ids == b.ids:
             raise InputError(f"Pair {example} holds the same prompt twice: there is nothing to patch.")

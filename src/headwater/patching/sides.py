@@ -159,7 +159,8 @@ def read_sides(model: HookedModel, clean: Any, corrupted: object, ask: Asked, di
         InputError: see `read_pairs` and `corruption_of`.
     """
     if not isinstance(corrupted, Recipe):
-        return Sides(*read_pairs(model, clean, corrupted, by_role=ask.by_role), direction)
+        by_role = ask.by_role if ask.sites else None  # no sites: nodes of whole prompts, which have no roles
+        return Sides(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
     prompts = read_prompts(model, clean)
     return Sides(prompts, prompts, direction, corruption_of(model, corrupted, prompts, ask.positions))
 
