@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor
 
 from benchmarks.heads import PUBLISHED_PAIRS
-from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
+from benchmarks.machine import Machine, Work, in_fresh_process, on_gpu, peak_bytes, seconds
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from benchmarks.sparse_checkpoint import write_checkpoint
@@ -65,7 +65,7 @@ LLAMA_70B = StreamedShape(
 
 def run(machine: Machine, device: str, shape: StreamedShape = LLAMA_70B) -> Iterator[Row]:
     """Yield the suite's rows: membership, and on a GPU the whole suite with its null model."""
-    on_cuda = device.startswith("cuda")
+    on_cuda = on_gpu(device)
     layers = range(shape.config.num_hidden_layers if on_cuda else min(CPU_LAYERS, shape.config.num_hidden_layers))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -92,7 +92,7 @@ def _row(machine: Machine, device: str, shape: StreamedShape, folder: Path, laye
         headwater_s=seconds(lambda: score(shape, folder, suite, device, layers, null), device),
         agrees=agrees,
         peak_bytes=peak,
-        target=CUDA_TARGET if device.startswith("cuda") else CPU_TARGET,
+        target=CUDA_TARGET if on_gpu(device) else CPU_TARGET,
         note="random weights with outliers, from safetensors, files in the page cache; peer timed on one head and the "
         "smallest relation, scaled; the workspace is the peak while one layer is scored, with W_U and the layer's W_V "
         f"and W_O, which take {4 * numbers / 2**20:,.0f} MB in float32, and the pages of their files",

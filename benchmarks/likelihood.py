@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
+from benchmarks.machine import Machine, Work, in_fresh_process, on_gpu, peak_bytes, seconds
 from benchmarks.peers import fused_cross_entropy
 from benchmarks.peers import min_k as peer
 from benchmarks.report import Row
@@ -68,7 +68,7 @@ def random_inputs(shape: LikelihoodShape, tokens: int, device: str) -> Inputs:
 
 def run(machine: Machine, device: str, shape: LikelihoodShape | None = None) -> Iterator[Row]:
     """Yield the suite's rows: the statistics, and Min-K% and Min-K%++ of one text at eight shares."""
-    shape = shape or (LLAMA3_8B if device.startswith("cuda") else LLAMA3_VOCABULARY)
+    shape = shape or (LLAMA3_8B if on_gpu(device) else LLAMA3_VOCABULARY)
     short, long = (in_fresh_process(workspace, shape, n, device) for n in (shape.tokens, shape.more_tokens))
     inputs = random_inputs(shape, shape.tokens, device)
     wide = Inputs(inputs.hidden.float(), UnembeddingHead(inputs.head.W_U.float()), inputs.target)
@@ -78,7 +78,7 @@ def run(machine: Machine, device: str, shape: LikelihoodShape | None = None) -> 
     growth = "not measured" if short is None or long is None else f"{short / 2**20:.0f} and {long / 2**20:.0f} MB"
     agrees = is_accurate(shape, inputs), _scores_agree(inputs, wide)
     ours = median_seconds(lambda: our_statistics(inputs), device)
-    product = inputs if device.startswith("cuda") else wide
+    product = inputs if on_gpu(device) else wide
     product_s = median_seconds(lambda: product.hidden @ product.head.W_U, device)
     yield Row(
         name=f"likelihood: five statistics, {size}",
@@ -108,7 +108,7 @@ def run(machine: Machine, device: str, shape: LikelihoodShape | None = None) -> 
         target=TARGET,
         note="the peer gets float32 copies of the inputs for nothing; headwater converts tiles of bfloat16",
     )
-    if device.startswith("cuda"):
+    if on_gpu(device):
         yield from beside_fused_kernels(machine, device, inputs, size, work)
 
 

@@ -53,12 +53,17 @@ class Machine:
         return max(work.operations / self.rate(work), work.moved / self.bandwidth)
 
 
+def on_gpu(device: str) -> bool:
+    """Whether a device is a GPU: it has a clock and a memory of its own, and the host does not wait for it."""
+    return torch.device(device).type != "cpu"
+
+
 def measure_machine(device: str, size: int = 4096) -> Machine:
     """Measure the matrix rates and the bandwidth of a device."""
     a, b = torch.randn(2, size, size, device=device)
-    on_cuda = device.startswith("cuda")
-    half = _matrix_rate(*torch.randn(2, 2 * size, 2 * size, device=device).bfloat16(), device) if on_cuda else None
-    source = torch.ones((64 if on_cuda else 16) * size**2, device=device)
+    gpu = on_gpu(device)
+    half = _matrix_rate(*torch.randn(2, 2 * size, 2 * size, device=device).bfloat16(), device) if gpu else None
+    source = torch.ones((64 if gpu else 16) * size**2, device=device)
     target = torch.empty_like(source)
     copy = min(seconds(lambda: target.copy_(source), device) for _ in range(5))
     bandwidth = 2 * source.nbytes / copy
@@ -72,12 +77,12 @@ def _matrix_rate(a: torch.Tensor, b: torch.Tensor, device: str) -> float:
 
 def device_name(device: str) -> str:
     """Return the name of a device for the report."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{platform.machine()} CPU"
+    return torch.cuda.get_device_name(device) if on_gpu(device) else f"{platform.machine()} CPU"
 
 
 def seconds(work: Callable[[], object], device: str = "cpu") -> float:
     """Return how long `work` takes; on a GPU by its own clock, from the first launch until everything is done."""
-    if device.startswith("cuda"):
+    if on_gpu(device):
         with torch.cuda.device(device):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
@@ -101,7 +106,7 @@ def best_in_turns(
 
 def synchronize(device: str) -> None:
     """Wait until the device has done what it was asked."""
-    if device.startswith("cuda"):
+    if on_gpu(device):
         torch.cuda.synchronize(device)
 
 
@@ -112,7 +117,7 @@ def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int | None:
     measure first, in a process that has done nothing large.
     """
     gc.collect()
-    if device.startswith("cuda"):
+    if on_gpu(device):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         work()

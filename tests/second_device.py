@@ -44,6 +44,9 @@ class Elsewhere(torch.Tensor):
     def tolist(self):
         return self.here.tolist()
 
+    def untyped_storage(self):
+        return self.here.untyped_storage()
+
     def numpy(self, *, force=False):
         raise TypeError("can't convert card:0 device type tensor to numpy. Use Tensor.cpu() first.")
 
@@ -74,8 +77,9 @@ def compute(func, args, kwargs):
     there = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
     asked = next((value for value in operands if isinstance(value, torch.device)), None)
     if there and name not in MOVES:
-        indexed = name in INDEXES and isinstance(args[0], Elsewhere)
-        met = {str(t.device) for t in tensors if t.ndim > 0 and (isinstance(t, Elsewhere) or not indexed)}
+        if name in INDEXES and isinstance(args[0], Elsewhere):
+            tensors = [*there, *(value for value in args[2:] if isinstance(value, torch.Tensor))]
+        met = {str(tensor.device) for tensor in tensors if tensor.ndim > 0}
         if len(met) > 1:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, found {' and '.join(met)}")
     held = {id(tensor.here): tensor for tensor in there}

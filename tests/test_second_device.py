@@ -60,6 +60,15 @@ ON_TEXTS = {
     "edges by attribution": lambda model: (
         hw.edges(model, CLEAN, CORRUPTED, method="screened", verify=20, **METRIC).table
     ),
+    "circuits": lambda model: (
+        hw.run_circuits(
+            model,
+            CLEAN,
+            CORRUPTED,
+            hw.edges(model, CLEAN, CORRUPTED, method="sublayer", **METRIC).circuit(20),
+            **METRIC,
+        ).table
+    ),
     "edges by averaged attribution": lambda model: (
         hw.edges(model, CLEAN, CORRUPTED, method="eap-ig", steps=2, over="position", **METRIC).table
     ),
@@ -81,6 +90,9 @@ ON_TEXTS = {
 
 FORWARD = {name: analysis for name, analysis in ON_TEXTS.items() if "attribution" not in name}
 """Those that run no backward pass: autograd counts the devices at its first one, and knows only one made-up device."""
+
+ON_ONE = ("edges", "circuits")
+"""Those that want the whole model on one device."""
 
 
 def compare(found, expected, tolerance=2e-4):
@@ -128,6 +140,9 @@ def test_the_second_device_refuses_what_a_gpu_refuses():
             there + torch.ones(3)
         with pytest.raises(RuntimeError, match="same device"):
             torch.cat([there, torch.ones(1)])
+        with pytest.raises(RuntimeError, match="same device"):
+            there[torch.tensor([0, 2])] = torch.ones(2)
+        there[torch.tensor([0, 2])] = there[torch.tensor([1, 1])]
         with pytest.raises(TypeError, match="numpy"):
             np.asarray(there)
         assert (there + 1).device == device
@@ -180,16 +195,17 @@ def compare_detection():
 
 
 @pytest.mark.filterwarnings("ignore:.* its layers are spread over several devices")
-@pytest.mark.parametrize("name", [name for name in FORWARD if name != "edges"])
+@pytest.mark.parametrize("name", [name for name in FORWARD if name not in ON_ONE])
 def test_an_analysis_gives_the_same_when_layers_are_spread_over_devices(name, here, on_two):
     with second_device():
         found = FORWARD[name](on_two)
     compare(found, FORWARD[name](here))
 
 
-def test_edges_are_refused_where_layers_are_spread_over_devices(on_two):
+@pytest.mark.parametrize("name", ON_ONE)
+def test_edges_are_refused_where_layers_are_spread_over_devices(name, on_two):
     with second_device(), pytest.raises(ModelError, match="spread over several devices"):
-        FORWARD["edges"](on_two)
+        FORWARD[name](on_two)
 
 
 def test_heads_of_a_checkpoint_are_classified_on_another_device(checkpoint):

@@ -240,7 +240,8 @@ class _Batch:
         inputs[torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))] = mixed.inputs
         changes = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
         if isinstance(kept, list):
-            changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, torch.tensor(kept), changes)
+            places = torch.tensor(kept, device=changes.device)
+            changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, places, changes)
         self._write(rows, heard[rows], sender, changes[:, None])
 
     def _reading(self, layer: int) -> range:
