@@ -20,7 +20,7 @@ import torch
 from transformer_lens.tools.analysis.attribution_patching import faithfulness
 
 import headwater as hw
-from benchmarks.edge_task import LENGTH, METRIC, QUICK, Task, measured, model_with_gradients, nodes
+from benchmarks.edge_task import LENGTH, METRIC, QUICK, Task, measured, model_with_gradients, nodes, parts
 from benchmarks.machine import Machine, Work, seconds
 from benchmarks.report import Row
 from headwater.circuits.circuit import made
@@ -57,6 +57,17 @@ def least_of_one(task: Task) -> Work:
     return Work(2 * shape.d_model**2 * weights, 0.0, done=1, unit="circuits")
 
 
+def least_of_nodes(task: Task, circuit: hw.Circuit) -> Work:
+    """The same of a circuit that leaves nodes out: a head has 4 d_model d_head weights, an MLP 8 d_model²."""
+    shape, tokens, last = task.model.shape, LENGTH - task.start, task.model.shape.n_layers - 1
+    weights = 0.0
+    for writer in {name.split(" -> ")[0] for name in circuit.names} - {"embed"}:
+        kind, layer, _ = parts(writer)
+        read = tokens if layer != last else 1
+        weights += 8 * read if kind == "mlp" else (2 * tokens + 2 * read) / shape.n_heads
+    return Work(2 * shape.d_model**2 * weights, 0.0, done=1, unit="circuits")
+
+
 def batched_row(machine: Machine, task: Task, n_circuits: int, plain: float, rounds: int) -> Row:
     """Some circuits at once: the time of each beside that of one plain forward."""
     some = halves(task, n_circuits)
@@ -86,10 +97,12 @@ def faithfulness_row(machine: Machine, task: Task, rounds: int) -> Row:
     some = [circuit, *circuit.placebos(max(BATCHES) - 1)]
     ours = together(task, some).table["faithfulness"].iloc[0]
     a_call = median(seconds(lambda: together(task, some), task.device) for _ in range(rounds))
+    work = least_of_nodes(task, circuit)
     return Row(
         name=f"circuits: the {len(circuit):,} strongest edges, one of {len(some)} at once",
         peer=f"transformer_lens faithfulness, {len(kept):,} of its edges at single positions",
-        floor_s=None,  # a circuit of few edges leaves nodes out
+        floor_s=machine.floor_of(work),
+        work=work,
         peer_s=peer_s,
         headwater_s=a_call / len(some),
         agrees=bool(abs(found[0].recovered - ours) < 1e-3 * max(1.0, abs(ours))),

@@ -76,20 +76,21 @@ def nodes(name: str, shape: Any) -> list[tuple[Node, Node]]:
 
 
 def _writer(name: str, position: int) -> Node:
-    kind, layer, head = _parts(name)
+    kind, layer, head = parts(name)
     kinds = {"embed": "embed", "head": "attn_head_out", "mlp": "mlp_out"}
     return Node(kind=kinds[kind], position=position, layer=layer, head=head)  # type: ignore[arg-type]
 
 
 def _reader(name: str, position: int, last: int) -> Node:
-    kind, layer, head = _parts(name)
+    kind, layer, head = parts(name)
     if kind == "logits":
         return Node(kind="logits", position=position, layer=last)
     kinds = {"mlp": "mlp_in"} | {part: f"{part}_input" for part in "qkv"}
     return Node(kind=kinds[kind], position=position, layer=layer, head=head)  # type: ignore[arg-type]
 
 
-def _parts(name: str) -> tuple[str, int | None, int | None]:
+def parts(name: str) -> tuple[str, int | None, int | None]:
+    """Return the kind, layer and head of a node of the graph's, as "head 3.1", "mlp 2" or "embed"."""
     kind, _, place = name.partition(" ")
     layer, _, head = place.partition(".")
     return kind, int(layer) if layer else None, int(head) if head else None

@@ -14,6 +14,7 @@ makes of them and every layer above, in the last layer keys and values alone but
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,8 @@ from headwater.models.hooked import HookedModel
 
 SAMPLED = 24
 """Hooked runs that are made and scaled."""
+STEPS = 5
+"""Of EAP-IG."""
 
 
 def run(machine: Machine, device: str, model: HookedModel | None = None, rounds: int = 1) -> Iterator[Row]:
@@ -41,10 +44,10 @@ def run(machine: Machine, device: str, model: HookedModel | None = None, rounds:
     a_run = _hooked_seconds(late)
     yield exact_row(machine, late, a_run, ">= 25 x, >= 70 % of the matrix rate, equal to 1e-4", rounds)
     yield exact_row(machine, early, _hooked_seconds(early), ">= 15 x, equal to 1e-4", rounds)
-    yield direct_path_row(late)
-    yield screened_row(late, a_run)
-    yield from attribution_rows(late)
-    yield memory_row(late)
+    yield direct_path_row(machine, late)
+    yield screened_row(machine, late, a_run)
+    yield from attribution_rows(machine, late)
+    yield memory_row(machine, late)
 
 
 def quick(machine: Machine, device: str) -> Iterator[Row]:
@@ -71,7 +74,7 @@ def exact_row(machine: Machine, task: Task, a_run: float, target: str, rounds: i
     )
 
 
-def direct_path_row(task: Task) -> Row:
+def direct_path_row(machine: Machine, task: Task) -> Row:
     """The edges from one head to the q of all later heads, beside TransformerLens's function for these."""
     graph, raw, n_layers = task.graph, task.model.raw, task.model.shape.n_layers
     source = n_layers // 3
@@ -90,10 +93,12 @@ def direct_path_row(task: Task) -> Row:
     kinds = [kind for layer in range(1, n_layers) for kind in (f"q {layer}", f"k {layer}", f"v {layer}")]
     all_heads = task.graph.among("head", kinds)
     headwater_s = seconds(lambda: task.edges(senders="head", receivers=kinds, direction="denoise"), task.device)
+    work = Work(least_operations(task, all_heads), weights_of(task), done=len(all_heads), unit="edges")
     return Row(
         name=f"edges: head to head, {len(all_heads):,} of {graph.n_edges:,}, exact",
         peer=f"transformer_lens.patching.get_act_patch_direct_path, those of head {source}.0 scaled",
-        floor_s=None,
+        floor_s=machine.floor_of(work),
+        work=work,
         peer_s=peer_s * len(all_heads),
         headwater_s=headwater_s,
         agrees=bool((found.effects[0, 0, :, 0].double() - expected).abs().max() < 1e-4),
@@ -103,15 +108,19 @@ def direct_path_row(task: Task) -> Row:
     )
 
 
-def screened_row(task: Task, a_run: float, verify: int = 500) -> Row:
+def screened_row(machine: Machine, task: Task, a_run: float, verify: int = 500) -> Row:
     """All edges screened and the strongest recomputed, beside a hooked run for each edge."""
     verify = min(verify, task.graph.n_edges // 2)
     found: list[hw.EdgeEffects] = []
     headwater_s = seconds(lambda: found.append(task.edges(method="screened", verify=verify)), task.device)
+    exact = (~found[0].effects[0, 0, :, 0].isnan()).nonzero()[:, 0].tolist()
+    least = least_of_estimates(task) + least_operations(task, exact)
+    work = Work(least, 2 * weights_of(task), done=task.graph.n_edges, unit="edges")
     return Row(
         name=f"edges: screened, the {verify} strongest and 50 others exact",
         peer="one hooked run per edge, all of them scaled",
-        floor_s=None,
+        floor_s=machine.floor_of(work),
+        work=work,
         peer_s=a_run * task.graph.n_edges,
         headwater_s=headwater_s,
         agrees=_agrees_with_hooked_runs(task, found[0]),
@@ -121,7 +130,7 @@ def screened_row(task: Task, a_run: float, verify: int = 500) -> Row:
     )
 
 
-def attribution_rows(task: Task) -> Iterator[Row]:
+def attribution_rows(machine: Machine, task: Task) -> Iterator[Row]:
     """EAP beside TransformerLens's, and EAP-IG beside EAP."""
     times = {}
     parameters = {name: p.requires_grad for name, p in task.model.raw.named_parameters()}
@@ -139,13 +148,18 @@ def attribution_rows(task: Task) -> Iterator[Row]:
     for name, parameter in task.model.raw.named_parameters():
         parameter.requires_grad_(parameters[name])
     found = task.edges(method="eap", direction="denoise")
-    for method in ("eap", "eap-ig"):
-        task.edges(method=method)
-        times[method] = median(seconds(lambda m=method: task.edges(method=m), task.device) for _ in range(3))
+    for method, options in (("eap", {}), ("eap-ig", {"steps": STEPS})):
+        again = partial(task.edges, method=method, **options)
+        again()
+        times[method] = median(seconds(again, task.device) for _ in range(3))
+    done = {"done": task.graph.n_edges, "unit": "edges"}
+    eap = Work(least_of_estimates(task), 2 * weights_of(task), **done)
+    averaged = Work(least_of_estimates(task, steps=STEPS), 4 * weights_of(task), **done)
     yield Row(
         name="edges: EAP",
         peer="transformer_lens attribution_patch, granularity='edge'",
-        floor_s=None,
+        floor_s=machine.floor_of(eap),
+        work=eap,
         peer_s=peer_s,
         headwater_s=times["eap"],
         agrees=_agrees_with_attribution(found, reached[0]),
@@ -154,9 +168,10 @@ def attribution_rows(task: Task) -> Iterator[Row]:
         note="the peer's scores are by position: their sums are compared",
     )
     yield Row(
-        name="edges: EAP-IG of 5 steps",
+        name=f"edges: EAP-IG of {STEPS} steps",
         peer="EAP, by headwater",
-        floor_s=None,
+        floor_s=machine.floor_of(averaged),
+        work=averaged,
         peer_s=times["eap"],
         headwater_s=times["eap-ig"],
         agrees=None,
@@ -165,19 +180,22 @@ def attribution_rows(task: Task) -> Iterator[Row]:
     )
 
 
-def memory_row(task: Task) -> Row:
+def memory_row(machine: Machine, task: Task) -> Row:
     """What the edges of the last layers take, beside the estimate made before the start."""
     shape = task.model.shape
     sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.d_model, "vocab_size": shape.d_vocab}
     receivers = _some_receivers(task)
-    estimate = Footprint(task.model, LENGTH, LENGTH - task.start).edges(task.graph.among(None, receivers))
+    edges = task.graph.among(None, receivers)
+    estimate = Footprint(task.model, LENGTH, LENGTH - task.start).edges(edges)
     held = live_bytes(task.model, lambda: task.edges(receivers=receivers))
     peak = in_fresh_process(_peak, task.device, sizes)
-    headwater_s = seconds(lambda: task.edges(receivers="logits"), task.device)
+    work = Work(least_operations(task, edges), weights_of(task), done=len(edges), unit="edges")
+    headwater_s = seconds(lambda: task.edges(receivers=receivers), task.device)
     return Row(
         name="edges: memory of one pair",
         peer=f"the estimate made before the start, {estimate / 2**20:.0f} MB; tensors hold {held / 2**20:.0f} MB",
-        floor_s=None,
+        floor_s=machine.floor_of(work),
+        work=work,
         peer_s=None,
         headwater_s=headwater_s,
         agrees=0.7 * estimate <= held <= 1.5 * estimate,
@@ -187,14 +205,15 @@ def memory_row(task: Task) -> Row:
     )
 
 
-def least_operations(task: Task) -> float:
-    """Two operations per weight that a token meets, from the first difference on, at every edge.
+def least_operations(task: Task, edges: Sequence[int] | None = None) -> float:
+    """Two operations per weight that a token meets, from the first difference on, at every edge (default: all edges).
 
     Of the 12 d_model² weights of a block: an edge to attention meets its head's part of W_O and the MLP, one to the MLP
     the MLP; in each layer above all, but in the last keys and values alone where nothing is read.
     """
     shape, graph, tokens = task.model.shape, task.graph, LENGTH - task.start
-    stage, kind = graph.stage, graph.receivers.kind[graph.receiver]
+    chosen = slice(None) if edges is None else list(edges)
+    stage, kind = graph.stage[chosen], graph.receivers.kind[graph.receiver][chosen]
     last = shape.n_layers - 1
     weights = 0.0
     for layer in range(shape.n_layers):
@@ -204,6 +223,28 @@ def least_operations(task: Task) -> float:
         above = (heads + mlps) * ((last - 1 - layer) * 12 * tokens + 2 * tokens + 10 if layer < last else 0)
         weights += own + above
     return 2 * shape.d_model**2 * weights
+
+
+def least_of_estimates(task: Task, steps: int = 1) -> float:
+    """Two operations per weight that a token meets in two runs, the later tokens alone in the second, and in gradients.
+
+    A gradient goes back over what a run meets from the first difference on; from each block's q, k and v it goes on to
+    what these read (3 d_model² weights), and is multiplied there with what every sender before adds. Gradients of
+    several steps take a run each.
+    """
+    shape, tokens = task.model.shape, LENGTH - task.start
+
+    def a_run(of: int) -> int:
+        return (shape.n_layers - 1) * 12 * of + 2 * of + 10
+
+    runs = a_run(LENGTH) + a_run(tokens) + (steps * a_run(tokens) if steps > 1 else 0)
+    gradients = steps * (a_run(tokens) + shape.n_layers * 3 * tokens)
+    return 2 * shape.d_model**2 * (runs + gradients) + 2 * tokens * shape.d_model * task.graph.n_edges
+
+
+def weights_of(task: Task) -> float:
+    """Bytes of the weights of all blocks, which are read once at least."""
+    return 4.0 * 12 * task.model.shape.n_layers * task.model.shape.d_model**2
 
 
 def hooked_run(task: Task, sender: str, receiver: str, change: torch.Tensor) -> torch.Tensor:
