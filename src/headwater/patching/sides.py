@@ -159,7 +159,7 @@ def read_sides(model: HookedModel, clean: Any, corrupted: object, ask: Asked, di
         InputError: see `read_pairs` and `corruption_of`.
     """
     if not isinstance(corrupted, Recipe):
-        by_role = ask.by_role if ask.sites else None  # no sites: nodes of whole prompts, which have no roles
+        by_role = None if ask.over == () else ask.by_role  # nodes of whole prompts run over no axis, and have no roles
         return Sides(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
     prompts = read_prompts(model, clean)
     return Sides(prompts, prompts, direction, corruption_of(model, corrupted, prompts, ask.positions))
