@@ -1,11 +1,13 @@
 """The figures of anchored pathways: the published form, its colours, bands and counts, and the controls."""
 
 import dataclasses
+from itertools import combinations
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.transforms import Bbox
 
 import headwater as hw
 from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PINK, PURPLE, RED
@@ -132,6 +134,11 @@ def test_companion_figures_draw_a_panel_per_question_set_and_leave_settings_as_t
     if name != "mode_properties":
         assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == list(SETS)
     assert all(len(ax.lines) for ax in figure.axes)
+    figure.draw_without_rendering()
+    titles = [text for ax in figure.axes for text in (ax.title, ax._left_title) if text.get_text()]
+    boxes = [title.get_window_extent() for title in titles]
+    assert not [pair for pair in combinations(boxes, 2) if Bbox.intersection(*pair) is not None]
+    assert all(box.x1 <= figure.bbox.x1 for box in boxes)
 
 
 def test_flip_rates_are_those_of_the_table(pathways):

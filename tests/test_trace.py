@@ -327,7 +327,7 @@ def test_random_tokens_are_exactly_as_many_and_rows_with_too_few_leave_the_compa
     assert f"{len(enough)} of {len(exact)} examples have as many other question tokens" in report
     assert "knowing only the relation and the answer's words gives AUC" in report
     title = hw.figures.flip_rates(pathways).axes[0].get_title(loc="left")
-    assert title.endswith(f"\nasked (n = {len(exact)}; {len(enough)} with random ones)")
+    assert title.endswith(f"\nasked (n = {len(exact)}; random: {len(enough)})")
 
 
 def test_a_result_of_the_first_version_is_read_and_refused_where_it_cannot_answer(by_question, tmp_path):

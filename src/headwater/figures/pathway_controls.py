@@ -47,6 +47,7 @@ PANEL = (2.5, 1.9)
 NARROW = 2.4
 """Inches of a panel below which a legend stands in one column."""
 MOST_ACROSS = 4
+RANDOM_ARE = "random: examples with as many random tokens"
 
 
 def flip_rates(
@@ -75,11 +76,11 @@ def flip_rates(
                     ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
                     ax.plot(line["layer"], 100 * line["flip_rate"], markersize=2.6, label=intervention, **look)
             ax.axvline(main_layer(pathways, name), color=FAINT, linewidth=0.7, linestyle=":")
-            ax.set(title=_titled(pathways, name), xlabel="Layer")
+            ax.set(title=_titled(pathways, name, len(axes)), xlabel="Layer")
             ax.set_ylim(bottom=0)
             whole_numbers(ax.xaxis)
         shared_label(axes, "Predictions that flip (%)")
-        _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*, the probe's best layer")
+        _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*, the probe's best layer\n{RANDOM_ARE}")
         return entitled(figure, axes, pathways, "predictions that flip", title)
 
 
@@ -112,11 +113,11 @@ def controls(
                 y = np.arange(len(shown)) + shift
                 ax.hlines(y, rows["delta_p_low"], rows["delta_p_high"], colors=color, linewidths=1.2)
                 ax.plot(rows["delta_p"], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
-            ax.set(title=_titled(pathways, dataset, "\n"), xlabel="ΔP at l* (percentage points)")
+            ax.set(title=_titled(pathways, dataset, len(axes)), xlabel="ΔP at l* (percentage points)")
             ax.set_yticks(range(len(shown)), shown)
             ax.set_ylim(len(shown) - 0.5, -0.5)
             ax.xaxis.set_major_locator(MaxNLocator(4))
-        _legend_below(figure, axes, f"{LINES_ARE}; l*: the probe's best layer")
+        _legend_below(figure, axes, f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}")
         return entitled(figure, axes, pathways, "ΔP beside controls", title)
 
 
@@ -166,12 +167,16 @@ def shared_label(axes: list[Axes], text: str) -> None:
             ax.set_ylabel(text)
 
 
-def _titled(pathways: Pathways, dataset: str, between: str = " ") -> str:
-    """A question set, how many of its examples were intervened upon, and how many have as many random tokens as E_Q."""
+def _titled(pathways: Pathways, dataset: str, n_panels: int) -> str:
+    """A question set, how many of its examples were intervened upon, and how many have as many random tokens as E_Q.
+
+    On a line of their own where there are several panels, so that their titles do not meet.
+    """
     examples = pathways.modes.loc[pathways.modes["dataset"] == dataset, "example"].nunique()
     at_best = pathways.controls_at_best[pathways.controls_at_best["dataset"] == dataset]
     random = at_best.loc[(at_best["intervention"] == RANDOM) & (at_best["group"] == ALL), "examples"].sum()
-    beside = f"; {random:,} with random ones" if random else ""
+    beside = f"; random: {random:,}" if random else ""
+    between = " " if n_panels == 1 else "\n"
     return f"{label(dataset)}{between}(n = {examples:,}{beside})"
 
 
