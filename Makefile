@@ -63,6 +63,7 @@ new-enough:
 	@$(PYTHON) -c "import sys; sys.exit('headwater needs Python 3.11 or newer, this is ' + sys.version.split()[0] if sys.version_info < (3, 11) else 0)"
 
 .venv-demo/ready: pyproject.toml constraints.txt | new-enough
+	@echo "Installing PyTorch and what the demo needs into .venv-demo: minutes, once; what was downloaded is kept by pip."
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip --disable-pip-version-check install -q "torch==2.13.0"
 	.venv-demo/bin/python -m pip --disable-pip-version-check install -q -e .

@@ -81,6 +81,7 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
     assert summary["model"] == "embedded"
     assert list(summary["analyses"]) == ["heads", "answers", "patching"]
     assert "[2/3] What the model answers" in noise
+    assert "3 analyses, about three minutes on one core with 300 questions of each set. Ctrl-C stops them;" in noise
     for name in ("heads.png", "heads.pdf", "heads.svg", "table.parquet", "table.csv"):
         assert (tmp_path / "heads" / name).stat().st_size > 1000
     assert not HeadMap.load(tmp_path / "heads").salient(1, 0).empty
@@ -102,6 +103,7 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
     code, printed, _ = run(*command, "--quiet")
     assert code == 0
     assert (tmp_path / "index.html").read_text() == text
+    assert "3 of 3 analyses are done." in printed
     assert f"Open {tmp_path / 'index.html'} in a browser." in printed
     code, _, error = run("demo", "--questions", 50, "--out", tmp_path, "--quiet")
     assert code == 2
@@ -141,6 +143,9 @@ def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tm
     assert analyses["saliency"] == {"failed": "It needs the analysis 'answers', which failed."}
     assert analyses["memorization"] == {"failed": "No such thing."}
     assert analyses["heads"] == {"all": 1}
+    code, printed, _ = run("demo", "--out", tmp_path, "--quiet")
+    assert f"{STEPS['memorization'].title}: failed: No such thing." in printed
+    assert "1 of 4 analyses are done." in printed
     page = Page((tmp_path / "index.html").read_text())
     assert_self_contained(page)
     assert HOSTILE in "".join(page.text)

@@ -10,10 +10,12 @@ from rich.console import Console
 
 from headwater.cli.command import AsJson, Quiet, continues, is_main, plain, report, screen
 
+QUESTIONS = 300
+
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page, figures and tables.")] = Path("runs/demo"),
-    questions: Annotated[int, typer.Option(help="Questions of each of the four sets.")] = 300,
+    questions: Annotated[int, typer.Option(help="Questions of each of the four sets.")] = QUESTIONS,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -30,6 +32,13 @@ def demo(
         from headwater.demo.tour import Tour
         from headwater.models.loading import load
 
+        if not quiet:
+            often = "" if questions == QUESTIONS else f" with {QUESTIONS} questions of each set"
+            screen.print(
+                f"{len(STEPS)} analyses, about three minutes on one core{often}. "
+                "Ctrl-C stops them; the same command goes on where it stopped.",
+                soft_wrap=True,
+            )
         tour = Tour(Seen(load(), questions), out, not quiet)
         for number, (name, step) in enumerate(STEPS.items(), start=1):
             if not quiet:
@@ -46,8 +55,9 @@ def demo(
 
 
 def _show(summary: dict[str, Any], titles: dict[str, str], console: Console) -> None:
-    for name, found in summary["analyses"].items():
-        failed = isinstance(found, dict) and "failed" in found
-        state = f"[red]failed[/]: {plain(found['failed'])}" if failed else "done"
-        console.print(f"{titles[name]}: {state}")
-    console.print(f"\nOpen [bold]{plain(summary['files'][0])}[/] in a browser.")
+    analyses = summary["analyses"]
+    failed = {name: one["failed"] for name, one in analyses.items() if isinstance(one, dict) and "failed" in one}
+    for name, why in failed.items():
+        console.print(f"{titles[name]}: [red]failed[/]: {plain(why)}")
+    console.print(f"\n{len(analyses) - len(failed)} of {len(analyses)} analyses are done.")
+    console.print(f"Open [bold]{plain(summary['files'][0])}[/] in a browser.")
