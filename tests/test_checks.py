@@ -1,5 +1,6 @@
 """The self-checks: each passes where all is well, and each is made to fail on a real model."""
 
+import math
 import warnings
 
 import pytest
@@ -123,6 +124,14 @@ def test_a_weight_that_is_no_number_is_found_and_named(family, value):
     with pytest.raises(ModelError, match="NaN or infinite"):
         hw.load(hf, tokenizer=tiny_tokenizer())
     assert name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_whose_sum_overflows_are_finite_and_infinities_that_cancel_are_not(dtype):
+    largest = torch.finfo(dtype).max
+    assert checks._is_finite(torch.full((300,), largest, dtype=dtype))
+    assert not checks._is_finite(torch.tensor([math.inf, -math.inf], dtype=dtype))
+    assert not checks._is_finite(torch.tensor([1.0, math.nan], dtype=dtype))
 
 
 def test_a_tokenizer_must_fit_the_vocabulary():

@@ -19,6 +19,7 @@ from transformers import core_model_loading as core
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.models import loading
+from headwater.models.unread import NothingUnread
 from headwater.models.weights.checkpoint import read_config
 from headwater.models.weights.opening import open_weights
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
@@ -428,3 +429,22 @@ def test_the_name_of_a_model_in_place_of_the_model_is_one_clear_error(tmp_path):
     )
     expected = "model must be what hw.load returns, found a str: hw.load(...) it first."
     assert ran.stdout.splitlines() == [f"{name} {expected}" for name in names]
+
+
+def test_what_is_put_together_is_not_filled_or_joined_for_nobody_and_all_is_as_usual_afterwards(monkeypatch):
+    hf, joined = tiny_model("gpt2"), []
+    own = loading.NothingUnread._is_embedding
+    monkeypatch.setattr(
+        loading.NothingUnread, "_is_embedding", lambda self, one: joined.append(own(self, one)) or joined[-1]
+    )
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    assert any(joined)  # TransformerLens asked for them joined while it looked for hooks
+    expected = torch.cat([hf.transformer.wte.weight, hf.transformer.wpe.weight])
+    torch.testing.assert_close(model.raw.W_E_pos, expected)
+    new = torch.empty(400)
+    with NothingUnread():
+        torch.nn.init.normal_(new.zero_())
+        assert not new.any()
+        assert torch.nn.LayerNorm(3).weight.tolist() == [1, 1, 1]
+    torch.nn.init.normal_(new)
+    assert new.std() > 0.5

@@ -54,12 +54,17 @@ def finite_weights(model: Model) -> None:
         ModelError: a parameter holds NaN or infinity; the message names it.
     """
     for name, parameter in model.raw.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.stack(torch.aminmax(parameter)).isfinite().all()):
+        if parameter.is_floating_point() and not _is_finite(parameter):
             bad = int((~parameter.isfinite()).sum())
             raise ModelError(
                 f"{model.name}: {bad} of {parameter.numel()} numbers of {name.replace('._original_component', '')} are "
                 "NaN or infinite; the checkpoint is damaged."
             )
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether there is neither NaN nor infinity: the sum is neither, or, where it overflows, the least and largest."""
+    return bool(values.sum().isfinite()) or bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 def tokenizer_fits(tokenizer: PreTrainedTokenizerBase, d_vocab: int) -> None:

@@ -37,6 +37,7 @@ from headwater.models.other_options import LOAD, takes_no_more
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokenizers import load_tokenizer
+from headwater.models.unread import NothingUnread
 from headwater.models.weights.checkpoint import (
     checkpoint_folder,
     one_line,
@@ -227,14 +228,15 @@ def _boot(
         checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
     seen, embedding = see(hf, name), hf.get_input_embeddings()
     try:
-        raw = build_bridge_from_module(
-            hf,
-            architecture,
-            hf_config=config_for_adapter(hf.config),
-            tokenizer=_for_bridge(tokenizer),
-            model_name=name,
-            post_adapter_hook=setter_right(hf.config),
-        )
+        with NothingUnread(getattr(embedding, "weight", None)):
+            raw = build_bridge_from_module(
+                hf,
+                architecture,
+                hf_config=config_for_adapter(hf.config),
+                tokenizer=_for_bridge(tokenizer),
+                model_name=name,
+                post_adapter_hook=setter_right(hf.config),
+            )
     except Exception as error:  # an adapter fails in its own way on what it was not written for
         raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {one_line(error)}") from error
     model = HookedModel(
