@@ -5,6 +5,8 @@ import torch
 import transformers as tf
 
 import headwater as hw
+from headwater.circuits.circuit import made
+from headwater.circuits.graph import Graph
 from headwater.models.weights import fingerprint
 from tests.host_syncs import HostSyncs
 from tests.tiny import tiny_tokenizer
@@ -39,6 +41,13 @@ def texts(n, length):
     return list(map(tiny_tokenizer().decode, ids(n, length)))
 
 
+def circuit_of(model):
+    """Half of all edges, by lot."""
+    graph = Graph.of(model.shape)
+    order = torch.randperm(graph.n_edges, generator=torch.Generator().manual_seed(0))
+    return made(graph, order[: graph.n_edges // 2].tolist())
+
+
 NODES = [{"site": "z", "layer": 0, "head": 1}, {"site": "mlp_out", "layer": 1, "position": 2}]
 NEVER_MORE = {
     "patch residuals": lambda m, *n: hw.patch(m, *pairs(*n), metric=METRIC, sites="resid_pre", **QUIET),
@@ -60,21 +69,23 @@ NEVER_MORE = {
 """What waits as often for any number of layers, heads, tokens and examples (of one batch)."""
 PER_LAYER = {
     "attribution": (
-        1,
+        0,
         lambda m, *n: hw.patch(
             m, *pairs(*n), metric=METRIC, sites="z", over=["layer", "head"], method="attribution", **QUIET
         ),
     ),
-    "direct logit attribution": (5, lambda m, *n: hw.direct_logit_attribution(m, ids(*n), tokens=(5, 6), **QUIET)),
-    "heads": (32, lambda m, n, length: hw.classify_heads(m, relations=suite(n), **QUIET)),
-    "attention behaviour": (20, lambda m, *n: hw.attention_behaviour(m, **QUIET)),
+    "direct logit attribution": (1, lambda m, *n: hw.direct_logit_attribution(m, ids(*n), tokens=(5, 6), **QUIET)),
+    "heads": (20, lambda m, n, length: hw.classify_heads(m, relations=suite(n), **QUIET)),
+    "attention behaviour": (4, lambda m, *n: hw.attention_behaviour(m, **QUIET)),
     "paths": (
-        1,
+        0,
         lambda m, *n: hw.path_patch(
             m, *pairs(*n), senders=["embed", "mlp 0"], receivers=["logits", "mlp 1"], metric=METRIC, **QUIET
         ),
     ),
-    "estimates of edges": (3, lambda m, *n: hw.edges(m, *pairs(*n), metric=METRIC, method="eap", **QUIET)),
+    "estimates of edges": (0, lambda m, *n: hw.edges(m, *pairs(*n), metric=METRIC, method="eap", **QUIET)),
+    "estimates by sublayer": (2, lambda m, *n: hw.edges(m, *pairs(*n), metric=METRIC, method="sublayer", **QUIET)),
+    "circuits": (2, lambda m, *n: hw.run_circuits(m, *pairs(*n), circuit_of(m), metric=METRIC, **QUIET)),
 }
 """What waits so often for a further layer, and no more for a further head or token."""
 

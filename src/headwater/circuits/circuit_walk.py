@@ -19,7 +19,7 @@ a run, those that no path from the embedding reaches (there s(now) = s(O)).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -134,8 +134,8 @@ class _Projection:
         self.outside = {kind: made[kind].clone() for kind in KINDS}
         normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
         every = {kind: torch.arange(made[kind].shape[2]) for kind in KINDS}
-        self.by_weights = self._has_weights and all(
-            _near(self._columns(kind, normed.expand(len(heads), -1, -1), heads), made[kind][0].movedim(1, 0))
+        self.by_weights = self._has_weights and _near(
+            (self._columns(kind, normed.expand(len(heads), -1, -1), heads), made[kind][0].movedim(1, 0))
             for kind, heads in every.items()
         )
 
@@ -297,7 +297,10 @@ def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], i
         into[torch.from_numpy(rows)] = a @ b
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
-    tolerance = max(NEAR, 16 * torch.finfo(b.dtype).eps)
-    apart, largest = torch.stack([(a - b).abs().max(), b.abs().max().to(a)]).tolist()
-    return bool(apart <= tolerance * max(1e-6, largest))
+def _near(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Whether tensors are near others, each beside the largest number of its other; the host waits once for all."""
+    ends, tolerance = [], NEAR
+    for a, b in pairs:
+        ends.append(torch.stack([(a - b).abs().max(), b.abs().max()]).double())
+        tolerance = max(tolerance, 16 * torch.finfo(b.dtype).eps)
+    return all(apart <= tolerance * max(1e-6, largest) for apart, largest in torch.stack(ends).tolist())

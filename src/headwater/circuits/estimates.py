@@ -198,7 +198,8 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
     sender, receiver = graph.sender[edges], graph.receiver[edges]
     kind, head = (torch.from_numpy(column[receiver]) for column in (graph.receivers.kind, graph.receivers.head))
     changed = torch.from_numpy(np.flatnonzero(exact.changed[: int(sender.max()) + 1]))
-    found = torch.zeros(len(edges), len(slopes.by_metric), dtype=torch.float64)
+    device = exact.changes.device
+    found = torch.zeros(len(edges), len(slopes.by_metric), dtype=torch.float64, device=device)
     metrics = range(len(slopes.by_metric))
     with exact.rows.blocks.fused():
         if len(changed) and bool((kind < len(KINDS)).any()):
@@ -211,7 +212,7 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
             slope = torch.stack([slopes.at(m, "mlp_out", stage).mean(0)[reached] for m in metrics])
             mlp = (kind == len(KINDS)).nonzero()[:, 0]
             found[mlp] = _written_by_mlp(exact, stage, changed, slope)[torch.from_numpy(sender)[mlp]].double()
-    return found
+    return found.cpu()
 
 
 def _written_by_heads(
@@ -219,7 +220,7 @@ def _written_by_heads(
 ) -> Float[Tensor, "kind sender head metric"]:
     """By q, k, v, sender and (key-value) head: what the heads that read it write, along the gradient."""
     receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
-    found = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope))
+    found = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope), device=slope.device)
     for some in senders.split(exact.rows.at_once) if len(senders) else ():
         with receivers.hooked():
             own = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
@@ -229,7 +230,7 @@ def _written_by_heads(
             along = torch.einsum("sphk,mphk->shm", written.to(slope), slope)
             if kind != "q":
                 along = along.unflatten(1, (-1, receivers.group)).sum(2)
-            found[number, some, : along.shape[1]] = along.float().cpu()
+            found[number, some, : along.shape[1]] = along.float()
     return found
 
 
@@ -239,8 +240,8 @@ def _written_by_mlp(
     """By sender: what the MLP writes of it, along the gradient."""
     rows = exact.rows
     read = rows.read_by_mlp(layer)
-    found, recorded = torch.zeros(len(exact.changes), len(slope)), rows.base("mlp_out", layer)
+    found, recorded = torch.zeros(len(exact.changes), len(slope), device=slope.device), rows.base("mlp_out", layer)
     for some in senders.split(rows.at_once):
         written = rows.feed_forward(layer, read + exact.reaching(layer)[1][some]) - recorded
-        found[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float().cpu()
+        found[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float()
     return found

@@ -69,10 +69,12 @@ def eigenvalue_share(
     W_V: Float[Tensor, "head d_model d_head"],
 ) -> Float[Tensor, " head"]:
     """Return Σ λ / Σ |λ| of W_O · joined · W_V, head by head; NaN where all eigenvalues are 0 but for rounding."""
-    twins = (W_O.double() @ joined @ W_V.double()).cpu()
+    made = W_O.double() @ joined @ W_V.double()
+    sizes = [factor.double().square().sum((-1, -2)).sqrt().expand(len(W_O)) for factor in (W_O, joined, W_V)]
+    both = torch.cat([made.flatten(1), torch.stack(sizes, 1)], dim=1).cpu()  # a GPU's host waits once
+    twins, norms = both[:, : -len(sizes)].view(made.shape), both[:, -len(sizes) :].T
     values: Inexact[Tensor, "head d_head"] = torch.linalg.eigvals(twins)
     size = values.abs().sum(-1)
-    norms = [factor.double().square().sum((-1, -2)).sqrt().cpu() for factor in (W_O, joined, W_V)]
     nothing = ROUNDING * norms[0] * norms[1] * norms[2] / len(joined)
     return torch.where(size > nothing, twins.diagonal(dim1=1, dim2=2).sum(-1) / size, torch.nan)
 

@@ -141,15 +141,20 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
         device = pattern.device
         if device not in there:
             there[device] = (keys.to(device), visible.to(device))
-        found = attention_on(pattern, *there[device])
+        for name, values in attention_on(pattern, *there[device]).items():
+            kept.setdefault(name, []).append(values)
         if said_once is not None:
-            found |= centred_scores(pattern, there[device][1], said_once)
-        for name, values in found.items():
-            kept.setdefault(name, []).append(values.cpu())
+            scores = centred_scores(pattern, there[device][1], said_once)
+            moved = torch.stack(list(scores.values())).cpu()  # of one layer at a time: these are large
+            for name, values in zip(scores, moved, strict=True):
+                kept.setdefault(name, []).append(values)
 
     hooks = [(hook_name("pattern", layer), looks(reduce)) for layer in range(model.shape.n_layers)]
     model.run(batch, hooks, stop_at=model.shape.n_layers)
-    made = {name: torch.stack(values, dim=2 if name in SUMS else 0) for name, values in kept.items()}
+    made = {
+        name: torch.stack([one.to(values[0].device) for one in values], dim=2 if name in SUMS else 0).cpu()
+        for name, values in kept.items()
+    }
     counts = keys.sum(-1)
     made |= {"queries": (counts > 0).sum(-1).T.contiguous(), "keys": counts.sum(-1).T.contiguous()}
     return made | {"tokens": batch.lengths}
@@ -174,8 +179,8 @@ def centred_scores(
 ) -> dict[str, Float[Tensor, "head kept kept"]]:
     """Sum over sequences the scores before the softmax, less their mean over a query's keys, and their squares."""
     span = slice(positions.start, positions.stop)
-    block, seen = pattern[:, :, span, span].cpu().double(), visible[:, None, span, span].cpu()
-    seen = seen & (block > 0)
+    block = pattern[:, :, span, span].double()
+    seen = visible[:, None, span, span] & (block > 0)
     logs = torch.where(seen, block, 1).log()
     mean = logs.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
     centred = torch.where(seen, logs - mean, 0)

@@ -164,7 +164,7 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null: Null | None, items: bo
             any_accepted(hits, suite.pair_item, len(suite.item_source))
             for hits in (top, bottom, beyond_top, beyond_bottom)
         ]
-        shares = torch.stack([_shares(suite, hits) for hits in found])
+        shares = _shares(suite, torch.stack(found))
         wanted = _relations_hit(suite, torch.stack(found[:2])) if null == "where hit" else None
         moments = _null_moments(maps, suite, wanted) if null else None
         return LayerScores(
@@ -178,10 +178,10 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null: Null | None, items: bo
         )
 
 
-def _shares(suite: SuitePairs, hits: Bool[Tensor, "head item"]) -> Float[Tensor, "head relation"]:
+def _shares(suite: SuitePairs, hits: Bool[Tensor, "score head item"]) -> Float[Tensor, "score head relation"]:
     """The share of each relation's items that hit."""
-    counts = torch.zeros(len(hits), len(suite.k), dtype=torch.float64, device=hits.device)
-    return (counts.index_add_(1, suite.item_relation, hits.double()) / suite.items).cpu()
+    counts = torch.zeros(*hits.shape[:2], len(suite.k), dtype=torch.float64, device=hits.device)
+    return (counts.index_add_(2, suite.item_relation, hits.double()) / suite.items).cpu()
 
 
 def any_accepted(hits: Bool[Tensor, "*row pair"], item: Int[Tensor, "pair"], n_items: int) -> Bool[Tensor, "*row item"]:

@@ -51,7 +51,7 @@ CUDA_WORKSPACE = 16
 
 @dataclass(frozen=True)
 class Triples:
-    """Pairs of chosen heads, head after head."""
+    """Pairs of chosen heads, by ascending head."""
 
     head: Int[Tensor, "triple"]
     source: Int[Tensor, "triple"]
@@ -223,9 +223,11 @@ def head_values(maps: OVMaps, x: Float[Tensor, "source d_model"]) -> Float[Tenso
 def head_outputs(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple d_model"]:
     """Return y = x_s W_V W_O in float64: what the triple's head writes for its source."""
     y = torch.empty(len(triples), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
-    heads, counts = triples.head.unique_consecutive(return_counts=True)
+    counts = (triples.head == torch.arange(maps.n_heads, device=y.device)[:, None]).sum(1)
     start = 0
-    for head, count in torch.stack([heads, counts], 1).tolist():
+    for head, count in enumerate(counts.tolist()):
+        if not count:
+            continue
         rows = slice(start, start + count)
         z = maps.x[triples.source[rows]].double() @ maps.W_V[maps.value_head(head)].double()
         y[rows] = z @ maps.W_O[head].double()

@@ -35,7 +35,7 @@ class Model(Recorded, Protocol):
     unwrapped_checked: dict[frozenset[int], bool]
     fixed_step_checked: bool | None
     without_wrappers: Any
-    factors_checked: tuple[str, set[tuple[int, str]]] | None
+    factors_checked: tuple[str, set[str]] | None
 
     @property
     def device(self) -> torch.device:

@@ -16,7 +16,7 @@ from headwater.models.tokens import Batch
 from headwater.models.weights.checkpoint import first_line
 from headwater.models.weights.effective_embedding import bos_token, check_request, chunks
 from headwater.models.weights.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
-from headwater.models.weights.weight_source import HeadWeights, OVWeights, WeightSource, finite
+from headwater.models.weights.weight_source import HeadWeights, OVWeights, WeightSource, check_finite, finite
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -37,8 +37,8 @@ class LoadedWeights(WeightSource):
         super().__init__(model.name, model.revision, model.shape, model.dtype)
         self.model = model
         self.device = model.device
-        self._sound: set[tuple[int, str]] = set()
-        """The layers and factors that were checked."""
+        self._sound: set[str] = set()
+        """The tensors that were looked at for NaN, and the layers whose heads were held against a run."""
         if known is not None:
             if model.factors_checked is None or model.factors_checked[0] != known:
                 model.factors_checked = known, self._sound
@@ -69,12 +69,12 @@ class LoadedWeights(WeightSource):
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads."""
         names = [field.name for field in fields(HeadWeights) if field.name.startswith(("W_", "b_"))]
-        return HeadWeights(layer, **self._factors(layer, names), norm_gain=self._attention_gain(layer))
+        return HeadWeights(layer, **self._factors(layer, names))
 
     def ov(self, layer: int) -> OVWeights:
         """W_V and W_O of one layer's heads."""
         factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
-        return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=self._attention_gain(layer))
+        return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=factors["norm_gain"])
 
     def attention_out(self, layer: int) -> tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, "d_model"] | None]:
         """W_O and b_O of one layer's heads."""
@@ -117,15 +117,20 @@ class LoadedWeights(WeightSource):
         return self._checked(torch.cat(rows), f"effective embedding {kind}")
 
     def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
-        """Factors of one layer's heads by name, after those of values and outputs were held against a run."""
+        """Factors of one layer's heads by name, and its norm's gain; values and outputs were held against a run."""
         self._check_layer(layer)
         refuse_clipped(self.model.config, self.shape.architecture)
-        factors = {name: self._factor(layer, name) for name in names}
+        found = {name: self._factor(layer, name) for name in names}
+        at = f"blocks.{layer}"
+        norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
+        self._look({f"{at}.attn.{name}": factor for name, factor in found.items() if factor is not None} | norm)
+        factors = {name: None if factor is None else self._given(factor) for name, factor in found.items()}
+        factors["norm_gain"] = self._gain_of(norm)
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")
-        if is_bridge(self.model.raw) and (layer, "heads") not in self._sound:
+        if is_bridge(self.model.raw) and f"{at}: heads" not in self._sound:
             self._heads_seen.check(layer, factors)
-            self._sound.add((layer, "heads"))
+            self._sound.add(f"{at}: heads")
         return factors
 
     @cached_property
@@ -142,17 +147,16 @@ class LoadedWeights(WeightSource):
             value = own if isinstance(own, Tensor) else getattr(attention, name, None)
         except NotImplementedError as error:  # multi-head latent attention
             raise self._no_factors(layer, first_line(error).split(". ")[0]) from None
-        if value is None or (layer, name) in self._sound:
-            return None if value is None else self._given(value.detach())
-        self._sound.add((layer, name))
-        return self._checked(value, f"blocks.{layer}.attn.{name}")
+        return None if value is None else value.detach()
+
+    def _look(self, named: Mapping[str, Tensor]) -> None:
+        """Look for NaN and infinity in those that were not looked at before, in all at once."""
+        new = {name: tensor for name, tensor in named.items() if name not in self._sound}
+        check_finite(new)
+        self._sound.update(new)
 
     def _no_factors(self, layer: int, reason: str) -> ModelError:
         return ModelError(f"{self.shape.architecture} has no factors of single heads in layer {layer}: {reason}.")
-
-    def _attention_gain(self, layer: int) -> Tensor:
-        """The gain of the norm in front of attention; ones where there is none (OLMo 2, EXAONE 4)."""
-        return self._gain(getattr(self.model.raw.blocks[layer], "ln1", None), f"blocks.{layer}.ln1")
 
     @cached_property
     def _adds_positions(self) -> bool:
@@ -169,13 +173,24 @@ class LoadedWeights(WeightSource):
         return self.model.run(Batch(pairs, torch.ones_like(pairs, dtype=torch.bool)), stop_at=1)[:, 1]
 
     def _gain(self, norm: Any, name: str) -> Tensor:
-        """A norm's gain. A HookedTransformer calls it w (Gemma's 1 is in it), or has folded it into what follows."""
-        if getattr(norm, "weight", None) is not None:
-            offset = 1.0 if getattr(self.model.raw.cfg, "rmsnorm_uses_offset", False) else 0.0
-            return self._checked(norm.weight, f"{name}.weight") + offset
-        if hasattr(norm, "w"):
-            return self._checked(norm.w, f"{name}.w")
-        return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
+        """A norm's gain."""
+        named = self._norm(norm, name)
+        self._look(named)
+        return self._gain_of(named)
+
+    def _norm(self, norm: Any, name: str) -> dict[str, Tensor]:
+        """What a norm multiplies by, by name. A HookedTransformer calls it w, or has folded it into what follows."""
+        part = "weight" if getattr(norm, "weight", None) is not None else "w"
+        gain = getattr(norm, part, None)
+        return {} if gain is None else {f"{name}.{part}": gain.detach()}
+
+    def _gain_of(self, named: Mapping[str, Tensor]) -> Tensor:
+        """The gain of a norm; ones where there is none (OLMo 2, EXAONE 4). In w of a HookedTransformer Gemma's 1 is."""
+        if not named:
+            return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
+        [(name, tensor)] = named.items()
+        offset = getattr(self.model.raw.cfg, "rmsnorm_uses_offset", False) and name.endswith(".weight")
+        return self._given(tensor) + (1.0 if offset else 0.0)
 
     def _checked(self, tensor: Tensor, name: str) -> Tensor:
         return self._given(finite(tensor.detach(), name))

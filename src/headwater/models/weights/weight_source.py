@@ -159,10 +159,24 @@ def finite(tensor: Tensor, name: str) -> Tensor:
     Raises:
         ModelError: it holds NaN or infinite values.
     """
-    ends = torch.stack(torch.aminmax(tensor.detach()))
-    if not bool(ends.isfinite().all()):
-        bad = int(torch.count_nonzero(~tensor.isfinite()))
-        raise ModelError(
-            f"Tensor {name!r} holds {bad} values of {tensor.numel()} that are NaN or infinite; fetch or save it again."
-        )
+    check_finite({name: tensor})
     return tensor
+
+
+def check_finite(named: Mapping[str, Tensor]) -> None:
+    """Look for NaN and infinite values in some tensors of one device, for which a GPU's host waits once.
+
+    Raises:
+        ModelError: one holds some; its name is said.
+    """
+    if not named:
+        return
+    ends = torch.stack([end.double() for tensor in named.values() for end in torch.aminmax(tensor.detach())])
+    if bool(ends.isfinite().all()):
+        return
+    name, tensor, bad = next(
+        (name, tensor, bad) for name, tensor in named.items() if (bad := int(torch.count_nonzero(~tensor.isfinite())))
+    )
+    raise ModelError(
+        f"Tensor {name!r} holds {bad} values of {tensor.numel()} that are NaN or infinite; fetch or save it again."
+    )
