@@ -197,5 +197,10 @@ def test_the_published_style_has_the_published_series_in_two_columns_and_nothing
     for one, other in zip(ours.axes[0].lines, figure.axes[0].lines, strict=True):
         assert np.array_equal(one.get_ydata(), other.get_ydata())
     assert [line.get_color() for line in lines_of(figure.axes[0])[4:]] == list(PUBLISHED)
+    own = plt.figure().add_subplot()
+    assert hw.figures.delta_p([pathways], titles=["A"], style="published", ax=own) is own
+    assert [text.get_text() for text in own.get_legend().get_texts()] == words
+    assert (own.get_title(loc="left"), own.get_ylabel()) == ("A", "ΔP")
+    assert [line.get_color() for line in lines_of(own)[4:]] == list(PUBLISHED)
     with pytest.raises(InputError, match="published"):
         hw.figures.delta_p([pathways], style="paper")

@@ -12,7 +12,7 @@ import headwater as hw
 from headwater.colors import BLUE, GREEN, ORANGE
 from headwater.errors import InputError
 from headwater.figures.depth_profile import depth_profiles
-from headwater.figures.published import lettered, set_name
+from headwater.figures.published import lettered, set_name, set_names
 from tests import chance
 from tests.test_depth_figures import made_up
 from tests.test_head_map_figure import random_map
@@ -192,3 +192,36 @@ def test_what_cannot_be_drawn_is_one_line(arguments, message, capsys, monkeypatc
     assert code != 0
     assert message in " ".join(err.split())
     assert "Traceback" not in err
+
+
+def test_a_single_published_panel_is_drawn_on_the_axes_that_were_given():
+    def drawn(draw, result):
+        figure, ax = plt.subplots()
+        assert draw([result], style="published", ax=ax) is ax
+        assert figure.axes == [ax]
+        legend = ax.get_legend()
+        return ax, legend and [text.get_text() for text in legend.get_texts()]
+
+    ax, words = drawn(hw.figures.head_maps, random_map(4, 8, "microsoft/phi-2", share=0.5))
+    assert words == legend_of(hw.figures.head_maps([random_map(4, 8, "microsoft/phi-2", share=0.5)], style="published"))
+    assert ax.get_title(loc="left") == "Phi-2"
+    assert all(len(set(collection.get_sizes())) == 1 for collection in ax.collections)
+
+    result = made(("triviaqa", "nq_open"), scale=1.0, model="meta-llama/Meta-Llama-3-70B")
+    ax, words = drawn(hw.figures.saliency, result)
+    alone = hw.figures.saliency([result], style="published")
+    assert words == legend_of(alone)
+    assert (ax.get_xlabel(), ax.get_title(loc="left")) == ("Saliency Score", "Llama-3-70B")
+    assert [line.get_color() for line in ax.lines] == [line.get_color() for line in alone.axes[0].lines]
+
+    ax, _ = drawn(depth_profiles, made_up(chance.rng(), "meta-llama/Llama-2-7b-chat-hf"))
+    assert ax.get_title(loc="left") == "LLaMA-2 7B Chat"
+    assert ax.get_ylabel().replace("\n", " ") == "Depthwise Average MIN-K%"
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["Depth 1", "Depth 2", "Depth 3"]
+
+
+def test_two_sets_of_one_published_name_are_told_apart():
+    assert set_names(["popqa", "nq", "nq_open"]) == {"popqa": "PopQA", "nq": "NQ, nq", "nq_open": "NQ, nq_open"}
+    words = legend_of(hw.figures.saliency([made(("nq", "nq_open"), scale=1.0)], style="published"))
+    kinds = ("E_Q \\to E_A", "E_Q \\to *")
+    assert words == [f"$S_{{{kind}}}$ (NQ, {name})" for kind in kinds for name in ("nq_open", "nq")]

@@ -80,7 +80,7 @@ def depth_profiles(
         profiles: results of `memorization`.
         labels: a title per model. Default: the models' names, without the folders in front.
         style: "headwater", or "published": lettered panels, those of the score gap in rows of their own and for models
-            that have scores alone; models and axes by their published names, without counts.
+            that have scores alone; models and axes by their published names, without counts. On `ax` without a letter.
         ax: where to draw the boxes of a single profile, without the densities; default: a new figure.
         title: above all panels; of the boxes on `ax`, in place of the model's name.
         figsize: width and height of a new figure, in inches.
@@ -98,7 +98,8 @@ def depth_profiles(
         raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
     if ax is not None:
         with shared_look():
-            plot_boxes(profiles[0], ax).set_title(f"{labels[0]}: {SEEN}")
+            (_published_boxes if as_published else plot_boxes)(profiles[0], ax)
+            ax.set_title(labels[0] if as_published else f"{labels[0]}: {SEEN}")
         return dressed(ax, title, None)
     with shared_look():
         figure = (_published_panels if as_published else _panels)(profiles, labels)

@@ -55,6 +55,8 @@ LEGEND_ROW = 4.6
 """The width of the published legend in two rows."""
 HEADING = 0.3
 SEEN = "heads by category"
+BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 3, "columnspacing": 1.0}
+"""Where the legend of a map stands on a caller's axes."""
 
 
 @DRAWINGS.add(HeadMap)
@@ -70,12 +72,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     """
     checked_place(ax, 1, None)
     with shared_look():
-        place: dict[str, Any] = {
-            "loc": "upper center",
-            "bbox_to_anchor": (0.5, -0.16),
-            "ncols": 3,
-            "columnspacing": 1.0,
-        }
+        place = BELOW
         if ax is None:
             n_layers, n_heads = _extent(head_map)
             cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
@@ -115,7 +112,7 @@ def head_maps(
         columns: maps in a row; up to four by default, in the published style two.
         style: "headwater" or "published": panels and marks of one size, and a legend of the published words without
             counts.
-        ax: where to draw a single map; default: a new figure.
+        ax: where to draw a single map, with its legend below it; default: a new figure.
         title: above all maps, in place of the figure's own; of a single one on `ax`, in place of its own.
         figsize: width and height of a new figure, in inches.
 
@@ -125,7 +122,8 @@ def head_maps(
     maps, as_published = _listed(maps), is_published(style)
     size = checked_place(ax, len(maps), figsize)
     if ax is not None:
-        return dressed(plot_head_map(maps[0], ax), title, None)
+        drawn = _published_panel(maps[0], ax) if as_published else plot_head_map(maps[0], ax)
+        return dressed(drawn, title, None)
     names = [model_name(name) if as_published else name for name in names_of(maps)]
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
     titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
@@ -279,11 +277,25 @@ def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]
     return lines
 
 
-def _published_legend(figure: Figure, maps: Sequence[HeadMap]) -> None:
-    """The published words, below all maps, also those of categories that no head has."""
+def _published_panel(head_map: HeadMap, ax: Axes) -> Axes:
+    """One map in the published style on a caller's axes, with the published legend below it."""
+    with shared_look():
+        _draw(head_map, ax, sized=False)
+        ax.set_title(drawn_label(model_name(head_map.title)))
+        ax.legend(*_published_words([head_map]), borderaxespad=0.0, handletextpad=0.2, **BELOW)
+    return ax
+
+
+def _published_words(maps: Sequence[HeadMap]) -> tuple[list[Line2D], list[str]]:
+    """The published words and their marks, also those of categories that no head has."""
     shown = [label for label in labels() if label in _shown(maps) or label in PUBLISHED_SEVERAL]
-    handles, words = [_mark(label) for label in shown], [label.capitalize() for label in shown]
-    columns = -(-len(shown) // (1 if figure.get_size_inches()[0] > len(shown) else 2))
+    return [_mark(label) for label in shown], [label.capitalize() for label in shown]
+
+
+def _published_legend(figure: Figure, maps: Sequence[HeadMap]) -> None:
+    """The published words, below all maps."""
+    handles, words = _published_words(maps)
+    columns = -(-len(words) // (1 if figure.get_size_inches()[0] > len(words) else 2))
     figure.legend(handles, words, loc="lower center", ncols=columns, handletextpad=0.2, columnspacing=1.2)
 
 

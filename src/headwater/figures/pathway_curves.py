@@ -20,7 +20,7 @@ from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS, places_of_sets
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
-from headwater.figures.published import in_order, is_published, model_name, set_name
+from headwater.figures.published import in_order, is_published, model_name, set_names
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
@@ -84,7 +84,7 @@ def delta_p(
         titles: of the panels; by default the models' names.
         columns: panels in a row; up to three by default.
         style: "headwater", or "published": models, series and axes by their published names, without counts.
-        ax: where to draw a single model's; default: a new figure.
+        ax: where to draw a single model's, with the legend below it; default: a new figure.
         title: above all panels; of a single one, in place of its own.
         figsize: width and height of a new figure, in inches.
 
@@ -113,8 +113,8 @@ def delta_p(
     names = _names(shown)
     names = in_order(names) if as_published else names
     if ax is not None:
-        plot_delta_p(shown[0], ax, split_by=split_by, value=value)
         with shared_look():
+            _on_axes(ax, shown[0], names, split_by, value, as_published)
             ax.set_title(titles[0])
         return dressed(ax, title, None)
     with shared_look():
@@ -129,7 +129,7 @@ def delta_p(
             _draw(panel, one, names, _split(one, split_by), value, as_published)
             panel.set_title(name)
         for panel in axes[: len(shown) : columns]:
-            panel.set_ylabel(VALUES[value].partition(" (")[0] if as_published else VALUES[value])
+            panel.set_ylabel(_axis_name(value, as_published))
         if as_published:
             legend.legend(*_published_legend(names), loc="upper center", ncols=2, **ROOMY)
         else:
@@ -154,16 +154,31 @@ def plot_delta_p(
     """
     if ax is None:
         return delta_p([pathways], split_by=split_by, value=value)
-    names, split = _names([pathways]), _split(pathways, split_by)
     _check_value(value)
     with shared_look():
-        _draw(ax, pathways, names, split, value)
-        ax.set_ylabel(VALUES[value])
-        ax.set_title(label(title_of(pathways, split, value)))
-        handles, labels = _legend([pathways], names, split_by)
-        look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": _counted([pathways]), **ROOMY}
-        ax.legend(handles, labels, loc="upper center", ncols=2, **look)
+        _on_axes(ax, pathways, _names([pathways]), split_by, value)
+        ax.set_title(label(title_of(pathways, _split(pathways, split_by), value)))
     return ax
+
+
+def _on_axes(
+    ax: Axes,
+    pathways: Pathways,
+    names: Sequence[str],
+    split_by: SplitName | None,
+    value: str,
+    as_published: bool = False,
+) -> None:
+    """Draw one model on a caller's axes, with its legend below them."""
+    _draw(ax, pathways, names, _split(pathways, split_by), value, as_published)
+    ax.set_ylabel(_axis_name(value, as_published))
+    handles, labels = _published_legend(names) if as_published else _legend([pathways], names, split_by)
+    look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": None if as_published else _counted([pathways])}
+    ax.legend(handles, labels, loc="upper center", ncols=2, **look, **ROOMY)
+
+
+def _axis_name(value: str, as_published: bool) -> str:
+    return VALUES[value].partition(" (")[0] if as_published else VALUES[value]
 
 
 def default_split(pathways: Pathways) -> str:
@@ -242,7 +257,8 @@ def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
     """The published series, a column per mode."""
     found = [(mode, name) for mode in MODES for name in names]
     handles = [Line2D([], [], **look_of(name, mode, names, as_published=True)) for mode, name in found]
-    return handles, [f"{mode.replace('anchored', 'Anchored')} ({set_name(name)})" for mode, name in found]
+    called = set_names(names)
+    return handles, [f"{mode.replace('anchored', 'Anchored')} ({called[name]})" for mode, name in found]
 
 
 def _counted(shown: Sequence[Pathways]) -> str:

@@ -6,6 +6,7 @@ and axes of the papers, so that the two can be laid side by side; numbers are th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from headwater.colors import places_of_sets
@@ -45,6 +46,13 @@ def is_published(style: str) -> bool:
 def set_name(name: str) -> str:
     """Return what the literature calls a question set; of others, their own name."""
     return SET_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"), label(name))
+
+
+def set_names(names: Iterable[str]) -> dict[str, str]:
+    """Return what the literature calls each question set of a figure; two of one name bear their own names too."""
+    published = {name: set_name(name) for name in names}
+    shared = [one for one, times in Counter(published.values()).items() if times > 1]
+    return {name: f"{one}, {label(name)}" if one in shared else one for name, one in published.items()}
 
 
 def in_order(names: Iterable[str]) -> list[str]:

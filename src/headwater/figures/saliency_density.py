@@ -27,7 +27,7 @@ from scipy.stats import gaussian_kde
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.published import in_order, is_published, model_name, set_name
+from headwater.figures.published import in_order, is_published, model_name, set_names
 from headwater.figures.style import DASHED, checked_place, entitle, model_title, short_name
 from headwater.figures.style import style as shared_look
 from headwater.names import LossName, StyleName
@@ -36,6 +36,7 @@ from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 
 KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
+ARROWS = {"saliency_exact_answer": "E_Q \\to E_A", "saliency_all": "E_Q \\to *"}
 FILLS = {
     "saliency_exact_answer": ("#a6cee3", "#b2df8a", "#9fd8cf", "#c9d2f0"),
     "saliency_all": ("#fdbf6f", "#fb9a99", "#f3c5d9", "#e3cfa4"),
@@ -102,7 +103,9 @@ def saliency(
     with shared_look():
         if ax is not None:
             (table,) = tables.values()
-            _alone(ax, table, names, chosen, log_scale, model_title(listed[0].run, SEEN))
+            _alone(ax, table, names, chosen, log_scale, model_title(listed[0].run, SEEN), as_published)
+            if as_published:
+                ax.set_title(model_name(*titles.values()))
             return dressed(ax, title, None)
         width = max(3.4, 2.7 * len(tables))
         figure = plt.figure(
@@ -113,16 +116,14 @@ def saliency(
         for column, (model, table) in enumerate(tables.items()):
             for panel, pair in zip(axes[:, column], pairs, strict=True):
                 found = _panel(panel, table[table["dataset"].isin(pair)], names, chosen, log_scale, as_published)
-                handles |= {_series(entry[2], names): entry for entry in found.values()} if as_published else found
+                handles |= found
                 panel.set_ylabel("" if column else "Density")
-                if as_published:
-                    _published_axis(panel)
             shown = model_name(titles[model]) if as_published else titles[model]
             only = len(tables) == 1 and not as_published
             axes[0, column].set_title(f"{shown}: {SEEN}" if only else shown)
         if not handles:
             raise InputError("No example has a saliency to draw: every value is NaN.")
-        entries = {label: handles[label] for label in sorted(handles, key=lambda label: handles[label][2])}
+        entries = _in_order(handles)
         longest = max(len(entry.replace("$", "").replace("_", "")) for entry in entries)
         ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(pairs) * 2))
         figure.legend(
@@ -149,12 +150,26 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
     return ax
 
 
-def _alone(ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_scale: bool, title: str) -> None:
+def _alone(
+    ax: Axes,
+    table: pd.DataFrame,
+    names: list[str],
+    target: str,
+    log_scale: bool,
+    title: str,
+    as_published: bool = False,
+) -> None:
     """Draw a panel that is a figure: with its legend and title."""
-    handles = _panel(ax, table, names, target, log_scale)
+    handles = _panel(ax, table, names, target, log_scale, as_published)
     ax.set(ylabel="Density")
     ax.set_title(title)
-    ax.legend([entry[:2] for entry in handles.values()], handles, handlelength=2.4)
+    entries = _in_order(handles)
+    ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4)
+
+
+def _in_order(handles: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a legend by kind of edge, then by question set."""
+    return dict(sorted(handles.items(), key=lambda entry: entry[1][2]))
 
 
 def _panel(
@@ -182,7 +197,9 @@ def _panel(
         area, line = _looks(kind, name, names, as_published)
         ax.fill_between(places, height, **area)
         ax.plot(places, height, markevery=40, **line)
-        entry = f"{label(name)}, {_kind(kind, name)} (n = {len(values):,})"
+        entry = (
+            _series(kind, name, names) if as_published else f"{label(name)}, {_kind(kind, name)} (n = {len(values):,})"
+        )
         swatch = Patch(**area)
         handles[entry] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))
     ax.set_xlim(places[0], places[-1])
@@ -196,6 +213,8 @@ def _panel(
         ax.yaxis.set_major_formatter(lambda density, _: f"{density * 10.0**exponent:.3g}")
     unit = f" / $10^{{{exponent}}}$" if exponent else ""
     ax.set_xlabel(f"Saliency ({TARGET_NAMES[target]}){unit}")
+    if as_published:
+        _published_axis(ax)
     return handles
 
 
@@ -221,11 +240,9 @@ def _published_axis(ax: Axes) -> None:
         ax.annotate(f"$\\times 10^{{{-int(power)}}}$", (0, 1), (-3, 0), ha="right", va="bottom", **at)
 
 
-def _series(of: tuple[int, int], names: Sequence[str]) -> str:
-    """The published name of a series: its kind of edge and its question set, by their numbers."""
-    kind, place = of
-    arrow = ("E_Q \\to E_A", "E_Q \\to *")[kind]
-    return f"$S_{{{arrow}}}$ ({set_name(names[place])})"
+def _series(kind: str, name: str, names: Sequence[str]) -> str:
+    """The published name of a series: its kind of edge, and its question set beside the others of the figure."""
+    return f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})"
 
 
 def _kind(kind: str, name: str) -> str:
