@@ -109,6 +109,13 @@ def test_a_device_this_torch_does_not_compute_on_is_one_readable_line(device):
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_where_there_is_no_cuda_device_none_is_offered(device):
+    with pytest.raises(InputError, match=r"finds no CUDA device here\. Give cpu, or leave it out\."):
+        devices.usable_device(device)
+
+
 def test_a_tensor_on_the_cpu_has_no_triton_twin():
     assert not devices.runs_triton(torch.zeros(1))
 

@@ -53,6 +53,8 @@ def test_names_choose_a_node_a_layer_or_a_kind():
     [
         ("head 2.1", "q 2.3", "cannot feed"),
         ("hed 1.1", None, "Did you mean 'head 1.1'"),
+        ("1.1", None, "Did you mean 'head 1.1'"),
+        ("neurons", None, r"'neurons' is no sender\. They are named"),
         ("head 3.0", None, "The layers are 0 to 2, the heads 0 to 3"),
         (None, "k 1.3", "k counts key-value heads: layers 0 to 2, heads 0 to 1, each read by 2 query heads"),
         (None, "logit", "Did you mean 'logits'"),

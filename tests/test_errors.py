@@ -33,3 +33,8 @@ def test_a_message_shows_what_was_given_without_addresses_half_characters_and_en
 def test_what_is_no_name_at_all_is_told_the_valid_ones(asked):
     assert did_you_mean(asked, ["resid_pre", "z"]) == " Valid: resid_pre, z."
     assert did_you_mean("resid_per", ["resid_pre", "z"]) == " Did you mean 'resid_pre'?"
+
+
+def test_a_name_in_other_letters_is_near_and_the_nearest_in_its_own_is_nearer():
+    assert did_you_mean("EAP-IG", ["eap-ig", "exact"]) == " Did you mean 'eap-ig'?"
+    assert did_you_mean("edgess", ["Edges", "edges"]).startswith(" Did you mean 'edges'")

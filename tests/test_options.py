@@ -43,6 +43,7 @@ def test_what_can_be_used_is_returned_as_python_has_it():
             ("edges", "aftr", ("after", "answer")),
             "is not one of after, answer[.] Did you mean 'after'",
         ),
+        (checked_name, ("edges", "zzz", ("after", "answer")), "edges='zzz' is not one of after, answer[.]$"),
         (checked_name, ("edges", None, ("after",)), "edges=None is not one of after"),
         (checked_name, ("edges", ["after"], ("after",)), "is not one of after"),
         (checked_count, ("seeds", 0), "^seeds=0 must be at least 1[.]$"),

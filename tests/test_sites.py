@@ -48,6 +48,14 @@ def test_a_hook_name_leads_back_to_its_site_and_layer():
     assert not set(HOOKS) & set(SITES)
 
 
+def test_a_hook_in_place_of_a_site_is_told_the_site_and_the_layer():
+    for site in SITES.values():
+        assert SITES.unknown(site.hook_name(3)).endswith(f"the site of this hook is {site.name!r}, with layers=[3].")
+        assert SITES.unknown(site.hook.rpartition(".")[2]).endswith(f"the site of this hook is {site.name!r}.")
+    for name in ("residual", "hook_result", "blocks.0.hook_nothing", None):
+        assert " Valid: " in SITES.unknown(name) or "Did you mean" in SITES.unknown(name)
+
+
 def test_a_site_from_outside_is_kept_in_a_cache(neurons):
     batch = neurons.tokenize(PROMPT)
     cache = neurons.cache(PROMPT, residual="mlp_pre", attention=False, layers=[1])

@@ -56,7 +56,11 @@ def did_you_mean(asked: object, valid: Iterable[str], shown: int = 3) -> str:
         shown: how many near names to offer.
     """
     names = sorted(valid)
-    near = difflib.get_close_matches(asked[:LONGEST_WORD], names, n=shown, cutoff=0.6) if isinstance(asked, str) else []
+    near = []
+    if isinstance(asked, str):
+        word, small = asked[:LONGEST_WORD], {name.casefold(): name for name in names}
+        near = difflib.get_close_matches(word, names, n=shown, cutoff=0.6)
+        near = near or [small[one] for one in difflib.get_close_matches(word.casefold(), small, n=shown, cutoff=0.6)]
     if near:
         return f" Did you mean {' or '.join(repr(name) for name in near)}?"
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

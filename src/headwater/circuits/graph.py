@@ -244,8 +244,11 @@ class Graph:
             )
         elif parsed and parsed[1] in nodes.kinds and parsed[2]:
             near = f" The layers are 0 to {self.n_layers - 1}, the heads 0 to {self.n_heads - 1}."
+        elif isinstance(name, str) and re.fullmatch(r"\d+\.\d+", name) and "head" in nodes.kinds:
+            near = f" Did you mean 'head {name}'?"
         else:
-            near = did_you_mean(name, (*nodes.kinds, *nodes.names())) if isinstance(name, str) else ""
+            near = did_you_mean(name, {*nodes.kinds, *nodes.names()}) if isinstance(name, str) else ""
+            near = near if near.startswith(" Did") else ""
         some = {"sender": '"embed", "head 0.1", "mlp 0"', "receiver": '"q 1.0", "k 1.0", "v 1.0", "mlp 0", "logits"'}
         return f"{shown(name)} is no {what}.{near} They are named {some[what]}."
 

@@ -15,7 +15,7 @@ QUESTIONS = 300
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page, figures and tables.")] = Path("runs/demo"),
-    questions: Annotated[int, typer.Option(help="Questions of each of the four sets.")] = QUESTIONS,
+    questions: Annotated[int, typer.Option(min=1, help="Questions of each of the four sets.")] = QUESTIONS,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

@@ -32,6 +32,11 @@ def usable_device(device: str | torch.device) -> torch.device:
         reason = f"this torch computes nothing on {meant.type}"
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     except (RuntimeError, AssertionError, ImportError) as error:
+        if meant.type == "cuda" and not torch.cuda.is_available():
+            raise InputError(
+                f"device={str(device)!r} cannot be used: torch {torch.__version__} finds no CUDA device here. Give cpu,"
+                " or leave it out."
+            ) from None
         reason = str(error).split("\n", 1)[0].rstrip(".")
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     return meant

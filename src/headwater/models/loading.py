@@ -360,7 +360,7 @@ def _folder(source: str, revision: str | None) -> Path:
     try:
         return checkpoint_folder(known.get(source, source), revision)
     except ModelError as error:
-        near = did_you_mean(source, {*known, *FOLDERS})
+        near = "" if source in known else did_you_mean(source, {*known, *FOLDERS})
         raise ModelError(f"{error}{near if near.startswith(' Did') else ''}") from error
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.options import one_or_several
+from headwater.options import one_or_several, shown
 from headwater.registry import Registry
 
 if TYPE_CHECKING:
@@ -185,7 +185,22 @@ AXES: dict[str, Callable[[ModelShape, int], int]] = {
     "d_mlp": lambda shape, length: shape.d_mlp,
 }
 """The axes that a site can have, and how long they are."""
-SITES: Registry[str, Site] = Registry("site")
+
+
+class Sites(Registry[str, Site]):
+    """The sites by name; whoever asks for a hook of TransformerLens is told the site whose it is."""
+
+    def unknown(self, name: object) -> str:
+        """Return the sentence that says that there is no such site, with the one whose hook was asked for."""
+        parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(?:\w+\.)?(hook_\w+)", name) if isinstance(name, str) else None
+        own = next((one for one in self.values() if parts and one.hook.endswith(f".{parts[2]}")), None)
+        if parts is None or own is None:
+            return super().unknown(name)
+        layer = f", with layers=[{parts[1]}]" if parts[1] else ""
+        return f"There is no {self.kind} {shown(name)}: the site of this hook is {own.name!r}{layer}."
+
+
+SITES = Sites("site")
 """By name, in the order in which a block computes them."""
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.data.strict_json import refuse_half_characters
 from headwater.errors import InputError
 from headwater.models.tokenizers import panics_are_errors
-from headwater.options import has_no_order, is_one, one_or_several, whole_number
+from headwater.options import has_no_order, is_one, one_or_several, shown, whole_number
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Offsets: TypeAlias = tuple[tuple[int, int], ...]
@@ -152,7 +152,7 @@ def make_batch(
         if parts and all(isinstance(part, str) for part in parts):
             batch = _from_texts(parts, tokenizer, bos)
         else:
-            batch = _from_ids(parts, tokenizer, config)
+            batch = _from_ids(parts, inputs, tokenizer, config)
     _check_ids(batch, d_vocab, n_ctx)
     return batch
 
@@ -268,8 +268,8 @@ def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos
     return dataclasses.replace(batch, offsets=offsets if len(offsets) == len(texts) else None, texts=tuple(texts))
 
 
-def _from_ids(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None, config: object) -> Batch:
-    """Read lists of token ids; one list of ids is one row."""
+def _from_ids(parts: list[Any], given: object, tokenizer: PreTrainedTokenizerBase | None, config: object) -> Batch:
+    """Read lists of token ids, the parts of what was given; one list of ids is one row."""
     is_row = bool(parts) and all(is_one(part) for part in parts)
     try:
         rows = [[whole_number(token) for token in row] for row in ([parts] if is_row else parts)]
@@ -277,7 +277,8 @@ def _from_ids(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None, confi
         rows = []
     if not any(rows):
         raise InputError(
-            "Give a text, texts, lists of token ids (whole numbers), or a tensor of token ids; none empty."
+            f"{shown(given)} cannot be read as prompts: give a text, texts, lists of token ids (whole numbers), or a "
+            "tensor of token ids; none empty."
         )
     batch = Batch.of(rows, pad_id(tokenizer))
     _refuse_unmarked_padding(batch, tokenizer, config, a_last_one_is_text=True)

@@ -120,6 +120,8 @@ def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFram
         if not isinstance(wanted, str | Integral) or wanted not in known:
             held = [str(one) for one in dict.fromkeys(known) if not pd.isna(one)]
             listed = f"; it has {', '.join(held[:LISTED])}{', ...' if len(held) > LISTED else ''}" if held else ""
+            if column not in table.columns:
+                listed = f": {column}= is neither an option nor a column of its table"
             raise InputError(f"This sweep has no {column} {shown(wanted)}{listed}.")
         table = table[table[column] == wanted]
     return table

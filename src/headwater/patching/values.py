@@ -190,7 +190,7 @@ class OtherRun(Source):
         if given.other is None:
             raise InputError(
                 "Values from the other run were asked for, but there are no corrupted prompts. Give them, or "
-                "values='zero', 'mean' or 'resample'."
+                "values='zero', 'mean' or 'resample'; a file of pairs is given as a pathlib.Path."
             )
 
     def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
