@@ -18,7 +18,7 @@ from transformers import core_model_loading as core
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.models import loading
+from headwater.models import pretrained
 from headwater.models.unread import NothingUnread
 from headwater.models.weights.checkpoint import read_config
 from headwater.models.weights.opening import open_weights
@@ -182,7 +182,7 @@ def test_a_model_whose_weights_go_straight_to_the_device_is_the_one_read_on_the_
     for options in ({}, {"dtype": "bfloat16"}):
         whole = hw.load(folder, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(loading, "STRAIGHT", ("cpu",))
+            patch.setattr(pretrained, "STRAIGHT", ("cpu",))
             straight = hw.load(folder, device="cpu", **options)
         assert torch.equal(straight.run(TEXTS[0]), whole.run(TEXTS[0]))
         assert (straight.fingerprint, straight.dtype, straight.spread) == (whole.fingerprint, whole.dtype, False)
@@ -218,7 +218,7 @@ def test_only_weights_for_a_cuda_device_go_there_one_by_one(checkpoint, device, 
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", read)
     folder = checkpoint("llama")
     with pytest.raises(ModelError, match="cannot be loaded"):
-        loading._read_weights(folder, read_config(folder), None, own_code, device)
+        pretrained.read_pretrained(folder, read_config(folder), None, own_code, device)
     assert seen == [given]
 
 
@@ -239,10 +239,10 @@ def test_of_weights_that_go_one_by_one_the_host_holds_a_few_at_a_time(checkpoint
         return there
 
     monkeypatch.setattr(core, "_materialize_copy", counted)
-    monkeypatch.setattr(loading, "STRAIGHT", ("meta",))
+    monkeypatch.setattr(pretrained, "STRAIGHT", ("meta",))
     folder = checkpoint("llama")
     with pytest.raises(InputError, match="is not in memory"):
-        loading._read_weights(folder, read_config(folder), None, False, torch.device("meta"))
+        pretrained.read_pretrained(folder, read_config(folder), None, False, torch.device("meta"))
     assert len(sizes) == len(load_file(folder / "model.safetensors"))
     assert most[0] <= 4 * max(sizes) < sum(sizes)
 
@@ -433,10 +433,8 @@ def test_the_name_of_a_model_in_place_of_the_model_is_one_clear_error(tmp_path):
 
 def test_what_is_put_together_is_not_filled_or_joined_for_nobody_and_all_is_as_usual_afterwards(monkeypatch):
     hf, joined = tiny_model("gpt2"), []
-    own = loading.NothingUnread._is_embedding
-    monkeypatch.setattr(
-        loading.NothingUnread, "_is_embedding", lambda self, one: joined.append(own(self, one)) or joined[-1]
-    )
+    own = NothingUnread._is_embedding
+    monkeypatch.setattr(NothingUnread, "_is_embedding", lambda self, one: joined.append(own(self, one)) or joined[-1])
     model = hw.load(hf, tokenizer=tiny_tokenizer())
     assert any(joined)  # TransformerLens asked for them joined while it looked for hooks
     expected = torch.cat([hf.transformer.wte.weight, hf.transformer.wpe.weight])

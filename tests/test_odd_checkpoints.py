@@ -27,10 +27,10 @@ def folder(checkpoint, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    """A checkpoint of an architecture that headwater has no table for."""
-    path = tmp_path_factory.mktemp("mixtral")
-    random_model("mixtral").save_pretrained(path)
+def unlisted(tmp_path_factory):
+    """A checkpoint of an architecture that has no row in the table of families."""
+    path = tmp_path_factory.mktemp("starcoder2")
+    random_model("starcoder2").save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
 
@@ -70,8 +70,8 @@ def test_a_config_with_an_impossible_size_is_refused_by_that_size(folder, name, 
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": -1}, {"num_hidden_layers": 10**9}, {"hidden_size": 0}])
-def test_impossible_sizes_of_other_architectures_are_refused_before_anything_is_built(mixture, tmp_path, changes):
-    path = shutil.copytree(mixture, tmp_path / "model")
+def test_impossible_sizes_of_other_architectures_are_refused_before_anything_is_built(unlisted, tmp_path, changes):
+    path = shutil.copytree(unlisted, tmp_path / "model")
     rewrite(path / "config.json", **changes)
     with pytest.raises(ModelError, match="says") as caught:
         hw.load(path)
@@ -122,6 +122,33 @@ def test_a_bias_that_the_config_does_not_know_is_refused_by_its_name_and_a_buffe
         opened(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_weight_without_use_is_refused_with_the_file_it_is_in_where_the_family_has_no_row(unlisted, tmp_path):
+    path = shutil.copytree(unlisted, tmp_path / "model")
+    shards = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    name = "lm_head.bias"
+    assert name not in shards
+    parts = {"one.safetensors": shards, "two.safetensors": {name: torch.zeros(8)}}
+    for file, tensors in parts.items():
+        save_file(tensors, path / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {one: file for file, tensors in parts.items() for one in tensors}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*two.safetensors is of a module that computes without"):
+        hw.load(path)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+def test_a_bias_beside_a_shared_unembedding_is_refused(checkpoint, tmp_path, opened):
+    path = shutil.copytree(checkpoint("llama-tied"), tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.bias"] = torch.ones(len(weights["model.embed_tokens.weight"]))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"Tensor 'lm_head\.bias' in .*model\.safetensors is of a module that computes"
+    ):
+        opened(path)
 
 
 @pytest.mark.parametrize("opened", OPENERS)

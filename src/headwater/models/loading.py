@@ -4,25 +4,17 @@ Weights are read from safetensors only (pickled ones of a HookedTransformer with
 and never processed: no folding of norms, no centring. No code of a checkpoint runs unless `trust_remote_code` is given.
 A model given in memory is not touched: TransformerLens replaces a model's modules in place, so it gets a copy of the
 modules that shares the numbers.
-
-The weights of a checkpoint go to a CUDA device tensor by tensor (`device_map={"": device}` of transformers, which wants
-accelerate): the host holds as many tensors at once as transformers reads side by side, four, and not the whole model.
-A multimodal model, of which a part is thrown away, and one that brings its own code are read whole on the host first,
-and so is what goes to any other device.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import re
 import warnings
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
@@ -32,9 +24,9 @@ from headwater.models.agreement import Seen, agree, see
 from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedded
 from headwater.models.families import FAMILIES, text_config
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import refuse_too_large
 from headwater.models.other_options import LOAD, takes_no_more
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
+from headwater.models.pretrained import read_pretrained, refuse_unless_it_fits
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokenizers import load_tokenizer
 from headwater.models.unread import NothingUnread
@@ -44,19 +36,13 @@ from headwater.models.weights.checkpoint import (
     open_checkpoint,
     read_config,
     stored_tensors,
-    tensor_shapes,
-    weight_files,
-    without_use,
 )
-from headwater.models.weights.conversion import quiet_transformers
 from headwater.models.weights.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
 from headwater.models.weights.opening import open_weights
 from headwater.models.weights.quantized import refuse_to_run
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
-STRAIGHT = ("cuda",)
-"""Kinds of devices to which weights go one by one as they are read."""
 NATIVE = "TransformerLensNative"
 """What TransformerLens calls its own models behind a bridge; their blocks are serial, whatever their config says."""
 
@@ -161,8 +147,8 @@ def _from_checkpoint(
     tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
     there = None if spread else torch.device(device or _default_device())
     if there is not None:
-        _refuse_unless_it_fits(folder, config, dtype, there)
-    hf = language_model(_read_weights(folder, config, dtype, trust_remote_code, there))
+        refuse_unless_it_fits(folder, config, dtype, there)
+    hf = language_model(read_pretrained(folder, config, dtype, trust_remote_code, there))
     if there is not None:
         hf.to(there)
     return _boot(hf, tokenizer, source, None if path.is_dir() else folder.name)
@@ -286,65 +272,6 @@ def _shape(hf_config: object, cfg: Any) -> ModelShape:
         n_ctx=cfg.n_ctx,
         parallel_blocks=bool(cfg.parallel_attn_mlp) and getattr(cfg, "architecture", None) != NATIVE,
     )
-
-
-def _refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | None, device: torch.device) -> None:
-    stored = getattr(config, "dtype", None)
-    kind = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
-    count = sum(math.prod(shape) for file in weight_files(folder) for shape in tensor_shapes(file).values())
-    advice = (
-        'Use dtype="bfloat16", device="auto" with several GPUs, or another machine; hw.classify_heads(folder) needs '
-        "one layer at a time."
-    )
-    refuse_too_large(f"The model in {folder}", count * kind.itemsize, device, advice)
-
-
-def _read_weights(
-    folder: Path, config: object, dtype: torch.dtype | None, trust_remote_code: bool, device: torch.device | None
-) -> PreTrainedModel:
-    """Read a checkpoint: straight to a device where that is safe, else into the host's memory; None is all devices."""
-    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    where: str | dict[str, torch.device] | None = "auto"
-    if device is not None:
-        straight = device.type in STRAIGHT and not multimodal and not trust_remote_code
-        where = {"": device} if straight else None
-    try:
-        with quiet_transformers():
-            hf, report = kind.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype or "auto",
-                trust_remote_code=trust_remote_code,
-                attn_implementation="eager",
-                use_safetensors=True,
-                output_loading_info=True,
-                device_map=where,
-            )
-    except Exception as error:  # each model class believes its config, and fails on what it says in its own way
-        raise ModelError(f"The weights in {folder} cannot be loaded: {one_line(error)}") from error
-    _check_report(folder, report, text_config(config).num_hidden_layers, dict(hf.named_parameters()))
-    if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
-        raise InputError(
-            f"All devices together are too small for the model in {folder}: {away} is not in memory. Use more or "
-            'larger ones, or dtype="bfloat16"; hw.classify_heads(folder) needs one layer at a time.'
-        )
-    return hf
-
-
-def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameters: Collection[str]) -> None:
-    """Transformers fills what a checkpoint lacks with random numbers and drops what it has besides; refuse both."""
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"{folder}: {len(missing)} parameters are missing from the weight files: {missing[0]} ...")
-    for name in sorted(report["unexpected_keys"]):
-        layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
-        if layer and int(layer[1]) >= n_layers:
-            raise ModelError(f"{folder}: the config says {n_layers} layers, but the weight files hold {name}.")
-    if (unused := without_use(report["unexpected_keys"], parameters)) is not None:
-        raise ModelError(
-            f"{folder}: the weight files hold {unused}, of a module that computes without it by the config; the two do "
-            "not belong together."
-        )
 
 
 def _folder(source: str, revision: str | None) -> Path:

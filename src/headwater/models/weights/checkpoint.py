@@ -182,7 +182,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             f"The config in {folder} says {config.num_hidden_layers} layers, but the weights hold {extra[0]!r}; "
             "config.json and weights do not belong together."
         )
-    if (unused := without_use(names, expected)) is not None:
+    if (unused := without_use(names, [*expected, UNEMBEDDING])) is not None:
         raise ModelError(
             f"Tensor {names[unused]!r} in {stored[names[unused]][0]} is of a module that computes without it by the "
             "config; config.json and weights do not belong together."
@@ -313,8 +313,9 @@ def refuse_pointer(file: Path) -> None:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An exception's message in one line, cut where it goes on for long."""
+    """An exception's message in one line, cut where it goes on for long; of a key that is not there, that it is not."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = f"there is no {text}" if isinstance(error, KeyError) else text
     return text if len(text) <= most else text[:most] + " ..."
 
 

@@ -1,0 +1,112 @@
+"""A checkpoint read whole, as a transformers model: every weight that the config asks for, and no other.
+
+The weights go to a CUDA device tensor by tensor (`device_map={"": device}` of transformers, which wants accelerate):
+the host holds as many tensors at once as transformers reads side by side, four, and not the whole model. A multimodal
+model, of which a part is thrown away, and one that brings its own code are read whole on the host first, and so is what
+goes to any other device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from headwater.errors import InputError, ModelError
+from headwater.models.families import text_config
+from headwater.models.memory import refuse_too_large
+from headwater.models.weights.checkpoint import one_line, tensor_shapes, weight_files, without_use
+from headwater.models.weights.conversion import quiet_transformers
+
+STRAIGHT = ("cuda",)
+"""Kinds of devices to which weights go one by one as they are read."""
+
+
+def refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Refuse a checkpoint that is larger than what is free on a device, before a weight is read.
+
+    Raises:
+        InputError: with both sizes.
+    """
+    stored = getattr(config, "dtype", None)
+    kind = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
+    count = sum(math.prod(shape) for file in weight_files(folder) for shape in tensor_shapes(file).values())
+    advice = (
+        'Use dtype="bfloat16", device="auto" with several GPUs, or another machine; hw.classify_heads(folder) needs '
+        "one layer at a time."
+    )
+    refuse_too_large(f"The model in {folder}", count * kind.itemsize, device, advice)
+
+
+def read_pretrained(
+    folder: Path, config: object, dtype: torch.dtype | None, trust_remote_code: bool, device: torch.device | None
+) -> PreTrainedModel:
+    """Read a checkpoint: straight to a device where that is safe, else into the host's memory.
+
+    Args:
+        folder: with config and safetensors.
+        config: what `read_config` gave for it.
+        dtype: of the weights; None as they are stored.
+        trust_remote_code: allow the checkpoint to bring its own code.
+        device: where the model will run; None spreads it over all devices.
+
+    Raises:
+        ModelError: the weights cannot be read, are not all there, or are more than the config asks for.
+        InputError: all devices together are too small for it.
+    """
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    where: str | dict[str, torch.device] | None = "auto"
+    if device is not None:
+        straight = device.type in STRAIGHT and not multimodal and not trust_remote_code
+        where = {"": device} if straight else None
+    try:
+        with quiet_transformers():
+            hf, report = kind.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype or "auto",
+                trust_remote_code=trust_remote_code,
+                attn_implementation="eager",
+                use_safetensors=True,
+                output_loading_info=True,
+                device_map=where,
+            )
+    except Exception as error:  # each model class believes its config, and fails on what it says in its own way
+        raise ModelError(f"The weights in {folder} cannot be loaded: {one_line(error)}") from error
+    parameters = [name for name, _ in hf.named_parameters(remove_duplicate=False)]
+    _check_report(folder, report, text_config(config).num_hidden_layers, parameters)
+    if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
+        raise InputError(
+            f"All devices together are too small for the model in {folder}: {away} is not in memory. Use more or "
+            'larger ones, or dtype="bfloat16"; hw.classify_heads(folder) needs one layer at a time.'
+        )
+    return hf
+
+
+def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameters: Collection[str]) -> None:
+    """Transformers fills what a checkpoint lacks with random numbers and drops what it has besides; refuse both."""
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{folder}: {len(missing)} parameters are missing from the weight files: {missing[0]} ...")
+    for name in sorted(report["unexpected_keys"]):
+        layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
+        if layer and int(layer[1]) >= n_layers:
+            raise ModelError(
+                f"The config in {folder} says {n_layers} layers, but {_file_of(folder, name)} holds {name!r}; "
+                "config.json and weights do not belong together."
+            )
+    if (unused := without_use(report["unexpected_keys"], parameters)) is not None:
+        raise ModelError(
+            f"Tensor {unused!r} in {_file_of(folder, unused)} is of a module that computes without it by the config; "
+            "config.json and weights do not belong together."
+        )
+
+
+def _file_of(folder: Path, name: str) -> Path:
+    """The file that holds a tensor; the folder where transformers calls the tensor otherwise than the files do."""
+    return next((file for file in weight_files(folder) if name in tensor_shapes(file)), folder)
