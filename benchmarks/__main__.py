@@ -22,6 +22,7 @@ from benchmarks import (
     likelihood,
     loading,
     patching,
+    pathways,
     saliency,
     scaling,
     short_texts,
@@ -48,6 +49,7 @@ SUITES = {
     "loading": loading.run,
     "edges": edges.run,
     "circuits": circuits.run,
+    "pathways": pathways.run,
 }
 
 QUICK = {"edges": edges.quick, "circuits": circuits.quick}

@@ -27,6 +27,7 @@ from benchmarks import (
     loading,
     machine,
     patching,
+    pathways,
     saliency,
     scaling,
     short_texts,
@@ -36,6 +37,7 @@ from benchmarks.edge_task import model_with_gradients
 
 import headwater as hw
 from headwater.kernels import devices
+from headwater.reference.hardware import Sizes
 from tests.second_device import Elsewhere, move, second_device
 
 GPT2 = {"n_layer": 3, "n_embd": 24, "n_head": 2, "vocab_size": 1100, "n_positions": 260}
@@ -43,6 +45,7 @@ EDGES = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 1200}
 HEADS = heads.HeadsShape("tiny", 2, 3, 12, 4, 700, pairs=(30, 11, 5), k=(10, 1, 3))
 LIKELIHOOD = likelihood.LikelihoodShape("tiny", tokens=40, more_tokens=90, d_model=12, d_vocab=700, exact_tokens=9)
 KERNEL = likelihood.LikelihoodShape("kernel", tokens=8, more_tokens=0, d_model=12, d_vocab=640, exact_tokens=4)
+PATHWAYS = Sizes(layers=2, d_model=32, heads=4, kv_heads=2, d_head=8, d_mlp=48, d_vocab=10_000)
 LLAMA = heads_70b.StreamedShape(
     "tiny",
     transformers.LlamaConfig(
@@ -87,6 +90,7 @@ TINY = {
     "loading": lambda m, d: loading.run(m, d, **GPT2),
     "edges": lambda m, d: edges.run(m, d, model_with_gradients(d, **EDGES)),
     "circuits": lambda m, d: circuits.run(m, d, model_with_gradients(d, **EDGES), rounds=1),
+    "pathways": lambda m, d: pathways.run(m, d, PATHWAYS, sample=40),
 }
 """Suites that take their sizes; the others get a small model in place of GPT-2."""
 

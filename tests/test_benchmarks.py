@@ -18,12 +18,16 @@ from benchmarks import (
     loading,
     outliers,
     patching,
+    pathways,
     report,
     scaling,
     table,
 )
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
 from benchmarks.report import Row
+from tools import scaling as arithmetic
+
+from headwater.reference.hardware import BANDWIDTH, PEAK
 
 TINY = heads.HeadsShape(
     name="tiny", n_layers=2, n_heads=3, d_model=12, d_head=4, d_vocab=700, pairs=(30, 11, 5), k=(10, 1, 3)
@@ -178,6 +182,19 @@ def test_a_loaded_folder_agrees_with_transformers_at_a_tiny_shape(monkeypatch):
     assert row.agrees
     assert row.ratio > 0
     assert "x the weights" in row.note
+
+
+def test_the_arithmetic_beside_pathways_is_that_of_the_page_on_scaling():
+    """An H100 takes 117 ms for 64 answers of an 8B model, 8 ms for a token more of each; 141 and 32 s in all."""
+    h100 = Machine("H100", 1, 1.0, BANDWIDTH, half_rate=PEAK)
+    counted = pathways.Arithmetic(h100, pathways.LLAMA_8B, gpu=True)
+    assert round(1e3 * counted.a_pass(64 * arithmetic.READ, arithmetic.HOST)) == 117
+    assert round(counted.traced(8000) - arithmetic.probe_seconds(pathways.LLAMA_8B, 1)) == 141
+    assert round(4000 * counted.a_pass(64, arithmetic.HOST_STEP)) == 32
+    assert 32 < counted.answers(8000) < 40
+    assert counted.a_pass(1, 1.0) == 32  # the host's time, where it is the longer
+    cpu = pathways.Arithmetic(Machine("a CPU", 1, 1e11, 1e10), pathways.SMALL, gpu=False)
+    assert cpu.a_pass(1000, 0.5) == 4 + pathways.SMALL.operations * 1000 / 1e11
 
 
 def test_outliers_of_an_unembedding_written_in_pieces_are_those_of_the_whole():

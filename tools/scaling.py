@@ -29,9 +29,18 @@ READ = 48
 """Tokens of a prompt with its answer, which the analysis reads."""
 RIGHT = 0.7
 """The share of right answers: only these are swapped."""
-FORWARDS = 1 + 2 * 2 + 2 * 3 * RIGHT + (READ - PROMPT) / READ
-"""States; two knockouts, of exact and of random tokens, with a plain run each; three swaps of the subject and three of
-random tokens; the answer alone."""
+
+
+def forwards(right: float, of_answer: float) -> float:
+    """Return how often pathways read an answer, given the share of right answers and of tokens that are the answer's.
+
+    States; two knockouts, of exact and of random tokens, with a plain run each; three swaps of the subject and three of
+    random tokens; the answer alone.
+    """
+    return 1 + 2 * 2 + 2 * 3 * right + of_answer
+
+
+FORWARDS = forwards(RIGHT, (READ - PROMPT) / READ)
 SEEDS, HALVES, KEPT, POOLED = 3, 2, 0.8, 1000
 """Splits of a set; probes of each; the share of their rows that fit (the others choose l*); rows of a pooled set."""
 CHUNK = 256
@@ -50,9 +59,9 @@ FIT = 7.2e-8
 """Seconds of one core per number read, as `probe` printed: 0.47 s for 800 rows of 8,192."""
 
 
-def probe_seconds(model: Sizes, copies: int) -> float:
+def probe_seconds(model: Sizes, copies: int, examples: int = EXAMPLES) -> float:
     """Time of all fits on one core per process: each fits its share of a set's; one process fits the pooled ones."""
-    rows = EXAMPLES // SETS
+    rows = examples // SETS
     of_set = math.ceil(SEEDS * HALVES / copies) * model.layers * rows / 2 * KEPT
     pooled = model.layers * SETS * min(POOLED, rows) * KEPT
     return FIT * model.d_model * (SETS * of_set + pooled)
