@@ -7,7 +7,7 @@ Heads go through each step together, as many as the workspace holds: on a CPU on
 layer's, because there it is launches that would take the time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -168,21 +168,22 @@ class _Kept:
     def __post_init__(self) -> None:
         self.alive = self.wanted > -torch.inf
 
-    def rows(self, heads: Int[Tensor, "block"]) -> Int[Tensor, "block alive"]:
-        """The rows of each head that are alive; where heads differ in their number, some that are not."""
-        alive = self.alive[:, heads].any(0)
-        if len(heads) == 1:
-            return alive.nonzero()[None, :, 1]
-        return alive.byte().argsort(dim=1, descending=True, stable=True)[:, : int(alive.sum(1).max())]
+    def left(self) -> list[int]:
+        """How many rows of each head are alive: what the host waits for before a tile, to know what to do with it."""
+        return self.alive.any(0).sum(1).tolist()
+
+    def rows(self, heads: Int[Tensor, "block"], most: int) -> Int[Tensor, "block most"]:
+        """The rows of each head that are alive, in their order; where a head has fewer than most, some that are not."""
+        return self.alive[:, heads].any(0).byte().argsort(dim=1, descending=True, stable=True)[:, :most]
 
     def merge(
         self, head: Int[Tensor, "block 1"], row: Int[Tensor, "block alive"], logits: Float[Tensor, "block alive token"]
     ) -> None:
         """Merge new logits, and the same negated, into the largest of their rows; many rows have nothing to merge."""
-        for sign in range(2):
-            alive = self.alive[sign, head, row]
-            if bool(alive.any()):
-                self._merge(sign, head, row, alive, logits.neg_() if sign else logits)
+        alive = [self.alive[sign, head, row] for sign in range(2)]
+        for sign, some_left in enumerate(torch.stack([one.any() for one in alive]).tolist()):
+            if some_left:
+                self._merge(sign, head, row, alive[sign], logits.neg_() if sign else logits)
 
     def _merge(
         self,
@@ -252,12 +253,10 @@ def _kth_logits(
     kept = _Kept(torch.full((*wanted.shape, rows.k_at_most + 1), -torch.inf, device=z.device), rows.k, wanted)
     most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     start = 0
-    while start < maps.d_vocab and bool(kept.alive.any()):
+    while start < maps.d_vocab and any(left := kept.left()):
         tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
-        left = kept.alive.any(0).sum(1)
-        is_many = left >= z.shape[2]
-        _merge_by_heads(maps, z, kept, is_many.nonzero()[:, 0], tile)
-        _merge_by_rows(maps, z, kept, ((left > 0) & ~is_many).nonzero()[:, 0], tile)
+        _merge_by_heads(maps, z, kept, {head: n for head, n in enumerate(left) if n >= z.shape[2]}, tile)
+        _merge_by_rows(maps, z, kept, {head: n for head, n in enumerate(left) if 0 < n < z.shape[2]}, tile)
         start += tile.shape[1]
     return kept.bounds()
 
@@ -266,34 +265,36 @@ def _merge_by_heads(
     maps: OVMaps,
     z: Float[Tensor, "kv_head row d_head"],
     kept: _Kept,
-    heads: Int[Tensor, "block"],
+    left: Mapping[int, int],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
-    """Merge a tile's logits z (W_O W_U) into the rows left of some heads."""
+    """Merge a tile's logits z (W_O W_U) into the rows left of some heads, so many of each."""
     width = tile.shape[1]
-    for block in _split(heads, heads_at_once(maps, width)):
-        W_tile = exact_product(maps.W_O[block].flatten(0, 1), tile).unflatten(0, (len(block), -1))
-        rows_at_most = int(kept.alive[:, block].any(0).sum(1).max())
-        for places in torch.arange(len(block)).split(max(1, _logits_at_once(maps) // (rows_at_most * width))):
-            group = block[places]
-            for row in kept.rows(group).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
-                kept.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W_tile[places])
+    for block in _chunks([*left], heads_at_once(maps, width)):
+        W_O = maps.W_O[torch.tensor(block, device=z.device)].flatten(0, 1)
+        W_tile = exact_product(W_O, tile).unflatten(0, (len(block), -1))
+        size = max(1, _logits_at_once(maps) // (max(map(left.__getitem__, block)) * width))
+        for heads, W in zip(_chunks(block, size), W_tile.split(size), strict=True):
+            group, most = torch.tensor(heads, device=z.device), max(map(left.__getitem__, heads))
+            for row in kept.rows(group, most).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
+                kept.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W)
 
 
 def _merge_by_rows(
     maps: OVMaps,
     z: Float[Tensor, "kv_head row d_head"],
     kept: _Kept,
-    heads: Int[Tensor, "block"],
+    left: Mapping[int, int],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
     """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
-    for block in _split(heads, heads_at_once(maps, maps.x.shape[1])):
+    for heads in _chunks([*left], heads_at_once(maps, maps.x.shape[1])):
+        block = torch.tensor(heads, device=z.device)
         alive = kept.alive[:, block].any(0)
         place, row = alive.nonzero(as_tuple=True)
-        padded = kept.rows(block)
+        padded = kept.rows(block, max(map(left.__getitem__, heads)))
         y = z[_value_heads(maps, block)[:, None], padded] @ maps.W_O[block].float()
-        y = y[alive.gather(1, padded)]
+        y = y[place, (alive.cumsum(1) - 1)[place, row]]
         head = block[place]
         for part in torch.arange(len(y)).split(max(1, tile_numbers(maps) // tile.shape[1])):
             kept.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
@@ -302,6 +303,10 @@ def _merge_by_rows(
 def _logits_at_once(maps: OVMaps) -> int:
     """Few enough on a CPU for its cache."""
     return tile_numbers(maps) if maps.W_U.is_cuda else max(1, tile_numbers(maps) // 8)
+
+
+def _chunks(heads: list[int], size: int) -> list[list[int]]:
+    return [heads[start : start + size] for start in range(0, len(heads), size)]
 
 
 def _split(heads: Int[Tensor, "head"], size: int) -> Sequence[Int[Tensor, "block"]]:
