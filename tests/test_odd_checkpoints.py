@@ -118,7 +118,7 @@ def test_a_bias_that_the_config_does_not_know_is_refused_by_its_name_and_a_buffe
     opened(folder)
     name = "model.layers.1.self_attn.q_proj.bias"
     save_file(weights | {name: torch.zeros(32)}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"{name}.*a module that computes without it by the config") as caught:
+    with pytest.raises(ModelError, match=f"{name}.*used by no module that the config describes") as caught:
         opened(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -135,7 +135,9 @@ def test_a_weight_without_use_is_refused_with_the_file_it_is_in_where_the_family
         save_file(tensors, path / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {one: file for file, tensors in parts.items() for one in tensors}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*two.safetensors is of a module that computes without"):
+    with pytest.raises(
+        ModelError, match=f"Tensor '{name}' in .*two.safetensors is used by no module that the config describes"
+    ):
         hw.load(path)
 
 
@@ -145,10 +147,62 @@ def test_a_bias_beside_a_shared_unembedding_is_refused(checkpoint, tmp_path, ope
     weights = load_file(path / "model.safetensors")
     weights["lm_head.bias"] = torch.ones(len(weights["model.embed_tokens.weight"]))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"Tensor 'lm_head\.bias' in .*model\.safetensors is of a module that computes"
-    ):
+    with pytest.raises(ModelError, match=r"Tensor 'lm_head\.bias' in .*model\.safetensors is used by no module that"):
         opened(path)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+def test_a_norm_of_queries_that_the_config_does_not_know_is_refused_with_its_file(folder, opened):
+    weights, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.q_norm.weight"
+    save_file(weights | {name: torch.ones(8)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*model.safetensors is used by no module that"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+def test_whole_numbers_in_place_of_a_weight_are_refused_where_no_quantization_is_named(folder, opened):
+    weights, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    weights[name] = (weights[name] * 100).to(torch.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*model.safetensors is held as I8, which are no float"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+def test_a_tensor_in_two_shards_is_refused_with_both(folder, opened):
+    weights, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    (folder / "model.safetensors").unlink()
+    for file, tensors in {"one.safetensors": weights, "two.safetensors": {name: weights[name] + 1}}.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = dict.fromkeys(weights, "one.safetensors") | {name: "two.safetensors"}
+    rewritten = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(rewritten)
+    with pytest.raises(ModelError, match=f"Tensor '{name}' is in two files, .*one.safetensors and .*two.safetensors"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "tokenizer_config.json"])
+def test_a_pointer_in_place_of_a_file_beside_them_is_told_as_one(folder, file, opened):
+    if file.startswith("model"):
+        (folder / "model.safetensors").unlink()
+    (folder / file).write_text(POINTER)
+    with pytest.raises(ModelError, match=f"{file} is a Git LFS pointer, not the file itself"):
+        opened(folder)
+
+
+def test_a_transposed_matrix_of_a_family_without_a_row_is_refused_with_its_file_and_both_shapes(unlisted, tmp_path):
+    path = shutil.copytree(unlisted, tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("1.mlp.c_fc.weight"))
+    weights[name] = weights[name].T.contiguous()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"Tensor '{name}' in .*model.safetensors has shape .* but the config says"):
+        hw.load(path)
+    del weights[name]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"has no tensor '{name}'; the checkpoint is incomplete"):
+        hw.load(path)
 
 
 @pytest.mark.parametrize("opened", OPENERS)

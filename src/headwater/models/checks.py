@@ -75,11 +75,12 @@ def tokenizer_fits(tokenizer: PreTrainedTokenizerBase, d_vocab: int) -> None:
             tokenizer of one or two tokens when the files are missing).
     """
     n_ids = tokenizer.vocab_size
+    named = f"The tokenizer{f' of {tokenizer.name_or_path}' if tokenizer.name_or_path else ''}"
     if n_ids > d_vocab:
-        raise ModelError(f"The tokenizer has {n_ids} tokens, the model only {d_vocab}: it belongs to another model.")
+        raise ModelError(f"{named} has {n_ids} tokens, the model only {d_vocab}: it belongs to another model.")
     if len(tokenizer) < d_vocab / 2:
         raise ModelError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model {d_vocab}: it belongs to another model, or its "
+            f"{named} has {len(tokenizer)} tokens, the model {d_vocab}: it belongs to another model, or its "
             "files are missing."
         )
 

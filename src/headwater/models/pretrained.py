@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from headwater.errors import InputError, ModelError
 from headwater.models.families import text_config
 from headwater.models.memory import refuse_too_large
-from headwater.models.weights.checkpoint import one_line, tensor_shapes, weight_files, without_use
+from headwater.models.weights.checkpoint import INDEX, one_line, tensor_shapes, weight_files, without_use
 from headwater.models.weights.conversion import quiet_transformers
 
 STRAIGHT = ("cuda",)
@@ -78,7 +78,7 @@ def read_pretrained(
                 device_map=where,
             )
     except Exception as error:  # each model class believes its config, and fails on what it says in its own way
-        raise ModelError(f"The weights in {folder} cannot be loaded: {one_line(error)}") from error
+        raise ModelError(_unreadable(folder, kind, config, error)) from error
     parameters = [name for name, _ in hf.named_parameters(remove_duplicate=False)]
     _check_report(folder, report, text_config(config).num_hidden_layers, parameters)
     if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):
@@ -89,10 +89,30 @@ def read_pretrained(
     return hf
 
 
+def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> str:
+    """Why transformers could not read a checkpoint: a tensor of another shape than the config's, or what it says."""
+    try:
+        with torch.device("meta"):
+            wanted = {name: tuple(one.shape) for name, one in kind.from_config(config).named_parameters()}
+    except Exception as reason:  # as above
+        return f"The model of {folder} cannot be loaded: by its config it cannot be built, {one_line(reason)}"
+    for file in weight_files(folder):
+        for name, shape in tensor_shapes(file).items():
+            if shape != wanted.get(name, shape):
+                return (
+                    f"Tensor {name!r} in {file} has shape {shape}, but the config says {wanted[name]}; config.json and "
+                    "weights do not belong together."
+                )
+    if isinstance(error, KeyError) and (folder / INDEX).is_file():
+        return f"{folder / INDEX} has no {error}, which transformers asks for; save the checkpoint again."
+    return f"The weights in {folder} cannot be loaded: {one_line(error)}"
+
+
 def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameters: Collection[str]) -> None:
     """Transformers fills what a checkpoint lacks with random numbers and drops what it has besides; refuse both."""
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"{folder}: {len(missing)} parameters are missing from the weight files: {missing[0]} ...")
+        others = f" and {len(missing) - 1} others" if missing[1:] else ""
+        raise ModelError(f"{folder} has no tensor {missing[0]!r}{others}; the checkpoint is incomplete.")
     for name in sorted(report["unexpected_keys"]):
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer and int(layer[1]) >= n_layers:
@@ -102,7 +122,7 @@ def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameter
             )
     if (unused := without_use(report["unexpected_keys"], parameters)) is not None:
         raise ModelError(
-            f"Tensor {unused!r} in {_file_of(folder, unused)} is of a module that computes without it by the config; "
+            f"Tensor {unused!r} in {_file_of(folder, unused)} is used by no module that the config describes; "
             "config.json and weights do not belong together."
         )
 

@@ -17,6 +17,9 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
 )  # fmt: skip
 
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+"""Files that may stand beside these, and are read where they do."""
+
 
 def load_tokenizer(
     source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
@@ -37,7 +40,7 @@ def load_tokenizer(
             f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
             "or copy the tokenizer files into the folder."
         )
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *BESIDE):
         refuse_pointer(folder / name)
     options: dict[str, object] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):

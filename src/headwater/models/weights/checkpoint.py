@@ -173,19 +173,19 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         found = stored[names[name]][1]
         if found != shape:
             raise ModelError(
-                f"Tensor {names[name]!r} in {folder} has shape {found}, but the config says {shape}; "
+                f"Tensor {names[name]!r} in {stored[names[name]][0]} has shape {found}, but the config says {shape}; "
                 "config.json and weights do not belong together."
             )
     beyond = family_of(config).block(config.num_hidden_layers)
     if extra := [own for name, own in names.items() if name.startswith(beyond)]:
         raise ModelError(
-            f"The config in {folder} says {config.num_hidden_layers} layers, but the weights hold {extra[0]!r}; "
-            "config.json and weights do not belong together."
+            f"The config in {folder} says {config.num_hidden_layers} layers, but {stored[extra[0]][0]} holds "
+            f"{extra[0]!r}; config.json and weights do not belong together."
         )
     if (unused := without_use(names, [*expected, UNEMBEDDING])) is not None:
         raise ModelError(
-            f"Tensor {names[unused]!r} in {stored[names[unused]][0]} is of a module that computes without it by the "
-            "config; config.json and weights do not belong together."
+            f"Tensor {names[unused]!r} in {stored[names[unused]][0]} is used by no module that the config describes; "
+            "config.json and weights do not belong together."
         )
     names = {name: own for name, own in names.items() if name in expected or name == UNEMBEDDING}
     files = {name: stored[own][0] for name, own in names.items()}
@@ -194,23 +194,41 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
 
 
 def without_use(found: Iterable[str], expected: Collection[str]) -> str | None:
-    """Return a weight or bias that was found and belongs to a module which has others, but not this one; None if none.
+    """Return a weight that was found and that a model of the expected ones would drop; None if there is none.
 
-    Such as the bias of a projection that has none by its config. What is of no module, as buffers of older versions
-    are, changes nothing.
+    That is the weight or bias of a module which has others, but not this one, as of a projection without bias by its
+    config; and, among the modules of a layer, the weight of one that is not there, as of a norm of queries. What else
+    there is, as buffers of older versions are, changes nothing.
     """
     modules = {name.rpartition(".")[0] for name in expected}
-    split = ((name, *name.rpartition(".")) for name in sorted(found) if name not in expected)
-    return next((name for name, module, _, own in split if module in modules and own in ("weight", "bias")), None)
+    inside = {module.rpartition(".")[0] for module in modules}
+    for name in sorted(set(found).difference(expected)):
+        module, _, own = name.rpartition(".")
+        place = module.rpartition(".")[0]
+        of_a_layer = place in inside and any(part.isdecimal() for part in place.split("."))
+        if (module in modules and own in ("weight", "bias")) or (of_a_layer and own == "weight"):
+            return name
+    return None
 
 
 def stored_tensors(folder: Path, n_layers: int) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """The file and the shape of every tensor of a checkpoint, by its name there.
 
     Raises:
-        ModelError: a file is damaged or missing, or there are fewer tensors than layers.
+        ModelError: a file is damaged or missing, two hold one tensor, a weight is no float numbers, or there are fewer
+            tensors than layers.
     """
-    stored = {name: (file, shape) for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
+    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in weight_files(folder):
+        for name, (kind, shape) in _header(file).items():
+            if name in stored:
+                raise ModelError(f"Tensor {name!r} is in two files, {stored[name][0]} and {file}; which one counts?")
+            if name.endswith(".weight") and not kind.startswith(("F", "BF")):
+                raise ModelError(
+                    f"Tensor {name!r} in {file} is held as {kind}, which are no float numbers, and config.json says of "
+                    "no quantization; save a dequantized copy."
+                )
+            stored[name] = file, shape
     if n_layers > len(stored):
         raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
     return stored
@@ -238,6 +256,7 @@ def weight_files(folder: Path) -> list[Path]:
                 "save it again with model.save_pretrained."
             )
         raise ModelError(f"{folder} has no weights ({SINGLE} or {INDEX}); give the folder that save_pretrained wrote.")
+    refuse_pointer(folder / INDEX)
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -261,8 +280,14 @@ def is_file_name(name: str) -> bool:
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor's shape, from the file's header alone."""
+    return {name: shape for name, (_, shape) in _header(file).items()}
+
+
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every tensor's kind of numbers ("F32", "I8"), as safetensors names it, and shape."""
     with open_safetensors(file) as opened:
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
 
 
 def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[str, str]:
@@ -313,9 +338,8 @@ def refuse_pointer(file: Path) -> None:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An exception's message in one line, cut where it goes on for long; of a key that is not there, that it is not."""
+    """An exception's message in one line, cut where it goes on for long."""
     text = " ".join(str(error).split()) or type(error).__name__
-    text = f"there is no {text}" if isinstance(error, KeyError) else text
     return text if len(text) <= most else text[:most] + " ..."
 
 
