@@ -85,7 +85,9 @@ def test_no_formula_of_a_page_is_left_as_latex(page):
 def test_every_figure_that_is_kept_is_in_the_gallery_with_code_that_compiles():
     found = figure_code()
     assert {file.stem for file in (DOCS / "figures").glob("*.png")} == set(found)
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     for name, code in found.items():
+        assert f"](figures/{name}.png)" in pages  # with words that say what it shows; the gallery leads there
         compile(code, name, "exec")
         assert code.endswith(".plot()")
     assert "def pairs()" in found["patch"]
