@@ -172,7 +172,7 @@ class _Kept:
         """How many rows of each head are alive: what the host waits for before a tile, to know what to do with it."""
         return self.alive.any(0).sum(1).tolist()
 
-    def rows(self, heads: Int[Tensor, "block"], most: int) -> Int[Tensor, "block most"]:
+    def rows(self, heads: Int[Tensor, "block"], most: int) -> Int[Tensor, "block alive"]:
         """The rows of each head that are alive, in their order; where a head has fewer than most, some that are not."""
         return self.alive[:, heads].any(0).byte().argsort(dim=1, descending=True, stable=True)[:, :most]
 
