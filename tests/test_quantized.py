@@ -98,3 +98,48 @@ def test_packed_weights_are_refused_by_the_name_of_their_method(folder, method, 
         opened(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("opened", [hw.load, open_weights])
+def test_float8_that_the_config_does_not_name_is_refused_with_its_file(float8, opened):
+    folder, _ = float8
+    rewrite(folder / "config.json", quantization_config=None)
+    with pytest.raises(
+        ModelError, match=r"proj\.weight' in .*model\.safetensors is held as F8_E4M3, and config\.json names"
+    ):
+        opened(folder)
+
+
+def test_float8_without_its_scales_is_refused_as_the_folder_is_opened(float8):
+    folder, _ = float8
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"has no tensor '{name}_scale_inv', the scales of '{name}' in .*safetensors"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize("said", ["x", [16], [16, 0], 16])
+def test_blocks_of_no_two_sizes_are_refused(float8, said):
+    folder, _ = float8
+    rewrite(folder / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": said})
+    with pytest.raises(ModelError, match="blocks of float8 have two sizes"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize("opened", [hw.load, open_weights])
+def test_packed_weights_are_refused_by_the_tensor_where_no_method_is_named(folder, opened):
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    del tensors[f"{name}.weight"]
+    tensors[f"{name}.qweight"] = torch.zeros(4, 48, dtype=torch.int32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"Tensor '{name}.qweight' in .*safetensors is packed as GPTQ and AWQ pack"):
+        opened(folder)
+
+
+def test_an_old_config_of_bitsandbytes_is_called_by_its_name(folder):
+    rewrite(folder / "config.json", quantization_config={"load_in_8bit": True})
+    with pytest.raises(ModelError, match="quantized by bitsandbytes"):
+        hw.load(folder)

@@ -29,7 +29,9 @@ from headwater.models.weights.quantized import (
     SCALE,
     block_size,
     dequantized,
+    quantization_of,
     refuse_packed,
+    refuse_unread,
     without_quantization,
 )
 from headwater.options import checked_path
@@ -139,8 +141,6 @@ class Checkpoint:
         if tensor.dtype not in FLOAT8:
             return tensor
         own = f"{self.names[name]}{SCALE}"
-        if own not in self.files:
-            raise ModelError(f"{self.folder} has no tensor {own!r}, the scales of one in float8; it is incomplete.")
         with open_safetensors(self.files[own]) as file:
             return dequantized(tensor, file.get_tensor(own), self.block, self.names[name])
 
@@ -161,8 +161,9 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     with _believed(folder):
         n_layers = shape_of(whole_config).n_layers
     refuse_packed(folder, whole_config)
-    block = block_size(whole_config)
-    stored = stored_tensors(folder, n_layers)
+    with _believed(folder):
+        block = block_size(whole_config)
+    stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
     with _believed(folder):
         config = without_quantization(text_config(whole_config))
         expected = expected_tensors(config)
@@ -211,24 +212,32 @@ def without_use(found: Iterable[str], expected: Collection[str]) -> str | None:
     return None
 
 
-def stored_tensors(folder: Path, n_layers: int) -> dict[str, tuple[Path, tuple[int, ...]]]:
+def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """The file and the shape of every tensor of a checkpoint, by its name there.
 
+    Args:
+        folder: with safetensors.
+        n_layers: that the config says.
+        float8: whether its weights are in float8 by the config; each then has its scales beside it.
+
     Raises:
-        ModelError: a file is damaged or missing, two hold one tensor, a weight is no float numbers, or there are fewer
-            tensors than layers.
+        ModelError: a file is damaged or missing, two hold one tensor, a weight is no float numbers or lacks its scales,
+            or there are fewer tensors than layers.
     """
+    of_float8: list[str] = []
     stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in weight_files(folder):
         for name, (kind, shape) in _header(file).items():
             if name in stored:
                 raise ModelError(f"Tensor {name!r} is in two files, {stored[name][0]} and {file}; which one counts?")
-            if name.endswith(".weight") and not kind.startswith(("F", "BF")):
-                raise ModelError(
-                    f"Tensor {name!r} in {file} is held as {kind}, which are no float numbers, and config.json says of "
-                    "no quantization; save a dequantized copy."
-                )
+            refuse_unread(name, kind, file, float8)
             stored[name] = file, shape
+            of_float8 += [name] * kind.startswith("F8")
+    if lone := [name for name in of_float8 if f"{name}{SCALE}" not in stored]:
+        raise ModelError(
+            f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r} in {stored[lone[0]][0]}; headwater "
+            "reads float8 whose scales stand under this name."
+        )
     if n_layers > len(stored):
         raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
     return stored

@@ -28,6 +28,8 @@ def quantization_of(config: object) -> str | None:
     said = getattr(config, "quantization_config", None)
     if not said:
         return None
+    if isinstance(said, dict) and "quant_method" not in said and any(one.startswith("load_in_") for one in said):
+        return "bitsandbytes"  # as its configs were before they named the method
     found = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
     return str(getattr(found, "value", found) or "an unnamed method")
 
@@ -44,6 +46,20 @@ def refuse_packed(folder: Path, config: object) -> None:
             f"{folder} holds weights quantized by {method}, which only its own library unpacks; headwater reads float "
             "weights: save a dequantized copy."
         )
+
+
+def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
+    """Refuse a tensor that stands for other numbers than it holds, where the config does not say so.
+
+    Raises:
+        ModelError: with the tensor and its file.
+    """
+    copy = "headwater reads float weights: save a dequantized copy."
+    if name.endswith(".qweight"):
+        raise ModelError(f"Tensor {name!r} in {file} is packed as GPTQ and AWQ pack weights; {copy}")
+    whole_numbers, unscaled = not kind.startswith(("F", "BF")), kind.startswith("F8") and not float8
+    if name.endswith(".weight") and (whole_numbers or unscaled):
+        raise ModelError(f"Tensor {name!r} in {file} is held as {kind}, and config.json names no quantization; {copy}")
 
 
 def refuse_to_run(folder: Path, config: object) -> None:
@@ -70,11 +86,20 @@ def without_quantization(config: Any) -> Any:
 
 
 def block_size(config: object) -> tuple[int, int]:
-    """How many rows and columns share a scale, as the config says it."""
+    """How many rows and columns share a scale, as the config says it.
+
+    Raises:
+        ModelError: it says no two sizes.
+    """
     said = getattr(config, "quantization_config", None) or {}
     found = said.get("weight_block_size") if isinstance(said, dict) else getattr(said, "weight_block_size", None)
-    rows, columns = found or (128, 128)
-    return int(rows), int(columns)
+    sizes = found or (128, 128)
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ModelError(
+            f"The config says weight_block_size={sizes!r}; blocks of float8 have two sizes, as [128, 128]."
+        )
+    rows, columns = sizes
+    return rows, columns
 
 
 def dequantized(
