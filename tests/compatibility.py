@@ -1,8 +1,14 @@
-"""What headwater does with each of the small random models: right, or refused in one line; and the table that says so.
+"""What headwater does with each of the small random models: right, or refused in one line; and the tables that say so.
 
 `tests/test_models_right_or_refused.py` compares every cell of the table with Hugging Face, or sees the refusal.
-`python tools/compatibility.py` writes the table into `docs/compatibility.md`.
+`python tools/compatibility.py` writes the table into `docs/compatibility.md`; with `run` it runs these tests on the
+Python at hand first, and keeps what passed in `tests/pythons.json`, of which the table of Pythons is made.
 """
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
 
 from headwater.models.families import FAMILIES
 from tests.random_models import CONFIGS
@@ -91,6 +97,32 @@ WHOLE_RUNS = frozenset(
 )
 """Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"
+PYTHONS_BEGIN, PYTHONS_END = (
+    "<!-- table of Pythons: python tools/compatibility.py run -->",
+    "<!-- end of the Pythons -->",
+)
+LANE = ("test_models_right_or_refused.py", "test_load.py")
+"""The tests that are run on each Python: loading, and every cell of the table of models."""
+PYTHONS = Path(__file__).parent / "pythons.json"
+LIBRARIES = ("torch", "transformers", "transformer-lens")
+
+
+def remember(passed: int) -> None:
+    """Keep how many tests of the lane passed on this Python, and with which libraries."""
+    kept = json.loads(PYTHONS.read_text(encoding="utf-8")) if PYTHONS.is_file() else {}
+    here = {"passed": passed, "system": f"{platform.system()}, {platform.machine()}"}
+    kept[platform.python_version()] = here | {name: version(name) for name in LIBRARIES}
+    PYTHONS.write_text(json.dumps(dict(sorted(kept.items())), indent=2) + "\n", encoding="utf-8")
+
+
+def pythons() -> str:
+    """The table of Pythons, in Markdown."""
+    lines = ["| Python | system | " + " | ".join(LIBRARIES) + " | tests that passed, none failed |"]
+    lines.append("|---" * (len(LIBRARIES) + 3) + "|")
+    for name, said in json.loads(PYTHONS.read_text(encoding="utf-8")).items():
+        cells = [name, said["system"], *(said[one] for one in LIBRARIES), str(said["passed"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def table() -> str:
@@ -114,6 +146,8 @@ def _cell(name: str, column: str) -> str:
 
 
 def page(text: str) -> str:
-    """A page with the table between its marks."""
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    """A page with the tables between their marks."""
+    for begin, filled, end in ((PYTHONS_BEGIN, pythons(), PYTHONS_END), (BEGIN, table(), END)):
+        before, after = text.split(begin)[0], text.split(end)[1]
+        text = f"{before}{begin}\n\n{filled}\n\n{end}{after}"
+    return text

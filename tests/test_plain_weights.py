@@ -7,6 +7,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
+from headwater.models.weights.opening import open_weights
 from tests.tiny import tiny_model, tiny_tokenizer
 
 DEQUANTIZE = "load the model without quantization, or save a dequantized copy"
@@ -127,13 +128,25 @@ def test_what_acts_beside_the_weights_and_is_no_change_of_them_is_refused():
         def get_base_model(self):
             return tiny_model("llama")
 
-    with pytest.raises(InputError, match="A PeftModel of peft was given"):
-        hw.load(PeftModel(), merge_adapters=True)
+    for asked in ({}, {"merge_adapters": True}):
+        with pytest.raises(
+            InputError, match=r"A PeftModel of peft was given that changes no weights.* nothing to merge"
+        ):
+            hw.load(PeftModel(), **asked)
+
+
+def test_a_folder_of_an_adapter_is_told_as_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for opened in (hw.load, open_weights):
+        with pytest.raises(ModelError, match=r"holds an adapter of peft .*hw\.load\(peft_model, merge_adapters=True\)"):
+            opened(tmp_path)
 
 
 def test_a_peft_model_is_told_by_the_name_of_its_class():
     class PeftModel(torch.nn.Module):
-        pass
+        def __init__(self):
+            super().__init__()
+            self.inside = with_value_projection(MergingLinear)
 
     with pytest.raises(InputError, match=r"A PeftModel of peft was given.* merge_and_unload\(\) returns"):
         hw.load(PeftModel())

@@ -127,6 +127,40 @@ def test_the_pre_softmax_scores_of_gpt2_follow_from_the_factors(checkpoint):
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@torch.no_grad()
+def test_the_patterns_of_grouped_heads_follow_from_the_factors_their_norms_and_rotary_embedding(checkpoint, family):
+    """Biased (Qwen 2) and normed (Qwen 3, Gemma 3) queries and keys, too; the model says the angles and the scale."""
+    folder = checkpoint(family)
+    model, source = huggingface(folder), open_weights(folder)
+    inputs, angles, modules = {}, {}, attention_modules(model, family)
+    for layer, attention in enumerate(modules):
+        record(attention, inputs, layer, attention_input)
+        record(attention, angles, layer, lambda args, kwargs, output: kwargs["position_embeddings"])
+    patterns = model(random_tokens(source.shape.d_vocab, 1, 9), output_attentions=True).attentions
+    assert source.shape.n_kv_heads < source.shape.n_heads
+    for layer, attention in enumerate(modules):
+        heads, x, (cos, sin) = source.layer(layer), inputs[layer][0], (one[0] for one in angles[layer])
+        q, k = x @ heads.W_Q, x @ heads.expand_kv(heads.W_K)
+        if heads.b_Q is not None:
+            q, k = q + heads.b_Q[:, None], k + heads.expand_kv(heads.b_K)[:, None]
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = (rotated(one, cos, sin) for one in (q, k))
+        seen = patterns[layer][0] > 0  # causal, and within a window
+        scores = (q @ k.mT * attention.scaling).masked_fill(~seen, -torch.inf)
+        torch.testing.assert_close(scores.softmax(-1), patterns[layer][0], atol=1e-5, rtol=1e-4)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + half) of a vector by its angle."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cos[..., :half], sin[..., :half]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+@pytest.mark.oracle
 @torch.no_grad()
 def test_norm_gains_turn_a_normed_stream_into_what_attention_and_unembedding_read(checkpoint, family):
     folder = checkpoint(family)

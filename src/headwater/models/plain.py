@@ -25,9 +25,14 @@ def refuse_adapters(model: Any) -> None:
     """Refuse a PeftModel, and a model some of whose layers carry adapters (`add_adapter`).
 
     Raises:
-        InputError: naming the first such layer, and how to merge.
+        InputError: naming the first such layer, and how to merge; or that nothing can be merged.
     """
     if _is_a(model, "PeftModel"):
+        if not any(_is_a(module, "BaseTunerLayer") for module in model.modules()):
+            raise InputError(
+                f"A {type(model).__name__} of peft was given that changes no weights, as learned prompts do not: there "
+                "is nothing to merge, and headwater does not run it. Give its get_base_model() to load that."
+            )
         raise InputError(
             f"A {type(model).__name__} of peft was given, whose adapters act beside the weights: {MERGE}; or give what "
             "its merge_and_unload() returns."

@@ -40,6 +40,7 @@ OWN = ("embedded",)
 """What the model that comes with headwater is called; it is loaded without a name."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
 PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
@@ -98,9 +99,14 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The transformers config of a checkpoint folder.
 
     Raises:
-        ModelError: the config is missing, damaged, or of a model type that transformers does not know.
+        ModelError: the config is missing, damaged, an adapter's, or of a model type that transformers does not know.
     """
     if not (folder / "config.json").is_file():
+        if (folder / ADAPTER).is_file():
+            raise ModelError(
+                f"{folder} holds an adapter of peft ({ADAPTER}), not a model: load the model that it adapts with "
+                "transformers, the adapter with peft, and give both to hw.load(peft_model, merge_adapters=True)."
+            )
         raise ModelError(
             f"{folder} has no config.json, so it is not a checkpoint; give the folder that save_pretrained wrote."
         )
