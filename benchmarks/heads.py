@@ -25,7 +25,7 @@ from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from headwater.heads.scores import LayerScores, SuitePairs, score_layer
 from headwater.kernels import ov_blocked, ov_ranks
-from headwater.kernels.ov import OVMaps, longest_column
+from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 
 # Pairs of the published relations (github.com/amitelhelo/MAPS, datasets/) whose words are one GPT-2 token each, with a
 # leading space; worked out from the steps of the released GPT-2 XL scores. Copying relations are judged at k = 1.
@@ -93,6 +93,7 @@ class Inputs:
     x: Tensor
     W_U: Tensor
     longest: float
+    first: Tensor
     source: Tensor
     target: Tensor
 
@@ -107,7 +108,7 @@ class Inputs:
         shape, generator = self.shape, torch.Generator().manual_seed(layer + 1)
         W_V = torch.randn(shape.n_heads, shape.d_model, shape.d_head, generator=generator) / shape.d_model**0.5
         W_O = torch.randn(shape.n_heads, shape.d_head, shape.d_model, generator=generator) / shape.d_head**0.5
-        return OVMaps(self.x, W_V.to(self.x), W_O.to(self.x), self.W_U, self.longest)
+        return OVMaps(self.x, W_V.to(self.x), W_O.to(self.x), self.W_U, self.longest, self.first)
 
 
 def random_inputs(shape: HeadsShape, device: str) -> Inputs:
@@ -117,7 +118,8 @@ def random_inputs(shape: HeadsShape, device: str) -> Inputs:
     by_token = torch.randn(shape.d_vocab, shape.d_model, generator=generator) / shape.d_model**0.5
     W_U = outliers.in_unembedding(by_token).to(device).T
     target = torch.randint(shape.d_vocab, (shape.n_pairs,), generator=generator).to(device)
-    return Inputs(shape, x, W_U, longest_column(W_U), torch.arange(shape.n_pairs, device=device), target)
+    first = first_tokens(W_U, ov_blocked.sample_size(W_U))
+    return Inputs(shape, x, W_U, longest_column(W_U), first, torch.arange(shape.n_pairs, device=device), target)
 
 
 Found = tuple[Tensor, Tensor]

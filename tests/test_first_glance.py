@@ -17,7 +17,7 @@ CUDA_SAMPLE = 8 * ov_blocked.FIRST_TILE
 def as_on_the_card(monkeypatch):
     """Trust of float32 and width of the sample as on a CUDA device."""
     monkeypatch.setattr(ov_blocked, "rounding", lambda maps: ov_blocked.TENSOR_ROUNDING)
-    monkeypatch.setattr(ov_blocked, "_sample_size", lambda maps: CUDA_SAMPLE)
+    monkeypatch.setattr(ov_blocked, "sample_size", lambda W_U: CUDA_SAMPLE)
 
 
 def head_of(d_model, d_head, with_outliers):

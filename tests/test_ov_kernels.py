@@ -1,5 +1,7 @@
 """The blocked OV kernels equal the formula, ties included, for any shape, dtype and vocabulary."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,7 +43,8 @@ def layers(draw):
         case "large":
             W_U, W_V = W_U * 100, W_V / 100
     W_V, W_O, W_U = (factor.to(dtype) for factor in (W_V, W_O, W_U))
-    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U))
+    first = ov.first_tokens(W_U, draw(st.sampled_from([1, 7, 64]))) if draw(st.booleans()) else None
+    maps = ov.OVMaps(x, W_V, W_O, W_U, ov.longest_column(W_U), first)
     source = torch.randint(sources, (pairs,), generator=generator)
     target = torch.randint(d_vocab, (pairs,), generator=generator)
     k = torch.randint(1, draw(st.sampled_from([3, 30, 800])), (pairs,), generator=generator)
@@ -77,6 +80,18 @@ def test_blocked_membership_is_membership_in_the_whole_map(layer):
     found = ov_blocked.topk_membership(maps, source, target, k)
     for sign, hits, expected in zip(SIGNS, found, ov.topk_membership(maps, source, target, k), strict=True):
         assert torch.equal(hits, expected), sign
+
+
+@given(layers())
+def test_tokens_to_look_at_first_are_there_once_and_half_of_them_lie_farthest_from_the_mean(layer):
+    W_U = layer[0].W_U
+    n = min(W_U.shape[1], 40)
+    first = ov.first_tokens(W_U, n)
+    assert len(first) == n == len(set(first.tolist()))
+    lengths = (W_U.double() - W_U.double().mean(1, keepdim=True)).norm(dim=0)
+    others = torch.ones_like(lengths, dtype=torch.bool).index_fill(0, first[: n // 2], False)
+    if n > 1 and bool(others.any()):
+        assert lengths[first[: n // 2]].min() >= (1 - 1e-2) * lengths[others].max() - 1e-3
 
 
 def test_long_sums_that_do_not_cancel_round_within_the_margin():
@@ -130,7 +145,9 @@ def test_hits_of_every_source_with_every_target_are_those_of_the_whole_map(layer
         ov_sweep.Grid(other[1] % sizes[0], other[2] % sizes[1], k + 3),
     ]
     grids = [grid for grid in grids if len(grid.source)]
-    for grid, found in zip(grids, ov_sweep.topk_hits(maps, grids) if grids else (), strict=True):
+    with mock.patch.object(ov_sweep, "WORTH_A_LOOK", 1):  # small vocabularies meet the first tokens twice, too
+        hits_of_all = list(ov_sweep.topk_hits(maps, grids)) if grids else []
+    for grid, found in zip(grids, hits_of_all, strict=True):
         expected = ov.topk_hits(maps, grid.source, grid.target, grid.k)
         for sign, hits, wanted in zip(SIGNS, found, expected, strict=True):
             assert torch.equal(hits, wanted), sign

@@ -35,7 +35,7 @@ from headwater.heads.categories import add_excess
 from headwater.heads.relation_tokens import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32
-from headwater.kernels.ov import OVMaps, longest_column
+from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.stats.significance import (
@@ -260,7 +260,7 @@ class LayerScorer:
             if self.options["norm_gain"]:
                 x = x * factors.norm_gain
             W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
-            maps = OVMaps(x, W_V, W_O, self._unembedding, self._longest)
+            maps = OVMaps(x, W_V, W_O, self._unembedding, self._longest, self._first)
             scores = score_layer(maps, self._suite, null=self.null, items=self.items)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
@@ -283,6 +283,10 @@ class LayerScorer:
     @cached_property
     def _longest(self) -> float:
         return longest_column(self._unembedding)
+
+    @cached_property
+    def _first(self) -> Tensor:
+        return first_tokens(self._unembedding, ov_blocked.sample_size(self._unembedding))
 
     @cached_property
     def _raw_embeddings(self) -> Tensor:

@@ -36,6 +36,8 @@ class OVMaps:
     W_U: Float[Tensor, "d_model d_vocab"]
     longest: float
     """The norm of W_U's longest column (`longest_column`), the same for every layer of a model."""
+    first: Int[Tensor, " token"] | None = None
+    """Tokens to look at before all others (`first_tokens`), the same for every layer; by default some evenly apart."""
 
     @property
     def n_heads(self) -> int:
@@ -69,6 +71,20 @@ def longest_column(W_U: Float[Tensor, "d_model d_vocab"]) -> float:
     """Return the norm of the longest column of the unembedding."""
     tiles = W_U.split(8192, dim=1)
     return max(torch.linalg.vector_norm(tile.float(), dim=0).max().item() for tile in tiles)
+
+
+def first_tokens(W_U: Float[Tensor, "d_model d_vocab"], n: int) -> Int[Tensor, " token"]:
+    """Choose tokens that often have the largest and smallest logits: half of them those farthest from the mean column.
+
+    What all columns share moves all logits alike, so that it is taken off. The other half stand evenly apart, since the
+    farthest may all lie one way (tokens that were never trained).
+    """
+    n, mean = min(n, W_U.shape[1]), W_U.mean(1, keepdim=True, dtype=torch.float32)
+    lengths = torch.cat([torch.linalg.vector_norm(tile.float() - mean, dim=0) for tile in W_U.split(8192, dim=1)])
+    farthest = lengths.topk(n // 2).indices
+    others = torch.ones_like(lengths, dtype=torch.bool).index_fill(0, farthest, False).nonzero()[:, 0]
+    n_others = n - len(farthest)
+    return torch.cat([farthest, others[:: max(1, len(others) // max(1, n_others))][:n_others]])
 
 
 def ov_logits(maps: OVMaps) -> Float[Tensor, "head source d_vocab"]:

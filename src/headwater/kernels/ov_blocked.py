@@ -4,7 +4,7 @@ Three things make it fast. Counting replaces sorting: whether t is in the top k 
 stay low rank: x W_V once for every source of the suite, and W_O W_U once for all heads. And almost every pair is out
 after a glance: once k tokens are greater than t and k are smaller, no other token matters.
 
-1. `topk_membership` compares every pair of every head with a sample of the vocabulary.
+1. `topk_membership` compares every pair of every head with a sample of the vocabulary (`ov.first_tokens`).
 2. The few pairs left compute their head's output y = x W_V W_O in float64, and compare y W_U, tile after tile, each as
    wide as what was seen so far; after every tile those that are out leave.
 3. Pairs that reach the end with a token too near their k-th place to call are decided in float64.
@@ -91,7 +91,7 @@ def _not_out_at_first_glance(
     maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
 ) -> Bool[Tensor, "head pair"]:
     """Leave the pairs without k tokens of a sample above the target and k below it."""
-    sample = maps.W_U[:, :: max(1, maps.d_vocab // _sample_size(maps))][:, : _sample_size(maps)].contiguous()
+    sample = _sample(maps)
     rows, row = source.unique(return_inverse=True)
     tokens, column = target.unique(return_inverse=True)
     targets = columns_of(maps, tokens)
@@ -158,8 +158,16 @@ def _glance_at_heads(
     return count_at_once(z, W_sample, (z * W_target).sum(-1), margin, nowhere)
 
 
-def _sample_size(maps: OVMaps) -> int:
-    return FIRST_TILE * (8 if maps.W_U.is_cuda else 1)
+def _sample(maps: OVMaps) -> Float[Tensor, "d_model token"]:
+    if maps.first is not None:
+        return columns_of(maps, maps.first).contiguous()
+    n = sample_size(maps.W_U)
+    return maps.W_U[:, :: max(1, maps.d_vocab // n)][:, :n].contiguous()
+
+
+def sample_size(W_U: Float[Tensor, "d_model d_vocab"]) -> int:
+    """How many tokens are looked at first, on this device."""
+    return FIRST_TILE * (8 if W_U.is_cuda else 1)
 
 
 def settle(

@@ -20,6 +20,7 @@ from headwater.kernels.ov import OVMaps
 from headwater.kernels.ov_blocked import (
     FIRST_TILE,
     Triples,
+    columns_of,
     exact_values_margin,
     factor_numbers,
     head_values,
@@ -27,6 +28,9 @@ from headwater.kernels.ov_blocked import (
     settle,
     tile_numbers,
 )
+
+WORTH_A_LOOK = 32
+"""How many times the tokens to look at first a vocabulary must have for rows to meet them twice."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,17 @@ class _Kept:
     def __post_init__(self) -> None:
         self.alive = self.wanted > -torch.inf
 
+    @classmethod
+    def nothing(cls, rows: _Rows, wanted: Float[Tensor, "sign head row"]) -> "_Kept":
+        """No logits yet."""
+        return cls(wanted.new_full((*wanted.shape, rows.k_at_most + 1), -torch.inf), rows.k, wanted)
+
+    def take_leave(self, seen: "_Kept") -> None:
+        """Let the rows go that have left in another look at the same, with the bound that they found there."""
+        gone = self.alive & ~seen.alive
+        self.values = torch.where(gone[..., None], seen.values, self.values)
+        self.alive &= seen.alive
+
     def left(self) -> list[int]:
         """How many rows of each head are alive: what the host waits for before a tile, to know what to do with it."""
         return self.alive.any(0).sum(1).tolist()
@@ -247,18 +262,34 @@ def _kth_logits(
 ) -> Float[Tensor, "sign head row"]:
     """Find the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
 
-    Once the k-th is above what is `wanted` of it the row leaves, and the bound found so far is returned. A tile costs
+    Once the k-th is above what is `wanted` of it the row leaves, and the bound found so far is returned. `OVMaps.first`
+    makes many leave before the first tile; what stays meets these tokens again, in their tiles. A tile costs
     W_O W_U for heads with many rows left, and (z W_O) W_U for those with fewer than W_O has.
     """
-    kept = _Kept(torch.full((*wanted.shape, rows.k_at_most + 1), -torch.inf, device=z.device), rows.k, wanted)
+    kept = _Kept.nothing(rows, wanted)
+    if maps.first is not None and maps.d_vocab >= WORTH_A_LOOK * len(maps.first):
+        seen = _Kept.nothing(rows, wanted)
+        _merge_tile(maps, z, seen, seen.left(), columns_of(maps, maps.first))
+        kept.take_leave(seen)
     most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     start = 0
     while start < maps.d_vocab and any(left := kept.left()):
         tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
-        _merge_by_heads(maps, z, kept, {head: n for head, n in enumerate(left) if n >= z.shape[2]}, tile)
-        _merge_by_rows(maps, z, kept, {head: n for head, n in enumerate(left) if 0 < n < z.shape[2]}, tile)
+        _merge_tile(maps, z, kept, left, tile)
         start += tile.shape[1]
     return kept.bounds()
+
+
+def _merge_tile(
+    maps: OVMaps,
+    z: Float[Tensor, "kv_head row d_head"],
+    kept: _Kept,
+    left: Sequence[int],
+    tile: Float[Tensor, "d_model token"],
+) -> None:
+    """Merge a tile's logits into all rows that are left, so many of each head."""
+    _merge_by_heads(maps, z, kept, {head: n for head, n in enumerate(left) if n >= z.shape[2]}, tile)
+    _merge_by_rows(maps, z, kept, {head: n for head, n in enumerate(left) if 0 < n < z.shape[2]}, tile)
 
 
 def _merge_by_heads(
