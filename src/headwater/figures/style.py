@@ -159,8 +159,15 @@ def png_of(plot: Axes | Figure, dpi: int | None = None) -> bytes:
     """Return a figure as a picture of 300 dots per inch, or of `dpi`, cropped to what it holds."""
     written = BytesIO()
     with style():
-        figure_of(plot).savefig(written, format="png", **CROPPED | ({} if dpi is None else {"dpi": dpi}))
+        _laid_out(figure_of(plot)).savefig(written, format="png", **CROPPED | ({} if dpi is None else {"dpi": dpi}))
     return written.getvalue()
+
+
+def _laid_out(figure: Figure) -> Figure:
+    """Draw once what arranges itself: where things stand settles with the first drawing, and is kept from then on."""
+    if figure.get_layout_engine() is not None:
+        figure.draw_without_rendering()
+    return figure
 
 
 def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[str] | None = None) -> list[Path]:
@@ -189,6 +196,7 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
     files = [Path(f"{path}.{checked_name('formats', name, known)}") for name in listed]
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with style():
+        _laid_out(figure)
         for file in files:
             metadata = dates.get(file.suffix[1:])
             figure.savefig(file, **CROPPED, metadata=metadata)
