@@ -399,7 +399,7 @@ def test_where_memory_is_short_fewer_sequences_are_run_at_once(monkeypatch):
     ("given", "message"),
     [
         ({"texts": {"a": 1}}, "A dict was given"),
-        ({"texts": []}, "Give a text"),
+        ({"texts": []}, "give a text"),
         ({"sequences": 0}, "sequences=0 must be"),
         ({"length": 1}, "length=1 must be"),
         ({"threshold": 1.5}, "threshold=1.5"),

@@ -65,7 +65,7 @@ ON_TEXTS = {
             model,
             CLEAN,
             CORRUPTED,
-            hw.edges(model, CLEAN, CORRUPTED, method="sublayer", **METRIC).circuit(20),
+            hw.edges(model, CLEAN, CORRUPTED, receivers=["mlp", "logits"], **METRIC).circuit(20),
             **METRIC,
         ).table
     ),
