@@ -36,7 +36,7 @@ from headwater.models.edits import Hook, looks, makes
 from headwater.models.forward import leaves_logits_out, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.norms import logit_scale, residual_scale
-from headwater.models.own_attention import own_attention
+from headwater.models.own_attention import of_prompts_too, own_attention
 from headwater.models.own_masks import name_of_cache, own_mask, without_own_mask
 from headwater.models.sites import hook_name
 from headwater.models.steppable import has_part
@@ -301,6 +301,8 @@ class Blocks:
             stack.enter_context(self.model.hooks([*before, *hooks]))
             stack.enter_context(self.fused())
             stack.enter_context(torch.enable_grad() if held else contextlib.nullcontext())
+            if self._own is not None and self.model.steps_checked and not (held or self.model.looks_ahead):
+                stack.enter_context(of_prompts_too(self._own))
             if skipped := not (unembed or _has_hooks(self.model.raw.unembed)):
                 stack.enter_context(_nothing_unembedded(self.model.raw.unembed))
             logits = self.model.raw(tokens, **options).detach()

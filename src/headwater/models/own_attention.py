@@ -17,12 +17,16 @@ of the model's own run.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from headwater.kernels.softmax import softmax
 
 
 @runtime_checkable
@@ -38,13 +42,16 @@ class OwnAttention(ABC):
 
     Args:
         attention: the module of TransformerLens.
+
+    Attributes:
+        module: what computes attention when the model runs: the same, or what a bridge wraps.
     """
 
     scale: float
     soft_cap: float
 
     def __init__(self, attention: Any):
-        self.attention = attention
+        self.attention = self.module = attention
 
     def __call__(
         self,
@@ -77,8 +84,20 @@ class OwnAttention(ABC):
             before = torch.arange(n_before, device=positions.device).expand(len(positions), -1)
             keys_at = torch.cat([before, positions], 1)[:, None, None, :]
             scores = scores + slopes[:, None, None] * (keys_at - asked_at[:, None, :, None]).clamp_max(0)
-        pattern = self.attention.hook_pattern((scores + mask).softmax(-1)).to(values.dtype)
+        pattern = self.attention.hook_pattern(softmax(scores + mask)).to(values.dtype)
         return self.output((pattern @ values).transpose(1, 2))
+
+    def of_prompts(self, normed: Float[Tensor, "row position d_model"]) -> Float[Tensor, "row position d_model"]:
+        """Return what attention gives of whole prompts."""
+        n_rows, length, _ = normed.shape
+        seen = self.visible(length)
+        mask = torch.zeros(seen.shape, dtype=normed.dtype, device=normed.device)
+        mask = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).expand(n_rows, 1, -1, -1)
+        return self(normed, torch.arange(length, device=normed.device).expand(n_rows, -1), mask, None)
+
+    @abstractmethod
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Stand in for the forward of `module`, called with whole prompts as the model calls it."""
 
     def remembered(
         self,
@@ -121,8 +140,12 @@ class NativeAttention(OwnAttention):
 
     def __init__(self, attention: Any):
         super().__init__(attention)
-        self.inner = attention.original_component
+        self.inner = self.module = attention.original_component
         self.scale, self.soft_cap = float(self.inner.scale), float(self.inner.attn_scores_soft_cap)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        """See `OwnAttention`; beside the output stands the pattern, at which nobody looks there."""
+        return self.of_prompts(hidden_states), None
 
     def project(self, asking: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `OwnAttention`."""
@@ -156,6 +179,10 @@ class HookedAttention(OwnAttention):
         self._rotary = attention.cfg.positional_embedding_type == "rotary"
         self._alibi = attention.cfg.positional_embedding_type == "alibi"
         self._output = attention.W_O.flatten(0, 1).T.contiguous()
+
+    def forward(self, query_input: Tensor, *_: Any, **__: Any) -> Any:
+        """See `OwnAttention`."""
+        return self.of_prompts(query_input)
 
     def project(self, asking: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `OwnAttention`."""
@@ -192,6 +219,18 @@ class HookedAttention(OwnAttention):
         if self.attention.cfg.attention_dir != "causal":
             return seen
         return self.attention._make_causal_mask(length, length, 0, self._output.device)[0, 0]
+
+
+@contextlib.contextmanager
+def of_prompts_too(attention: Sequence[OwnAttention]) -> Iterator[None]:
+    """Let whole prompts, right-padded and looking back only, go through the same steps as rows do."""
+    try:
+        for own in attention:
+            own.module.__dict__["forward"] = own.forward
+        yield
+    finally:
+        for own in attention:
+            own.module.__dict__.pop("forward", None)
 
 
 def own_attention(blocks: list[Any]) -> list[OwnAttention] | None:

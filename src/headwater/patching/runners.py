@@ -26,6 +26,7 @@ from headwater.models.memory import in_halves, is_out_of_memory
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, Stage, main_site, taken_as_recorded
 from headwater.models.steppable import cannot_step
+from headwater.models.tokens import Batch
 from headwater.patching.footprint import runs_at_once
 from headwater.patching.forwards import capture, deepest, run_edited, run_variants, visible_keys
 from headwater.patching.plan import Group, Kept, Plan, columns_of
@@ -101,22 +102,18 @@ class Wave(Runner):
             self._answers = answers[examples.start : examples.stop].to(plan.model.device)
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
-        self.recording: Recording = self.blocks.record(
-            self.group.batch(*self._sides),
-            names,
-            self.group.corrupting(*self._sides),
-            held,
-            unembed=not plan.model.steps_checked,
-        )
+        batch = self.group.batch(*self._sides)
+        if not plan.model.steps_checked:
+            if reason := self._distrust(batch):
+                raise CannotStepError(reason)
+            plan.model.steps_checked = True
+        before = self.group.corrupting(*self._sides)
+        self.recording: Recording = self.blocks.record(batch, names, before, held, unembed=False)
         others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
         self.values = values_written(self.group, others)
         base = self._read(self.recording.activations, plan.base, self.group.kept)
         other = self._read(others, plan.other, self.group.other_kept) if plan.other is not None else None
         self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
-        if not plan.model.steps_checked:
-            if reason := self._distrust():
-                raise CannotStepError(reason)
-            plan.model.steps_checked = True
 
     def measure(self, cells: range) -> Measured:
         """Measure some of the group's cells, all in one walk."""
@@ -133,20 +130,31 @@ class Wave(Runner):
             self._name_not_finite(variants[found.variant], int(variants.example[found.variant]), found.position)
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
 
-    def _distrust(self) -> str | None:
-        """Send a row without edits through the blocks, and say why the outcome is not to be trusted, if it is not."""
-        n_layers = self.plan.model.shape.n_layers
-        if set(self.recording.keys) != set(range(n_layers)):
-            return "its attention does not hand its keys and values to a cache"
-        lengths = [len(side[i]) for side in self._sides for i in self.group.examples]
+    def _distrust(self, batch: Batch) -> str | None:
+        """Run the longest prompt, then send it through the blocks; say why that is not to be trusted, if it is not."""
+        n_layers, lengths = self.plan.model.shape.n_layers, batch.lengths.tolist()
         longest = lengths.index(max(lengths))
         last = lengths[longest] - 1
+        names, before = self._joined_names(), self.group.corrupting_rows([longest], *self._sides)
+        recording = self.blocks.record(batch.rows(longest, longest + 1), names, before)
+        if set(recording.keys) != set(range(n_layers)):
+            return "its attention does not hand its keys and values to a cache"
+        logits = recording.last_logits
+        assert logits is not None
+        expected, answers = logits[0].float(), None
+        tolerance = max(1e-4, 8 * torch.finfo(logits.dtype).eps) * float(expected.abs().max())
+        if self._answers is not None:
+            answers = self._answers[longest % len(self.group.examples)][None]
+            expected = expected[answers[0]]
         found: list[Tensor] = []
         middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
-        variant = Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
+        variants = Variants.one(Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole), 0)
+        tile = self._tile or tile_tokens(self.plan.model, last + 1)
         try:
-            self.run(Variants.one(variant, longest), lambda reading, indices, read: found.append(read[0, 0]))
-        except NumericsError:
+            Walk(
+                self.blocks, recording, variants, Values({}), lambda *read: found.append(read[-1][0, 0]), tile, answers
+            ).run()
+        except NotFiniteError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
@@ -154,12 +162,6 @@ class Wave(Runner):
             return (
                 f"its blocks cannot be called one by one ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
             )
-        logits = self.recording.last_logits
-        assert logits is not None
-        expected = logits[longest].float()
-        tolerance = max(1e-4, 8 * torch.finfo(logits.dtype).eps) * float(expected.abs().max())
-        if self._answers is not None:
-            expected = expected[self._answers[longest % len(self.group.examples)]]
         difference = float((found[0].float() - expected).abs().max())
         return (
             f"stepping through its blocks changes its logits by {difference:.1e}"
