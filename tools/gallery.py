@@ -90,7 +90,8 @@ def known_imports(source: str) -> list[ast.Import | ast.ImportFrom]:
 
 def _figure(name: str, code: str, pages: dict[str, str]) -> str:
     shown = re.compile(rf"!\[([^\]]*)\]\(figures/{name}\.png\)")
-    (home, alt), *_ = [(page, shown.search(text)[1]) for page, text in pages.items() if shown.search(text)] or [
+    found = {page: shown.search(text) for page, text in pages.items() if page != "index"}
+    (home, alt), *_ = [(page, match[1]) for page, match in found.items() if match] or [
         ("index", name.replace("_", " "))
     ]
     heading = name.replace("_", " ").capitalize()

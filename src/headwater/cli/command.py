@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headwater.cli.offered import Of, Options
+from headwater.cli.offered import Of, Options, Shaped
 from headwater.waiting import LIBRARIES, said_if_slow
 
 if TYPE_CHECKING:
@@ -58,7 +58,14 @@ Quiet = Annotated[
 
 LOAD = Of(
     "headwater.models.loading:load",
-    offers="device dtype",
+    offers="dtype",
+    shaped=(
+        Shaped(
+            "device",
+            help='Where the model runs: "cpu", "cuda" or "cuda:1"; "auto" spreads its layers over all CUDA devices. '
+            "Default: a CUDA device if there is one, else the CPU.",
+        ),
+    ),
     filled="what",
     left_out={
         "tokenizer": "a checkpoint brings its own",

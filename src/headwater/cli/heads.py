@@ -29,7 +29,11 @@ from headwater.models.embedded import BASE, is_embedded
 if TYPE_CHECKING:
     from headwater.heads.head_map import HeadMap
 
-RELATIONS = Shaped("relations", Path)
+RELATIONS = Shaped(
+    "relations",
+    Path,
+    help="A folder or file of relations, or the name of one of headwater's own suite. Default: the whole suite.",
+)
 MULTI_TOKEN = Shaped(
     "multi_token",
     bool,

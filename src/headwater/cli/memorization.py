@@ -59,7 +59,15 @@ def _counts(file: Path) -> Any:
 
 GRAPH = Of(
     "headwater.likelihood.graph:load_depth_graph",
-    shaped=(Shaped("source", Path, name="data"), Shaped("predictions", str)),
+    shaped=(
+        Shaped(
+            "source",
+            Path,
+            name="data",
+            help="A folder in the layout of DepthQA, or a JSON file. Default: that of the embedded model.",
+        ),
+        Shaped("predictions", str),
+    ),
 )
 PROFILE = Of(
     "headwater.likelihood.profile:memorization",

@@ -103,8 +103,19 @@ PYTHON = {
 }
 PATCH = Of(
     "headwater.patching.activation_patching:patch",
-    offers="over direction values method",
-    shaped=(Shaped("sites", default=("resid_pre",)), WINDOW),
+    offers="over direction method",
+    shaped=(
+        Shaped(
+            "sites",
+            default=("resid_pre",),
+            help="One or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern.",
+        ),
+        Shaped(
+            "values",
+            help="What is written: other run; zero; mean, over the prompts given; or resample, another of them.",
+        ),
+        WINDOW,
+    ),
     choices={"direction": "DIRECTIONS", "method": "METHODS"},
     filled="clean corrupted metric",
     left_out=PYTHON
