@@ -10,7 +10,8 @@
 # **Method.** For a head with value and output matrices W_V and W_O, the row x_s W_V W_O W_U says how strongly a source
 # word s pushes every word of the vocabulary (Elhelo & Geva, ACL 2025). The score of a relation is the share of its
 # pairs whose target is among the ten largest entries (one for copying relations). The checks: what the head's habits
-# alone would score, shuffled targets, the source as its own target, and what happens when the heads are removed.
+# alone would score, whether shuffled targets score as much, whether the head only copies its source, and what happens
+# when the heads are removed.
 #
 # **Result and what would change one's mind** stand at the end.
 
@@ -36,7 +37,7 @@ relation_coverage(relations, model.tokenizer)[["relation", "category", "items", 
 
 # %% [markdown]
 # ## The published rule, and the controlled one
-# `rule="published"` is the score alone. The default corrects it for what the head writes to anybody: `excess` is
+# `rule="published"` is the score alone. The default corrects it for what the head writes whatever it reads: `excess` is
 # (score − expected) / (1 − expected), the share of the way from the head's habit to perfection, and has to reach the
 # same threshold. It asks two things more: that the score is not what shuffled targets would have given (false-discovery
 # rate 5 % over all heads, relations and signs), and that the target beats the source word itself. On the left the
@@ -57,15 +58,15 @@ passes.sort_values("expected", ascending=False).head(6)[
 ]
 
 # %% [markdown]
-# A high `expected` is a head that writes the relation's usual answers to anybody; what such a head knows beyond that is
-# its `excess`. The interval (`low`, `high`) is that of the share itself. The label still hangs on the threshold:
+# A head with a high `expected` writes the relation's usual answers whatever it reads; what it knows beyond that is its
+# `excess`. The interval (`low`, `high`) is that of `score`. The label still depends on the threshold:
 
 # %%
 _ = controlled.sensitivity().plot()
 
 # %% [markdown]
 # ## What else does a head write about?
-# The salient operations of a head: the tokens whose image under W_V W_O is longest for their own length.
+# The salient operations of a head are the tokens that W_V W_O lengthens most, and what it maps them to.
 
 # %%
 best = table.query("implemented").sort_values("excess").iloc[-1]
@@ -77,8 +78,8 @@ writes.reset_index()
 
 # %% [markdown]
 # ## Do heads do so when the model runs?
-# The dynamic score is the same test on what the head really adds at the last position of a sentence, with attention
-# as it is ("with") or forced onto the source ("without" context). Few relations and sentences, to keep this quick.
+# The dynamic score is the same test on what the head really adds at the last position of a sentence, with attention as
+# it is ("with") or forced onto the source ("without" context). Few relations and sentences keep this quick.
 
 # %%
 from headwater.heads.validation import dynamic_scores

@@ -4,12 +4,13 @@
 # To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
 # a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
-# **Question.** Through which layers, positions and heads does a country reach the answer "its capital"?
+# **Question.** Through which layers, positions and heads does the country in the question lead to its capital in the
+# answer?
 #
 # **Method.** Pairs of prompts that differ in the country run side by side; activations of one are written into the
-# other, one place at a time, and the logit difference of the two capitals says how far the answer moves. Then edges
-# of attention are severed instead. Each sweep recomputes only what an edit can change and equals running the whole
-# model for every cell.
+# other, one place at a time, and the logit difference of the two capitals says how far the answer moves. Then edges of
+# attention are severed instead. Each sweep recomputes only what an edit can change, and gives the same as running the
+# whole model for every cell.
 #
 # **Result and what would change one's mind** stand at the end.
 
@@ -70,7 +71,8 @@ residual.summary(value="normalized_effect").sort_values("mean", ascending=False)
 # %%
 by_head = hw.patch(model, clean, corrupted, sites="z", metric=metric)
 # %% [markdown]
-# Attribution patching approximates the same sweep by gradients, from two forwards and one backward. How good is it?
+# Attribution patching approximates the same sweep by gradients, from two forward passes and one backward pass. How
+# well?
 
 # %%
 approximate = hw.patch(model, clean, corrupted, sites="z", metric=metric, method="attribution")

@@ -23,7 +23,7 @@ questions = hw.load_questions(sample=400)
 answered = hw.answer(model, questions)
 _ = answered.plot()
 # %% [markdown]
-# Each row knows where its exact tokens stand: E_Q in the question, E_A in the answer.
+# Each row knows where its exact tokens are: E_Q in the question, E_A in the answer.
 
 # %%
 row = answered.table.iloc[0]

@@ -4,8 +4,8 @@
 # To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
 # a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
-# **Question.** Along which attention edges does what the probe reads come to the answer: from the question's exact
-# tokens to the answer's (E_Q→E_A), or to anything else that may carry it on (E_Q→*)?
+# **Question.** Along which attention edges does what the probe reads reach the answer: from the question's exact tokens
+# to the answer's (E_Q→E_A), or to anything else that may carry it on (E_Q→*)?
 #
 # **Method.** The saliency of an edge is |A · ∂L/∂A|, attention times the gradient of the probe's loss, averaged over
 # heads and over the layers up to the probe's (Luo et al., ACL 2026, Eq. 1). It is measured with the published loss
@@ -86,6 +86,6 @@ _ = saliency.plot()
 # %% [markdown]
 # **What would change one's mind.** A probe can be explained only as far as it knows something: its AUC stands at the
 # top. If the peak near 0 stays under the `logit` target, saturation is not its reason. Where saliency and knockout do
-# not agree in rank, as here, one of the two measures something else than flow, and neither may be read as the other.
+# not agree in rank, as here, one of the two measures something other than flow, and neither may be read as the other.
 # The averages over heads (`heads="abs_mean"`) and over pairs (`pairs="sum"`) are choices: a picture that depends on
 # them is not about the model.

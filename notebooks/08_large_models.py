@@ -112,14 +112,14 @@ memory.round(1)
 #
 # ## Time
 # Measured so far, on two cores of an x86-64 machine: every head of GPT-2 XL's shape with random weights on 18 relations
-# of 2,245 pairs, 12.4 s for membership in the top k (the published rule), 30.7 s for the default rule with its null
-# model and 230 s for full ranks (`python -m benchmarks heads`; the rows stand in benchmarks/README.md). The work of the
-# top-k test grows as heads × sources × (d_model × d_head + candidates): per head it is about the same in all these
+# of 2,245 pairs takes 12.1 s for membership in the top k (the published rule), 56.7 s for the default rule with its
+# null model and 409 s for full ranks (`python -m benchmarks heads`; the rows are in benchmarks/README.md). The work of
+# the top-k test grows as heads × sources × (d_model × d_head + candidates): per head it is about the same in all these
 # models, so that an estimate from these measurements is:
 
 # %%
 work = s.layers * s.heads * s.d_model * s.d_head
-measured = {"published rule": 12.4, "default rule": 30.7}  # seconds, GPT-2 XL's shape
+measured = {"published rule": 12.1, "default rule": 56.7}  # seconds, GPT-2 XL's shape
 share = work / work["gpt2-xl"]
 pd.DataFrame(
     {f"{rule}, minutes on two cores (estimated)": share * seconds / 60 for rule, seconds in measured.items()}
@@ -129,10 +129,10 @@ pd.DataFrame(
 # Reading a checkpoint from disk comes on top: 141 GB for Llama-3.1-70B in bfloat16. `--rule published`
 # leaves out the null model of the default rule.
 #
-# Running a model is counted, not measured. `headwater pathways` on 4,000 questions: ten forwards of 48 tokens each
-# (2 operations per parameter and token), and 32 new tokens for batches of 64, each of which reads all weights once.
-# Assumed are an H100 that reaches 40 % of 989e12 operations/s and 60 % of 3.35e12 bytes/s, and two cores at the 252e9
-# operations/s that the benchmark above measured. Hooks, probes and loading are left out.
+# Running a model is counted, not measured. `headwater pathways` on 4,000 questions: ten forward passes of 48 tokens
+# each (2 operations per parameter and token), and 32 new tokens for batches of 64, each of which reads all weights
+# once. Assumed are an H100 that reaches 40 % of 989e12 operations/s and 60 % of 3.35e12 bytes/s, and two cores at the
+# 188e9 operations/s that the benchmark above measured. Hooks, probes and loading are left out.
 
 # %%
 n_questions, parameters = 4000, s.parameters * 1e9
@@ -142,7 +142,7 @@ running = pd.DataFrame(
     {
         "GPUs of 80 GB for the weights": -(-parameters * 2 // 80e9),
         "H100, minutes": (forwards / (0.4 * 989e12) + steps * parameters * 2 / (0.6 * 3.35e12)) / 60,
-        "two cores, hours": (forwards + answers) / 252e9 / 3600,
+        "two cores, hours": (forwards + answers) / 188e9 / 3600,
     }
 )
 running.round(1)
@@ -152,8 +152,8 @@ axes = running["two cores, hours"].sort_values().plot(kind="barh", logx=True, fi
 _ = axes.set(title="Pathways of 4,000 questions, estimated", xlabel="hours on two cores", ylabel="")
 
 # %% [markdown]
-# **Result.** Memory is no obstacle to classifying heads of any of these models, and time is minutes on two cores.
-# Pathways of a model of 1B are a night on two cores; from 3B on they want a GPU, and 70B wants two.
+# **Result.** Memory is no obstacle to classifying the heads of any of these models, and on two cores it takes minutes.
+# Pathways of a 1B model take a night on two cores; from 3B on they need a GPU, and 70B needs two.
 #
 # **What would change one's mind.** These are estimates from shapes and from measurements with random weights; none of
 # these models has been run. A measured run of one replaces them: `python -m benchmarks heads` measures your machine.

@@ -5,7 +5,7 @@
 # a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
 # **Question.** *When Anna and David went to the store, David gave a drink to* … Which heads find the answer, *Anna*,
-# and which sentence may one write about them?
+# and what may one claim about them?
 #
 # **Method.** The task of Wang et al. (2022), first on a model whose circuit is known because its weights were written
 # by hand: the sweep has to find that circuit and nothing else. Then on the embedded model, which is asked whether it
@@ -95,8 +95,8 @@ print(planted_claim.sentence)
 
 # %% [markdown]
 # ## Can the embedded model do it?
-# Its world has such scenes, in other words than these, and tells them with nine names of ten; the others it has read
-# elsewhere only. The share of prompts whose first token, of the whole vocabulary, is the answer:
+# Its corpus holds such scenes, in other words than these, with nine names in ten; the other names it has read only
+# elsewhere. The share of prompts whose most likely next token, of the whole vocabulary, is the answer:
 
 # %%
 import pandas as pd
@@ -130,10 +130,11 @@ for kind, people in (("told in such scenes", told), ("read elsewhere", elsewhere
 pd.DataFrame(rows, columns=["names", "prompts", "answered right", "median rank of the answer"]).round(2)
 
 # %% [markdown]
-# With names of such scenes it does the task; with others it does so less often, so what follows is about the former.
+# With names from such scenes it does the task, with others less often; what follows is about the former.
 #
 # ## Choose on some names, test on others
-# Twelve people choose, twelve others test. Both scenes are in both halves, so that the claim is not about one sentence.
+# Prompts with twelve names choose, prompts with twelve others test. Both scenes are in both halves, so the claim is not
+# about one sentence.
 
 # %%
 choosing, testing = told[::2], told[1::2]
@@ -145,9 +146,9 @@ summary = chosen.summary(value="normalized_effect").sort_values("mean", ascendin
 summary[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(6)
 
 # %% [markdown]
-# The strongest head at the end, and the three strongest together, as claims. Everything that could overturn them
-# stands in the row: random cells, the other direction (is the head needed, too?), halves of the prompts, names that
-# the choice has not seen. Beside them a head that nothing speaks for.
+# The strongest head at the end, and the three strongest together, as claims. Everything that could overturn them is in
+# the row: random cells, the other direction (is the head needed, too?), halves of the prompts, names that the choice
+# has not seen. Beside them a head that nothing speaks for.
 
 # %%
 best = summary[summary["role"] == "end"].head(1)

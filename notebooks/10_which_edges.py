@@ -4,7 +4,7 @@
 # To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
 # a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
-# **Question.** *The capital of France is* … By which edges, from which part of the model to which, does *Paris* come?
+# **Question.** *The capital of France is* … Which edges, from which part of the model to which, bring *Paris* about?
 #
 # **Method.** Exact effects of all 12,988 edges of the embedded model on some countries; the strongest as a circuit;
 # then the circuit alone on countries that did not choose it, beside random circuits of the same shape.
@@ -58,7 +58,7 @@ edges.summary()[["sender", "sender_layer", "sender_head", "receiver", "receiver_
 _ = edges.plot()
 
 # %% [markdown]
-# Estimates are cheaper. How far do they agree with what was computed?
+# Estimates are cheaper. How well do they agree with the exact effects?
 
 # %%
 hw.edges(model, **choosing, method="eap").agreement(edges).head(1)
@@ -89,7 +89,7 @@ curve.areas()
 
 # %% [markdown]
 # Everything that could overturn it in one row: random circuits of the same shape, another ablation (means), halves of
-# the prompts. The same for one of the random circuits, drawn by lot before anything of it was known.
+# the prompts. The same for one of the random circuits, drawn before anything was known of it.
 
 # %%
 arbitrary = circuit.placebos(1, seed=7)[0]
