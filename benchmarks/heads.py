@@ -10,20 +10,26 @@ gains from another's work.
 The peer would take an hour or more: it is timed on all relations of a few heads and scaled to all heads (it does the
 same work for each). Membership is timed over every layer, ranks over one layer, scaled. Agreement is checked on the
 peer's heads, the peer in float64: in float32 the order of nearly equal logits depends on how a product is associated.
+
+The default rule's null model is made of scores that could be called. Random heads have none, so for its row every
+second head is made to implement a relation; trained heads are the last row's: the embedded model, on the whole suite.
 """
 
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+import headwater as hw
 from benchmarks import outliers
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from headwater.heads.scores import LayerScores, SuitePairs, score_layer
+from headwater.heads.sensitivity import THRESHOLDS
 from headwater.kernels import ov_blocked, ov_ranks
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 
@@ -73,6 +79,10 @@ class HeadsShape:
 
 RULE_LAYERS = 4
 """The two rules are timed on every fourth layer."""
+NULL_FROM = min(THRESHOLDS)
+"""From this score on the default call makes the null model."""
+PLANTED_EVERY = 2
+"""One head in so many implements a relation there: 1.4 % of heads, relations and signs, as in the embedded model."""
 GPT2_XL = HeadsShape(
     name="GPT-2 XL shape",
     n_layers=48,
@@ -110,6 +120,18 @@ class Inputs:
         W_O = torch.randn(shape.n_heads, shape.d_head, shape.d_model, generator=generator) / shape.d_head**0.5
         return OVMaps(self.x, W_V.to(self.x), W_O.to(self.x), self.W_U, self.longest, self.first)
 
+    def planted_layer(self, layer: int) -> OVMaps:
+        """Return one layer's heads, some of which write the targets of a relation, as many as they have room for."""
+        shape, maps = self.shape, self.layer(layer)
+        items = torch.arange(shape.n_pairs, device=self.x.device).split(shape.pairs)
+        for head in range(0, shape.n_heads, PLANTED_EVERY):
+            some = items[(layer * shape.n_heads + head) // PLANTED_EVERY % len(items)][: shape.d_head]
+            written = self.W_U[:, self.target[some]].T
+            maps.W_V[head] = 0.0
+            maps.W_V[head, :, : len(some)] = torch.linalg.pinv(self.x[some])
+            maps.W_O[head, : len(some)] = written / written.norm(dim=1, keepdim=True)
+        return maps
+
 
 def random_inputs(shape: HeadsShape, device: str) -> Inputs:
     """Return random embeddings, one row per pair, a random (tied-style) unembedding and random targets."""
@@ -125,8 +147,8 @@ def random_inputs(shape: HeadsShape, device: str) -> Inputs:
 Found = tuple[Tensor, Tensor]
 
 
-def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[Row]:
-    """Yield the suite's rows: top-k membership, then full ranks."""
+def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL, trained: str | None = "embedded") -> Iterator[Row]:
+    """Yield the suite's rows: membership, full ranks, the default rule, and the default call on a trained model."""
     workspace = [in_fresh_process(_workspace, shape, device, job) for job in (our_membership, our_ranks)]
     inputs = random_inputs(shape, device)
     layer = inputs.layer(0)
@@ -141,10 +163,10 @@ def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[
     membership, ranks = _least_work(shape, shape.n_pairs), _least_work(shape, shape.d_vocab, every_logit=True)
     sample = f"peer timed on {shape.peer_heads} heads x {len(shape.pairs)} relations, scaled to {all_heads:,} heads"
     size = f"{shape.name}, {len(shape.pairs)} relations, {shape.n_pairs:,} pairs"
-    rules = {
-        rule: sum(_layer_seconds(inputs, index, job, device) for index in range(0, shape.n_layers, RULE_LAYERS))
-        for rule, job in (("published", our_scores), ("controlled", our_controlled_scores))
-    }
+    rules = dict.fromkeys((our_scores, our_controlled_scores), 0.0)
+    for maps in map(inputs.planted_layer, range(0, shape.n_layers, RULE_LAYERS)):
+        for job in rules:
+            rules[job] += RULE_LAYERS * seconds(partial(job, inputs, maps), device)
     yield Row(
         name=f"heads: top-k membership, {size}",
         peer="published computation, naive",
@@ -174,12 +196,35 @@ def run(machine: Machine, device: str, shape: HeadsShape = GPT2_XL) -> Iterator[
         peer="the same scores without the null model, by headwater",
         floor_s=machine.floor_of(membership),
         work=membership,
-        peer_s=RULE_LAYERS * rules["published"],
-        headwater_s=RULE_LAYERS * rules["controlled"],
-        agrees=_same_scores(inputs, layer),
+        peer_s=rules[our_scores],
+        headwater_s=rules[our_controlled_scores],
+        agrees=_same_scores(inputs, inputs.planted_layer(0)),
         peak_bytes=in_fresh_process(_workspace, shape, device, our_controlled_scores),
         target=">= 0.5 x",
-        note=f"random weights with outliers; timed on every {RULE_LAYERS}th layer, scaled to {shape.n_layers}",
+        note=f"random weights with outliers, a relation planted in one head of {PLANTED_EVERY}; timed on every "
+        f"{RULE_LAYERS}th layer, scaled to {shape.n_layers}",
+    )
+    if trained is not None:
+        yield _trained_row(trained, device)
+
+
+def _trained_row(name: str, device: str) -> Row:
+    """The default call on a trained model, beside the same call under the published rule."""
+    model = hw.load(name, device=device)
+    calls = [partial(hw.classify_heads, model, rule=rule, progress=False) for rule in ("published", "controlled")]
+    published, controlled = (call().table for call in calls)
+    alike = published["pairs"] == controlled["pairs"]  # the controlled rule leaves out words that are their own target
+    peer_s, headwater_s = (seconds(call, device) for call in calls)
+    return Row(
+        name=f"heads: default call, the {name} model, the whole suite",
+        peer='the same call with rule="published"',
+        floor_s=None,
+        peer_s=peer_s,
+        headwater_s=headwater_s,
+        agrees=published["score"][alike].equals(controlled["score"][alike]),
+        peak_bytes=None,
+        target=">= 0.5 x",
+        note="trained weights; scores compared where both rules score the same items",
     )
 
 
@@ -195,12 +240,12 @@ def our_ranks(inputs: Inputs, maps: OVMaps) -> Found:
 
 def our_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:
     """Headwater: every head of a layer on every relation, as the published rule wants it."""
-    return score_layer(maps, _suite(inputs), null=None)
+    return score_layer(maps, _suite(inputs), null_from=None)
 
 
 def our_controlled_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:
     """Headwater: the same with the null model of the default rule."""
-    return score_layer(maps, _suite(inputs), null="where hit")
+    return score_layer(maps, _suite(inputs), null_from=NULL_FROM)
 
 
 def _suite(inputs: Inputs) -> SuitePairs:
@@ -211,12 +256,13 @@ def _suite(inputs: Inputs) -> SuitePairs:
 
 
 def _same_scores(inputs: Inputs, maps: OVMaps) -> bool:
-    """Whether the scores are the same with the null model, which has a number wherever there is a hit."""
+    """Whether the scores are the same with the null model, which has a number wherever one could be called."""
     plain, controlled = our_scores(inputs, maps), our_controlled_scores(inputs, maps)
     moments = controlled.moments
     if moments is None:
         return False
-    return torch.equal(plain.score, controlled.score) and torch.equal(~moments.isnan().any(-1), plain.score > 0)
+    called = plain.score >= NULL_FROM
+    return torch.equal(plain.score, controlled.score) and torch.equal(~moments.isnan().any(-1), called)
 
 
 def peer_membership(inputs: Inputs, maps: OVMaps, head: int) -> Found:

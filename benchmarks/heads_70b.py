@@ -122,7 +122,7 @@ def score(
     weights = _open(shape, folder, device)
     with LayersAhead(weights) as read_layer:
         scorer = LayerScorer(
-            weights, read_layer, suite, "everywhere" if null else None, {"embedding": "raw", "norm_gain": False}
+            weights, read_layer, suite, 0.0 if null else None, {"embedding": "raw", "norm_gain": False}
         )
         return [scorer(layer) for layer in layers]
 

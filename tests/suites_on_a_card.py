@@ -80,7 +80,7 @@ def toy(n_layers, device):
 RANDOM_GPT2, RANDOM_GPT2_WITH_WORDS = patching.random_gpt2, scaling.random_gpt2_with_words
 TOY = toys.toy
 TINY = {
-    "heads": lambda m, d: heads.run(m, d, HEADS),
+    "heads": lambda m, d: heads.run(m, d, HEADS, trained=None),
     "heads-70b": lambda m, d: heads_70b.run(m, d, LLAMA),
     "toys": lambda m, d: toys.run(m, d, prompts=3),
     "likelihood": lambda m, d: likelihood.run(m, d, LIKELIHOOD),

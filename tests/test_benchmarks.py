@@ -46,7 +46,7 @@ def tiny_heads(monkeypatch):
     """The heads suite at a tiny shape, measured in this process."""
     monkeypatch.setattr(heads, "in_fresh_process", in_this_process)
     monkeypatch.setattr(command, "measure_machine", lambda device: MACHINE)
-    monkeypatch.setitem(command.SUITES, "heads", lambda machine, device: heads.run(machine, device, TINY))
+    monkeypatch.setitem(command.SUITES, "heads", lambda machine, device: heads.run(machine, device, TINY, trained=None))
 
 
 def test_the_last_line_is_one_json_document_with_a_row_per_comparison(tiny_heads, capsys, tmp_path):
@@ -255,7 +255,7 @@ def test_an_unknown_suite_is_refused_with_the_known_ones(capsys):
 
 def test_a_peer_that_finds_something_else_is_reported_as_disagreeing(tiny_heads, monkeypatch):
     monkeypatch.setattr(heads.peer, "topk_membership", lambda s, V, O, U, t, k: (t >= 0, t >= 0))  # noqa: E741
-    membership, ranks, rules = heads.run(MACHINE, "cpu", TINY)
+    membership, ranks, rules = heads.run(MACHINE, "cpu", TINY, trained=None)
     assert membership.agrees is False
     assert ranks.agrees is rules.agrees is True
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -203,7 +204,8 @@ def test_a_loaded_model_and_its_folder_give_the_same_result(checkpoint, suite):
 def test_the_null_columns_are_what_shuffled_targets_give(checkpoint):
     relation = random_relation("facts", "knowledge", random.randrange(10**6), pairs=40, most_targets=2)
     weights = open_weights(checkpoint("neox"))
-    table = classify_heads(checkpoint("neox"), relations=[relation], k=20, progress=False).table.set_index(KEYS)
+    heads = classify_heads(checkpoint("neox"), relations=[relation], k=20, threshold=1 / 40, progress=False)
+    table = heads.table.set_index(KEYS)
     (facts,) = tokenize_relations([relation], tiny_tokenizer())
     sources, place = facts.source.unique(return_inverse=True)
     assert len(sources) < 40  # items of one source are shuffled together
@@ -231,21 +233,25 @@ def test_the_null_columns_are_what_shuffled_targets_give(checkpoint):
                 assert row[f"{prefix}p_value"] == pytest.approx(share, rel=0.25, abs=0.02)
 
 
-def test_the_null_model_is_left_out_where_nothing_hits_and_is_the_same_elsewhere(checkpoint, suite, monkeypatch):
-    model = checkpoint("llama")
-    table = classify_heads(model, relations=suite, k=3, progress=False).table
-    original = scores._relations_hit
-    monkeypatch.setattr(scores, "_relations_hit", lambda *hits: torch.ones_like(original(*hits)))
-    everywhere = classify_heads(model, relations=suite, k=3, progress=False).table
+@pytest.mark.parametrize("threshold", [0.05, 0.15])
+def test_the_null_model_is_left_out_where_nothing_can_be_called_and_is_the_same_elsewhere(
+    threshold, checkpoint, suite, monkeypatch
+):
+    call = partial(classify_heads, checkpoint("llama"), relations=suite, k=15, threshold=threshold, progress=False)
+    table = call().table
+    monkeypatch.setattr("headwater.heads.classify.THRESHOLDS", (0.0,))
+    everywhere = call().table
     for sign, prefix in (("score", ""), ("suppression", "suppression_")):
-        hit = table[sign] > 0
-        assert 0 < hit.sum() < len(table)
-        for name in ("expected", "excess", "p_value"):
-            pd.testing.assert_series_equal(table[f"{prefix}{name}"][hit], everywhere[f"{prefix}{name}"][hit])
-        assert (table[f"{prefix}p_value"][~hit] == 1).all()
-        assert table.loc[~hit, [f"{prefix}expected", f"{prefix}excess"]].isna().all(axis=None)
-        assert (everywhere[f"{prefix}excess"][~hit] <= 0).all()
-        assert everywhere[f"{prefix}p_value"][~hit].min() > 0.5
+        names = [f"{prefix}{name}" for name in ("expected", "excess", "p_value", "q_value")]
+        found, none = table[sign] >= min(threshold, 0.10), table[sign] == 0
+        assert 0 < found.sum() < (~none).sum() < len(table)
+        pd.testing.assert_frame_equal(table.loc[found, names[:3]], everywhere.loc[found, names[:3]])
+        assert (table.loc[found, names[3]] >= everywhere.loc[found, names[3]]).all()  # the others count as p = 1
+        assert table.loc[~found & ~none, names].isna().all(axis=None)
+        assert table.loc[none, names[:2]].isna().all(axis=None)
+        assert (table.loc[none, names[2]] == 1).all()
+        assert (everywhere.loc[none, names[1]] <= 0).all()
+        assert everywhere.loc[none, names[2]].min() > 0.5
     flags = ["implemented", "suppressed", "copying"]
     pd.testing.assert_frame_equal(table[flags], everywhere[flags])
 
@@ -257,9 +263,10 @@ def test_intervals_and_q_values_belong_to_scores_and_p_values(checkpoint, suite)
         n = np.array([float(sources[row.relation])])
         assert (row.low, row.high) == pytest.approx(tuple(float(end[0]) for end in wilson_interval(row.score * n, n)))
     both = np.concatenate([table["p_value"], table["suppression_p_value"]])
-    q = stats.false_discovery_control(both)
-    np.testing.assert_allclose(table["q_value"], q[: len(table)])
-    np.testing.assert_allclose(table["suppression_q_value"], q[len(table) :])
+    q = stats.false_discovery_control(np.where(np.isnan(both), 1, both))
+    known = np.where(np.isnan(both), np.nan, q)
+    np.testing.assert_allclose(table["q_value"], known[: len(table)])
+    np.testing.assert_allclose(table["suppression_q_value"], known[len(table) :])
 
 
 def test_the_table_has_the_promised_columns_and_a_row_per_layer_head_and_relation(checkpoint, suite):

@@ -75,7 +75,7 @@ PER_LAYER = {
         ),
     ),
     "direct logit attribution": (1, lambda m, *n: hw.direct_logit_attribution(m, ids(*n), tokens=(5, 6), **QUIET)),
-    "heads": (16, lambda m, n, length: hw.classify_heads(m, relations=suite(n), **QUIET)),
+    "heads": (16, lambda m, n, length: hw.classify_heads(m, relations=suite(n), threshold=0.01, **QUIET)),
     "attention behaviour": (4, lambda m, *n: hw.attention_behaviour(m, **QUIET)),
     "paths": (
         0,

@@ -56,7 +56,7 @@ any_suite = given(
 @settings(max_examples=60)
 def test_scores_are_the_shares_of_items_whose_target_is_in_the_top_or_bottom_k(seed, d_vocab, sizes):
     relations, suite, maps = made_up_suite(seed, d_vocab, sizes)
-    scores, logits = score_layer(maps, suite, null=None), full_maps(maps)
+    scores, logits = score_layer(maps, suite, null_from=None), full_maps(maps)
     for head, (index, one) in itertools.product(range(6), enumerate(relations)):
         k = int(suite.k[index])
         hits = {"score": 0, "suppression": 0, "beyond_copying": 0, "suppression_beyond_copying": 0}
@@ -76,7 +76,7 @@ def test_scores_are_the_shares_of_items_whose_target_is_in_the_top_or_bottom_k(s
 @settings(max_examples=30)
 def test_null_moments_are_those_of_every_shuffle_of_the_targets_source_by_source(seed, d_vocab, sizes):
     relations, suite, maps = made_up_suite(seed, d_vocab, sizes)
-    scores, logits = score_layer(maps, suite, null="everywhere"), full_maps(maps)
+    scores, logits = score_layer(maps, suite, null_from=0.0), full_maps(maps)
     for head, (index, one) in itertools.product(range(6), enumerate(relations)):
         sources = one.source.unique().tolist()
         if len(sources) > 5:
@@ -117,7 +117,7 @@ def test_no_p_value_is_below_what_the_orders_of_the_distinct_sources_allow(n_sou
     x, every_token = torch.zeros(n_sources, items), torch.eye(items)
     x[source, target] = 1.0
     maps = OVMaps(x, every_token[None], every_token[None], every_token, longest_column(every_token))
-    scores = score_layer(maps, suite_pairs([tokens], [items // n_sources]), null="where hit")
+    scores = score_layer(maps, suite_pairs([tokens], [items // n_sources]), null_from=0.0)
     (row,) = score_table([vars(scores)], [tokens]).to_dict("records")
     assert row["score"] == 1
     assert row["p_value"] == pytest.approx(least, abs=1e-6)

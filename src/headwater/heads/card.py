@@ -130,8 +130,7 @@ def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFram
             part = part.assign(**{name: rows[name].where(rows[flag]) for name in ("loss", "used")})
         parts.append(part)
     found = pd.concat(parts, ignore_index=True)
-    strength = found["excess"].fillna(-np.inf) if found["excess"].notna().any() else found["score"]
-    order = np.lexsort((-strength, found["says"] == ""))
+    order = np.lexsort((-found["score"], -found["excess"].fillna(-np.inf), found["says"] == ""))
     return found.iloc[order].reset_index(drop=True)
 
 

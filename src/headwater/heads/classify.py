@@ -10,8 +10,9 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
    copying fall out, and so do relations with fewer than 30 pairs left (`relations`).
 2. x_s is the token's embedding at layer 0, and from layer 1 on what the first block makes of it.
 3. Every layer's heads are scored on all relations, layer by layer (`scores`).
-4. The null model: what would shuffled targets have scored? p-values, then false-discovery control over heads,
-   relations and both signs (`stats.significance`).
+4. The null model: what would shuffled targets have scored? p-values of all scores from the threshold (or from 0.10,
+   where that is less) on, then false-discovery control over all heads, relations and both signs, in which what scores
+   less counts as p = 1 (`stats.significance`). Below the threshold nothing is called, whatever its p.
 5. A rule says which scores count, and the categories of these relations are the head's categories (`categories`).
 """
 
@@ -28,7 +29,8 @@ from headwater.heads.head_map import HeadMap
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relation_tokens import MIN_PAIRS, TokenRelation, tokenize_relations
 from headwater.heads.relations import Relation, Relations, load_relations
-from headwater.heads.scores import LayerScorer, Null, relation_table, score_table, suite_pairs
+from headwater.heads.scores import LayerScorer, relation_table, score_table, suite_pairs
+from headwater.heads.sensitivity import THRESHOLDS
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of, weights_of
 from headwater.models.shape import ModelShape
@@ -106,7 +108,8 @@ def classify_heads(
     }
 
     def work(run: Run) -> HeadMap:
-        layers = scored_layers(weights, usable, options, run, null="where hit" if rule == "controlled" else None)
+        callable_from = min(threshold, *THRESHOLDS) if rule == "controlled" else None
+        layers = scored_layers(weights, usable, options, run, null_from=callable_from)
         table = score_table(layers, [relation for relation, _ in usable])
         table = table.assign(**apply_rule(table, rule, threshold))
         categories = head_categories(table)
@@ -139,7 +142,7 @@ def scored_layers(
     options: Mapping[str, object],
     run: Run,
     *,
-    null: Null | None,
+    null_from: float | None,
     items: bool = False,
     desc: str = "Scoring heads",
 ) -> list[dict[str, Tensor]]:
@@ -150,7 +153,7 @@ def scored_layers(
         usable: what is scored.
         options: `embedding` and `norm_gain`.
         run: keeps the pieces and shows the bar.
-        null: of which heads and relations shuffled targets are scored too.
+        null_from: the score from which on shuffled targets are scored too; None for none.
         items: whether the hits of single items are kept.
         desc: what the bar says.
 
@@ -159,7 +162,7 @@ def scored_layers(
     """
     n_layers = weights.shape.n_layers
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", n_layers) as bar:
-        scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), null, options, items)
+        scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), null_from, options, items)
         return list(run.pieces("layer", range(n_layers), scorer, bar))
 
 

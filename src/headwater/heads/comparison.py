@@ -234,7 +234,7 @@ def compare_heads(
         tables, hits = [], []
         for number, (name, weights) in enumerate(compared.items()):
             part, desc = run.part(f"model-{number:03d}"), f"Scoring {name}"
-            layers = scored_layers(weights, usable[name], options, part, null="everywhere", items=True, desc=desc)
+            layers = scored_layers(weights, usable[name], options, part, null_from=0.0, items=True, desc=desc)
             hits.append(torch.stack([layer["hits"] for layer in layers], dim=1))
             tables.append(_signs(score_table(layers, [one for one, _ in usable[name]]), name, threshold))
         changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]

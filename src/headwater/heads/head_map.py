@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pandas as pd
 
 from headwater.errors import InputError, ModelError
@@ -46,8 +45,9 @@ class HeadMap(Result):
     `excess`, the chance-corrected score (score - expected) / (1 - expected); `p_value, q_value` of the score under
     shuffled targets; `pairs`, the number of items; `low, high`, the 95 % interval of the score; `beyond_copying`, the
     score that counts only items whose target beats the source itself; the same of the suppression side; and what the
-    rule says: `implemented, suppressed, copying`. Where a head hits no item of a relation, p is 1 by definition and
-    `expected` is not computed: it is NaN, as is the excess, which would be 0 or less. With `rule="published"` all
+    rule says: `implemented, suppressed, copying`. The null model is made of scores from 0.10, or from the threshold
+    where that is less, on: below, nothing can be called, `expected`, `excess`, p and q are NaN, and the q of the others
+    count them as p = 1. Where a head hits no item of a relation p is 1 by definition. With `rule="published"` all
     columns of the null model, and so the excess, are NaN.
 
     After `validate` also, for each called head (one that implements or suppresses the relation), `accuracy`, the share
@@ -311,7 +311,7 @@ def _with_excess(saved: HeadMap) -> HeadMap:
 def best_heads(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row per relation: how many heads implement or suppress it, and its best head.
 
-    The best head of a relation has the largest excess, where there is one, else the highest score.
+    The best head of a relation has the largest excess, where one was computed, else the highest score.
 
     Args:
         table: of a `HeadMap`.
@@ -320,8 +320,8 @@ def best_heads(table: pd.DataFrame) -> pd.DataFrame:
         `relation, category, pairs, heads`, and of the best head `layer, head, score, expected, excess`.
     """
     found = table.loc[table["implemented"] | table["suppressed"], "relation"].value_counts()
-    strength = table["excess"].fillna(-np.inf) if table["excess"].notna().any() else table["score"]
-    best = table.loc[strength.groupby(table["relation"], sort=False).idxmax()].reset_index(drop=True)
+    ranked = table.sort_values(["excess", "score"], ascending=False, kind="stable").drop_duplicates("relation")
+    best = ranked.set_index("relation").loc[table["relation"].unique()].reset_index()
     named = best[["relation", "category", "pairs"]].assign(heads=best["relation"].map(found).fillna(0).astype(int))
     return named.join(best[["layer", "head", "score", "expected", "excess"]])
 

@@ -6,8 +6,9 @@
 3. The score is the share of a relation's items that hit. `beyond_copying` counts only hits whose target beats the
    source token itself, which a head that merely copies cannot do (a target that is the source counts as beating it).
 4. For the null model, every source meets every item's targets: `permutation_moments` of those hits. Items of one source
-   are shuffled together, since a head reads them alike. Where a head hits nothing of a relation this is left out:
-   P(at least 0 hits) is 1, and `expected` and `excess` are NaN.
+   are shuffled together, since a head reads them alike. This is done for scores that could be called, from `null_from`
+   on, which are few. Below it all that follows is NaN, and counts as p = 1 when discoveries are counted; where a head
+   hits nothing, p is 1 by definition: P(at least 0 hits).
 5. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds what
    follows from them, per layer, head and relation:
 
@@ -18,10 +19,10 @@
                            over everything the map holds: heads, relations and both signs
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -92,6 +93,16 @@ class SuitePairs:
         """Which of its relation's items each pair is of, by relation."""
         return [items - items[0] for items in self.pair_item.split(self._lengths[1])]
 
+    @property
+    def pairs_of(self) -> list[slice]:
+        """Where each relation's pairs are."""
+        ends = list(itertools.accumulate(self._lengths[1], initial=0))
+        return [slice(*both) for both in itertools.pairwise(ends)]
+
+    def accepted(self, hits: Bool[Tensor, "*row pair"]) -> Bool[Tensor, "*row item"]:
+        """Say of each item whether any of its pairs hits."""
+        return any_accepted(hits, self.pair_item, len(self.item_source))
+
     @cached_property
     def _lengths(self) -> list[list[int]]:
         """How many items, and how many pairs, each relation has."""
@@ -112,7 +123,7 @@ class LayerScores:
     beyond_copying: Float[Tensor, "head relation"]
     suppression_beyond_copying: Float[Tensor, "head relation"]
     moments: Float[Tensor, "head relation moment"] | None = None
-    """`permutation_moments` of the number of hits, NaN where nothing hits; None where no null model was asked for."""
+    """`permutation_moments` of the hits, NaN where the score is below `null_from`; None without a null model."""
     suppression_moments: Float[Tensor, "head relation moment"] | None = None
     hits: Bool[Tensor, "sign head item"] | None = None
     """Whether each item hits, and whether it is suppressed; None where single items were not asked for."""
@@ -139,43 +150,82 @@ def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePa
     )
 
 
-Null: TypeAlias = Literal["where hit", "everywhere"]
-"""Of which heads and relations the null model is made: of those with a hit, or of all. Where nothing hits, p is 1 by
-definition, and the excess at most 0."""
+EXPECTED_FROM = 0.5
+"""Where a first glance leaves this share of a relation's items, most are hits."""
 
 
-def score_layer(maps: OVMaps, suite: SuitePairs, *, null: Null | None, items: bool = False) -> LayerScores:
+def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, items: bool = False) -> LayerScores:
     """Score one layer's heads.
 
     Args:
         maps: the layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
         suite: the relations, on the device of `maps`.
-        null: for which heads and relations the moments under shuffled targets are wanted too: none, those with a hit
-            (for about the price of the scores), or all (for several times it).
+        null_from: the score from which on the moments under shuffled targets are wanted too: 0 for all heads and
+            relations (many times the price of the scores); None for none.
         items: whether the hits of single items are wanted too.
     """
     with torch.inference_mode(), full_float32():
-        source, target = suite.pair_source, suite.pair_target
-        k = suite.k[suite.item_relation[suite.pair_item]]
-        top, bottom = ov_blocked.topk_membership(maps, source, target, k)
-        beyond_top = _beats_source(maps, suite, top, sign=1)
-        beyond_bottom = _beats_source(maps, suite, bottom, sign=-1)
-        found = [
-            any_accepted(hits, suite.pair_item, len(suite.item_source))
-            for hits in (top, bottom, beyond_top, beyond_bottom)
-        ]
+        hits, moments = _hits_and_moments(maps, suite, null_from)
+        beyond = [_beats_source(maps, suite, one, sign) for one, sign in zip(hits, (1, -1), strict=True)]
+        found = [suite.accepted(one) for one in (*hits, *beyond)]
         shares = _shares(suite, torch.stack(found))
-        wanted = _relations_hit(suite, torch.stack(found[:2])) if null == "where hit" else None
-        moments = _null_moments(maps, suite, wanted) if null else None
+        moments = moments.cpu().masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
         return LayerScores(
             score=shares[0],
             suppression=shares[1],
             beyond_copying=shares[2],
             suppression_beyond_copying=shares[3],
-            moments=None if moments is None else moments[0],
-            suppression_moments=None if moments is None else moments[1],
+            moments=None if null_from is None else moments[0],
+            suppression_moments=None if null_from is None else moments[1],
             hits=torch.stack(found[:2]).cpu() if items else None,
         )
+
+
+def _hits_and_moments(
+    maps: OVMaps, suite: SuitePairs, null_from: float | None
+) -> tuple[Bool[Tensor, "sign head pair"], Float[Tensor, "sign head relation moment"]]:
+    """Say which pairs hit, and which are suppressed; and give the moments of their numbers under shuffled targets.
+
+    Pairs that are left after a first glance are decided one by one. For scores from `null_from` on every source meets
+    every target, its own among them; where a head has so large a share left that this is to be expected, at once.
+    """
+    relation = suite.item_relation[suite.pair_item]
+    left = ov_blocked.first_glance(maps, suite.pair_source, suite.pair_target, suite.k[relation])
+    wanted = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
+    if null_from is not None:
+        at_most = _shares(suite, torch.stack([suite.accepted(one) for one in left]))
+        wanted = at_most >= max(null_from, EXPECTED_FROM)
+    alone = left & ~wanted.to(left.device)[:, :, relation]
+    head, pair = alone.any(0).nonzero(as_tuple=True)
+    triples = ov_blocked.Triples(head, suite.pair_source[pair], suite.pair_target[pair])
+    hits = torch.zeros_like(left)
+    hits[:, head, pair] = torch.stack(ov_blocked.settle(maps, triples, suite.k[relation[pair]]))
+    moments = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64, device=left.device)
+    if null_from is not None:
+        wanted |= _shares(suite, torch.stack([suite.accepted(one) for one in hits])) >= null_from
+        _sweep(maps, suite, wanted, hits, moments)
+    return hits, moments
+
+
+def _sweep(
+    maps: OVMaps,
+    suite: SuitePairs,
+    wanted: Bool[Tensor, "sign head relation"],
+    hits: Bool[Tensor, "sign head pair"],
+    moments: Float[Tensor, "sign head relation moment"],
+) -> None:
+    """Fill in what is wanted of hits and moments: every source of a relation with every target of it."""
+    if not wanted.any():
+        return
+    places = suite.pairs_of, suite.item_of_pair, suite.source_of_item
+    found = ov_sweep.topk_hits(maps, suite.grids, wanted)
+    for relation, (signs, pairs, item, source) in enumerate(zip(found, *places, strict=True)):
+        own = source[item], torch.arange(len(item), device=hits.device)
+        for sign, met in enumerate(signs):
+            heads = wanted[sign, :, relation].nonzero()[:, 0].to(hits.device)
+            if len(heads):
+                hits[sign, heads, pairs] = met[heads][:, *own]
+                moments[sign, heads, relation] = _moments_by_source(met[heads], item, source)
 
 
 def _shares(suite: SuitePairs, hits: Bool[Tensor, "score head item"]) -> Float[Tensor, "score head relation"]:
@@ -206,29 +256,6 @@ def _beats_source(
     return beyond
 
 
-def _relations_hit(suite: SuitePairs, hits: Bool[Tensor, "sign head item"]) -> Bool[Tensor, "sign head relation"]:
-    """Say of which relations a head hits any item."""
-    counts = torch.zeros(*hits.shape[:2], len(suite.k), device=hits.device)
-    return counts.index_add_(2, suite.item_relation, hits.float()) > 0
-
-
-def _null_moments(
-    maps: OVMaps, suite: SuitePairs, wanted: Bool[Tensor, "sign head relation"] | None
-) -> Float[Tensor, "sign head relation moment"]:
-    """The moments of the number of hits, and of suppressed hits, were each relation's targets shuffled.
-
-    NaN where they are not wanted; None wants all of them.
-    """
-    moments = torch.full((2, maps.n_heads, len(suite.k), 4), torch.nan, dtype=torch.float64, device=suite.k.device)
-    asked = None if wanted is None else wanted.cpu()
-    hits = ov_sweep.topk_hits(maps, suite.grids, wanted)
-    for relation, (signs, *places) in enumerate(zip(hits, suite.item_of_pair, suite.source_of_item, strict=True)):
-        for sign, found in enumerate(signs):
-            heads = slice(None) if asked is None else asked[sign, :, relation].nonzero()[:, 0].to(moments.device)
-            moments[sign, heads, relation] = _moments_by_source(found[heads], *places)
-    return moments.cpu()
-
-
 def _moments_by_source(
     hits: Bool[Tensor, "head source pair"], pair_item: Int[Tensor, "pair"], item_source: Int[Tensor, "item"]
 ) -> Float[Tensor, "head moment"]:
@@ -248,7 +275,7 @@ class LayerScorer:
     weights: WeightSource
     read_layer: LayersAhead
     suite: SuitePairs
-    null: Null | None
+    null_from: float | None
     options: Mapping[str, object]
     items: bool = False
 
@@ -261,7 +288,7 @@ class LayerScorer:
                 x = x * factors.norm_gain
             W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
             maps = OVMaps(x, W_V, W_O, self._unembedding, self._longest, self._first)
-            scores = score_layer(maps, self._suite, null=self.null, items=self.items)
+            scores = score_layer(maps, self._suite, null_from=self.null_from, items=self.items)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
     def _as_stored(self, factor: Tensor) -> Tensor:
@@ -345,6 +372,7 @@ def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tu
     """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation].
 
     No p is below one over the number of orders of the distinct sources: so few sources can be shuffled in no more ways.
+    A hit of which no moments were asked for has none of the three, and counts as p = 1 in the q-values of the others.
     """
     observed = np.stack([scores["score"], scores["suppression"]])
     if "moments" not in scores:
@@ -352,7 +380,9 @@ def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tu
         return unknown, unknown, unknown
     moments = np.stack([scores["moments"], scores["suppression_moments"]])
     p = np.maximum(permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
-    return moments[..., 0] / pairs, p, q_values(p)
+    unknown = np.isnan(moments[..., 0]) & (observed > 0)
+    q = np.where(unknown, np.nan, q_values(p))
+    return moments[..., 0] / pairs, np.where(unknown, np.nan, p), q
 
 
 def relation_table(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:

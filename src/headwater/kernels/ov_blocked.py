@@ -4,10 +4,12 @@ Three things make it fast. Counting replaces sorting: whether t is in the top k 
 stay low rank: x W_V once for every source of the suite, and W_O W_U once for all heads. And almost every pair is out
 after a glance: once k tokens are greater than t and k are smaller, no other token matters.
 
-1. `topk_membership` compares every pair of every head with a sample of the vocabulary (`ov.first_tokens`).
-2. The few pairs left compute their head's output y = x W_V W_O in float64, and compare y W_U, tile after tile, each as
-   wide as what was seen so far; after every tile those that are out leave.
+1. `first_glance` compares every pair of every head with a sample of the vocabulary (`ov.first_tokens`).
+2. `settle`: the few pairs left compute their head's output y = x W_V W_O in float64, and compare y W_U, tile after
+   tile, each as wide as what was seen so far; after every tile those that are out leave.
 3. Pairs that reach the end with a token too near their k-th place to call are decided in float64.
+
+`topk_membership` is the two together.
 
 Float32 is trusted up to a margin, `rounding` times the norms of the factors multiplied in float32; in wide models, and
 on a CUDA device, z = x W_V is made in float64, so that the margin is narrow there too. A token within the margin of the
@@ -77,27 +79,38 @@ def topk_membership(
         k: may differ from pair to pair.
     """
     top, bottom = torch.zeros(2, maps.n_heads, len(source), dtype=torch.bool, device=source.device)
-    step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
-    left = [
-        _not_out_at_first_glance(maps, *(part[start : start + step] for part in (source, target, k)))
-        for start in range(0, len(source), step)
-    ]
-    head, pair = torch.cat([top[:, :0], *left], dim=1).nonzero(as_tuple=True)
+    head, pair = first_glance(maps, source, target, k).any(0).nonzero(as_tuple=True)
     top[head, pair], bottom[head, pair] = settle(maps, Triples(head, source[pair], target[pair]), k[pair])
     return top, bottom
 
 
-def _not_out_at_first_glance(
+@full_float32()
+def first_glance(
     maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
-) -> Bool[Tensor, "head pair"]:
-    """Leave the pairs without k tokens of a sample above the target and k below it."""
+) -> Bool[Tensor, "sign head pair"]:
+    """Say of which pairs a sample of the vocabulary does not have k tokens above the target; then the same for below.
+
+    The others are certainly not among the k largest (the k smallest). The arguments are those of `topk_membership`.
+    """
+    step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
+    left = [torch.zeros(2, maps.n_heads, 0, dtype=torch.bool, device=source.device)]
+    left += [
+        _first_glance(maps, *(part[start : start + step] for part in (source, target, k)))
+        for start in range(0, len(source), step)
+    ]
+    return torch.cat(left, dim=2)
+
+
+def _first_glance(
+    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
+) -> Bool[Tensor, "sign head pair"]:
     sample = _sample(maps)
     rows, row = source.unique(return_inverse=True)
     tokens, column = target.unique(return_inverse=True)
     targets = columns_of(maps, tokens)
     z, margin = _values_and_margin(maps, rows)
     margin = margin[:, row]
-    left = torch.empty(margin.shape, dtype=torch.bool, device=margin.device)
+    left = torch.empty(2, *margin.shape, dtype=torch.bool, device=margin.device)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
         W_O = maps.W_O[heads].flatten(0, 1)
         to_target = rearrange(
@@ -107,14 +120,14 @@ def _not_out_at_first_glance(
             exact_product(W_O, sample), "(head d_head) token -> head d_head token", d_head=z.shape[-1]
         )
         if runs_triton(z):
-            above, below = _glance_at_heads(maps, heads, z[:, row], to_target[:, column], to_sample, margin[heads])
-            left[heads] = (above < k) | (below < k)
+            left[:, heads] = (
+                _glance_at_heads(maps, heads, z[:, row], to_target[:, column], to_sample, margin[heads]) < k
+            )
             continue
         for head, W_target, W_sample in zip(heads, to_target, to_sample, strict=True):
             z_pair = z[maps.value_head(head)][row]
             own = (z_pair * W_target[column]).sum(-1)
-            above, below = count_products(z_pair, W_sample, own, margin[head])
-            left[head] = (above < k) | (below < k)
+            left[:, head] = torch.stack(count_products(z_pair, W_sample, own, margin[head])) < k
     return left
 
 

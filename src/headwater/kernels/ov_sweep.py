@@ -61,19 +61,21 @@ def topk_hits(
     Args:
         maps: the heads of one layer.
         grids: the relations.
-        wanted: which heads are asked about which relations, for the top k and for the bottom k; where not, nothing is
-            computed, and nothing is a hit. None asks for everything.
+        wanted: which heads are asked about which relations, for the top k and for the bottom k, on the CPU; where not,
+            nothing is computed, and nothing is a hit. None asks for everything.
     """
     device = maps.W_U.device
     if wanted is None:
-        wanted = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool, device=device)
+        wanted = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool)
+    heads_of = [one.nonzero()[:, 0].to(device) for one in wanted.any(0).T]
+    wanted = wanted.to(device)
     rows = _Rows(grids)
     asked = torch.zeros(2, maps.n_heads, len(rows.source), dtype=torch.bool, device=device)
     for index, row in enumerate(rows.of_grid):
         asked[:, :, row] |= wanted[:, :, index, None]
     z = _values_of(maps, rows.source, asked.any(0))
     margin = exact_values_margin(maps, z, rows.source)
-    logits = _GridLogits(maps, z.float(), grids, rows, wanted)
+    logits = _GridLogits(maps, z.float(), grids, rows, wanted, heads_of)
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
     for index, (grid, row) in enumerate(zip(grids, rows.of_grid, strict=True)):
         if not len(logits.heads[index]):
@@ -133,11 +135,10 @@ class _GridLogits:
         grids: Sequence[Grid],
         rows: _Rows,
         wanted: Bool[Tensor, "sign head relation"],
+        heads: Sequence[Int[Tensor, " block"]],
     ):
-        self.maps, self.z, self.rows, self.wanted = maps, z, rows, wanted
+        self.maps, self.z, self.rows, self.wanted, self.heads = maps, z, rows, wanted, heads
         self.tokens, self.column = zip(*(grid.tokens for grid in grids), strict=True)
-        self.heads = [asked.nonzero()[:, 0].to(z.device) for asked in wanted.any(0).cpu().T]
-        """Of each relation, the heads that are asked about it."""
 
     def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, "block"], Float[Tensor, "block token item"]]]:
         """One relation's, for some of the heads that are asked about it at a time."""

@@ -8,7 +8,8 @@ hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) 
   const [IMPLEMENTED, SUPPRESSED, COPYING] = [1, 2, 4], USED = 2; // use: 0 not measured, 1 not used, 2 used
   const over = (score, habit) => (Number.isFinite(habit) ? (score - habit) / (1 - habit) : NaN);
   const excess = (at) => over(scores[at], expected[at]);
-  const strength = (at) => (Number.isFinite(excess(at)) ? excess(at) : scores[at]);
+  const isJudged = expected.some(Number.isFinite); // else there is no null model, and the score is all there is
+  const strength = (at) => (Number.isFinite(excess(at)) ? excess(at) : isJudged ? scores[at] - 1 : scores[at]);
   // Relations by strength, of the heads that are looked at alone; of all heads the largest strength.
   const best = (number) => {
     const order = [...Array(known).keys()].filter((r) => Number.isFinite(scores[number * known + r]));
