@@ -380,9 +380,9 @@ def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tu
         return unknown, unknown, unknown
     moments = np.stack([scores["moments"], scores["suppression_moments"]])
     p = np.maximum(permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
-    unknown = np.isnan(moments[..., 0]) & (observed > 0)
-    q = np.where(unknown, np.nan, q_values(p))
-    return moments[..., 0] / pairs, np.where(unknown, np.nan, p), q
+    left_out = np.isnan(moments[..., 0]) & (observed > 0)
+    q = np.where(left_out, np.nan, q_values(p))
+    return moments[..., 0] / pairs, np.where(left_out, np.nan, p), q
 
 
 def relation_table(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:
