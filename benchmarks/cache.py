@@ -8,7 +8,6 @@ of just those activations; for the last token it slices afterwards, as its users
 saves the same residual streams in one trace of the same weights.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.patching import random_gpt2
+from benchmarks.peers import installed
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 
@@ -33,7 +33,7 @@ def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iter
     what = "residual stream and patterns of every layer", "residual stream at the last token"
     yield _row(machine, device, model, tokens, what[0], whole, "run_with_cache", lens_cache)
     yield _row(machine, device, model, tokens, what[1], last, "run_with_cache", lens_last)
-    if importlib.util.find_spec("nnsight"):
+    if installed("nnsight"):
         yield _row(machine, device, model, tokens, what[1], last, "nnsight", nnsight_last(model, device))
 
 

@@ -9,11 +9,13 @@ cell is without effect and none can be left out. The two take turns; medians are
 arithmetic known: both prompts once, and for every variant its own and later positions in its own and later layers, of
 which the last needs keys and values alone where nothing is read.
 
-The last rows have the strongest simple way for a peer: the Hugging Face model itself, a plain torch hook at each layer
-in turn, and all positions of a layer as one batch; once at GPT-2's size, once at that of a small model.
+The last rows stand beside what else people write patches in (`peers.interventions`), once at GPT-2's size, once at that
+of a small model: plain torch hooks on the Hugging Face model, nnsight and pyvene, where they are installed. The
+strongest simple way in each is all positions of a layer as one batch; the two libraries are also run cell by cell, as
+their tutorials do.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -23,6 +25,9 @@ from transformer_lens import patching as lens
 
 import headwater as hw
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
+from benchmarks.peers import installed
+from benchmarks.peers.interventions import BY_CELL, BY_LAYER
+from benchmarks.peers.interventions import Sweep as Peer
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
@@ -63,8 +68,8 @@ def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iter
     for case in CASES:
         for length, target in case.targets.items():
             yield _row(machine, device, model, case, length, target)
-    yield _beside_plain_hooks(machine, device, model, ">= 3 x")
-    yield _beside_plain_hooks(machine, device, random_gpt2(device, **SMALL), ">= 1.6 x")
+    yield from beside_peers(machine, device, model, by_cell=">= 10 x", by_layer=">= 3 x")
+    yield from beside_peers(machine, device, random_gpt2(device, **SMALL), by_cell=">= 10 x", by_layer=">= 1.6 x")
 
 
 def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, length: int, target: str) -> Row:
@@ -101,7 +106,17 @@ def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, len
     )
 
 
-def _beside_plain_hooks(machine: Machine, device: str, model: HookedModel, target: str) -> Row:
+def beside_peers(machine: Machine, device: str, model: HookedModel, by_cell: str, by_layer: str) -> Iterator[Row]:
+    """Yield a row for each other way of patching whose package is here, given what must be reached of each kind."""
+    for name, (package, peer) in BY_LAYER.items():
+        if installed(package):
+            yield _beside(machine, device, model, name, peer, by_layer)
+    for name, (package, peer) in BY_CELL.items():
+        if installed(package):
+            yield _beside(machine, device, model, name, peer, by_cell)
+
+
+def _beside(machine: Machine, device: str, model: HookedModel, name: str, peer: Peer, target: str) -> Row:
     clean, corrupted = _prompts(model, PLAIN_LENGTH)
     torch.manual_seed(0)  # the same weights
     plain = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa").eval().to(device)
@@ -110,7 +125,7 @@ def _beside_plain_hooks(machine: Machine, device: str, model: HookedModel, targe
         return measured(model, "resid_pre", PLAIN_LENGTH)
 
     def theirs() -> torch.Tensor:
-        return by_plain_hooks(plain, clean, corrupted)
+        return peer(plain, clean, corrupted, ANSWERS)
 
     found, expected = ours(), theirs()
     headwater_s, peer_s = in_turns(ours, theirs, device)
@@ -120,7 +135,7 @@ def _beside_plain_hooks(machine: Machine, device: str, model: HookedModel, targe
     return Row(
         name=f"patching: resid_pre by layer x position, {shape.n_layers} layers of width {shape.d_model}, "
         f"T = {PLAIN_LENGTH}, {len(found.table)} cells",
-        peer="plain Hugging Face hooks, all positions of a layer in one batch",
+        peer=name,
         floor_s=machine.floor_of(work),
         work=work,
         peer_s=peer_s,
@@ -130,34 +145,6 @@ def _beside_plain_hooks(machine: Machine, device: str, model: HookedModel, targe
         target=f"{target}, equal to 1e-4",
         note=f"random weights; engine: {found.engine}; medians of {ROUNDS} runs in turns",
     )
-
-
-def by_plain_hooks(plain: transformers.PreTrainedModel, clean: list[int], corrupted: list[int]) -> torch.Tensor:
-    """Return the logit difference after each patch of the residual stream, `layer position`, by torch hooks alone."""
-    blocks, n = plain.transformer.h, len(clean)
-    values: dict[int, torch.Tensor] = {}
-    here = torch.arange(n, device=plain.device)
-
-    def keep(layer: int) -> Callable[..., None]:
-        return lambda module, args: values.update({layer: args[0]})
-
-    def write(layer: int) -> Callable[..., tuple[torch.Tensor, ...]]:
-        def written(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            residual = args[0].clone()
-            residual[here, here] = values[layer][0]
-            return residual, *args[1:]
-
-        return written
-
-    def forward(tokens: list[list[int]], hooks: Sequence[tuple[int, Callable[..., object]]]) -> torch.Tensor:
-        handles = [blocks[layer].register_forward_pre_hook(hook) for layer, hook in hooks]
-        logits = plain(torch.tensor(tokens, device=plain.device), use_cache=False, logits_to_keep=1).logits[:, -1]
-        for handle in handles:
-            handle.remove()
-        return logits[:, ANSWERS[0]] - logits[:, ANSWERS[1]]
-
-    forward([clean], [(layer, keep(layer)) for layer in range(len(blocks))])
-    return torch.stack([forward([corrupted] * n, [(layer, write(layer))]) for layer in range(len(blocks))])
 
 
 def measured(model: HookedModel, site: str, length: int) -> hw.Sweep:

@@ -16,6 +16,7 @@ LIBRARIES = (
     "transformers",
     "triton",
     "nnsight",
+    "pyvene",
     "liger-kernel",
     "cut-cross-entropy",
 )

@@ -1,5 +1,7 @@
 """The sweep suites agree with their peers and report what they compare, on a model of two small layers."""
 
+import importlib.util
+
 import pytest
 import torch
 from benchmarks import experiments, knockout, patching, toys
@@ -19,7 +21,8 @@ def test_every_sweep_of_the_suites_agrees_with_its_peer(monkeypatch):
     model = patching.random_gpt2("cpu", **SIZES)
     with torch.inference_mode():
         rows = [*patching.run(MACHINE, "cpu", model), *knockout.run(MACHINE, "cpu", model)]
-    assert len(rows) == 4 + 2 + 3
+    others = sum(2 * 2 for library in ("nnsight", "pyvene") if importlib.util.find_spec(library))
+    assert len(rows) == 4 + 2 + others + 3
     assert all(row.agrees for row in rows)
     assert all("engine: whole runs" not in row.note for row in rows)
 
@@ -68,8 +71,32 @@ def test_sweeps_of_toys_agree_with_a_loop_of_hooks_in_one_walk(monkeypatch):
     assert all(row.floor_s > 0 and row.work.done == 3 * cells for row, cells in zip(rows, (4, 2 * 12), strict=True))
 
 
-def test_plain_hooks_with_a_batch_of_positions_give_the_sweep(monkeypatch):
+@pytest.fixture
+def beside_peers(monkeypatch):
+    """The rows beside other ways of patching on a small model, at no time measured."""
     monkeypatch.setattr(patching, "in_turns", lambda ours, theirs, device: (1.0, 1.0))
     monkeypatch.setattr(patching, "ANSWERS", (1001, 1002))
-    with torch.inference_mode():
-        assert patching._beside_plain_hooks(MACHINE, "cpu", patching.random_gpt2("cpu", **SIZES), "").agrees
+
+    def rows():
+        with torch.inference_mode():
+            model = patching.random_gpt2("cpu", **SIZES)
+            return {row.peer: row.agrees for row in patching.beside_peers(MACHINE, "cpu", model, "", "")}
+
+    return rows
+
+
+def test_plain_hooks_give_the_sweep_and_libraries_that_are_not_installed_are_said_to_be_missing(
+    beside_peers, monkeypatch, capsys
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "transformers" else None)
+    assert beside_peers() == {"plain Hugging Face hooks, all positions of a layer in one batch": True}
+    said = capsys.readouterr().out
+    assert "nnsight is not installed" in said
+    assert "pyvene is not installed" in said
+
+
+@pytest.mark.parametrize("library", ["nnsight", "pyvene"])
+def test_a_library_for_interventions_gives_the_sweep_cell_by_cell_and_in_batches(beside_peers, library):
+    pytest.importorskip(library)
+    agree = [agrees for peer, agrees in beside_peers().items() if peer.startswith(library)]
+    assert agree == [True, True]

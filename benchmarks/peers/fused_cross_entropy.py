@@ -5,11 +5,12 @@ in one kernel. Both give the log-probability of the token that came, of headwate
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import TypeAlias
 
 from torch import Tensor
+
+from benchmarks import peers
 
 LogProbabilities: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of hidden states `token d_model`, W_U as models store it, `d_vocab d_model`, and the tokens that came."""
@@ -38,4 +39,4 @@ KERNELS: dict[str, tuple[str, LogProbabilities]] = {
 
 def installed() -> dict[str, LogProbabilities]:
     """Those whose packages are here."""
-    return {name: kernel for name, (package, kernel) in KERNELS.items() if importlib.util.find_spec(package)}
+    return {name: kernel for name, (package, kernel) in KERNELS.items() if peers.installed(package)}
