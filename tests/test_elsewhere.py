@@ -50,6 +50,14 @@ def test_the_package_says_what_to_use(name, said):
     assert not hasattr(hw, name)
     with pytest.raises(AttributeError, match=f"module 'headwater' has no attribute '{name}'.*{said}"):
         getattr(hw, name)
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'headwater'.*{said}"):
+        exec(f"from headwater import {name}")
+
+
+def test_a_room_says_what_it_does_not_offer_to_an_import_too():
+    with pytest.raises(ImportError, match=r"from 'headwater\.heads'.*Did you mean 'ablate_heads'"):
+        from headwater.heads import ablate_head  # type: ignore[attr-defined]  # noqa: F401
+    from headwater.heads import ablate_heads, scores  # noqa: F401  # a name that it offers, and a module
 
 
 def test_the_class_of_models_says_what_to_use():

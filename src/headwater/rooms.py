@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from headwater.waiting import LIBRARIES, said_if_slow
@@ -39,9 +40,19 @@ def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
         way = what_to_use(name)
         said = f": {way}." if way else f".{did_you_mean(name, {*homes, *modules})}"
+        if _asked_by_import(sys._getframe(1)):
+            raise ImportError(f"cannot import name {name!r} from {package!r}{said}", name=package)
         raise AttributeError(f"module {package!r} has no attribute {name!r}{said}")
 
     return load, lambda: sorted({*homes, *shown}), sorted(homes)
+
+
+def _asked_by_import(asking: FrameType) -> bool:
+    """Whether `from package import name` asks: it would put an error of its own in place of an AttributeError.
+
+    It asks with `hasattr`, in Python's `_handle_fromlist`; any other `hasattr` is told that the name is not there.
+    """
+    return asking.f_code.co_name == "_handle_fromlist" and asking.f_globals.get("__name__") == "importlib._bootstrap"
 
 
 def _imported(module: str) -> Any:
