@@ -12,9 +12,14 @@ from tests.tiny import padded_batch
 
 @pytest.fixture
 def bare(monkeypatch):
-    """How often a model ran without wrappers."""
-    runs, last_logits = [], Unwrapped.last_logits
-    monkeypatch.setattr(Unwrapped, "last_logits", lambda *a, **options: (runs.append(1), last_logits(*a, **options))[1])
+    """How a model ran without wrappers: "read", or to its logits."""
+    runs = []
+
+    def noted(name, usual):
+        return lambda *args, **options: (runs.append(name), usual(*args, **options))[1]
+
+    for name in ("read", "last_logits"):
+        monkeypatch.setattr(Unwrapped, name, noted(name, getattr(Unwrapped, name)))
     return runs
 
 
@@ -40,7 +45,11 @@ def test_every_layer_is_what_hooks_see_there(checkpoint, family, bare):
         for layer in asked:
             error = (found[layer] - expected[layer])[batch.mask].abs().max() / expected[layer][batch.mask].abs().max()
             assert error < 64 * torch.finfo(torch.float32).eps
-    assert len(bare) <= 2, "one to compare with the bridge, one to read; lower layers alone stop before the last"
+    assert bare in (["last_logits", "read"], []), "one to compare with the bridge, one to read; lower layers alone stop"
+    without_wrappers = bool(bare)
+    bare.clear()
+    residual_streams(model, batch, layers, torch.clone)
+    assert bare == ["read"] * without_wrappers, "no logits are computed"
     after = by_hooks(model, batch)
     assert all(torch.equal(after[layer], expected[layer]) for layer in layers)
 
@@ -49,7 +58,7 @@ def test_a_run_without_wrappers_is_taken_where_nobody_acts_and_a_hook_acts_where
     model = hw.load(checkpoint("llama"))
     batch, last = padded_batch(model), model.shape.n_layers - 1
     plain = residual_streams(model, batch, [last], torch.clone)[last]
-    assert bare
+    assert bare == ["last_logits", "read"]
     bare.clear()
     with model.hooks([("blocks.0.hook_resid_post", lambda x, hook: x * 0.5)]):
         assert not torch.allclose(residual_streams(model, batch, [last], torch.clone)[last], plain, atol=1e-3)

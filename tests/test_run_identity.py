@@ -1,5 +1,6 @@
 """`out=` returns the result of the same weights, tokenizer, functions and data, or refuses: never that of others."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -212,6 +213,16 @@ def replaced(model):
     model.raw.blocks[1].ln1.weight = torch.nn.Parameter(model.raw.blocks[1].ln1.weight * 2)
 
 
+def replaced_module(model):
+    mlp = model.raw.blocks[1].mlp.original_component
+    mlp.down_proj = copy.deepcopy(mlp.down_proj)
+    next(mlp.down_proj.parameters()).mul_(2)
+
+
+def other_memory(weight):
+    weight.data = weight.data * 2
+
+
 def without_version(model):
     with torch.inference_mode():
         model.raw.blocks[1].ln1.weight.data = model.raw.blocks[1].ln1.weight * 2
@@ -228,6 +239,8 @@ WEIGHT_EDITS = {
     "one row through .data": lambda hf, model: hf.model.embed_tokens.weight.data[7].copy_(torch.ones(32)),
     "load_state_dict": lambda hf, model: hf.load_state_dict(tiny_model("llama", seed=1).state_dict()),
     "a replaced parameter": lambda hf, model: replaced(model),
+    "a replaced module": lambda hf, model: replaced_module(model),
+    "other memory": lambda hf, model: other_memory(model.raw.blocks[1].ln1.weight),
     "in inference mode": lambda hf, model: without_version(model),
 }
 

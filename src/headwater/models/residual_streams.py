@@ -1,7 +1,7 @@
 """The residual stream behind layers of a model that nobody edits, for results that are compared with no other run.
 
 1. Where the last layer is among them, the model runs without TransformerLens's wrappers
-   (`headwater.models.unwrapped`): what a block gives is the residual stream behind it.
+   (`headwater.models.unwrapped`), and without its head: what a block gives is the residual stream behind it.
 2. Elsewhere, and where that might be something else, the bridge runs up to the last layer that is read, its attention
    in one pass where that can be (`headwater.models.one_pass`).
 
@@ -80,6 +80,6 @@ def _without_wrappers(
         for layer in layers:
             block = bare.in_place_of(model.raw.blocks[layer])
             hooks.callback(block.register_forward_hook(partial(look, layer=layer)).remove)
-        bare.last_logits(batch.tokens.to(model.device), use_cache=False, **padding_option(model, batch))
+        bare.read(batch.tokens.to(model.device), use_cache=False, **padding_option(model, batch))
     finite_output(model, last[0], batch, None)
     return kept

@@ -70,6 +70,19 @@ class Unwrapped:
         takes = inspect.signature(self.model.forward).parameters
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
+    def read(self, tokens: Int[Tensor, "row position"], **options: object) -> None:
+        """Run tokens for what hooks see of it, without the head, whose matrix is the largest of a small model.
+
+        Args:
+            tokens: on the device of the model.
+            **options: passed on, such as `attention_mask`.
+        """
+        body: Any = self.model.base_model
+        if body is self.model:
+            self.last_logits(tokens, **options)
+        else:
+            body(tokens, **options)
+
     def last_logits(self, tokens: Int[Tensor, "row position"], **options: object) -> Float[Tensor, "row d_vocab"]:
         """Run tokens, and return the logits at the last column.
 

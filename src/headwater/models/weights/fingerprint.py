@@ -43,6 +43,7 @@ from xxhash import xxh3_128_digest
 
 from headwater.errors import HeadwaterError
 from headwater.models.families import Family, family_named, family_of, text_config
+from headwater.models.same_objects import SameTensors
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.weights.conversion import Conversion
 from headwater.models.weights.fused import put_together
@@ -127,21 +128,29 @@ class KnownWeights:
 
     def __init__(self, raw: Any, shape: ModelShape):
         self._raw, self._shape = raw, shape
-        self._buffers = {name: _hash_of(_exact(buffer)) for name, buffer in raw.named_buffers()}
+        self._tensors = SameTensors(raw)
+        self._buffers = {name: _hash_of(_exact(buffer)) for name, buffer in self._tensors.named()[1]}
+        self._config: tuple[object, str] = None, ""
         self._seen: Any = None
         self._fingerprint = ""
 
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now."""
-        buffers = _looks(self._raw.named_buffers())
-        config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
-        seen = _looks(self._raw.named_parameters()), buffers, json.dumps(behaviour(config), default=str)
+        parameters, buffers = self._tensors.named()
+        seen = _looks(parameters), _looks(buffers), self._behaviour()
         if seen != self._seen:
-            named = self._raw.named_buffers()
-            changed = [(name, buffer) for name, buffer in named if self._buffers.get(name) != _hash_of(_exact(buffer))]
+            changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(_exact(one))]
             self._fingerprint = fingerprint_of_model(self._raw, self._shape, changed)
             self._seen = seen
         return self._fingerprint
+
+    def _behaviour(self) -> str:
+        """What `behaviour` says of the config, asked anew where the config says something else of itself."""
+        config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
+        held = type(config), str(vars(config))
+        if held != self._config[0]:
+            self._config = held, json.dumps(behaviour(config), default=str)
+        return self._config[1]
 
     @property
     def _model(self) -> Any:
@@ -319,7 +328,7 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
     whole = _Spans(tensor for _, tensor in listed if tensor.is_contiguous() and not tensor.is_meta)
     for name, tensor in listed:
         version = None if tensor.is_inference() else tensor._version
-        looks[name] = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, version)
+        looks[name] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version)
         if tensor.is_meta or (not tensor.is_contiguous() and whole.hold(tensor)):
             continue
         if tensor.device.type in HASHED:
@@ -383,6 +392,8 @@ def _checksums(tensor: Tensor) -> list[Tensor]:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return all bytes of a tensor in the order of its memory: a view, but of one with gaps."""
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8)
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).reshape(-1).view(torch.uint8)
 
