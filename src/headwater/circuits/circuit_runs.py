@@ -192,6 +192,9 @@ def run_circuits(
 ) -> CircuitRuns:
     """Run circuits alone: their edges carry what is recomputed of the clean prompt, all others something else.
 
+    faithfulness = (m(C) - m(no edge)) / (m(all edges) - m(no edge)), the ratio of means over prompts in the summary
+    (Wang et al. 2022).
+
     Args:
         model: the model; it is left as it was.
         clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,

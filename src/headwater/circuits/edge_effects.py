@@ -75,6 +75,9 @@ def edges(
 ) -> EdgeEffects:
     """Measure what an answer owes to each edge: from each sender to each receiver after it.
 
+    effect = m(run in which the receiver reads x + sender(other run) - sender(run)) - m(run), with x what it reads
+    of the run, in units of the metric m (Wang et al. 2022; Conmy et al. 2023; Syed et al. 2023).
+
     Args:
         model: the model; it is left as it was.
         clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,

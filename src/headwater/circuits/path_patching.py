@@ -70,6 +70,9 @@ def path_patch(
 ) -> PathEffects:
     """Measure what an answer owes to the paths from each sender to each receiver.
 
+    effect = metric of the run in which receivers read senders' other outputs - metric of the run, in units of the
+    metric (Wang et al. 2022).
+
     Args:
         model: the model; it is left as it was.
         clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,

@@ -167,6 +167,9 @@ def find_circuit(
 ) -> CircuitSearch:
     """Find a circuit greedily, by exact effects: an edge stays out where little is lost without it.
 
+    Receivers are taken from the logits down, as in ACDC (Conmy et al. 2023); the effect of an edge e is m(C - e) -
+    m(C), with C the circuit that is left when it is tried.
+
     Args:
         model: the model; it is left as it was.
         clean: one prompt, several, token ids, or a table of pairs; see `hw.run_circuits`.

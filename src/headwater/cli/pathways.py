@@ -162,7 +162,7 @@ def saliency(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """How much a truthfulness probe hangs on the attention paid to them.
+    """How much a truthfulness probe depends on the attention paid to them.
 
     **Example**
 

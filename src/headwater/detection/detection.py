@@ -165,6 +165,9 @@ def detect(
 ) -> Detection:
     """Fit detectors of wrong answers on half of each question set, and measure them on the other half.
 
+    A higher score says that an answer is more likely wrong; detectors are compared by AUC (Luo et al., ACL 2026,
+    §5).
+
     Args:
         model: the model that answered.
         answered: what `hw.answer` returned; every question set is fitted and measured by itself.

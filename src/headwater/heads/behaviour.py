@@ -165,6 +165,9 @@ def attention_behaviour(
 ) -> AttentionBehaviour:
     """Say what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
 
+    The score of a behaviour is the mean attention on its keys; its excess is (score - expected) / (1 - expected),
+    expected for as many keys at shuffled positions.
+
     Args:
         model: a loaded model.
         texts: texts, or anything else that `model.tokenize` takes. By default texts of the embedded model's world, for

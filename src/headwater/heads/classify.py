@@ -60,6 +60,10 @@ def classify_heads(
 ) -> HeadMap:
     """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of them, or none.
 
+    The score of a relation is the share of its pairs (s, t) whose t is among the k largest logits of x_s W_V W_O
+    W_U; its excess is (score - expected) / (1 - expected), expected where targets are shuffled (Elhelo and Geva,
+    ACL 2025).
+
     Args:
         model: a loaded model; or a checkpoint folder or hub name, then read straight from safetensors with one layer in
             memory at a time.

@@ -191,6 +191,8 @@ def compare_heads(
 ) -> HeadComparison:
     """Say which heads implement or suppress which relations more, or less, than in the first of several models.
 
+    A change is tested on the sources that one model hits and the other does not, by McNemar's exact test (1947).
+
     Args:
         models: two or more models of the same layers and heads: loaded, or checkpoint folders or hub names, read from
             safetensors with one layer of one model in memory at a time. A mapping names them; else they are named after

@@ -133,6 +133,9 @@ def direct_logit_attribution(
 ) -> DirectAttribution:
     """Split the logit difference of prompts into what each part of the model writes into it.
 
+    Contributions are in logits, with the scale of the final norm held as it was, and sum to the logit difference
+    (Elhage et al. 2021).
+
     Args:
         model: the model.
         prompts: one prompt, several, or token ids.

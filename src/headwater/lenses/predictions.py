@@ -143,6 +143,9 @@ def lens(
 ) -> LayerPredictions:
     """Read every layer as if it were the last: its top tokens, the rank of what comes next, how far it is from the end.
 
+    The logits of a layer are cap(norm(lens(h)) W_U + b_U), with h the residual stream behind its block; divergences
+    are in nats (nostalgebraist 2020; Belrose et al. 2023).
+
     Args:
         model: the model.
         prompts: one prompt, several, or token ids.

@@ -112,6 +112,8 @@ def membership(
 ) -> Membership:
     """Measure how well each score tells members from non-members.
 
+    AUC is the share of pairs of a member and a non-member in which the member has the higher score; 0.5 is chance.
+
     Args:
         scores: of texts, or statistics of them (then at the default K).
         labels: for each text, true (or 1) for a member and false (or 0) for a non-member.

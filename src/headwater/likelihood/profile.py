@@ -172,6 +172,9 @@ def memorization(
 ) -> DepthProfile:
     """Measure memorization by question depth.
 
+    Min-K% is the mean log-probability of a text's least likely K % of tokens, in nats (Shi et al. 2024);
+    discrepancies between depths are those of DepthQA (Ko et al., EMNLP 2024).
+
     Args:
         model: the model.
         graph: what `load_depth_graph` returned.

@@ -150,6 +150,9 @@ def token_statistics(
 ) -> TextStatistics:
     """Return the likelihood statistics of every token of texts, from one pass of the model.
 
+    Of each token its log-probability and rank, and of the distribution that it comes from the entropy, the variance
+    of the log-probability and the largest one, in nats.
+
     Args:
         model: the model.
         texts: a text, or texts.

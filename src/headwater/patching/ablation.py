@@ -61,6 +61,8 @@ def ablate(
 ) -> Sweep:
     """Ablate sets of components, each set as one.
 
+    effect = metric of the ablated run - metric of the plain run, in units of the metric.
+
     Args:
         model: the model; it is left as it was.
         prompts: one prompt, several, or token ids: those whose runs are ablated.

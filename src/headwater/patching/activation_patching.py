@@ -76,6 +76,10 @@ def patch(
 ) -> Sweep:
     """Sweep patches over layers, positions and heads.
 
+    effect = metric of the edited run - metric of the run that was edited, in units of the metric;
+    `normalized_effect` is its share of the gap between the two runs (Vig et al. 2020; Meng et al. 2022; Heimersheim
+    and Nanda 2024).
+
     Args:
         model: the model; it is left as it was.
         clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,

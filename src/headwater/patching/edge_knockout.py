@@ -116,6 +116,8 @@ def knockout(
 ) -> Sweep:
     """Sweep attention knockouts over layers (and heads).
 
+    effect = metric of the severed run - metric of the plain run, in units of the metric (Geva et al. 2023).
+
     Args:
         model: the model; it is left as it was.
         prompts: one prompt, several, or token ids.

@@ -148,6 +148,9 @@ def saliency(
 ) -> Saliency:
     """Measure the saliency of the attention edges from the exact question tokens.
 
+    S(i, j) = |A(i, j) · ∂L/∂A(i, j)|, averaged over heads, over pairs of tokens and over the layers up to the
+    probe's (Luo et al., ACL 2026, §2.3).
+
     Args:
         model: the model that answered.
         answered: what `hw.answer` returned.

@@ -253,6 +253,9 @@ def trace_pathways(
 ) -> Pathways:
     """Trace where the signal comes from that tells right from wrong answers.
 
+    ΔP = 100 (P after - P before), in percentage points, of a probe's prediction when attention to the question's
+    exact tokens E_Q is severed (Luo et al., ACL 2026).
+
     Args:
         model: the model that answered.
         answered: what `hw.answer` returned.

@@ -176,6 +176,9 @@ def fit_probe(
 ) -> ProbeFit:
     """Fit a linear probe per layer, cross-fitted by group, and compare it with control tasks.
 
+    P(label 1) = sigmoid(state · weight + bias), on standardized states; selectivity is the accuracy less that on
+    control tasks (Hewitt and Liang 2019).
+
     Args:
         cache: the states: what `model.cache` gives; an array `row feature`, `layer row feature`; or a mapping of layers
             to arrays `row feature`.
