@@ -31,8 +31,8 @@ CANNOT_BE_USED = 2
 app = typer.Typer(
     name="headwater",
     help=(
-        "Find where an answer's water comes from: what a model's attention heads do, whether its answers hang on the "
-        "question, which activations decide, what it memorized.\n\n"
+        "Find where an answer's water comes from: what a model's attention heads do, whether its answers depend on "
+        "the question, which activations decide, what it memorized.\n\n"
         "Begin with `headwater demo`. MODEL is a checkpoint folder or a hub name; left out, it is the small model that "
         "comes with headwater."
     ),
