@@ -116,6 +116,8 @@ def test_hooks_follow_the_rules_of_headwater(llama):
         llama.run_with_hooks(TEXT, fwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
     with pytest.raises(InputError, match=r"model.run\(tokens, hooks, grad=True\)"):
         llama.run_with_hooks(TEXT, bwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
+    with pytest.raises(InputError, match=r"hooks has no option fwd_hooks=: hooks come first"):
+        llama.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", forgets)])
 
 
 def test_the_loss_leaves_out_padding_and_is_that_of_each_text(llama):

@@ -44,7 +44,7 @@ from headwater.models.generation.sampling import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
 from headwater.models.hints import warn_of_two_beginnings
 from headwater.models.identified import Identified
-from headwater.models.other_options import GENERATE, takes_no_more
+from headwater.models.other_options import GENERATE, HOOKS, takes_no_more
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.run_lock import RunLock
@@ -244,6 +244,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             out = out[torch.arange(len(out), device=out.device), here][:, None]
         return out
 
+    @takes_no_more(HOOKS)
     @contextlib.contextmanager
     def hooks(self, hooks: Iterable[Hook | PromptHook]) -> Iterator[None]:
         """Attach hooks for as long as the context lasts; no other thread can run the model meanwhile.

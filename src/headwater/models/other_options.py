@@ -1,4 +1,4 @@
-"""Options of `generate` and `from_pretrained` elsewhere, and what `generate` and `load` have in their place."""
+"""Options of `generate`, `from_pretrained` and `hooks` elsewhere, and what is used in their place here."""
 
 from __future__ import annotations
 
@@ -54,6 +54,14 @@ LOAD = {
     ),
 }
 """By option of `from_pretrained` elsewhere: what to use here."""
+ENDS = "hooks end with the context"
+HOOKS = {
+    "fwd_hooks": "hooks come first, as in `with model.hooks([(name, function)]):`",
+    "bwd_hooks": "model.run(tokens, hooks, grad=True) records gradients",
+    "reset_hooks_end": ENDS,
+    "clear_contexts": ENDS,
+}
+"""By option of `hooks` elsewhere: what to use here."""
 
 
 def takes_no_more(ways: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
