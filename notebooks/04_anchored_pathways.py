@@ -60,8 +60,8 @@ pathways.controls_at_best.query("group == 'all'").round(3).head(5)
 
 # %% [markdown]
 # ## Can the modes be put to use?
-# A detector with an expert per mode, beside a single probe and beside a baseline that reads the question's relation
-# alone.
+# A detector with an expert per mode, beside a single probe and beside `question`, which knows only relation, popularity
+# and depth of the question.
 
 # %%
 detection = hw.detect(
