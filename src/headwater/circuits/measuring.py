@@ -99,7 +99,7 @@ class Outcome:
             source = asked_source(model, values, dataset, base=first, other=None, sites=sites, seed=seed)
             if source.changes or source.samples:
                 raise InputError(
-                    "Outside of a circuit values cannot hang on what they replace: use 'zero', 'mean', ..."
+                    "Outside of a circuit values cannot depend on what they replace: use 'zero', 'mean', ..."
                 )
             refuse_other_kinds(source)
             options |= prompt_options(first, source.given.dataset) | {"values": recorded(source), "seed": seed}

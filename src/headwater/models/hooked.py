@@ -82,7 +82,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         bos: the id that begins every text, or None for models that want none.
         lock: held while the model runs; hold it to make several runs one.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
-        heads_checked: whether each head was seen to hang on its own queries, keys and values alone.
+        heads_checked: whether each head was seen to depend on its own queries, keys and values alone.
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
         head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
         unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.

@@ -1,4 +1,4 @@
-"""Patching: what an answer hangs on, by editing activations and severing attention."""
+"""Patching: what an answer depends on, by editing activations and severing attention."""
 
 from typing import TYPE_CHECKING
 

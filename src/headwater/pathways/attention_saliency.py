@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Saliency(Result):
-    """How much the probe hangs on the attention paid to the exact question tokens, per example."""
+    """How much the probe depends on the attention paid to the exact question tokens, per example."""
 
     table: pd.DataFrame
     """A row per example and target: `dataset, example, target, z, fold, logit, probability, saliency_exact_answer`
