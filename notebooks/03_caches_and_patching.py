@@ -136,8 +136,8 @@ half = hw.patch(model, told, foil, sites="resid_pre", positions=roles, values=ha
 half.grid("layer", "role", value="normalized_effect").round(2)
 
 # %% [markdown]
-# Several components removed together, or all but them, are a set. How far does the logit difference fall without the
-# three heads that did most above, and without all *other* heads of the model?
+# Several components replaced together are a set. How far does the logit difference fall without the three heads that
+# did most above, without the MLP of layer 0, and without every MLP but the last?
 
 # %%
 best = by_head.summary().sort_values("mean", ascending=False).head(3)
@@ -182,8 +182,8 @@ pd.concat(shares, axis=1).round(2)
 # %% [markdown]
 # ## Edits outside of a sweep
 # `hw.edit` is a hook: the same edit as in a sweep, for `model.run`, `model.hooks` and `model.generate`. Here the
-# difference of the residual streams of Italy and France, added at every token. Half of it changes nothing; all of it
-# turns Paris into Rome.
+# difference of the residual streams of Italy and France, added at every token. Half of it does not change the answer;
+# all of it turns Paris into Rome.
 
 # %%
 states = model.cache([ask.format("Italy"), ask.format("France")], sites="resid_post", layers=[2], positions="last")

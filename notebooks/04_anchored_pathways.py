@@ -5,7 +5,7 @@
 # a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
 # **Question.** A linear probe can tell from the model's states, better than chance, whether its answer is wrong. Does
-# that signal flow from the question's exact tokens, or does it stand by itself?
+# that signal flow from the question's exact tokens, or is it in the answer itself?
 #
 # **Method.** Probes are fitted at every layer on half of the answers and read on the other half. Then, in all layers
 # up to the probe's, nothing may attend to the subject and property of the question (E_Q), and the probe is read again:

@@ -26,7 +26,7 @@ from headwater.planted import circuits
 # %% [markdown]
 # ## A model whose circuit is known
 # Three heads: one finds the name that was said before (S2), one tells the end of the text about it, one copies the
-# names that are not it. The ground truth stands in the docstring of `name_mover`.
+# names that are not it. The ground truth is in the docstring of `name_mover`.
 
 # %%
 made = circuits.name_mover()
