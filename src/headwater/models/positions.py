@@ -28,6 +28,12 @@ from headwater.models.tokens import Offsets, token_span
 from headwater.options import shown, whole_number, whole_numbers
 
 SIDES = ("clean", "corrupted")
+ENDS: Mapping[str, Callable[[int], range]] = {
+    "last": lambda length: range(length - 1, length),
+    "first": lambda length: range(1),
+    "all": range,
+}
+"""The words that name positions in a prompt of any length, and which."""
 
 
 class AbsentError(InputError):
@@ -98,6 +104,11 @@ Where: TypeAlias = Place | Mapping[str, Place]
 def is_all(where: Where) -> bool:
     """Whether every token is meant, by the word for it."""
     return isinstance(where, str) and where == "all"
+
+
+def hangs_on_length(where: object) -> bool:
+    """Whether two prompts of one length have the same positions of this name, as far as its kind tells."""
+    return where in ENDS if isinstance(where, str) else isinstance(where, int | range | slice | AbstractSet)
 
 
 def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) -> Characters:
@@ -250,9 +261,8 @@ def _positions(where: object, prompt: Prompt) -> list[int]:
 
 
 def _named(name: str, prompt: Prompt) -> list[int]:
-    fixed = {"last": [len(prompt) - 1], "first": [0], "all": list(range(len(prompt)))}
-    if name in fixed:
-        return fixed[name]
+    if name in ENDS:
+        return list(ENDS[name](len(prompt)))
     text, offsets = _text_of(prompt, f"The text {name!r}")
     found = _occurrences(name, text)
     if len(found) != 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from textwrap import shorten
 from typing import Any, TypeAlias
 
@@ -58,12 +59,10 @@ class Batch:
         """
         if not rows or not all(rows):
             raise InputError("There is nothing to run: an input has no tokens.")
-        width = max(map(len, rows))
-        tokens = torch.full((len(rows), width), pad, dtype=torch.long)
-        mask = torch.zeros((len(rows), width), dtype=torch.bool)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row)
-            mask[i, : len(row)] = True
+        lengths = torch.tensor([len(row) for row in rows])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        tokens = torch.full(mask.shape, pad)
+        tokens[mask] = torch.tensor(list(chain.from_iterable(rows)))
         return cls(tokens, mask)
 
     def __len__(self) -> int:
@@ -229,7 +228,7 @@ def single_token_id(tokenizer: PreTrainedTokenizerBase, word: str) -> int | None
 def token_strings(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:
     """Return the text of each token, spaces kept; the id itself when there is no tokenizer."""
     if tokenizer is None:
-        return tuple(str(token) for token in ids)
+        return tuple(map(str, ids))
     pieces = tokenizer.convert_ids_to_tokens(list(ids))
     return tuple(
         piece.replace("▁", " ") if str(piece).startswith("▁") else tokenizer.decode([token])

@@ -179,7 +179,7 @@ def patch(
         "over": {site.name: ask.axes(site) for site in named},
         "window": {site.name: ask.sizes(site) for site in named},
         "layers": chosen(layers, model.shape.n_layers, "layer"),
-        "positions": [covered(listed["position"], len(base[i])) for i, site, listed in planned if site == named[0]],
+        "positions": _covered(planned[:: len(named)], base),
         "heads": {s.name: chosen(heads, s.n_heads(model.shape), "head") for s in named if s.has_heads},
         "direction": direction,
         "from_layer": ask.sources(model) if from_layer is not None else None,
@@ -210,6 +210,15 @@ def _refuse_beside_together(where: Mapping[str, object], method: str) -> None:
         raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")
 
 
+def _covered(
+    planned: Sequence[tuple[int, Site, dict[str, list[Step]]]], base: Sequence[Prompt]
+) -> list[tuple[int, ...] | str]:
+    """Return by example the positions that the steps of one site cover."""
+    found = {(id(listed), len(base[i])): (listed, len(base[i])) for i, _, listed in planned}
+    alike = {one: covered(listed["position"], length) for one, (listed, length) in found.items()}
+    return [alike[id(listed), len(base[i])] for i, _, listed in planned]
+
+
 def _planned(
     ask: Asked,
     model: HookedModel,
@@ -218,11 +227,11 @@ def _planned(
     spots: Sequence[Mapping[str, Spot]],
     keys: Sequence[Mapping[str, Spot]],
 ) -> list[tuple[int, Site, dict[str, list[Step]]]]:
-    """List by example and site the places on each axis; those of examples that have the same ones are one object."""
+    """List by example and site the places on each axis; those of examples that share their spots are one object."""
     listed: dict[Hashable, dict[str, list[Step]]] = {}
     planned = []
     for (i, prompt), site in product(enumerate(base), sites):
-        same = (site.name, len(prompt), tuple(spots[i].items()), tuple(keys[i].items()))
+        same = (site.name, len(prompt), id(spots[i]), id(keys[i]))
         if same not in listed:
             listed[same] = ask.steps(model, site, prompt, spots[i], keys[i])
         planned.append((i, site, listed[same]))

@@ -66,18 +66,14 @@ class Cells:
     @classmethod
     def of(cls, by_example: Iterable[tuple[int, Sequence[Kind]]]) -> Cells:
         """Put the cells of each example in a row."""
-        numbers: dict[int, int] = {}
-        kinds: list[Kind] = []
-        example: list[int] = []
-        kind: list[int] = []
-        for one, own in by_example:
-            for each in own:
-                if (number := numbers.get(id(each))) is None:
-                    number = numbers[id(each)] = len(kinds)
-                    kinds.append(each)
-                kind.append(number)
-            example += [one] * len(own)
-        return cls(tuple(kinds), np.array(example, dtype=np.int64), np.array(kind, dtype=np.int64))
+        rows = list(by_example)
+        listed = {id(own): own for _, own in rows}
+        kinds = {id(kind): kind for own in listed.values() for kind in own}
+        number = {one: i for i, one in enumerate(kinds)}
+        numbers = {one: np.array([number[id(kind)] for kind in own], dtype=np.int64) for one, own in listed.items()}
+        kind = np.concatenate([np.zeros(0, dtype=np.int64), *(numbers[id(own)] for _, own in rows)])
+        example = np.repeat(np.array([one for one, _ in rows], dtype=np.int64), [len(own) for _, own in rows])
+        return cls(tuple(kinds.values()), example, kind)
 
     @classmethod
     def unedited(cls, n_examples: int) -> Cells:

@@ -84,15 +84,17 @@ def examples_at_once(plan: Plan, gradients: bool = False) -> int:
     if plan.model.spread:
         return len(plan.base)
     tokens = np.bincount(plan.cells.example, tokens_of(plan), len(plan.base)).astype(np.int64).tolist()
-    widths: dict[bytes, int] = {}
-    largest = 0
+    begins = np.searchsorted(plan.cells.example, np.arange(len(plan.base) + 1)).tolist()
+    alike: dict[tuple[bytes, int, int, int], int] = {}
     for example, n_tokens in enumerate(tokens):
-        kinds = plan.cells.part(plan.cells.among(range(example, example + 1))).kind
+        kinds = plan.cells.kind[begins[example] : begins[example + 1]].tobytes()
         length = max(len(side[example]) for side in (plan.base, plan.other) if side is not None)
-        same = kinds.tobytes() + length.to_bytes(8)
-        if same not in widths:
-            widths[same] = _replaced(plan, [plan.cells.kinds[number] for number in np.unique(kinds)], length)
-        largest = max(largest, example_bytes(plan, example, length, widths[same], n_tokens, gradients))
+        alike.setdefault((kinds, length, n_tokens, len(plan.positions[example])), example)
+    largest = 0
+    for (_, length, n_tokens, _), example in alike.items():
+        numbers = np.unique(plan.cells.kind[begins[example] : begins[example + 1]])
+        replaced = _replaced(plan, [plan.cells.kinds[number] for number in numbers], length)
+        largest = max(largest, example_bytes(plan, example, length, replaced, n_tokens, gradients))
     advice = "Give shorter prompts, fewer sites or layers, or load the model in bfloat16, which takes half of float32."
     return how_many_fit("This sweep, one example at a time,", largest, plan.model.device, advice)
 

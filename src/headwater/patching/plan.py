@@ -27,7 +27,7 @@ from headwater.options import checked_count, shown
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.corruption import Corruption
 from headwater.patching.metrics import Metric, answer_ids
-from headwater.patching.prompts import Spot, spot_of
+from headwater.patching.prompts import Spot, spots_of
 from headwater.patching.values import Source
 from headwater.patching.variants import LOGITS, Cut, Edit, Place, Reading, Replace, Variant, Variants
 
@@ -86,11 +86,9 @@ class Plan:
     def spots(self) -> tuple[tuple[Spot, ...], ...]:
         """By example and metric: the positions it reads, in both prompts."""
         others = self.other if self.other is not None and self.corruption is None else [None] * len(self.base)
-        n, side = len(self.base) // self.draws, 0 if self.base_is_clean else 1
-        return tuple(
-            tuple(spot_of(metric.at, base, other, i // self.draws, n, side) for metric in self.metrics)
-            for i, (base, other) in enumerate(zip(self.base, others, strict=True))
-        )
+        side = 0 if self.base_is_clean else 1
+        by_metric = [spots_of(metric.at, self.base, others, side, self.draws) for metric in self.metrics]
+        return tuple(zip(*by_metric, strict=True)) if by_metric else ((),) * len(self.base)
 
     @cached_property
     def kept(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -150,7 +148,7 @@ class Plan:
         warn_of_missing_spaces(at_the_end, ends, model.tokenizer)
         return tuple(tuple(ids.repeat_interleave(self.draws) for ids in answers) for answers in of_prompts)
 
-    @property
+    @cached_property
     def only_answers(self) -> Int[Tensor, "example answer"] | None:
         """The tokens whose logits suffice: the answers of each metric in turn; None where some metric needs all."""
         read = [answers for m, answers in zip(self.metrics, self.answers, strict=True) if m.site == LOGITS]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwater.data.rows import read_rows
 from headwater.errors import InputError
-from headwater.models.positions import AbsentError, Prompt, checked_roles, positions_of, role_in
+from headwater.models.positions import AbsentError, Prompt, checked_roles, hangs_on_length, positions_of, role_in
 from headwater.models.tokens import Batch, token_strings
 from headwater.options import shown
 
@@ -34,8 +34,8 @@ def read_prompts(model: HookedModel, inputs: Prompts) -> tuple[Prompt, ...]:
     """Tokenize prompts by the model's own rule (token ids are taken as they are)."""
     batch = model.tokenize(inputs)
     prompts = []
-    for i, length in enumerate(batch.lengths.tolist()):
-        ids = tuple(batch.tokens[i, :length].tolist())
+    for i, (tokens, length) in enumerate(zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)):
+        ids = tuple(tokens[:length])
         offsets = batch.offsets[i] if batch.offsets is not None else None
         text = batch.texts[i] if batch.texts is not None else None
         prompts.append(Prompt(ids, token_strings(model.tokenizer, ids), offsets, text))
@@ -165,6 +165,29 @@ def spot_of(where: object, base: Prompt, other: Prompt | None, example: int, n: 
             f"{len(base)} and {len(other)} tokens: name as many in each."
         )
     return Spot(a, b)
+
+
+def spots_of(
+    where: object, base: Sequence[Prompt], other: Sequence[Prompt | None], base_side: int = 0, draws: int = 1
+) -> list[Spot]:
+    """Return by pair what a name stands for (`spot_of`), once for all pairs of the same lengths where these decide it.
+
+    Args:
+        where: the name.
+        base: the prompts that are edited, each `draws` times.
+        other: the other prompt of each pair, or None.
+        base_side: 0 where the edited prompts are the clean ones, else 1.
+        draws: how many pairs in turn are one of the caller's.
+    """
+    alike: dict[tuple[int, int | None], Spot] = {}
+    found, shared, n = [], hangs_on_length(where), len(base) // draws
+    for i, pair in enumerate(zip(base, other, strict=True)):
+        lengths = len(pair[0]), None if pair[1] is None else len(pair[1])
+        spot = alike.get(lengths) if shared else None
+        if spot is None:
+            spot = alike[lengths] = spot_of(where, *pair, i // draws, n, base_side)
+        found.append(spot)
+    return found
 
 
 def role_spots(

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar, NoReturn
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.errors import NumericsError
@@ -29,6 +31,7 @@ from headwater.models.steppable import cannot_step
 from headwater.models.tokens import Batch
 from headwater.patching.footprint import runs_at_once
 from headwater.patching.forwards import capture, deepest, run_edited, run_variants, visible_keys
+from headwater.patching.idle import idle, same_values
 from headwater.patching.plan import Group, Kept, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.rows import Values
@@ -123,12 +126,18 @@ class Wave(Runner):
         """Deliver what is read of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
         answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
+        variants = replace(variants, idle=idle(variants, self._same))
         walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
         try:
             walk.run()
         except NotFiniteError as found:
             self._name_not_finite(variants[found.variant], int(variants.example[found.variant]), found.position)
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
+
+    @cached_property
+    def _same(self) -> dict[Place, Bool[np.ndarray, "example position *head"]]:
+        """By place, where what edits write is what stands there in the unedited runs."""
+        return same_values(self.values, self.group.sites, self.recording.activations, len(self.group.examples))
 
     def _distrust(self, batch: Batch) -> str | None:
         """Run the longest prompt, then send it through the blocks; say why that is not to be trusted, if it is not."""

@@ -101,8 +101,13 @@ class Sides:
         others = self.others or [None] * len(self.prompts)
         keyed = [site.name for site in sites if site.has_keys]
         named = keys if keyed and keys is not None else [{}] * len(self.prompts)
-        both = [matches(at, to, i) for i, (at, to) in enumerate(zip(spots, named, strict=True))]
-        matched = tuple(matched_positions(*pair) for pair in zip(both, self.prompts, others, strict=True))
+        found: dict[tuple[int, int, bool], dict[int, int] | None] = {}
+        matched = []
+        for i, (at, to, base, other) in enumerate(zip(spots, named, self.prompts, others, strict=True)):
+            aligned = other is None or len(base) == len(other)
+            if (alike := (id(at), id(to), aligned)) not in found:
+                found[alike] = matched_positions(matches(at, to, i), aligned)
+            matched.append(found[alike])
         unlike = [i for i, one in enumerate(matched) if one is not None]
         if unlike and keyed and keys is None:
             raise InputError(
@@ -111,7 +116,7 @@ class Sides:
             )
         for i in unlike:
             refuse_other_order(spots[i], named[i], i)
-        return matched
+        return tuple(matched)
 
     def source(
         self,

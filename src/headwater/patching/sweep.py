@@ -317,10 +317,12 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
 
 def _tokens(plan: Plan, n_metrics: int) -> list[str | None]:
     """Return the tokens that the table shows of each cell, once for every metric."""
-    at, pairs = [kind.token_at for kind in plan.cells.kinds], zip(plan.cells.example, plan.cells.kind, strict=True)
+    at, cells = [kind.token_at for kind in plan.cells.kinds], plan.cells
     strings = [prompt.strings for prompt in plan.base]
     shown = [
-        None if (places := at[kind]) is None else "".join([strings[example][place] for place in places])
-        for example, kind in pairs
-    ]
-    return [token for token in shown for _ in range(n_metrics)]
+        None if (places := at[kind]) is None
+        else strings[example][places[0]] if len(places) == 1
+        else "".join([strings[example][place] for place in places])
+        for example, kind in zip(cells.example.tolist(), cells.kind.tolist(), strict=True)
+    ]  # fmt: skip
+    return shown if n_metrics == 1 else [token for token in shown for _ in range(n_metrics)]

@@ -9,7 +9,7 @@ up to i. An axis that the sweep does not run over is covered whole by every cell
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
@@ -21,7 +21,7 @@ from headwater.models.sites import Site
 from headwater.names import SpansName
 from headwater.options import checked_count, checked_name, one_or_several, shown, whole_numbers
 from headwater.patching.cells import Kind
-from headwater.patching.prompts import Spot, role_spots, spot_of
+from headwater.patching.prompts import Spot, role_spots, spots_of
 from headwater.patching.values import Source
 from headwater.patching.variants import Replace
 
@@ -155,10 +155,12 @@ def role_steps(spots: Mapping[str, Spot], swept: bool, spans: str) -> list[Step]
     ]
 
 
-def matched_positions(same: dict[int, int], base: Prompt, other: Prompt | None) -> dict[int, int] | None:
-    """Return which position of the other prompt each position that may be edited is; None where they are the same."""
-    same_length = other is None or len(base) == len(other)
-    return None if same_length and all(here == there for here, there in same.items()) else same
+def matched_positions(same: dict[int, int], aligned: bool) -> dict[int, int] | None:
+    """Return which position of the other prompt each position that may be edited is; None where they are the same.
+
+    `aligned`: whether the two prompts are of one length.
+    """
+    return None if aligned and all(here == there for here, there in same.items()) else same
 
 
 def grid(axes: Mapping[str, list[Step]]) -> list[dict[str, Step]]:
@@ -275,19 +277,24 @@ class Asked:
     ) -> list[dict[str, Spot]]:
         """By example: what the keys are in both prompts, in the same way; where all take part, each is itself."""
         if is_all(self.keys):
-            every = [tuple(range(len(prompt))) for prompt in base]
-            return [{"": Spot(keys, keys)} for keys in every]
+            return _spots("all", base, None, base_side)
         return _spots(self.keys, base, other, base_side)
 
 
 def _spots(
     where: Where, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
 ) -> list[dict[str, Spot]]:
-    found = []
-    for i, prompt in enumerate(base):
-        pair = (prompt, other[i] if other else None, i, len(base), base_side)
-        found.append(role_spots(where, *pair) if isinstance(where, Mapping) else {"": spot_of(where, *pair)})
-    return found
+    """By example, what positions are by role; those of examples that have the same ones are one object."""
+    others: Sequence[Prompt | None] = other or [None] * len(base)
+    if not isinstance(where, Mapping):
+        return _shared({"": spot} for spot in spots_of(where, base, others, base_side))
+    pairs = enumerate(zip(base, others, strict=True))
+    return _shared(role_spots(where, *pair, i, len(base), base_side) for i, pair in pairs)
+
+
+def _shared(spots: Iterable[dict[str, Spot]]) -> list[dict[str, Spot]]:
+    known: dict[Hashable, dict[str, Spot]] = {}
+    return [known.setdefault(tuple(one.items()), one) for one in spots]
 
 
 def _places(spots: Mapping[str, Spot]) -> list[int]:

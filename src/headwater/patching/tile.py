@@ -156,7 +156,7 @@ class Tile:
 def rows_of(variants: Variants) -> Lanes:
     """Return the rows of a walk in the order in which they join; a variant that never leaves its trunk has none."""
     followed = variants.trunk
-    felt, stop = variants.each(lambda one: one.is_felt).astype(bool), variants.each(lambda one: one.stop_layer)
+    felt, stop = variants.felt, variants.each(lambda one: one.stop_layer)
     read = variants.each(lambda one: max((layer for _, layer in one.readings), default=-1))
     leaves = (followed >= 0) & (stop < stop[followed]) & (read >= stop)
     index = np.flatnonzero(felt & ((followed < 0) | leaves))

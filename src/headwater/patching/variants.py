@@ -160,6 +160,8 @@ class Variants:
     """By run: which example of the group."""
     trunk: Indices
     """By run: another that has these edits and, in later layers, more of them; -1 where it follows none."""
+    idle: Bool[np.ndarray, " _"] | None = None
+    """By run: whether it is known to be as if nothing were edited."""
 
     @classmethod
     def one(cls, change: Variant, example: int) -> Variants:
@@ -171,6 +173,12 @@ class Variants:
 
     def __getitem__(self, index: int) -> Variant:
         return self.changes[self.which[index]]
+
+    @property
+    def felt(self) -> Bool[np.ndarray, " _"]:
+        """By run: whether what is read can be another than without its edits."""
+        felt = self.each(lambda change: change.is_felt).astype(bool)
+        return felt if self.idle is None else felt & ~self.idle
 
     def each(self, number: Callable[[Variant], int]) -> Indices:
         """Return a number of each run's change, by run."""

@@ -56,6 +56,8 @@ UNKNOWN = "identity unknown"
 """The key under which a record says why a value has no identity."""
 CONTAINERS = (list, tuple, set, frozenset, dict, range, slice)
 PLAIN = (bool, int, float, str, type(None))
+AS_THEY_ARE = frozenset({bool, int, str, type(None)})
+"""What a record keeps as it is."""
 
 
 def describe(options: Any) -> Any:
@@ -77,7 +79,7 @@ def describe(options: Any) -> Any:
     if isinstance(options, set | frozenset):
         return sorted((describe(item) for item in options), key=repr)
     if isinstance(options, list | tuple | range):
-        return [describe(item) for item in options]
+        return [item if type(item) in AS_THEY_ARE else describe(item) for item in options]
     if dataclasses.is_dataclass(options) and not callable(options) and not hasattr(options, "digest"):
         return {field.name: describe(getattr(options, field.name)) for field in dataclasses.fields(options)}
     kind = _name_of(options)

@@ -1,0 +1,99 @@
+"""Cells that write what stands there already have effect 0 and are not run; all others are what whole runs give."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import headwater as hw
+from headwater.models.sites import SITES
+from headwater.patching import runners, walk
+from headwater.patching.idle import idle
+from headwater.patching.variants import Cut, Replace, Variant, Variants
+from tests.own_models import own_model
+from tests.tiny import tiny_model, tiny_tokenizer
+
+QUIET = {"metric": hw.logit_difference(4, 6), "progress": False}
+CHANGED = (2, 5)
+"""Where the two prompts differ, of each pair."""
+
+
+def models(name):
+    return own_model("plain") if name == "own" else hw.load(tiny_model(name), tokenizer=tiny_tokenizer())
+
+
+def pairs(n=3, length=8):
+    clean = torch.randint(8, 20, (n, length))
+    corrupted = clean.clone()
+    corrupted[:, CHANGED] = clean[:, CHANGED] - 3
+    return clean, corrupted
+
+
+def rows_walked(monkeypatch):
+    counted, plainly = [], walk.rows_of
+
+    def rows_of(variants):
+        counted.append(len(rows := plainly(variants)))
+        return rows
+
+    monkeypatch.setattr(walk, "rows_of", rows_of)
+    return counted
+
+
+@pytest.mark.parametrize("name", ["own", "gpt2", "llama"])
+def test_of_the_first_layers_input_only_the_tokens_that_differ_are_run(name, monkeypatch):
+    model, (clean, corrupted) = models(name), pairs()
+    hw.patch(model, clean, corrupted, sites="resid_pre", **QUIET)  # checks the model
+    counted = rows_walked(monkeypatch)
+    table = hw.patch(model, clean, corrupted, sites="resid_pre", layers=[0, 1], **QUIET).table
+    n_above = clean.shape[1] - CHANGED[0]
+    assert sum(counted) == len(clean) * (len(CHANGED) + n_above)
+    first = table[table["layer"] == 0]
+    assert (first["effect"] != 0).tolist() == first["position"].isin(CHANGED).tolist()
+    assert (table[(table["layer"] == 1) & (table["position"] >= CHANGED[0])]["effect"] != 0).all()
+
+
+OPTIONS = {
+    "positions": {"sites": "resid_pre"},
+    "positions of noise": {"sites": "resid_pre", "direction": "noise"},
+    "a window of positions": {"sites": "resid_pre", "window": {"position": 3}},
+    "a window of layers": {"sites": "resid_pre", "over": ["layer", "position"], "window": 2},
+    "ever more layers": {"sites": "resid_pre", "over": ["layer", "position"], "window": "cumulative"},
+    "another layer's values": {"sites": "resid_pre", "from_layer": [0, 1]},
+    "heads at positions": {"sites": ["q", "v", "z"], "over": ["layer", "head", "position"]},
+    "all positions": {"sites": ["resid_pre", "mlp_out"], "over": ["layer"]},
+    "zeros": {"sites": "resid_pre", "values": "zero"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_sweeps_with_cells_that_change_nothing_equal_whole_runs(options, monkeypatch):
+    model, (clean, corrupted) = own_model("plain"), pairs(2)
+    found = hw.patch(model, clean, corrupted, **options, **QUIET)
+    assert found.engine == "wavefront"
+    monkeypatch.setattr(runners, "cannot_step", lambda model: "a test asks for it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = hw.patch(model, clean, corrupted, **options, **QUIET)
+    np.testing.assert_allclose(found.table["effect"], whole.table["effect"], atol=1e-5)
+    assert (whole.table["effect"].abs() > 1e-3).any()
+
+
+def test_a_run_is_idle_where_all_it_writes_is_the_same_at_its_example_and_no_other_follows_it():
+    same = np.zeros((2, 3, 2), dtype=bool)
+    same[0, :, 1] = same[1, 2] = True  # head 1 of the first example, both heads of the second one's last token
+    written = [{"heads": (1,)}, {"heads": (0, 1)}, {"positions": (2,)}, {"positions": (1, 2), "heads": (1,)}]
+    written += [{"heads": (1,), "source_layer": 0}, {"heads": (1,)}]
+    layers = [range(1, 2)] * 5 + [range(1, 3)]
+    changes = [Variant((Replace(SITES["z"], n, **at),), (2,), ()) for n, at in zip(layers, written, strict=True)]
+    changes.append(Variant((*changes[0].edits, Cut(range(1, 2), torch.ones(3, 3).bool())), (2,), ()))
+    which = np.repeat(np.arange(len(changes)), 2)
+    variants = Variants(tuple(changes), which, np.tile([0, 1], len(changes)), np.full(len(which), -1))
+    expected = [1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert idle(variants, {("z", 1): same}).astype(int).tolist() == expected
+    trunk = np.full(len(which), -1)
+    trunk[1] = 0
+    assert idle(replace(variants, trunk=trunk), {("z", 1): same}).astype(int).tolist() == [0, *expected[1:]]
+    assert not idle(variants, {}).any()
