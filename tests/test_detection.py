@@ -12,8 +12,10 @@ from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
 import headwater as hw
+from headwater.detection import beginnings as beginnings_module
 from headwater.detection import detection as detection_module
 from headwater.detection import fit as fitting
+from headwater.detection.beginnings import Beginnings
 from headwater.detection.detection import Detection, detect
 from headwater.detection.evaluation import NAMES, evaluate
 from headwater.detection.fit import AnswerSet, DetectorSetup
@@ -169,6 +171,56 @@ def test_reweighted_states_are_those_of_patterns_multiplied_edge_by_edge(checkpo
         hooks = [(f"blocks.{at}.attn.hook_pattern", edit) for at in range(layer + 1)]
         model.run([later], [*hooks, (f"blocks.{layer}.{name}", lambda x, hook, kept=kept: kept.append(x))])
         torch.testing.assert_close(found[row], kept[0][0, lengths[row] - 1], atol=1e-5, rtol=1e-4)
+
+
+def test_rows_begun_once_have_the_states_and_slopes_of_whole_runs(checkpoint, family):
+    model, rng = hw.load(checkpoint(family)), chance.rng()
+    lengths, starts = (9, 6, 11, 9, 1), (7, 5, 7, 8, 0)
+    tokens = tuple(tuple(rng.integers(2, 60, length).tolist()) for length in lengths)
+    queries = tuple(tuple(range(start, length)) for start, length in zip(starts, lengths, strict=True))
+    whole = Reweighted(model, tokens, queries, ((1, 2), (3,), (1, 4), (0,), ()), "mlp_out", 2, torch.rand(5).double())
+    begun = whole.begin(batch_size=3)
+    assert dict(begun.begun.lengths) == {0: 7, 1: 5, 2: 7, 3: 8}
+
+    def states_and_slopes(inputs):
+        alpha = torch.full((2, 3, 4), 0.4, dtype=torch.float64, requires_grad=True)
+        states = torch.empty(5, model.shape.d_model)
+        for rows in inputs.batches(range(5), 3):
+            states[rows] = inputs.states(rows, alpha, grad=True)
+        weight = torch.linspace(-1, 1, model.shape.d_model)
+        return states.detach(), torch.autograd.grad((states * weight).sum(), alpha)[0]
+
+    for one, other in zip(states_and_slopes(begun), states_and_slopes(whole), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+def test_no_more_rows_are_begun_than_may_be_kept(model, answered, monkeypatch):
+    inputs = Reweighted.of(
+        model, answered, Probe("mlp_out", "answer_last", 1, torch.zeros(WIDTH), 0.0), torch.rand(500)
+    )
+    monkeypatch.setitem(beginnings_module.KEPT_BYTES, "cpu", 1_000_000)
+    begun = inputs.begin(8)
+    held = [one for pair in begun.begun.held.values() for one in pair]
+    assert 500_000 < sum(one.numel() * 4 for one in held) <= 1_000_000
+    kept = set(begun.begun.lengths)
+    batches = begun.batches(range(len(answered.table)), 8)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(answered.table)))
+    assert all(len(batch) <= 8 or set(batch) <= kept for batch in batches)
+
+
+def test_a_model_that_gives_another_state_in_two_runs_is_run_whole(model, answered, monkeypatch):
+    inputs = Reweighted.of(
+        model, answered, Probe("mlp_out", "answer_last", 1, torch.zeros(WIDTH), 0.0), torch.rand(500)
+    )
+    assert len(inputs.begin(64).begun.lengths) == len(answered.table)
+    honest = Beginnings.of
+
+    def wrong(self, rows):
+        pairs, real = honest(self, rows)
+        return {layer: (keys + 0.1, values) for layer, (keys, values) in pairs.items()}, real
+
+    monkeypatch.setattr(Beginnings, "of", wrong)
+    assert inputs.begin(64).begun.lengths == {}
 
 
 def test_without_strength_the_reweighted_states_are_the_ordinary_ones_wherever_the_probe_reads(model, answered):

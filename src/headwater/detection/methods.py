@@ -147,9 +147,10 @@ class Detector:
         """Return the scores of `pr`: a second run, its edges reweighted by the gate."""
         reads = self.probe("pr")
         inputs = Reweighted.of(model, answered, reads, torch.sigmoid(self.probe("gate").logits(states)))
-        rows = torch.arange(len(states)).split(batch_size)
-        logits = torch.cat([reads.logits(inputs.states(part.tolist(), self.alpha).cpu()) for part in rows])
-        return torch.sigmoid(logits).numpy()
+        scores = torch.empty(len(states), dtype=torch.float64)
+        for rows in inputs.batches(range(len(states)), batch_size):
+            scores[rows] = torch.sigmoid(reads.logits(inputs.states(rows, self.alpha).cpu()))
+        return scores.numpy()
 
     def save(self, folder: str | Path) -> Path:
         """Write the detector: numbers as safetensors, the rest as JSON."""

@@ -12,21 +12,29 @@ What the publication leaves open, and is a parameter here: one α per layer or p
 (here at a small α and at the fitted probe). α is kept between 0 and 1, so that no weight turns negative. The probe is
 trained on states standardized as its start was, under the same L2 penalty. A probe at the token before the answer
 cannot see edges into E_A: there the reweighted edges are those into the token that is read.
+
+What comes before a row's first reweighted query is the same whatever α is: training runs it once, and in every epoch
+the rest alone, on top of its keys and values (`beginnings`). Of an answer of one token that is one token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from headwater.detection.beginnings import Beginnings, beginnings
 from headwater.kernels.attention import reweighted
 from headwater.models.edits import Hook, looks, makes
+from headwater.models.gradients import Prefix
 from headwater.models.hooked import HookedModel
+from headwater.models.memory import is_out_of_memory
+from headwater.models.model import is_bridge
 from headwater.models.sites import SITES, hook_name
 from headwater.options import checked_count, checked_number
 from headwater.probes.linear import Probe
@@ -35,6 +43,8 @@ from headwater.questions.states import probe_positions
 
 Strength = Float[Tensor, "pathway layer head"]
 """α of the two pathways, question first; one head where all heads of a layer share it."""
+MOST_BEGUN = 8
+"""Rows that were begun run together as so many times whole ones at most: their keys and values take memory, too."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ class Reweighted:
     layer: int
     gate: Float[Tensor, " example"]
     """π_Q."""
+    begun: Beginnings = field(default_factory=Beginnings)
+    """What was run of rows already."""
 
     @classmethod
     def of(cls, model: HookedModel, answered: AnsweredQuestions, probe: Probe, gate: Tensor) -> Reweighted:
@@ -83,19 +95,70 @@ class Reweighted:
         return cls(model, tokens, queries, answered.exact_question_tokens(), probe.site, probe.layer, gate)
 
     def states(self, rows: Sequence[int], alpha: Strength, *, grad: bool = False) -> Float[Tensor, "example d_model"]:
-        """Run some rows, and return the states read, on the model's device; with `grad`, gradients reach `alpha`."""
-        batch = self.model.tokenize([list(self.tokens[row]) for row in rows])
-        width = batch.tokens.shape[1]
-        queries = _marked([self.queries[row] for row in rows], width).to(self.model.device)
-        keys = _marked([self.keys[row] for row in rows], width).to(self.model.device)
+        """Run some rows, those begun from there on, and return the states read; with `grad`, slopes reach `alpha`."""
+        batch = self.model.tokenize([list(self.tokens[row][self.begun.lengths.get(row, 0) :]) for row in rows])
+        before = self.begun.longest(rows)
+        options: dict[str, Any] = {}
+        if before:
+            pairs, real = self.begun.of(rows)
+            mask = torch.cat([real, batch.mask], 1).long().to(self.model.device)
+            options = {"past_key_values": Prefix(pairs), "attention_mask": mask}
+        columns = range(before + batch.tokens.shape[1])
+        shifts = [before - self.begun.lengths.get(row, 0) for row in rows]
+        queries = _marked([self.queries[row] for row in rows], shifts, columns)[:, before:].to(self.model.device)
+        keys = _marked([self.keys[row] for row in rows], shifts, columns).to(self.model.device)
         gate = self.gate[list(rows)].to(alpha)[:, None, None]
         scale = gate * alpha[0] - (1 - gate) * alpha[1]  # example layer head
         kept: list[Tensor] = []
         reads = (SITES[self.site].hook_name(self.layer), looks(lambda activation, hook: kept.append(activation)))
         hooks: list[Hook] = [*_hooks(scale.to(self.model.device), queries, keys), reads]
-        self.model.run(batch, hooks, stop_at=self.layer + 1, grad=grad)
+        self.model.run(batch, hooks, stop_at=self.layer + 1, grad=grad, **options)
         state = kept[0]
         return state[torch.arange(len(rows), device=state.device), (batch.lengths - 1).to(state.device)]
+
+    def batches(self, rows: Sequence[int], batch_size: int) -> list[list[int]]:
+        """Deal rows out in batches of about equal length.
+
+        Rows that were begun go together in larger ones, of no more tokens than so many whole rows.
+        """
+        rest = {row: len(self.tokens[row]) - self.begun.lengths.get(row, 0) for row in rows}
+        most = batch_size * max(map(len, self.tokens))
+        found: list[list[int]] = []
+        for row in sorted(rest, key=lambda row: (row not in self.begun.lengths, rest[row])):
+            batch = found[-1] if found else []
+            begun = row in self.begun.lengths and len(batch) < MOST_BEGUN * batch_size
+            if batch and ((begun and (len(batch) + 1) * rest[row] <= most) or len(batch) < batch_size):
+                batch.append(row)
+            else:
+                found.append([row])
+        return found
+
+    def begin(self, batch_size: int) -> Reweighted:
+        """Run what comes before the first query of each row, as far as it may be kept.
+
+        Nothing is begun of a model that sees later tokens, that is not of Hugging Face, or that gives another state of
+        a row in two runs than in one.
+        """
+        model = self.model
+        if model.looks_ahead or not is_bridge(model.raw):
+            return self
+        firsts = [min(queries) for queries in self.queries]
+        try:
+            begun = replace(self, begun=beginnings(model, self.tokens, firsts, self.layer + 1, batch_size))
+            return begun if self._is_as_in_one_run(begun, batch_size) else self
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
+            return self
+
+    def _is_as_in_one_run(self, begun: Reweighted, batch_size: int) -> bool:
+        """Whether rows of all lengths have the same states, edges reweighted by a half, in two runs as in one."""
+        ordered = sorted(range(len(self.tokens)), key=lambda row: min(self.queries[row]))
+        rows = ordered[:: -(-len(ordered) // batch_size)]
+        half = torch.full((2, self.layer + 1, 1), 0.5, dtype=torch.float64)
+        expected, found = (one.states(rows, half).float() for one in (self, begun))
+        tolerance = max(1e-4, 8 * torch.finfo(self.model.dtype).eps) * float(expected.abs().max())
+        return float((found - expected).abs().max()) <= tolerance
 
 
 def train_reweighting(
@@ -124,6 +187,7 @@ def train_reweighting(
     Returns:
         α, and the probe that reads the reweighted states.
     """
+    inputs = inputs.begin(batch_size)
     n_heads = inputs.model.shape.n_heads if options.per_head else 1
     alpha = torch.full((2, inputs.layer + 1, n_heads), options.start, dtype=torch.float64, requires_grad=True)
     weight = (probe.weight * spread).clone().requires_grad_()
@@ -134,8 +198,8 @@ def train_reweighting(
     for _ in range(options.epochs):
         for step in torch.randperm(len(z), generator=shuffle).split(options.examples_per_step):
             slopes = [torch.zeros_like(one) for one in learned]
-            for rows in step.split(batch_size):
-                states = inputs.states(rows.tolist(), alpha, grad=True).cpu().double()
+            for rows in inputs.batches(step.tolist(), batch_size):
+                states = inputs.states(rows, alpha, grad=True).cpu().double()
                 logits = states @ (weight / spread) + bias
                 losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, z[rows], reduction="sum")
                 parts = torch.autograd.grad(losses / len(step), learned, allow_unused=True)
@@ -163,8 +227,10 @@ def _hooks(
         yield hook_name("pattern", layer), makes(reweigh)
 
 
-def _marked(positions: Sequence[Sequence[int]], width: int) -> Bool[Tensor, "example position"]:
-    marks = torch.zeros(len(positions), width, dtype=torch.bool)
-    for row, places in enumerate(positions):
-        marks[row, [place for place in places if place < width]] = True
+def _marked(
+    positions: Sequence[Sequence[int]], shifts: Sequence[int], columns: range
+) -> Bool[Tensor, "example position"]:
+    marks = torch.zeros(len(positions), len(columns), dtype=torch.bool)
+    for row, (places, shift) in enumerate(zip(positions, shifts, strict=True)):
+        marks[row, [place + shift for place in places if place + shift in columns]] = True
     return marks

@@ -62,7 +62,7 @@ def refuse_without_gradients(model: HookedModel) -> None:
         )
 
 
-class _Prefix(DynamicCache):  # type: ignore[misc]
+class Prefix(DynamicCache):  # type: ignore[misc]
     """A cache that puts fixed keys and values before each layer's own, remembers values, and never grows."""
 
     def __init__(self, before: KeysValues):
@@ -85,7 +85,7 @@ class _EnoughError(Exception):
     """Ends a run whose last keys and values have come."""
 
 
-class _Tap(_Prefix):
+class _Tap(Prefix):
     """The same, for a run whose keys and values of the first layers are wanted and nothing else."""
 
     def __init__(self, before: KeysValues, n_layers: int):
@@ -138,7 +138,7 @@ class Descent:
             positions: where it is read, among `tokens`.
             lowest: no gradient is wanted in layers before this one.
         """
-        self.model, self._cache = model, _Prefix(before)
+        self.model, self._cache = model, Prefix(before)
         self._lowest, self._top = lowest, reading[1]
         self._entries: dict[int, Tensor] = {}
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
