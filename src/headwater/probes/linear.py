@@ -15,6 +15,7 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathw
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike, NDArray
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from headwater.errors import InputError
@@ -250,8 +251,14 @@ def fit_linear(
     mean, spread = features.mean(0), features.std(0)
     spread = np.maximum(spread, NOISE * spread.max()) if spread.any() else np.ones_like(spread)
     regression = LogisticRegression(C=C, max_iter=2000, tol=TOLERANCE)
-    with warnings.catch_warnings(), threadpool_limits(1, user_api="blas"):  # small products cost threads more
+    with warnings.catch_warnings(), _threads().limit(limits=1, user_api="blas"):  # small products cost threads more
         warnings.filterwarnings("ignore", "(?s).*ABNORMAL", ConvergenceWarning)  # as near as float64 comes
         fitted = regression.fit((features - mean) / spread, labels)
     weight = fitted.coef_[0] / spread
     return weight, float(fitted.intercept_[0] - weight @ mean)
+
+
+@functools.cache
+def _threads() -> ThreadpoolController:
+    """The libraries of linear algebra in this process: looking for them takes as long as a small fit."""
+    return ThreadpoolController()
