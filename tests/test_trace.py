@@ -11,8 +11,10 @@ from sklearn.metrics import roc_auc_score
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import effects as measuring
+from headwater.pathways import severed
 from headwater.pathways.interventions import (
     Setup,
+    after_states,
     after_windows,
     block_exact_tokens,
     block_random_tokens,
@@ -200,6 +202,32 @@ def test_one_pass_equals_a_loop_of_runs_with_ever_more_layers_blocked(family):
             assert rows.loc[layer, "delta_logit"] == pytest.approx(sign * (after - before), abs=5e-4)
             if abs(after) > 5e-4:
                 assert rows.loc[layer, "flipped"] == ((after > 0) != (before > 0))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("edges", ["after", "answer"])
+def test_states_of_a_run_severed_in_every_layer_equal_those_of_the_walk(family, edges, monkeypatch):
+    model = hw.load(tiny_model(family, seed=int(torch.randint(1 << 30, ()))), tokenizer=TOKENIZER)
+    rng = chance.rng()
+    answered = random_answered(model, n=10, datasets=("a",))
+    site = str(rng.choice(["mlp_out", "attn_out", "resid_post"]))
+    setup = Setup(site, "exact_answer_last", str(rng.choice(["mask", "zero"])), edges, 4)
+    one = block_exact_tokens(answered, setup)
+    options = {"sites": site, "at": list(one.positions), "variant": setup.variant, "progress": False}
+    before, after = hw.knocked_out_states(model, [list(row) for row in one.tokens], block=one.edges, **options)
+    monkeypatch.setattr(severed, "knocked_out_states", None)  # the run must do
+    found = after_states(model, one, setup)
+    torch.testing.assert_close(found, after[site], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(found, before[site], atol=1e-4)
+
+
+def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):
+    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    setup = Setup("mlp_out", "exact_answer_last", "mask", "after", 4)
+    one = block_exact_tokens(random_answered(model, n=6, datasets=("a",)), setup)
+    expected = after_states(model, one, setup)
+    monkeypatch.setattr(severed, "_filled", lambda weights, hook, cut, with_: weights.clone())  # as if thrown away
+    torch.testing.assert_close(after_states(model, one, setup), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.oracle

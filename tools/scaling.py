@@ -34,24 +34,24 @@ RIGHT = 0.7
 def forwards(right: float, of_answer: float) -> float:
     """Return how often pathways read an answer, given the share of right answers and of tokens that are the answer's.
 
-    States; two knockouts, of exact and of random tokens, with a plain run each; three swaps of the subject and three of
-    random tokens; the answer alone.
+    States; two knockouts, of exact and of random tokens; three swaps of the subject and three of random tokens; the
+    answer alone.
     """
-    return 1 + 2 * 2 + 2 * 3 * right + of_answer
+    return 1 + 2 + 2 * 3 * right + of_answer
 
 
 FORWARDS = forwards(RIGHT, (READ - PROMPT) / READ)
 SEEDS, HALVES, KEPT, POOLED = 3, 2, 0.8, 1000
 """Splits of a set; probes of each; the share of their rows that fit (the others choose l*); rows of a pooled set."""
 CHUNK = 256
-"""Rows in one piece of a knockout: their states before and after are held."""
+"""Rows in one piece of a knockout."""
 HOST = 1e-3
 """Seconds of the host per layer and pass through hooks, assumed; `host` times it where you are."""
 HOST_STEP = 0.25e-3
 """The same of a step of generation, which goes without TransformerLens's wrappers on one device, nothing watched."""
 BACKWARD = 2
 """Times the forward that a pass back takes, on the device; on the host it is as one more forward."""
-DETECTION_READS, SCORED_TEXTS, WAVE = 24, 16, 32_768
+DETECTION_READS, SCORED_TEXTS, WAVE = 11, 16, 32_768
 """How often detection reads an answer (`reads`); texts in a pass of `score`; tokens of a sweep's wave."""
 PER_TEXT = 500
 """Tokens of a text of a corpus."""
@@ -86,9 +86,7 @@ def pathway(name: str) -> None:
     pattern = BATCH * model.heads * READ**2 * 4
     print(f"\n{short(name)}: {model.parameters / 1e9:.1f}e9 parameters, {model.weights / GIB:.0f} GiB in bf16")
     print(f"keys and values of a batch {cache / GIB:.1f} GiB, attention of one layer {pattern / GIB:.2f} GiB")
-    print(
-        f"main memory: states of one set {states / GIB:.1f} GiB, of a piece {2 * CHUNK * row / GIB:.1f} GiB, ", end=""
-    )
+    print(f"main memory: states of one set {states / GIB:.1f} GiB, of a piece {CHUNK * row / GIB:.1f} GiB, ", end="")
     print(f"of the pooled rows {pooled / GIB:.1f}, twice while they are fitted: ", end="")
     print(f"{(states + 2 * pooled) / GIB:.0f} GiB at most; detection {2 * states / GIB:.1f} GiB")
     per_copy = model.gpus()

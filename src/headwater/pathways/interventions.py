@@ -20,7 +20,8 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode, token_span
 from headwater.names import ProbeSiteName, VariantName
-from headwater.patching.edge_knockout import Edges, knocked_out_states, windowed_states
+from headwater.patching.edge_knockout import Edges, windowed_states
+from headwater.pathways.severed import severed_states
 from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.asking import SLOT
@@ -90,17 +91,8 @@ def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -
     tokens, positions = [list(row) for row in intervention.tokens], list(intervention.positions)
     if intervention.keys is None:
         return states_at(model, tokens, positions, setup.site, setup.batch_size, progress=False)
-    _, after = knocked_out_states(
-        model,
-        tokens,
-        block=intervention.edges,
-        sites=setup.site,
-        at=positions,
-        variant=setup.variant,
-        batch_size=setup.batch_size,
-        progress=False,
-    )
-    return after[setup.site]
+    edges = intervention.edges
+    return severed_states(model, tokens, edges, setup.site, positions, setup.variant, setup.batch_size)
 
 
 def after_windows(

@@ -37,16 +37,20 @@ def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup,
         for prompt, spans in zip(prompts, table["subject"], strict=True)
     ]
     donors = _donors(answered, subjects)
+    positions, wrong, spans, starts, given = (
+        probe_positions(answered, setup.token),
+        *(table[name].tolist() for name in ("z", "subject", "answer_start", "tokens")),
+    )
     rows: list[Row] = []
-    for example, (prompt, position) in enumerate(zip(prompts, probe_positions(answered, setup.token), strict=True)):
-        if table["z"].iloc[example] or not subjects[example] or len(donors[example]) < 2:
+    for example, (prompt, position) in enumerate(zip(prompts, positions, strict=True)):
+        if wrong[example] or not subjects[example] or len(donors[example]) < 2:
             continue
         drawn = np.random.default_rng([seed, example]).choice(len(donors[example]), 2, replace=False)
         words = next(donors[example][i] for i in drawn if donors[example][i] != subjects[example])
-        swapped = replace_spans(prompt, table["subject"].iloc[example], words)
+        swapped = replace_spans(prompt, spans[example], words)
         tokens, _ = encode(model.tokenizer, swapped, model.bos)  # type: ignore[arg-type]
-        start = int(table["answer_start"].iloc[example])
-        moved = (*tokens, *table["tokens"].iloc[example][start:])
+        start = int(starts[example])
+        moved = (*tokens, *given[example][start:])
         if len(moved) <= model.shape.n_ctx:
             rows.append((example, moved, position + len(tokens) - start))
     return _fresh(SWAP, rows)
@@ -57,12 +61,13 @@ def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places
     table = answered.table
     pool = np.array([row[i] for row, places in zip(table["tokens"], others, strict=True) for i in places])
     rows: list[Row] = []
+    wrong, subject, given = (table[name].tolist() for name in ("z", "subject_tokens", "tokens"))
     for example, position in enumerate(probe_positions(answered, setup.token)):
-        how_many = len(table["subject_tokens"].iloc[example])
-        if table["z"].iloc[example] or not 0 < how_many <= len(others[example]):
+        how_many = len(subject[example])
+        if wrong[example] or not 0 < how_many <= len(others[example]):
             continue
         rng = np.random.default_rng([seed, example])
-        tokens = list(table["tokens"].iloc[example])
+        tokens = list(given[example])
         for place in rng.permutation(np.array(others[example]))[:how_many]:
             tokens[place] = next(
                 (int(token) for token in rng.choice(pool, size=8) if token != tokens[place]), tokens[place]

@@ -11,7 +11,7 @@ the exact answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -111,15 +111,20 @@ def states_at(
     site: str,
     batch_size: int,
     progress: bool,
+    editing: Callable[[Sequence[int]], Iterable[Hook]] | None = None,
 ) -> States:
-    """Return the state of every layer at one position of each row of token ids."""
+    """Return the state of every layer at one position of each row of token ids.
+
+    With `editing`, of runs in which the hooks act that it returns for the rows of each.
+    """
     shape = model.shape
     states = torch.empty(shape.n_layers, len(tokens), shape.d_model)
     with progress_bar(progress, total=len(tokens), desc="States", unit="row") as bar:
         for rows in by_length([len(row) for row in tokens], batch_size):
             columns = torch.tensor([positions[row] for row in rows])
             batch = model.tokenize([list(tokens[row]) for row in rows])
-            model.run(batch, list(_keep(states, rows, columns, site)), keep=[0])
+            edits = editing(rows) if editing is not None else ()
+            model.run(batch, [*edits, *_keep(states, rows, columns, site)], keep=[0])
             bar.update(len(rows))
     return states
 
