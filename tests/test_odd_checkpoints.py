@@ -78,6 +78,42 @@ def test_impossible_sizes_of_other_architectures_are_refused_before_anything_is_
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("opened", OPENERS)
+def test_a_width_that_no_model_can_be_outlined_with_is_refused_with_the_embedding_and_its_file(
+    checkpoint, tmp_path, opened
+):
+    path = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
+    rewrite(path / "config.json", n_embd=10**9)
+    with pytest.raises(
+        ModelError, match=r"Tensor '.*wte.weight' in .*has shape .* the config says .*1000000000"
+    ) as caught:
+        opened(path)
+    assert str(path / "model.safetensors") in str(caught.value)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+@pytest.mark.parametrize("said", [[1, 2], "fp8", 8])
+def test_an_entry_on_quantization_that_is_no_object_is_refused_with_its_file(folder, said, opened):
+    rewrite(folder / "config.json", quantization_config=said)
+    with pytest.raises(ModelError, match=r"config.json says quantization_config=.* it is an object as") as caught:
+        opened(folder)
+    assert repr(said) in str(caught.value)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("opened", OPENERS)
+def test_a_tensor_that_the_index_promises_and_its_shard_lacks_is_refused_with_that_shard(tmp_path, opened):
+    path = tmp_path / "model"
+    tiny_model("llama").save_pretrained(path, max_shard_size="20KB")
+    tiny_tokenizer().save_pretrained(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    shard = path / json.loads((path / "model.safetensors.index.json").read_text())["weight_map"][name]
+    save_file({own: one for own, one in load_file(shard).items() if own != name}, shard, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"has no tensor '{name}' .*which model.safetensors.index.json says") as caught:
+        opened(path)
+    assert str(caught.value).startswith(str(shard))
+
+
 def test_a_config_that_does_not_validate_says_why(folder):
     rewrite(folder / "config.json", num_hidden_layers="3")
     with pytest.raises(ModelError, match=r"num_hidden_layers.*int.*str"):

@@ -107,7 +107,8 @@ def agree(model: Model, seen: Seen | None) -> None:
     bridge = hasattr(model.raw, "original_model")
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if seen is None else seen.tokens
     sites = Sites(model.shape, tokens.shape[1])
-    hooks = [hook for hook in sites.hooks() if hook[0] in model.raw.hook_dict]
+    known = model.raw.hook_dict  # put together anew whenever it is asked for
+    hooks = [hook for hook in sites.hooks() if hook[0] in known]
     with watched(model.raw.original_model if seen else torch.nn.Module()) as calls:
         try:
             with model.lock, torch.no_grad(), model.raw.hooks(fwd_hooks=hooks):

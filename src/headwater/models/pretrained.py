@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from headwater.errors import InputError, ModelError
 from headwater.models.families import text_config
 from headwater.models.memory import refuse_too_large
-from headwater.models.weights.checkpoint import INDEX, one_line, tensor_shapes, weight_files, without_use
+from headwater.models.weights.checkpoint import INDEX, lacking, one_line, tensor_shapes, weight_files, without_use
 from headwater.models.weights.conversion import quiet_transformers
 
 STRAIGHT = ("cuda",)
@@ -111,8 +111,7 @@ def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> st
 def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameters: Collection[str]) -> None:
     """Transformers fills what a checkpoint lacks with random numbers and drops what it has besides; refuse both."""
     if missing := sorted(report["missing_keys"]):
-        others = f" and {len(missing) - 1} others" if missing[1:] else ""
-        raise ModelError(f"{folder} has no tensor {missing[0]!r}{others}; the checkpoint is incomplete.")
+        raise ModelError(lacking(folder, missing[0], f" and {len(missing) - 1} others" if missing[1:] else ""))
     for name in sorted(report["unexpected_keys"]):
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer and int(layer[1]) >= n_layers:

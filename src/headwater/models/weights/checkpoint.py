@@ -30,6 +30,7 @@ from headwater.models.weights.quantized import (
     block_size,
     dequantized,
     quantization_of,
+    refuse_odd_quantization,
     refuse_packed,
     refuse_unread,
     without_quantization,
@@ -43,6 +44,8 @@ SINGLE = "model.safetensors"
 ADAPTER = "adapter_config.json"
 PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+WIDEST = 2**20
+"""A residual stream wider than this is an error of the config, unless the embedding is as wide."""
 NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
 
 
@@ -114,6 +117,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config may hold anything, and each config class checks it in its own way
+        refuse_odd_quantization(folder / "config.json")
         raise ModelError(f"The config in {folder} cannot be read: {one_line(error)}") from error
     try:
         refuse_impossible_sizes(config)
@@ -172,17 +176,14 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
     with _believed(folder):
         config = without_quantization(text_config(whole_config))
-        expected = expected_tensors(config)
     names = canonical_names(folder, config, stored)
+    with _believed(folder):
+        _refuse_another_width(config, names, stored)
+        expected = expected_tensors(config)
     for name, shape in expected.items():
         if name not in names:
-            raise ModelError(f"{folder} has no tensor {name!r} (expected shape {shape}); the checkpoint is incomplete.")
-        found = stored[names[name]][1]
-        if found != shape:
-            raise ModelError(
-                f"Tensor {names[name]!r} in {stored[names[name]][0]} has shape {found}, but the config says {shape}; "
-                "config.json and weights do not belong together."
-            )
+            raise ModelError(lacking(folder, name, f" (expected shape {shape})"))
+        _refuse_another_shape(names[name], *stored[names[name]], shape)
     beyond = family_of(config).block(config.num_hidden_layers)
     if extra := [own for name, own in names.items() if name.startswith(beyond)]:
         raise ModelError(
@@ -198,6 +199,31 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     files = {name: stored[own][0] for name, own in names.items()}
     scales = {own: file for own, (file, _) in stored.items() if own.endswith(SCALE)}
     return Checkpoint(folder, config, names, files | scales, block)
+
+
+def _refuse_another_width(config: Any, names: dict[str, str], stored: dict[str, tuple[Path, tuple[int, ...]]]) -> None:
+    """Refuse an embedding that is much narrower than the config says: a model of such sizes cannot even be outlined."""
+    own, shape = names[f"{family_of(config).embedding}.weight"], shape_of(config)
+    file, found = stored[own]
+    if shape.d_model > WIDEST:
+        _refuse_another_shape(own, file, found, (shape.d_vocab, shape.d_model))
+
+
+def _refuse_another_shape(own: str, file: Path, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ModelError(
+            f"Tensor {own!r} in {file} has shape {found}, but the config says {wanted}; config.json and weights do not "
+            "belong together."
+        )
+
+
+def lacking(folder: Path, name: str, about: str = "") -> str:
+    """Say that a checkpoint has no tensor of a name, and of which file the index says that it holds it."""
+    listed = {} if (folder / SINGLE).is_file() else _weight_map(folder)
+    own = next((one for one in listed if f".{one}".endswith(f".{name}")), None)
+    if own is not None:
+        return f"{folder / listed[own]} has no tensor {own!r}{about}, which {INDEX} says it holds; fetch it again."
+    return f"{folder} has no tensor {name!r}{about}; the checkpoint is incomplete."
 
 
 def without_use(found: Iterable[str], expected: Collection[str]) -> str | None:
@@ -273,7 +299,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{folder} has no weights ({SINGLE} or {INDEX}); give the folder that save_pretrained wrote.")
     refuse_pointer(folder / INDEX)
     try:
-        shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = sorted(set(_weight_map(folder).values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{folder / INDEX} is damaged: {first_line(error)}; fetch it again.") from error
     outside = [name for name in shards if not isinstance(name, str) or not is_file_name(name)]
@@ -285,6 +311,12 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} lacks {len(missing)} of {len(shards)} shards, first {missing[0]}; fetch them again."
         )
     return [folder / name for name in shards]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file that holds each tensor, as the index of the shards says it."""
+    found: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return found
 
 
 def is_file_name(name: str) -> bool:

@@ -9,6 +9,7 @@ bitsandbytes, GPTQ, AWQ and others store is packed, and only their own kernels u
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import ModelError
+from headwater.options import shown
 
 SCALE = "_scale_inv"
 """What is put behind the name of a weight for that of its scales."""
@@ -32,6 +34,23 @@ def quantization_of(config: object) -> str | None:
         return "bitsandbytes"  # as its configs were before they named the method
     found = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
     return str(getattr(found, "value", found) or "an unnamed method")
+
+
+def refuse_odd_quantization(file: Path) -> None:
+    """Refuse a config file whose entry on quantization is no object: transformers fails on it in words of its own.
+
+    Raises:
+        ModelError: with the file and the entry.
+    """
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    if not isinstance(said, dict | None):
+        raise ModelError(
+            f"{file} says quantization_config={shown(said)}, which describes no quantization: it is an object as "
+            '{"quant_method": "fp8"}; take the entry out where the weights are plain numbers.'
+        )
 
 
 def refuse_packed(folder: Path, config: object) -> None:
