@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headwater as hw
+from headwater.errors import InterventionError
 from headwater.models.sites import SITES
 from headwater.patching import runners, walk
 from headwater.patching.idle import idle
@@ -97,3 +98,11 @@ def test_a_run_is_idle_where_all_it_writes_is_the_same_at_its_example_and_no_oth
     trunk[1] = 0
     assert idle(replace(variants, trunk=trunk), {("z", 1): same}).astype(int).tolist() == [0, *expected[1:]]
     assert not idle(variants, {}).any()
+
+
+def test_an_edit_that_was_made_for_some_rows_only_is_told(monkeypatch):
+    model, (clean, corrupted) = own_model("plain"), pairs()
+    plainly = walk.Walk._note
+    monkeypatch.setattr(walk.Walk, "_note", lambda self, runs, *edit: plainly(self, runs[1:], *edit))
+    with pytest.raises(InterventionError, match="did not take effect: its hook never fired"):
+        hw.patch(model, clean, corrupted, sites="resid_pre", **QUIET)

@@ -80,9 +80,7 @@ def _may_be_idle(change: Variant, same: Mapping[Place, object]) -> bool:
     )
 
 
-def _at(
-    same: Bool[np.ndarray, "example position *head"], edit: Replace
-) -> Bool[np.ndarray, "example _ *_"]:
+def _at(same: Bool[np.ndarray, "example position *head"], edit: Replace) -> Bool[np.ndarray, "example _ *_"]:
     """Take the positions and heads that an edit writes."""
     same = same if edit.positions is None else same[:, list(edit.positions)]
     return same if edit.heads is None else same[:, :, list(edit.heads)]

@@ -409,8 +409,10 @@ class Walk:
             expected = alone[self.variants.which[alone] == number]
             for edit in self.variants.changes[number].edits:
                 for layer in edit.layers[: max(0, self.last_layer + 1 - edit.layers.start)]:
-                    made = self._applied.get((id(edit), layer), [expected[:0]])
-                    if not np.isin(expected, np.concatenate(made)).all():
+                    made = np.zeros(len(self.variants), dtype=bool)
+                    for among in self._applied.get((id(edit), layer), ()):
+                        made[among] = True
+                    if not made[expected].all():
                         raise InterventionError(
                             f"The edit {edit} of layer {layer} did not take effect: its hook never fired. This is a "
                             "fault of the model's hooks, not of the sweep's options."
