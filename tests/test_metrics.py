@@ -45,6 +45,20 @@ def test_a_token_is_not_compared_with_itself_by_a_sweep_and_what_a_sweep_has_not
         sweep.plot(metric="rnak")
 
 
+@pytest.mark.parametrize(
+    ("correct", "wrong", "said"),
+    [
+        ([" Rome", " Paris"], [" Bern", " Paris"], "' Paris' with itself for prompt 1,"),
+        (5, [5, 6], "5 with itself for prompt 0,"),
+        ((4, 5, 6), [1, 2, 6], "6 with itself for prompt 2,"),
+    ],
+)
+def test_a_token_is_not_compared_with_itself_for_one_prompt_of_several(correct, wrong, said):
+    with pytest.raises(InputError, match=f"compares {said} which is always 0"):
+        hw.logit_difference(correct, wrong)
+    assert hw.logit_difference(correct, [" x", " y", " z"]).answers[0] is correct
+
+
 def test_kl_divergence_is_from_the_clean_run_and_zero_for_it(logits):
     clean = torch.randn(4, 2, 50)
     p, q = clean.softmax(-1), logits.softmax(-1)

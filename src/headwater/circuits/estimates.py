@@ -136,8 +136,8 @@ class Slopes:
         if largest <= SMALLEST:
             raise InputError(
                 f"The gradient of {metric!r} is 0 in the run that is edited (example {self.runs.example}), so that all "
-                "estimates would be: KL divergence from the run itself is at its least there. Use method='exact', or "
-                "hw.logit_difference(...)."
+                "estimates would be. KL divergence from the run itself is at its least there, and a difference of a "
+                "token from itself is 0 everywhere. Use method='exact', or hw.logit_difference(...) of two tokens."
             )
         return slopes
 

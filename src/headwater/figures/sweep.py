@@ -114,9 +114,8 @@ def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.
     return panels
 
 
-def title_of(sweep: Sweep) -> str:
-    """Return the title of a sweep's figure as plain text."""
-    panels = panels_of(sweep.table, {})
+def title_of(sweep: Sweep, panels: Sequence[tuple[Any, pd.DataFrame]]) -> str:
+    """Return the title of a sweep's figure, of all its panels, as plain text."""
     (name, part), several = panels[0], len(panels) > 1
     return plain_title(sweep.run.model, _of_what(sweep) if several else _alone(part, name, sweep, {}))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,7 +25,7 @@ from headwater.models.positions import Where
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
 from headwater.names import MetricName
-from headwater.options import checked_several, is_one, shown, whole_number
+from headwater.options import checked_several, has_no_order, is_one, shown, whole_number
 from headwater.patching.variants import LOGITS
 from headwater.registry import Registry
 
@@ -118,7 +118,12 @@ class Metric:
 
 
 def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> Metric:
-    """The logit of one token minus the logit of another (averaged over kept positions, if there are several)."""
+    """The logit of one token minus the logit of another (averaged over kept positions, if there are several).
+
+    Raises:
+        InputError: of answers given by prompt, those of one prompt are the same.
+    """
+    _refuse_the_same(correct, wrong)
 
     def difference(logits: Tensor, correct: Tensor, wrong: Tensor) -> Tensor:
         return (_taken(logits, correct) - _taken(logits, wrong)).mean(1)
@@ -237,6 +242,33 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
     if outside:
         raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {d_vocab}.")
     return torch.tensor(ids)
+
+
+def _refuse_the_same(correct: Answer, wrong: Answer) -> None:
+    """Refuse answers by prompt that are one for some prompt; `Plan.answers` refuses one pair for all prompts.
+
+    Raises:
+        InputError: with the prompt and its answer.
+    """
+    both = correct, wrong
+    if all(map(is_one, both)) or any(has_no_order(one) or not (is_one(one) or isinstance(one, Sized)) for one in both):
+        return  # what cannot be used is said where answers meet the prompts
+    n_prompts = min(len(one) for one in both if isinstance(one, Sized) and not is_one(one))
+    for prompt, (right, other) in enumerate(zip(*(_each(one, n_prompts) for one in both), strict=False)):
+        if _is_same(right, other):
+            raise InputError(
+                f"hw.logit_difference compares {shown(right)} with itself for prompt {prompt}, which is always 0: give "
+                "every prompt two different answers."
+            )
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return isinstance(one, str) and one == other
+    try:
+        return whole_number(one) == whole_number(other)
+    except TypeError:
+        return False
 
 
 def _each(answer: object, n_examples: int) -> list[object]:

@@ -164,8 +164,7 @@ def read_sides(model: HookedModel, clean: Any, corrupted: object, ask: Asked, di
         InputError: see `read_pairs` and `corruption_of`.
     """
     if not isinstance(corrupted, Recipe):
-        is_whole = isinstance(ask.over, tuple) and not ask.over
-        by_role = None if is_whole else ask.by_role  # nodes of whole prompts run over no axis, and have no roles
+        by_role = None if ask.whole_prompts else ask.by_role
         return Sides(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
     prompts = read_prompts(model, clean)
     return Sides(prompts, prompts, direction, corruption_of(model, corrupted, prompts, ask.positions))

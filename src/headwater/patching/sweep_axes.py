@@ -211,6 +211,11 @@ class Asked:
             raise InputError(f"spans={self.spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
 
     @property
+    def whole_prompts(self) -> bool:
+        """Whether cells are of whole prompts, as nodes are: they run over no axis, and so no role is told apart."""
+        return self.over == ()
+
+    @property
     def by_role(self) -> bool:
         """Whether positions stand by role."""
         return isinstance(self.positions, Mapping)

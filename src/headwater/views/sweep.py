@@ -35,7 +35,7 @@ def spec_of(sweep: Sweep, panels: Sequence[tuple[Sequence[object], pd.DataFrame]
     cells = sum(int(np.prod([part[axis].nunique() for axis in panel_axes(part, {})])) for _, part in panels)
     by_example = cells * len(examples) <= LARGEST
     return {
-        "title": title_of(sweep),
+        "title": title_of(sweep, panels),
         "examples": len(examples) if by_example else 1,
         "names": examples if by_example else [f"mean of {len(examples)}"],
         "tokens": [list(sweep.tokens[example]) for example in examples] if len(sweep.tokens) else [],
