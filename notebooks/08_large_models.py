@@ -112,14 +112,14 @@ memory.round(1)
 #
 # ## Time
 # Measured so far, on two cores of an x86-64 machine: every head of GPT-2 XL's shape with random weights on 18 relations
-# of 2,245 pairs takes 12.1 s for membership in the top k (the published rule), 56.7 s for the default rule with its
-# null model and 409 s for full ranks (`python -m benchmarks heads`; the rows are in benchmarks/README.md). The work of
-# the top-k test grows as heads × sources × (d_model × d_head + candidates): per head it is about the same in all these
-# models, so that an estimate from these measurements is:
+# of 2,245 pairs takes 14.8 s for membership in the top k and 405 s for full ranks. Where every second head implements a
+# relation, the published rule takes 57.5 s and the default rule with its null model 87.7 s (`python -m benchmarks
+# heads`; the rows are in benchmarks/README.md). The work grows as heads × sources × (d_model × d_head + candidates):
+# per head it is about the same in all these models, so that an estimate from the last two is:
 
 # %%
 work = s.layers * s.heads * s.d_model * s.d_head
-measured = {"published rule": 12.1, "default rule": 56.7}  # seconds, GPT-2 XL's shape
+measured = {"published rule": 57.5, "default rule": 87.7}  # seconds, GPT-2 XL's shape
 share = work / work["gpt2-xl"]
 pd.DataFrame(
     {f"{rule}, minutes on two cores (estimated)": share * seconds / 60 for rule, seconds in measured.items()}
@@ -132,7 +132,7 @@ pd.DataFrame(
 # Running a model is counted, not measured. `headwater pathways` on 4,000 questions: ten forward passes of 48 tokens
 # each (2 operations per parameter and token), and 32 new tokens for batches of 64, each of which reads all weights
 # once. Assumed are an H100 that reaches 40 % of 989e12 operations/s and 60 % of 3.35e12 bytes/s, and two cores at the
-# 188e9 operations/s that the benchmark above measured. Hooks, probes and loading are left out.
+# 193e9 operations/s that the benchmark above measured. Hooks, probes and loading are left out.
 
 # %%
 n_questions, parameters = 4000, s.parameters * 1e9
@@ -142,7 +142,7 @@ running = pd.DataFrame(
     {
         "GPUs of 80 GB for the weights": -(-parameters * 2 // 80e9),
         "H100, minutes": (forwards / (0.4 * 989e12) + steps * parameters * 2 / (0.6 * 3.35e12)) / 60,
-        "two cores, hours": (forwards + answers) / 188e9 / 3600,
+        "two cores, hours": (forwards + answers) / 193e9 / 3600,
     }
 )
 running.round(1)
