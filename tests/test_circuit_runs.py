@@ -261,7 +261,7 @@ def test_an_interrupted_run_goes_on_with_the_pairs_that_are_left(tmp_path, monke
         ({"circuits": ["embed -> logits"]}, "must be a Circuit"),
         ({"circuits": hw.Circuit.of([], Graph(2, 4, 4, False))}, "is of 2 layers"),
         ({"values": "zer"}, "Did you mean"),
-        ({"values": hw.noise(1.0)}, "cannot hang on"),
+        ({"values": hw.noise(1.0)}, "cannot depend on"),
         ({"dataset": [CLEAN]}, "takes nothing from it"),
         ({"values": "mean"}, "same tokens"),
         ({"placebos": -1}, "placebos"),

@@ -245,6 +245,11 @@ class Blocks:
     def _capped(self, logits: Tensor) -> Tensor:
         return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits
 
+    @property
+    def has_own_steps(self) -> bool:
+        """Whether the attention of this model is called step by step here (`own_attention`)."""
+        return self._own is not None
+
     def record(
         self,
         batch: Batch,

@@ -148,7 +148,7 @@ class Plan:
         warn_of_missing_spaces(at_the_end, ends, model.tokenizer)
         return tuple(tuple(ids.repeat_interleave(self.draws) for ids in answers) for answers in of_prompts)
 
-    @cached_property
+    @property
     def only_answers(self) -> Int[Tensor, "example answer"] | None:
         """The tokens whose logits suffice: the answers of each metric in turn; None where some metric needs all."""
         read = [answers for m, answers in zip(self.metrics, self.answers, strict=True) if m.site == LOGITS]

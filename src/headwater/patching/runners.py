@@ -106,13 +106,21 @@ class Wave(Runner):
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         batch = self.group.batch(*self._sides)
+        self._record(batch, names, held)
         if not plan.model.steps_checked:
             if reason := self._distrust(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
+            if self.blocks.has_own_steps:  # from now on they record, too: a first call gives the bits of a second
+                self._record(batch, names, held)
+
+    def _record(self, batch: Batch, names: Iterable[str], held: Sequence[str]) -> None:
+        """Run both sides without edits, and keep what edits write and what is read of the runs."""
+        plan, n = self.plan, len(self.group.examples)
         before = self.group.corrupting(*self._sides)
-        self.recording: Recording = self.blocks.record(batch, names, before, held, unembed=False)
-        others = {name: activation[len(examples) :] for name, activation in self.recording.activations.items()}
+        unembed = not plan.model.steps_checked
+        self.recording: Recording = self.blocks.record(batch, names, before, held, unembed=unembed)
+        others = {name: activation[n:] for name, activation in self.recording.activations.items()}
         self.values = values_written(self.group, others)
         base = self._read(self.recording.activations, plan.base, self.group.kept)
         other = self._read(others, plan.other, self.group.other_kept) if plan.other is not None else None

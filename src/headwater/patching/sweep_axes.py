@@ -213,7 +213,7 @@ class Asked:
     @property
     def whole_prompts(self) -> bool:
         """Whether cells are of whole prompts, as nodes are: they run over no axis, and so no role is told apart."""
-        return self.over == ()
+        return isinstance(self.over, tuple) and not self.over
 
     @property
     def by_role(self) -> bool:
