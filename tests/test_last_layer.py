@@ -124,7 +124,8 @@ def test_the_recorded_run_reads_the_unembedding_only_where_its_logits_or_a_hook_
     handle = model.raw.unembed.register_forward_hook(lambda module, args, logits: None)
     hw.patch(model, [CLEAN], [CORRUPTED], sites="resid_post", **QUIET)
     handle.remove()
-    assert [logits is None for logits in recorded] == [False, False, True, False]  # the first call checks the model
+    again_in_steps = [True] if family == "plain" else []  # the first call checks the model
+    assert [logits is None for logits in recorded] == [False, False, *again_in_steps, True, False]
     assert first.table["effect"].tolist() == again.table["effect"].tolist()
 
 
