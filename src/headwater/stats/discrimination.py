@@ -40,17 +40,36 @@ def auc(
     drawn = np.ones(len(values)) if counts is None else counts
     if not len(values) or np.isnan(values).any():
         return np.full(drawn.shape[:-1], np.nan)
+    is_positive = np.asarray(positive, dtype=bool)
     stratum = np.zeros(len(values)) if strata is None else strata
     order = np.lexsort((values, stratum))
-    opens = _begins(stratum[order])
-    ties = np.flatnonzero(opens | _begins(values[order]))
-    positives, others = (np.add.reduceat(of, ties, axis=-1) for of in _by_kind(drawn[..., order], positive[order]))
-    strata_begin = np.flatnonzero(opens[ties])
-    in_stratum = np.cumsum(opens[ties]) - 1
-    below = np.cumsum(others, axis=-1) - others
-    won = positives * (below - below[..., strata_begin][..., in_stratum] + others / 2)
-    n_positive, n_other = (np.add.reduceat(of, strata_begin, axis=-1) for of in (positives, others))
-    return np.asarray(won.sum(-1) / _or_nan((n_positive * n_other).sum(-1)))
+    place = np.empty(len(values), dtype=np.int64)  # equal values of a stratum have one place
+    place[order] = np.cumsum(_begins(stratum[order]) | _begins(values[order]))
+    others = order[~is_positive[order]]
+    before = np.zeros((*drawn.shape[:-1], len(others) + 1))  # how many others come before each of them in the order
+    np.cumsum(np.take(drawn, others, axis=-1), axis=-1, out=before[..., 1:])
+    counted = np.take(drawn, np.flatnonzero(is_positive), axis=-1)
+    ends = (np.searchsorted(place[others], place[is_positive], side) for side in ("left", "right"))
+    below = _middle(before, *ends)
+    if strata is None:
+        pairs = counted.sum(-1) * before[..., -1]
+    else:
+        in_stratum = stratum[others]
+        first, end = (np.searchsorted(in_stratum, stratum[is_positive], side) for side in ("left", "right"))
+        begin = np.take(before, first, axis=-1)
+        below -= begin
+        pairs = _sum_of_products(counted, np.take(before, end, axis=-1) - begin)
+    return np.asarray(_sum_of_products(counted, below) / _or_nan(pairs))
+
+
+def _middle(before: Counts, left: Int[ndarray, " _"], right: Int[ndarray, " _"]) -> Float[ndarray, "*draw _"]:
+    """Return how many others lie below values, those as high as they counted half."""
+    below = np.take(before, left, axis=-1)
+    return below if np.array_equal(left, right) else (below + np.take(before, right, axis=-1)) / 2
+
+
+def _sum_of_products(one: Counts, other: Counts) -> Float[ndarray, "*draw"]:
+    return np.asarray(np.einsum("...e,...e->...", one, other))
 
 
 def true_positives(
