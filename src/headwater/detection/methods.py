@@ -35,6 +35,7 @@ from torch import Tensor
 from headwater.detection.reweighting import Reweighted, Strength
 from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.models.generation.loop import chat_text
+from headwater.models.generation.steps import next_logits
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import by_length, encode
 from headwater.options import checked_path, shown
@@ -229,7 +230,7 @@ def p_true(
     prompts = [encode(model.tokenizer, text, model.bos)[0] for text in texts]  # type: ignore[arg-type]
     odds = np.empty(len(prompts))
     for rows in by_length([len(prompt) for prompt in prompts], batch_size):
-        logits = model.run([prompts[row] for row in rows], keep="last")[:, -1].double().cpu()
+        logits = next_logits(model, model.tokenize([prompts[row] for row in rows])).double().cpu()
         odds[rows] = (logits[:, true] - logits[:, false]).numpy()
     return sigmoid(odds)
 

@@ -47,6 +47,12 @@ def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], r
     return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
 
 
+def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
+    """Return the logits of the token that follows each prompt, as in the first step of generation."""
+    with model.lock, torch.inference_mode(), steps_of(model, prompts, (), 1) as steps:
+        return steps.logits()
+
+
 def keeps_keys(model: Model) -> bool:
     """Whether keys and values are all that a model keeps of the tokens before; a recurrent state takes in padding."""
     return is_bridge(model.raw) and not getattr(getattr(model.raw, "original_model", None), "_is_stateful", False)
