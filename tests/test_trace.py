@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import effects as measuring
-from headwater.pathways import severed
+from headwater.pathways import handed_on, severed
 from headwater.pathways.interventions import (
     Setup,
     after_states,
@@ -393,7 +393,7 @@ def test_a_run_goes_on_where_it_stopped_and_gives_the_same(tmp_path, monkeypatch
     model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
     answered = random_answered(model, datasets=("a",))
     options = {"seeds": 2, "controls": False, "window": 2, "progress": False}
-    monkeypatch.setattr(measuring, "CHUNK", 20)
+    monkeypatch.setattr(handed_on, "CHUNK", 20)
     whole = hw.trace_pathways(model, answered, **options)
     run, calls = measuring.after_windows, []
 
@@ -406,7 +406,6 @@ def test_a_run_goes_on_where_it_stopped_and_gives_the_same(tmp_path, monkeypatch
     monkeypatch.setattr(measuring, "after_windows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hw.trace_pathways(model, answered, out=tmp_path / "run", **options)
-    monkeypatch.setattr(measuring, "states_at", None)
     monkeypatch.setattr(measuring, "fit_probes", None)
     monkeypatch.setattr(measuring, "after_states", None)
     resumed = hw.trace_pathways(model, answered, out=tmp_path / "run", **options)

@@ -26,10 +26,10 @@ from headwater.detection.reweighting import Reweighted, Reweighting, train_rewei
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.names import ProbeSiteName, TokenName, VariantName
-from headwater.pathways.interventions import Setup, after_states, block_exact_tokens
+from headwater.pathways.handed_on import states_of
+from headwater.pathways.interventions import Setup, block_exact_tokens, untouched
 from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
-from headwater.questions.states import probe_states
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Draws, interval
 
@@ -77,20 +77,20 @@ class AnswerSet:
     @cached_property
     def states(self) -> States:
         """Of every layer, where the probe reads."""
-        r = self.recipe
-        return probe_states(
-            self.model, self.answered, site=r.site, token=r.token, batch_size=r.batch_size, progress=False
-        )
+        return states_of(self.model, untouched(self.answered, self._setup), self._setup)
 
     @cached_property
     def severed(self) -> States:
         """The same after the knockout of E_Q; as before where nothing comes between E_Q and the token read."""
-        r = self.recipe
-        setup = Setup(r.site, r.token, r.variant, "after", r.batch_size)
-        knockout = block_exact_tokens(self.answered, setup)
+        knockout = block_exact_tokens(self.answered, self._setup)
         states = self.states.clone()
-        states[:, torch.from_numpy(knockout.examples)] = after_states(self.model, knockout, setup)
+        states[:, torch.from_numpy(knockout.examples)] = states_of(self.model, knockout, self._setup)
         return states
+
+    @property
+    def _setup(self) -> Setup:
+        r = self.recipe
+        return Setup(r.site, r.token, r.variant, "after", r.batch_size)
 
     @cached_property
     def self_reports(self) -> NDArray[np.float64]:
@@ -102,7 +102,7 @@ class AnswerSet:
         for name in ("states", "severed"):
             self.__dict__.pop(name, None)
 
-    @property
+    @cached_property
     def groups(self) -> list[str]:
         """What stays on one side of every split."""
         return self.answered.table["question"].tolist()

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import by_length
+from headwater.pathways.handed_on import chunks, keep
 from headwater.pathways.interventions import (
+    EXACT,
     Intervention,
     Setup,
     after_states,
@@ -27,17 +28,15 @@ from headwater.pathways.interventions import (
     block_exact_tokens,
     block_random_tokens,
     other_question_tokens,
+    untouched,
 )
 from headwater.pathways.modes import Logits
 from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
 from headwater.probes.linear import Probes, States, fit_probes, grouped_folds
 from headwater.progress import Bar
 from headwater.questions.answers import AnsweredQuestions
-from headwater.questions.states import probe_positions, states_at
 from headwater.runs.analysis import Run
 
-CHUNK = 256
-"""Rows in one piece of a resumable run."""
 SWAPS = 3
 """How many times each subject is swapped."""
 FOLDS = 5
@@ -141,7 +140,10 @@ def measure(
         nothing = np.full((len(half), len(states), half.shape[1]), np.nan)
 
         def everywhere(part: Intervention) -> Logits:
-            return fits.logits(after_states(model, part, setup), part.examples)
+            after = after_states(model, part, setup)
+            if part.name == EXACT:
+                keep(model, part, setup, after)
+            return fits.logits(after, part.examples)
 
         def in_windows(part: Intervention) -> Logits:
             layers = np.unique(fits.best).tolist()
@@ -170,16 +172,16 @@ def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> 
 
 
 def _states(run: Run, model: HookedModel, answered: AnsweredQuestions, setup: Setup, bar: Bar) -> States:
-    tokens, positions = list(answered.table["tokens"]), probe_positions(answered, setup.token)
-    states = torch.empty(model.shape.n_layers, len(tokens), model.shape.d_model)
-    chunks = by_length([len(row) for row in tokens], CHUNK)
+    whole = untouched(answered, setup)
+    states = torch.empty(model.shape.n_layers, len(whole.tokens), model.shape.d_model)
 
     def compute(rows: list[int]) -> dict[str, Tensor]:
-        chosen = [tokens[row] for row in rows], [positions[row] for row in rows]
-        return {"states": states_at(model, *chosen, setup.site, setup.batch_size, progress=False)}
+        return {"states": after_states(model, whole.rows(rows), setup)}
 
-    for rows, piece in zip(chunks, run.pieces("states", chunks, compute, bar, len), strict=True):
+    pieces = chunks(whole)
+    for rows, piece in zip(pieces, run.pieces("states", pieces, compute, bar, len), strict=True):
         states[:, rows] = piece["states"]
+        keep(model, whole.rows(rows), setup, piece["states"])
     return states
 
 
@@ -232,11 +234,11 @@ def _after(
     bar: Bar,
 ) -> Logits:
     """Write into `found` what is read after an intervention, where it applies."""
-    chunks = by_length([len(row) for row in intervention.tokens], CHUNK)
 
     def compute(rows: list[int]) -> dict[str, Tensor]:
         return {"logits": torch.from_numpy(read(intervention.rows(rows)))}
 
-    for rows, piece in zip(chunks, run.pieces(stage, chunks, compute, bar, len), strict=True):
+    pieces = chunks(intervention)
+    for rows, piece in zip(pieces, run.pieces(stage, pieces, compute, bar, len), strict=True):
         found[:, :, intervention.examples[rows]] = piece["logits"].numpy()
     return found

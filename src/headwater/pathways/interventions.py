@@ -27,6 +27,7 @@ from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.asking import SLOT
 from headwater.questions.states import probe_positions, states_at
 
+UNTOUCHED = "as answered"
 EXACT = "exact question tokens"
 RANDOM = "random question tokens"
 BESIDE = "exact question tokens, rows of the random ones"
@@ -110,6 +111,12 @@ def after_windows(
         variant=setup.variant,
         batch_size=setup.batch_size,
     )
+
+
+def untouched(answered: AnsweredQuestions, setup: Setup) -> Intervention:
+    """Leave every row as it was answered."""
+    tokens = list(answered.table["tokens"])
+    return Intervention(UNTOUCHED, np.arange(len(tokens)), tokens, probe_positions(answered, setup.token))
 
 
 def block_exact_tokens(answered: AnsweredQuestions, setup: Setup) -> Intervention:
