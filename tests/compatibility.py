@@ -92,6 +92,14 @@ REFUSED = {
     ("cache", "qwen3-next"): "Qwen3NextForCausalLM has no activation named 'blocks.0.attn.hook_pattern'",
 }
 """What is refused of which model, and what the refusal says; everything else must be right."""
+NEWER = tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24)
+"""Whether the installed transformers is newer than the one that the table is of."""
+REFUSED_HERE = REFUSED | (
+    {("load", "codegen"): "CodeGenForCausalLM cannot be run by TransformerLens: .* has no attribute 'embed_positions'"}
+    if NEWER
+    else {}
+)
+"""What is refused with the installed transformers: from 5.24 on CodeGen keeps its positions elsewhere."""
 WHOLE_RUNS = frozenset(
     "bloom deepseek-v2 falcon-rw gemma4 jamba mamba mpt mpt-clipped opt-350m qwen3-next".split()  # noqa: SIM905
 )

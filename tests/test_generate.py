@@ -1,5 +1,7 @@
 """What a model writes: transformers' tokens where no hook is given, and with hooks those of plain hooks of torch."""
 
+from inspect import signature
+
 import numpy as np
 import pytest
 import torch
@@ -46,10 +48,11 @@ def plainly_continued(hf, ids, steps, family=None, site=None):
 
     handle = hooked_plainly(hf, family, site, LAYER, act) if site else None
     new, log_probs, cache, reads = [], [], None, list(ids)
+    name = "cache" if "cache" in signature(hf.forward).parameters else "past_key_values"  # from transformers 5.24 on
     with torch.no_grad():
         for _ in range(steps):
-            out = hf(torch.tensor([reads]), past_key_values=cache, use_cache=True)
-            cache, logits = out.past_key_values, out.logits[0, -1].log_softmax(-1)
+            out = hf(torch.tensor([reads]), **{name: cache}, use_cache=True)
+            cache, logits = out[name], out.logits[0, -1].log_softmax(-1)
             reads = [int(logits.argmax())]
             new += reads
             log_probs.append(float(logits.max()))
@@ -187,7 +190,7 @@ def test_a_hook_that_never_fires_or_does_not_fit_is_an_error(llama):
 
 
 def test_hooks_on_a_model_that_runs_every_step_anew_are_refused(llama, monkeypatch):
-    monkeypatch.setattr("headwater.models.generation.steps.is_bridge", lambda raw: False)
+    monkeypatch.setattr("headwater.models.generation.steps.takes_cache", lambda raw: False)
     with pytest.raises(InputError, match="runs the whole text anew for every token"):
         llama.generate(PROMPTS, [("blocks.1.hook_resid_post", newest)])
 

@@ -14,11 +14,16 @@ from headwater.likelihood.gradient_norms import gradient_norms
 from headwater.likelihood.scores import memorization_scores
 from headwater.likelihood.statistics import token_statistics
 from headwater.models import parameter_gradients
+from tests.compatibility import REFUSED_HERE
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 TEXTS = (" Paris is the capital of France", " cat dog three", " big")
-OTHERS = ("bloom", "codegen", "falcon", "falcon-new-decoder", "gpt-oss", "mpt", "olmoe", "opt-350m", "phi3")
+OTHERS = tuple(
+    name
+    for name in ("bloom", "codegen", "falcon", "falcon-new-decoder", "gpt-oss", "mpt", "olmoe", "opt-350m", "phi3")
+    if ("load", name) not in REFUSED_HERE
+)
 
 
 def published(network, ids, order):

@@ -15,7 +15,7 @@ from headwater.errors import HeadwaterError, RunFolderError
 from headwater.heads.relations import Relation
 from headwater.models.tokens import single_token_id
 from headwater.models.weights.opening import open_weights
-from tests.compatibility import REFUSED, TINY, WHOLE_RUNS
+from tests.compatibility import REFUSED_HERE, TINY, WHOLE_RUNS
 from tests.random_models import CONFIGS, random_model
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
@@ -64,9 +64,9 @@ def unless_refused(what, name, compute):
     """What is computed; None where it is to be refused, after seeing that it is, in one line."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*swept with whole runs")
-        if (what, name) not in REFUSED:
+        if (what, name) not in REFUSED_HERE:
             return compute()
-        with pytest.raises(HeadwaterError, match=REFUSED[what, name]) as caught:
+        with pytest.raises(HeadwaterError, match=REFUSED_HERE[what, name]) as caught:
             compute()
     assert "\n" not in str(caught.value)
     return None

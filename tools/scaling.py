@@ -222,12 +222,12 @@ def time_a_step(steps: int = 40) -> None:
         assert bare is not None
         with torch.inference_mode():
             cache = DynamicCache()
-            bare.last_logits(tokens, past_key_values=cache, use_cache=True)
+            bare.last_logits(tokens, cache)
             least[layers] = math.inf
             for _ in range(5):
                 start = time.process_time()
                 for _ in range(steps):
-                    bare.last_logits(tokens[:, :1], past_key_values=cache, use_cache=True)
+                    bare.last_logits(tokens[:, :1], cache)
                 least[layers] = min(least[layers], (time.process_time() - start) / steps)
     print(f"{(least[many] - least[few]) / (many - few) * 1e3:.2f} ms a layer of a step of generation")
 

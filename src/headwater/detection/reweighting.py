@@ -29,12 +29,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.detection.beginnings import Beginnings, beginnings
+from headwater.errors import ModelError
 from headwater.kernels.attention import reweighted
+from headwater.models.cache_names import takes_cache
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.gradients import Prefix
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import is_out_of_memory
-from headwater.models.model import is_bridge
 from headwater.models.sites import SITES, hook_name
 from headwater.options import checked_count, checked_number
 from headwater.probes.linear import Probe
@@ -136,17 +137,17 @@ class Reweighted:
     def begin(self, batch_size: int) -> Reweighted:
         """Run what comes before the first query of each row, as far as it may be kept.
 
-        Nothing is begun of a model that sees later tokens, that is not of Hugging Face, or that gives another state of
-        a row in two runs than in one.
+        Nothing is begun of a model that sees later tokens, that takes no keys and values of earlier ones, or that gives
+        another state of a row in two runs than in one.
         """
         model = self.model
-        if model.looks_ahead or not is_bridge(model.raw):
+        if model.looks_ahead or not takes_cache(model.raw):
             return self
         firsts = [min(queries) for queries in self.queries]
         try:
             begun = replace(self, begun=beginnings(model, self.tokens, firsts, self.layer + 1, batch_size))
             return begun if self._is_as_in_one_run(begun, batch_size) else self
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        except (ModelError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             if is_out_of_memory(error):
                 raise
             return self

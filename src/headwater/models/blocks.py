@@ -31,13 +31,14 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 from transformers.activations import NewGELUActivation
 
 from headwater.kernels.gelu import tanh_gelu
+from headwater.models.cache_names import with_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.forward import leaves_logits_out, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.norms import logit_scale, residual_scale
 from headwater.models.own_attention import of_prompts_too, own_attention
-from headwater.models.own_masks import name_of_cache, own_mask, without_own_mask
+from headwater.models.own_masks import own_mask, without_own_mask
 from headwater.models.sites import hook_name
 from headwater.models.steppable import has_part
 
@@ -157,7 +158,7 @@ class Blocks:
         """Call a layer's attention as the model did, with other inputs."""
         (args, options), attention = call, self._blocks[layer].attn
         options = {name: _at_positions(value, positions) for name, value in options.items()}
-        options |= {"attention_mask": mask, name_of_cache(attention): cache}
+        options = with_cache(attention, options, cache) | {"attention_mask": mask}
         if "hidden_states" in options:
             options["hidden_states"] = normed
         else:
@@ -288,7 +289,7 @@ class Blocks:
         def tapped(layer: int) -> Callable[..., Any]:
             def before(_: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
                 calls[layer] = (args, dict(options))
-                return args, options | {name_of_cache(self._blocks[layer].attn): tap}
+                return args, with_cache(self._blocks[layer].attn, options, tap)
 
             return before
 

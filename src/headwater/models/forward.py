@@ -46,8 +46,7 @@ def forward(
     if not is_bridge(raw):
         out = raw(tokens, stop_at_layer=stop_at, **options)
         return out if columns is None else out[:, columns.to(out.device)]
-    if "past_key_values" not in options:
-        options = {"use_cache": False} | options
+    options = {"use_cache": False} | options
     if stop_at == model.shape.n_layers:
         return _residual_after_last_block(model, tokens, options)
     if columns is None:

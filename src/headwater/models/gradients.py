@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headwater.errors import InputError, InterventionError
+from headwater.models.cache_names import attentions_of, reached
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
@@ -208,7 +209,7 @@ class Descent:
     def _again(self, segment: range) -> Tensor:
         """Run some blocks again as they were called, this time with a graph; return the residual stream after them."""
         residual = self._enter(self._entries[segment.start], segment.start)
-        with torch.enable_grad(), self.model.hooks(self._watch(segment)):
+        with torch.enable_grad(), self.model.hooks(self._watch(segment)), reached(attentions_of(self.model.raw)):
             for layer in segment:
                 args, options = self._calls.pop(layer)
                 out = self.model.raw.blocks[layer](residual, *args, **options)

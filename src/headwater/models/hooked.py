@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.models.cache_names import attentions_of, cache_among, cache_options, reached
 from headwater.models.caches.cache import Cache
 from headwater.models.caches.collection import fill_cache
 from headwater.models.checks import finite_output
@@ -215,7 +216,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             keep: positions whose logits are wanted; fewer are cheaper.
             stop_at: run only the layers before this one and return the residual stream that enters it.
             grad: record gradients (otherwise the run is under `torch.inference_mode()`).
-            **options: passed on to the model, such as `past_key_values`.
+            **options: passed on to the model. `past_key_values` (or `cache`), the keys and values of the tokens before
+                as a cache of transformers, goes by the name that the model takes it under.
 
         Returns:
             Logits `[batch, position, d_vocab]` in the model's dtype and on its device, or with `stop_at` the residual
@@ -224,10 +226,12 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         Raises:
             InputError: the inputs or positions cannot be used.
             InterventionError: a hook names no activation, or never fired.
+            ModelError: the model takes no keys and values of tokens before, or an attention in it ran without them.
             NumericsError: the model computed NaN or infinity.
         """
         batch = self.tokenize(inputs)
-        listed = hooks_for(self, hooks, batch, options.get("past_key_values"))
+        past = cache_among(options)
+        listed = hooks_for(self, hooks, batch, past)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else columns_kept(keep, batch)
@@ -235,10 +239,13 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
             stack.enter_context(self._graph_begins_where_a_hook_says())
-            if "past_key_values" not in options:
+            if past is None:
                 stack.enter_context(reads(Reading.of(batch)))
+            else:
+                options |= cache_options(self, past)
+                stack.enter_context(reached(attentions_of(self.raw)))
             out = forward(self, batch, columns, stop_at, options)
-            finite_output(self, out, batch, columns, edited=bool(listed), cached="past_key_values" in options)
+            finite_output(self, out, batch, columns, edited=bool(listed), cached=past is not None)
         if isinstance(keep, str) and columns is not None:
             here = torch.searchsorted(columns, batch.lengths - 1).to(out.device)
             out = out[torch.arange(len(out), device=out.device), here][:, None]

@@ -1,27 +1,19 @@
-"""What an attention of transformers has of its own when it is called with rows that begin anywhere.
+"""The mask that an attention of transformers has of its own, when it is called with rows that begin anywhere.
 
-name of its cache     `past_key_values`; GPT-J and GPT-Neo call it `layer_past`
-mask of its own       GPT-Neo keeps a matrix of which key each query may see (causal, local in every second layer) and
-                      reads it by the count of keys. Rows that share recorded keys count otherwise: what the matrix says
-                      goes into the mask that such rows are given, and while they pass it says nothing.
+GPT-Neo keeps a matrix of which key each query may see (causal, local in every second layer) and reads it by the count
+of keys. Rows that share recorded keys count otherwise: what the matrix says goes into the mask that such rows are
+given, and while they pass it says nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from inspect import signature
 from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-
-
-def name_of_cache(attention: Any) -> str:
-    """What a bridge's attention calls the cache that it is given."""
-    own = getattr(attention, "original_component", None)
-    return "layer_past" if own is not None and "layer_past" in signature(own.forward).parameters else "past_key_values"
 
 
 def own_mask(attention: Any, length: int) -> Bool[Tensor, "query key"] | None:

@@ -80,6 +80,6 @@ def _without_wrappers(
         for layer in layers:
             block = bare.in_place_of(model.raw.blocks[layer])
             hooks.callback(block.register_forward_hook(partial(look, layer=layer)).remove)
-        bare.read(batch.tokens.to(model.device), use_cache=False, **padding_option(model, batch))
+        bare.read(batch.tokens.to(model.device), **padding_option(model, batch))
     finite_output(model, last[0], batch, None)
     return kept

@@ -32,6 +32,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.models.agreement import few_tokens, same_but_for_rounding
+from headwater.models.cache_names import name_of_cache, reached
 from headwater.models.edits import points_of
 from headwater.models.families import family_named
 from headwater.models.model import is_bridge
@@ -67,6 +68,8 @@ class Unwrapped:
         configs: dict[int, tuple[Any, Any]] = {}
         self.model = self._without_wrappers(raw.original_model, attention, points, self._made, configs)
         self.configs = SameObjects(vars(original) for original, _ in configs.values())
+        whole = [kept for kept in self.kept if not _is_block(kept)]
+        self._attentions = [one for kept in whole for one in kept.modules() if _is_attention(one)]
         takes = inspect.signature(self.model.forward).parameters
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
@@ -81,16 +84,24 @@ class Unwrapped:
         if body is self.model:
             self.last_logits(tokens, **options)
         else:
-            body(tokens, **options)
+            body(tokens, use_cache=False, **options)
 
-    def last_logits(self, tokens: Int[Tensor, "row position"], **options: object) -> Float[Tensor, "row d_vocab"]:
+    def last_logits(
+        self, tokens: Int[Tensor, "row position"], cache: Any = None, **options: object
+    ) -> Float[Tensor, "row d_vocab"]:
         """Run tokens, and return the logits at the last column.
 
         Args:
             tokens: on the device of the model.
-            **options: passed on, such as `past_key_values` and `attention_mask`.
+            cache: the keys and values of the tokens before; those of these tokens are added to it.
+            **options: passed on, such as `attention_mask`.
         """
-        logits: Tensor = self.model(tokens, **self._last, **options).logits
+        if cache is None:
+            logits: Tensor = self.model(tokens, **self._last, use_cache=False, **options).logits
+        else:
+            name = str(name_of_cache(self.model))  # `cache_options` refuses models that have none
+            with reached(self._attentions):
+                logits = self.model(tokens, **self._last, **{name: cache}, use_cache=True, **options).logits
         return logits[:, -1]
 
     def in_place_of(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -194,6 +205,11 @@ def _innermost(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def _is_attention(module: torch.nn.Module) -> bool:
+    """Whether a wrapper stands in the place of attention."""
+    return any(kind.__name__ == "AttentionBridge" for kind in type(module).__mro__)
+
+
 def _is_block(module: torch.nn.Module) -> bool:
     """Whether a wrapper calls what it wraps between two hook points of its own, and nothing within it."""
     return any(kind.__name__ == "BlockBridge" for kind in type(module).__mro__)
@@ -233,4 +249,4 @@ def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
 def _gives_the_same_logits(model: Model, bare: Unwrapped) -> bool:
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
     expected = model.run(tokens, keep="last")[:, -1]
-    return same_but_for_rounding(bare.last_logits(tokens, use_cache=False), expected)
+    return same_but_for_rounding(bare.last_logits(tokens), expected)

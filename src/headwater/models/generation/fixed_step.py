@@ -94,9 +94,7 @@ class FixedStep:
 
     def _run(self) -> Float[Tensor, "row d_vocab"]:
         tokens, positions = self._given
-        return self._bare.last_logits(
-            tokens, attention_mask=self._mask, position_ids=positions, past_key_values=self._cache, use_cache=True
-        )
+        return self._bare.last_logits(tokens, self._cache, attention_mask=self._mask, position_ids=positions)
 
 
 def recorded(work: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
@@ -148,7 +146,7 @@ def _gives_the_same_logits(model: Model, bare: Unwrapped) -> bool:
     if n < 1:
         return False
     try:
-        bare.last_logits(tokens[:, :n], past_key_values=cache, use_cache=True)
+        bare.last_logits(tokens[:, :n], cache)
         step = FixedStep(bare, cache, torch.ones(1, n, dtype=torch.bool), 2)
         for column in (n, n + 1):
             found = step(tokens[:, column].cpu(), torch.tensor([column]))
@@ -156,4 +154,4 @@ def _gives_the_same_logits(model: Model, bare: Unwrapped) -> bool:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False
-    return same_but_for_rounding(found, bare.last_logits(tokens, use_cache=False))
+    return same_but_for_rounding(found, bare.last_logits(tokens))

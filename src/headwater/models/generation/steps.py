@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from headwater.models.cache_names import takes_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, PromptHook, hooks_for
 from headwater.models.generation.fixed_step import FixedStep, is_fixed
 from headwater.models.generation.standing_hooks import StandingHooks
-from headwater.models.model import is_bridge
 from headwater.models.reading import Reading, reads
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unwrapped import Unwrapped, unwrapped
@@ -55,7 +56,7 @@ def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
 
 def keeps_keys(model: Model) -> bool:
     """Whether keys and values are all that a model keeps of the tokens before; a recurrent state takes in padding."""
-    return is_bridge(model.raw) and not getattr(getattr(model.raw, "original_model", None), "_is_stateful", False)
+    return takes_cache(model.raw) and not getattr(model.raw.original_model, "_is_stateful", False)
 
 
 class _Cached:
@@ -98,10 +99,9 @@ class _Cached:
         device, tokens = self._model.device, self._reads.tokens
         out = bare.last_logits(
             tokens.to(device),
+            self._cache,
             attention_mask=self._mask.to(device) if self._padded else None,
             position_ids=self._positions.to(device),
-            past_key_values=self._cache,
-            use_cache=True,
         )
         return self._finite(out, edited=bool(bare.kept))
 
@@ -225,7 +225,7 @@ class _Watched(_Staying):
 
 
 class _Rerun:
-    """The same without a cache, for models behind no bridge or with a state: every step runs the rows anew."""
+    """The same without a cache, for models that take none or have a state: every step runs the rows anew."""
 
     def __init__(self, model: Model, prompts: Batch):
         self._model = model
@@ -238,7 +238,9 @@ class _Rerun:
         """There is nothing to leave behind."""
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
-        return self._model.run(self._rows, keep="last")[:, -1]
+        tokens = pad_sequence(list(map(torch.tensor, self._rows)), True, pad_id(self._model.tokenizer))
+        real = torch.arange(tokens.shape[1]) < torch.tensor(list(map(len, self._rows)))[:, None]
+        return self._model.run(Batch(tokens, real), keep="last")[:, -1]
 
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
         self._rows = [[*self._rows[i], chosen[i]] for i in going]
