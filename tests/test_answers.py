@@ -114,7 +114,7 @@ def test_running_every_step_anew_gives_the_same(monkeypatch):
     model = tiny("neox")
     batch = model.tokenize(PROMPTS)
     cached = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
-    monkeypatch.setattr("headwater.models.generation.steps.is_bridge", lambda raw: False)
+    monkeypatch.setattr("headwater.models.generation.steps.takes_cache", lambda raw: False)
     anew = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
     assert anew.tokens.tolist() == cached.tokens.tolist()
     torch.testing.assert_close(anew.log_probs, cached.log_probs, atol=2e-5, rtol=1e-5)
