@@ -97,7 +97,7 @@ GPT2_XL = HeadsShape(
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random weights that all layers share (embeddings, W_U) and the pairs."""
+    """Random weights that all layers share (embeddings, W_U), and the pairs, on the CPU."""
 
     shape: HeadsShape
     x: Tensor
@@ -110,8 +110,7 @@ class Inputs:
     @property
     def k(self) -> Tensor:
         """Each pair's k."""
-        per_relation = torch.tensor(self.shape.k, device=self.source.device)
-        return per_relation.repeat_interleave(torch.tensor(self.shape.pairs, device=self.source.device))
+        return torch.tensor(self.shape.k).repeat_interleave(torch.tensor(self.shape.pairs))
 
     def layer(self, layer: int) -> OVMaps:
         """Return one layer's heads."""
@@ -123,7 +122,7 @@ class Inputs:
     def planted_layer(self, layer: int) -> OVMaps:
         """Return one layer's heads, some of which write the targets of a relation, as many as they have room for."""
         shape, maps = self.shape, self.layer(layer)
-        items = torch.arange(shape.n_pairs, device=self.x.device).split(shape.pairs)
+        items = torch.arange(shape.n_pairs).split(shape.pairs)
         for head in range(0, shape.n_heads, PLANTED_EVERY):
             some = items[(layer * shape.n_heads + head) // PLANTED_EVERY % len(items)][: shape.d_head]
             written = self.W_U[:, self.target[some]].T
@@ -139,9 +138,9 @@ def random_inputs(shape: HeadsShape, device: str) -> Inputs:
     x = outliers.in_embeddings(torch.randn(shape.n_pairs, shape.d_model, generator=generator)).to(device)
     by_token = torch.randn(shape.d_vocab, shape.d_model, generator=generator) / shape.d_model**0.5
     W_U = outliers.in_unembedding(by_token).to(device).T
-    target = torch.randint(shape.d_vocab, (shape.n_pairs,), generator=generator).to(device)
+    target = torch.randint(shape.d_vocab, (shape.n_pairs,), generator=generator)
     first = first_tokens(W_U, ov_blocked.sample_size(W_U))
-    return Inputs(shape, x, W_U, longest_column(W_U), first, torch.arange(shape.n_pairs, device=device), target)
+    return Inputs(shape, x, W_U, longest_column(W_U), first, torch.arange(shape.n_pairs), target)
 
 
 Found = tuple[Tensor, Tensor]
@@ -249,9 +248,9 @@ def our_controlled_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:
 
 
 def _suite(inputs: Inputs) -> SuitePairs:
-    shape, device = inputs.shape, inputs.source.device
-    relation = torch.arange(len(shape.pairs)).repeat_interleave(torch.tensor(shape.pairs)).to(device)
-    k, pairs = torch.tensor(shape.k, device=device), torch.arange(shape.n_pairs, device=device)
+    shape = inputs.shape
+    relation = torch.arange(len(shape.pairs)).repeat_interleave(torch.tensor(shape.pairs))
+    k, pairs = torch.tensor(shape.k), torch.arange(shape.n_pairs)
     return SuitePairs(inputs.source, inputs.source, relation, pairs, inputs.target, k)
 
 
@@ -282,7 +281,7 @@ def _head(maps: OVMaps, head: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _per_relation(inputs: Inputs, one_relation: Callable[[Tensor, Tensor, int], Found]) -> Found:
-    parts = (tensor.split(inputs.shape.pairs) for tensor in (inputs.source, inputs.target))
+    parts = (pairs.to(inputs.x.device).split(inputs.shape.pairs) for pairs in (inputs.source, inputs.target))
     found = [one_relation(*part, k) for *part, k in zip(*parts, inputs.shape.k, strict=True)]
     return torch.cat([top for top, _ in found]), torch.cat([bottom for _, bottom in found])
 
@@ -294,7 +293,7 @@ def _agrees(
     found = ours(inputs, maps)
     exact = OVMaps(maps.x.double(), maps.W_V.double(), maps.W_O.double(), maps.W_U.double(), maps.longest)
     return all(
-        torch.equal(mine[head], its)
+        torch.equal(mine[head].cpu(), its.cpu())
         for head in range(inputs.shape.peer_heads)
         for mine, its in zip(found, theirs(inputs, exact, head), strict=True)
     )

@@ -1,7 +1,8 @@
-"""Counting the waits for a GPU, on the CPU: what was computed from weights counts as the card's.
+"""Counting the waits for a GPU, on the CPU, of what takes gradients, which the made-up device does not.
 
-A call waits where the host needs a number that the card makes: `item`, `bool`, `nonzero`, an index by booleans, a copy
-to the host. Which tensors would be the card's is followed by storage, from the model's parameters on.
+What was computed from weights counts as the card's, followed by storage from the model's parameters on. A call waits
+where the host needs a number that the card makes: `item`, `bool`, `nonzero`, an index by booleans, a copy to the host.
+Copies to the card are not seen (`tests.card_waits` counts them, on the made-up device).
 """
 
 import sys

@@ -1,5 +1,9 @@
-"""On a GPU the host does not wait in loops over heads, layers, tiles or tokens; counted on the CPU."""
+"""On a GPU the host does not wait in loops over heads, layers, tiles or tokens; counted on a made-up device."""
 
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -7,8 +11,11 @@ import transformers as tf
 import headwater as hw
 from headwater.circuits.circuit import made
 from headwater.circuits.graph import Graph
+from headwater.kernels import devices
 from headwater.models.weights import fingerprint
+from tests.card_waits import CardWaits
 from tests.host_syncs import HostSyncs
+from tests.second_device import card, move, second_device
 from tests.tiny import tiny_tokenizer
 
 METRIC = hw.logit_difference(5, 6)
@@ -61,21 +68,15 @@ NEVER_MORE = {
     ),
     "states": lambda m, *n: hw.knocked_out_states(m, ids(*n), block=("last", {1, 2}), **QUIET),
     "ablate": lambda m, *n: hw.ablate(m, ids(*n), metric=METRIC, heads=[(0, 1), (1, 2)], **QUIET),
-    "cache": lambda m, *n: m.cache(ids(*n)),
     "token statistics": lambda m, *n: hw.token_statistics(m, texts(*n), **QUIET),
-    "generate": lambda m, *n: m.generate(ids(*n), max_new_tokens=3, **QUIET),
     "lens": lambda m, *n: hw.lens(m, ids(*n), **QUIET),
 }
 """What waits as often for any number of layers, heads, tokens and examples (of one batch)."""
 PER_LAYER = {
-    "attribution": (
-        0,
-        lambda m, *n: hw.patch(
-            m, *pairs(*n), metric=METRIC, sites="z", over=["layer", "head"], method="attribution", **QUIET
-        ),
-    ),
+    "cache": (3, lambda m, *n: m.cache(ids(*n))),  # plain copies; from CUDA they come by pinned buffers
+    "generate": (2, lambda m, *n: m.generate(ids(*n), max_new_tokens=3, **QUIET)),  # transformers' empty caches
     "direct logit attribution": (1, lambda m, *n: hw.direct_logit_attribution(m, ids(*n), tokens=(5, 6), **QUIET)),
-    "heads": (16, lambda m, n, length: hw.classify_heads(m, relations=suite(n), threshold=0.01, **QUIET)),
+    "heads": (13, lambda m, n, length: hw.classify_heads(m, relations=suite(n), threshold=0.01, **QUIET)),
     "attention behaviour": (4, lambda m, *n: hw.attention_behaviour(m, **QUIET)),
     "paths": (
         0,
@@ -83,20 +84,29 @@ PER_LAYER = {
             m, *pairs(*n), senders=["embed", "mlp 0"], receivers=["logits", "mlp 1"], metric=METRIC, **QUIET
         ),
     ),
-    "estimates of edges": (0, lambda m, *n: hw.edges(m, *pairs(*n), metric=METRIC, method="eap", **QUIET)),
-    "estimates by sublayer": (2, lambda m, *n: hw.edges(m, *pairs(*n), metric=METRIC, method="sublayer", **QUIET)),
     "circuits": (2, lambda m, *n: hw.run_circuits(m, *pairs(*n), circuit_of(m), metric=METRIC, **QUIET)),
 }
 """What waits so often for a further layer, and no more for a further head or token."""
+WITH_GRADIENTS = {
+    "attribution": (
+        0,
+        lambda m, *n: hw.patch(
+            m, *pairs(*n), metric=METRIC, sites="z", over=["layer", "head"], method="attribution", **QUIET
+        ),
+    ),
+    "estimates of edges": (0, lambda m, *n: hw.edges(m, *pairs(*n), metric=METRIC, method="eap", **QUIET)),
+    "estimates by sublayer": (2, lambda m, *n: hw.edges(m, *pairs(*n), metric=METRIC, method="sublayer", **QUIET)),
+}
+"""The same; the made-up device takes no gradients, so that copies to the device are not counted."""
 
 
 @pytest.fixture(scope="module")
 def models():
-    """`models(n_layers, n_heads)` is a random model of that size, made once, and its parameters."""
+    """`models(n_layers, n_heads, there)` is a random model of that size, made once, on the device or on the CPU."""
     held = {}
 
-    def made(n_layers, n_heads):
-        if (n_layers, n_heads) not in held:
+    def made(n_layers, n_heads, there):
+        if (n_layers, n_heads, there) not in held:
             config = tf.LlamaConfig(
                 vocab_size=len(tiny_tokenizer()), hidden_size=64, intermediate_size=96, num_hidden_layers=n_layers,
                 num_attention_heads=n_heads, num_key_value_heads=n_heads // 2, head_dim=4, max_position_embeddings=128,
@@ -105,8 +115,9 @@ def models():
             config._attn_implementation = "eager"
             torch.manual_seed(0)
             raw = tf.LlamaForCausalLM(config).eval()
-            held[n_layers, n_heads] = hw.load(raw, tokenizer=tiny_tokenizer()), list(raw.parameters())
-        return held[n_layers, n_heads]
+            model = hw.load(raw, tokenizer=tiny_tokenizer())
+            held[n_layers, n_heads, there] = move(model) if there else model, list(raw.parameters())
+        return held[n_layers, n_heads, there]
 
     return made
 
@@ -115,15 +126,50 @@ def models():
 def waits(models, monkeypatch):
     """`waits(work, n_layers=..., n_heads=..., n=..., length=...)` is how often the host waits, by line."""
     monkeypatch.setattr(fingerprint, "HASHED", frozenset())
+    monkeypatch.setattr(devices, "TAKE_A_COPY_FIRST", frozenset({"cuda", "card"}))
 
-    def counted(work, n_layers=2, n_heads=4, n=2, length=8):
-        model, parameters = models(n_layers, n_heads)
-        work(model, n, length)  # what is checked once
-        with HostSyncs(parameters) as syncs:
-            work(model, n, length)
-        return syncs.by_line
+    def counted(work, n_layers=2, n_heads=4, n=2, length=8, gradients=False):
+        with nullcontext() if gradients else second_device():
+            model, parameters = models(n_layers, n_heads, not gradients)
+            work(model, n, length)  # what is checked once
+            with HostSyncs(parameters) if gradients else CardWaits() as counting:
+                work(model, n, length)
+        return counting.by_line
 
     return counted
+
+
+def test_it_counts_what_waits_for_the_device_alone():
+    there = card()
+    with second_device(), CardWaits() as waits:
+        host = torch.randn(4)
+        made = host.to(there, non_blocking=True) * 2
+        assert float(host.sum()) == float(host.sum())
+        assert len(host[host > 0]) <= 4
+        devices.sent(made, there)
+        made.copy_(host, non_blocking=True)
+        assert waits.count == 0
+        for wait in (
+            lambda: float(made.sum()), made.nonzero, lambda: made[made > 0], made.tolist, made.cpu,
+            lambda: host.to(there), lambda: torch.tensor([1.0], device=there), lambda: made.copy_(host),
+            lambda: made[[0, 1]], lambda: host.copy_(made, non_blocking=True),
+        ):  # fmt: skip
+            before = waits.count
+            wait()
+            assert waits.count == before + 1
+    assert all("no line of headwater" in line for line in waits.by_line)
+
+
+def test_numbers_are_sent_without_waiting_to_devices_that_take_a_copy_first_and_to_no_others(monkeypatch):
+    there = card()
+    with second_device(), CardWaits() as waits:
+        for array in (np.arange(3), torch.arange(3)):
+            assert devices.sent(array, there).tolist() == [0, 1, 2]
+        assert waits.by_line.total() == 4
+        monkeypatch.setattr(devices, "TAKE_A_COPY_FIRST", frozenset({"cuda", "card"}))
+        parts = devices.sent_together([torch.arange(3), torch.arange(0), torch.arange(2)], there)
+        assert waits.by_line.total() == 4
+        assert [part.tolist() for part in parts] == [[0, 1, 2], [], [0, 1]]
 
 
 def test_it_counts_waits_for_the_card_alone():
@@ -155,14 +201,15 @@ def test_waits_do_not_grow_with_layers_heads_tokens_or_examples(name, waits):
         assert many.total() <= few.total(), (more, many - few)
 
 
-@pytest.mark.parametrize("name", PER_LAYER)
+@pytest.mark.parametrize("name", [*PER_LAYER, *WITH_GRADIENTS])
 def test_waits_grow_with_layers_by_a_known_number_and_not_with_heads_or_tokens(name, waits):
-    per_layer, work = PER_LAYER[name]
-    few = waits(work)
+    per_layer, work = (PER_LAYER | WITH_GRADIENTS)[name]
+    waits = partial(waits, work, gradients=name in WITH_GRADIENTS)
+    few = waits()
     for more in ({"n_heads": 16}, {"length": 24}):
-        many = waits(work, **more)
+        many = waits(**more)
         assert many.total() <= few.total(), (more, many - few)
-    deep = waits(work, n_layers=6)
+    deep = waits(n_layers=6)
     assert deep.total() - few.total() <= 4 * per_layer, deep - few
 
 
@@ -179,6 +226,7 @@ def test_exact_edges_wait_for_the_metrics_of_each_tile_and_for_little_else(metho
     def else_than_tiles(found):
         return sum(count for line, count in found.items() if "readout.py" not in line and "exact.py" not in line)
 
-    few, deep, wide = waits(work), waits(work, n_layers=6), waits(work, n_heads=16)
+    waits = partial(waits, work, gradients=method == "screened")
+    few, deep, wide = waits(), waits(n_layers=6), waits(n_heads=16)
     assert else_than_tiles(deep) - else_than_tiles(few) <= 4 * 10
     assert else_than_tiles(wide) <= else_than_tiles(few)

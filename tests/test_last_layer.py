@@ -44,7 +44,7 @@ def rows_of(family: str) -> Rows:
 def test_attention_where_it_is_read_is_that_of_all_positions_there(family, kept, monkeypatch):
     rows = rows_of(family)
     layer = rows.n_layers - 1
-    monkeypatch.setattr(rows, "kept", kept)
+    monkeypatch.setattr(rows, "kept", torch.tensor(kept))
     entering = rows.base("resid_pre", layer) + 0.3 * torch.randn(3, 6, rows.runs.model.shape.d_model)
     with torch.no_grad(), rows.runs.model.lock:
         whole = rows.attention(layer, entering, whole=True)

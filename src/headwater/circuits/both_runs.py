@@ -19,6 +19,7 @@ from torch import Tensor
 from headwater.circuits.graph import Graph
 from headwater.circuits.senders import Exchanged, Recorded, changed_by_layer, hook_names, written
 from headwater.errors import ModelError
+from headwater.kernels.devices import sent
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, hook_name
 from headwater.models.weights.loaded_weights import LoadedWeights
@@ -132,7 +133,7 @@ class BothRuns:
         if place.at is None:
             return changes
         alone = torch.zeros_like(changes)
-        at = torch.tensor(place.at, device=changes.device)
+        at = sent(torch.tensor(place.at), changes.device)
         alone[:, at - place.start] = self.changes[:, at - self.start]
         return alone
 

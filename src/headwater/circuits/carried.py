@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwater.circuits.exact import Rows
 from headwater.circuits.graph import Indices
+from headwater.kernels.devices import sent
 
 THROUGH = ("direct", "mlps")
 
@@ -69,7 +70,8 @@ class Carried:
             changed = read.flatten(1).any(1).cpu()
             changed[self._set[self._sender == mlp]] = False
             after, entering = after.clone(), rows.read_by_mlp(layer)
-            for some in changed.nonzero()[:, 0].split(rows.at_once):
+            for part in changed.nonzero()[:, 0].split(rows.at_once):
+                some = sent(part, after.device)
                 after[some] += rows.feed_forward(layer, entering + read[some]) - rows.base("mlp_out", layer)
         self._before, self._layer = self._add(after, mlp, mlp + 1), layer + 1
 
@@ -89,4 +91,4 @@ class Carried:
         if not bool(mine.any()):
             return changes
         device = changes.device
-        return changes.index_add(0, self._set[mine].to(device), self.changes[self._sender[mine].to(device)])
+        return changes.index_add(0, sent(self._set[mine], device), self.changes[sent(self._sender[mine], device)])

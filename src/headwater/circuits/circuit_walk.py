@@ -35,6 +35,7 @@ from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import Outside
 from headwater.circuits.reach import leads_to_logits, on_a_path
 from headwater.errors import NumericsError
+from headwater.kernels.devices import sent
 from headwater.models.memory import in_halves
 from headwater.models.weights.loaded_weights import LoadedWeights
 
@@ -46,7 +47,7 @@ ALL = slice(None)
 class Mixed:
     """What some receivers of a layer read: a row for each that an edge of a circuit enters, receiver by receiver."""
 
-    circuit: Int[Tensor, " row"]
+    circuit: Indices
     receiver: Indices
     inputs: Float[Tensor, "row position d_model"]
 
@@ -146,7 +147,7 @@ class _Projection:
         if self.by_weights:
             return self._columns(kind, self.walk.rows.blocks.normed(self.layer, inputs, mlp=False), heads)
         made = self.receivers.projected(inputs)[kind]
-        return made[torch.arange(len(heads)), :, heads]
+        return made[torch.arange(len(heads), device=made.device), :, sent(heads, made.device)]
 
     @cached_property
     def _factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -203,7 +204,7 @@ class _Batch:
         states = self.outside.entering[-1][kept].expand(self.n_circuits, -1, -1).clone()
         logits = len(self.graph.receivers) - 1
         mixed = self._mixed(range(logits, logits + 1), self.outside.entering[-1], kept)
-        states[mixed.circuit] = mixed.inputs
+        states[sent(mixed.circuit, states.device)] = mixed.inputs
         return states
 
     def _heads(self, layer: int) -> None:
@@ -215,13 +216,14 @@ class _Batch:
             return
         projection = self.walk.projection(layer)
         mixed = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
-        place = torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))
+        place = np.searchsorted(rows, mixed.circuit)
         given = {kind: made.expand(len(rows), -1, -1, -1).clone() for kind, made in projection.outside.items()}
         bounds = np.searchsorted(self.graph.receivers.kind[mixed.receiver], range(len(KINDS) + 1))
         for kind, mine in zip(KINDS, map(slice, bounds[:-1], bounds[1:]), strict=True):
-            heads = torch.from_numpy(self.graph.receivers.head[mixed.receiver[mine]])
+            heads = self.graph.receivers.head[mixed.receiver[mine]]
             if len(heads):
-                given[kind][place[mine], :, heads] = projection.of(kind, mixed.inputs[mine], heads).to(given[kind])
+                made = projection.of(kind, mixed.inputs[mine], torch.from_numpy(heads)).to(given[kind])
+                given[kind][sent(place[mine], made.device), :, sent(heads, made.device)] = made
         z = projection.receivers.heads_of(given)
         changes = self.walk.shares[layer].of(z) - self.outside.heads[layer]
         self._write(rows, heard[rows], first, changes.movedim(2, 1))
@@ -237,11 +239,10 @@ class _Batch:
         kept = self.walk.rows.leaving(layer)
         inputs = outside[kept].expand(len(rows), -1, -1).clone()
         mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
-        inputs[torch.from_numpy(np.searchsorted(rows, mixed.circuit.numpy()))] = mixed.inputs
+        inputs[sent(np.searchsorted(rows, mixed.circuit), inputs.device)] = mixed.inputs
         changes = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
-        if isinstance(kept, list):
-            places = torch.tensor(kept, device=changes.device)
-            changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, places, changes)
+        if not isinstance(kept, slice):
+            changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, kept, changes)
         self._write(rows, heard[rows], sender, changes[:, None])
 
     def _reading(self, layer: int) -> range:
@@ -249,7 +250,7 @@ class _Batch:
         n_receivers = self.graph.n_heads + 2 * self.graph.n_kv_heads + 1
         return range(layer * n_receivers, (layer + 1) * n_receivers)
 
-    def _mixed(self, receivers: range, outside: Tensor, kept: list[int] | slice = ALL) -> Mixed:
+    def _mixed(self, receivers: range, outside: Tensor, kept: Int[Tensor, " kept"] | slice = ALL) -> Mixed:
         """Return what some receivers read in each circuit that has edges into them; at some positions, or at all.
 
         The edges of a circuit are in the order of their receivers, so those into neighbours stand together.
@@ -270,8 +271,8 @@ class _Batch:
             carried = np.zeros((len(found), reach), dtype=np.float32)
             carried[row, slot] = 1
             now = self.now[one, :reach][:, kept].flatten(1)
-            _product(torch.from_numpy(carried).to(now), now, inputs.flatten(1), mine)
-        return Mixed(torch.from_numpy(circuits[order]), entered[order], inputs.add_(outside))
+            _product(sent(carried, now.device).to(now), now, inputs.flatten(1), mine)
+        return Mixed(circuits[order], entered[order], inputs.add_(outside))
 
     def _entering(self, circuit: int, receivers: range) -> tuple[Indices, Indices, Indices]:
         """Return the receivers that edges of a circuit enter, and of each edge the place of its receiver, and slot."""
@@ -283,9 +284,11 @@ class _Batch:
 
     def _write(self, rows: Indices, heard: Bool[np.ndarray, "row sender"], first: int, changes: Tensor) -> None:
         """Keep what senders from a first one on write now, less what they write outside, where they are heard."""
-        row, sender = map(torch.from_numpy, np.nonzero(heard))
-        slots = torch.from_numpy(self.slot)[first + sender]
-        self.now[torch.from_numpy(rows)[row], slots] = changes[row, sender].to(self.now)
+        row, sender = np.nonzero(heard)
+        into, slot, row_there, sender_there = (
+            sent(one, self.now.device) for one in (rows[row], self.slot[first + sender], row, sender)
+        )
+        self.now[into, slot] = changes[row_there, sender_there].to(self.now)
 
 
 def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], into: Tensor, rows: Indices) -> None:
@@ -294,7 +297,7 @@ def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], i
     if (np.diff(rows) == step).all():
         torch.mm(a, b, out=into[int(rows[0]) : int(rows[-1]) + 1 : step])
     else:
-        into[torch.from_numpy(rows)] = a @ b
+        into[sent(rows, into.device)] = a @ b
 
 
 def _near(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:

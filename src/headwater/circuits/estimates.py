@@ -29,6 +29,7 @@ from headwater.circuits.both_runs import BothRuns, Place, sloped_names
 from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import InputError, NumericsError
+from headwater.kernels.devices import sent
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import hook_name
@@ -105,7 +106,7 @@ class Slopes:
         batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
         logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
         answers = runs.plan.only_answers
-        return logits if answers is None else logits[:, :, answers[runs.example].to(logits.device)]
+        return logits if answers is None else logits[:, :, sent(answers[runs.example], logits.device)]
 
     def _totals_of(self, logits: Float[Tensor, "step kept d_vocab_or_answer"]) -> list[Tensor]:
         """Return each metric, summed over the runs."""

@@ -31,6 +31,7 @@ from torch import Tensor
 from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import ModelError, NumericsError
+from headwater.kernels.devices import sent
 from headwater.models.blocks import SharedPrefix
 from headwater.models.edits import Hook, makes
 from headwater.models.memory import in_halves
@@ -55,14 +56,15 @@ class Rows:
         self.n_layers = runs.graph.n_layers
         tokens = tile_tokens or TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
         self.at_once = min(MOST_ROWS, max(1, tokens // (self.stop - start)))
-        self.kept = [position - start for position in runs.kept]
+        self.kept = sent(torch.tensor(runs.kept) - start, runs.model.device)
+        """The places of the rows that are read."""
         self._masks: dict[int, Tensor] = {}
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run at the positions of the rows."""
         return self.runs.base(site, layer)[self.start : self.stop]
 
-    def leaving(self, layer: int) -> list[int] | slice:
+    def leaving(self, layer: int) -> Int[Tensor, " kept"] | slice:
         """At which of the rows' positions streams leave a layer: at all, but after the last where they are read."""
         return self.kept if layer == self.n_layers - 1 else slice(None)
 
@@ -83,7 +85,7 @@ class Rows:
         mask = self._mask(layer, residual).expand(n_rows, -1, -1, -1)
         at, kept = self.leaving(layer), None
         if not whole and not isinstance(at, slice):
-            kept = torch.tensor(at, device=residual.device).expand(n_rows, -1)
+            kept = at.expand(n_rows, -1)
         return self.blocks.attention(layer, residual, self.recording.calls[layer], positions, mask, shared, kept)
 
     def feed_forward(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
@@ -206,7 +208,7 @@ class Receivers:
     ) -> Float[Tensor, "row position head d_head"]:
         """Take in each row the heads that read one q, k or v, the others as recorded: z is given where rows leave."""
         heads = torch.arange(z.shape[2], device=z.device)
-        reads = (heads if kind == "q" else heads // self.group) == head.to(z.device)[:, None]
+        reads = (heads if kind == "q" else heads // self.group) == sent(head, z.device)[:, None]
         return torch.where(reads[:, None, :, None], z, self.z[self.rows.leaving(self.layer)])
 
     def attended(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
@@ -331,7 +333,7 @@ class Exact:
         )
         if stage == self.rows.n_layers:
             final, kept = self.rows.left("resid_post", stage - 1), self.rows.kept
-            yield felt, lambda rows: final + self.reaching(stage)[0][sender[rows]][:, kept]
+            yield felt, lambda rows: final + self._of(self.reaching(stage)[0], sender[rows])[:, kept]
             return
         within = felt[kind[felt] < len(KINDS)]
         receivers = Receivers(self.rows, stage)
@@ -341,6 +343,11 @@ class Exact:
         if len(mlp := felt[kind[felt] == len(KINDS)]):
             yield mlp, lambda rows: self._through_mlp(stage, sender[rows])
 
+    @staticmethod
+    def _of(changes: Tensor, rows: Int[Tensor, " row"]) -> Tensor:
+        """Take rows of what lies on the model's device by their numbers on the host."""
+        return changes[sent(rows, changes.device)]
+
     def _through_heads(
         self, receivers: Receivers, some: Tensor, mine: Tensor, columns: tuple[Tensor, Tensor, Tensor]
     ) -> Iterator[tuple[Tensor, Enter]]:
@@ -348,7 +355,7 @@ class Exact:
         sender, kind, head = columns
         leaving = self.rows.leaving(receivers.layer)
         with receivers.hooked():
-            own = receivers.projected(receivers.entering + self.reaching(receivers.layer)[0][some])
+            own = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
         for number, name in enumerate(KINDS):
             if not len(fed := mine[kind[mine] == number]):
                 continue
@@ -356,7 +363,7 @@ class Exact:
                 z = receivers.heads_given(name, own[name])[:, leaving]
 
             def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
-                heads = receivers.one_head(name, z[torch.searchsorted(some, sender[rows])], head[rows])
+                heads = receivers.one_head(name, self._of(z, torch.searchsorted(some, sender[rows])), head[rows])
                 attended = receivers.attended(heads)
                 return self.rows.attention_added(receivers.layer, receivers.entering[None], attended)
 
@@ -365,6 +372,6 @@ class Exact:
     def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
         """Return the streams after a layer whose MLP reads changed inputs."""
         rows, leaving = self.rows, self.rows.leaving(layer)
-        read = rows.read_by_mlp(layer) + self.reaching(layer)[1][sender]
+        read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
         middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
         return middle + rows.feed_forward(layer, read[:, leaving])

@@ -27,6 +27,7 @@ from headwater.circuits.carried import Carried
 from headwater.circuits.exact import NotFiniteRowError, Receivers, Rows
 from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices
 from headwater.errors import NumericsError
+from headwater.kernels.devices import sent
 from headwater.models.edits import makes
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
@@ -118,7 +119,7 @@ class Paths:
             kinds = set(nodes.kind[wanted[layers == layer]].tolist())
             heads: list[dict[str, Tensor]] = []
             mlps: list[Tensor] = []
-            for some in torch.arange(len(into_heads)).split(self.rows.at_once):
+            for some in torch.arange(len(into_heads), device=into_heads.device).split(self.rows.at_once):
                 if kinds & set(range(len(KINDS))):
                     own = Receivers(self.rows, layer)
                     with own.hooked():
@@ -133,7 +134,8 @@ class Paths:
         self, sets: Sequence[int], receivers: Indices, made: dict[int, Made]
     ) -> Float[Tensor, "row kept d_model"]:
         """Return the last states of the runs with some receivers changed, one for each set of senders."""
-        rows, nodes, which = self.rows, self.graph.receivers, torch.tensor(sets)
+        rows, nodes = self.rows, self.graph.receivers
+        which = sent(torch.tensor(sets), rows.runs.model.device)
         first = first_layer(self.graph, receivers)
         if first == rows.n_layers:
             change = made[first].mlp
@@ -181,5 +183,6 @@ class Paths:
 
 def _exchanged(activation: Tensor, hook: object, heads: list[int], given: Tensor) -> Tensor:
     exchanged = activation.clone()
-    exchanged[:, :, heads] = given[:, :, heads].to(exchanged)
+    chosen = sent(torch.tensor(heads), exchanged.device)
+    exchanged[:, :, chosen] = given[:, :, chosen].to(exchanged)
     return exchanged

@@ -31,6 +31,7 @@ from headwater.errors import InputError
 from headwater.heads.head_map import HeadMap, checked_map
 from headwater.heads.prompts import TEMPLATE, TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
+from headwater.kernels.devices import sent
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
@@ -249,9 +250,9 @@ def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"
         by_layer.setdefault(layer, []).append(head)
 
     def replace(z: Tensor, hook: object, layer: int) -> Tensor:
-        z, chosen = z.clone(), torch.tensor(by_layer[layer], device=z.device)
+        z, chosen = z.clone(), sent(torch.tensor(by_layer[layer]), z.device)
         rows = torch.arange(len(last), device=z.device)[:, None]
-        z[rows, last.to(z.device)[:, None], chosen] = means[layer].to(z)[chosen] if means is not None else 0.0
+        z[rows, sent(last, z.device)[:, None], chosen] = means[layer].to(z)[chosen] if means is not None else 0.0
         return z
 
     return [(hook_name("z", layer), makes(partial(replace, layer=layer))) for layer in by_layer]
@@ -282,18 +283,21 @@ class _Bench:
     def _means(self, task: TaskPrompts, heads: Heads) -> Float[Tensor, "layer head d_head"]:
         """The mean of z at the last position over a task's prompts."""
         shape = self.model.shape
-        sums = torch.zeros(shape.n_layers, shape.n_heads, shape.d_head)
+        layers = sorted({layer for layer, _ in heads})
+        sums: dict[int, Tensor] = {}
 
         def add(z: Tensor, hook: object, layer: int, last: Tensor) -> None:
-            sums[layer] += z[torch.arange(len(last)), last.to(z.device)].float().sum(0).cpu()
+            at_last = z[torch.arange(len(last), device=z.device), sent(last, z.device)].float().sum(0)
+            sums[layer] = sums[layer] + at_last if layer in sums else at_last
 
-        layers = {layer for layer, _ in heads}
         for _, batch in task.batch.split(self.batch_size):
             last = batch.lengths - 1
             adding = {layer: looks(partial(add, layer=layer, last=last)) for layer in layers}
             hooks = [(hook_name("z", layer), hook) for layer, hook in adding.items()]
             self.model.run(batch, hooks, keep="last")
-        return sums / len(task.batch)
+        means = torch.zeros(shape.n_layers, shape.n_heads, shape.d_head)
+        means[layers] = torch.stack([sums[layer].to(self.model.device) for layer in layers]).cpu() / len(task.batch)
+        return means
 
 
 def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataFrame:

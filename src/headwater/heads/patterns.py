@@ -25,6 +25,7 @@ from torch import Tensor
 from headwater.axes import Pattern
 from headwater.errors import ModelError
 from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, attended_keys, repeated_tokens, token_kinds
+from headwater.kernels.devices import sent
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import how_many_fit, in_halves
@@ -140,7 +141,7 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
     def reduce(pattern: Pattern, hook: object) -> None:
         device = pattern.device
         if device not in there:
-            there[device] = (keys.to(device), visible.to(device))
+            there[device] = (sent(keys, device), sent(visible, device))
         for name, values in attention_on(pattern, *there[device]).items():
             kept.setdefault(name, []).append(values)
         if said_once is not None:

@@ -21,7 +21,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -35,7 +35,7 @@ from headwater.errors import InputError
 from headwater.heads.categories import add_excess
 from headwater.heads.relation_tokens import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
-from headwater.kernels.devices import full_float32
+from headwater.kernels.devices import full_float32, sent, sent_together
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
@@ -51,7 +51,7 @@ from headwater.stats.significance import (
 
 @dataclass(frozen=True)
 class SuitePairs:
-    """The items of several relations, one after the other, and their pairs (source, accepted target)."""
+    """The items of several relations, one after the other, and their pairs (source, accepted target); on the CPU."""
 
     source_tokens: Int[Tensor, "source"]
     """The union of the relations' sources: what the heads' embeddings are wanted for."""
@@ -62,12 +62,17 @@ class SuitePairs:
     pair_target: Int[Tensor, "pair"]
     k: Int[Tensor, "relation"]
 
-    @property
+    @cached_property
     def pair_source(self) -> Int[Tensor, "pair"]:
         """Where each pair's source stands in `source_tokens`."""
         return self.item_source[self.pair_item]
 
-    @property
+    @cached_property
+    def pair_k(self) -> Int[Tensor, "pair"]:
+        """The k of each pair's relation."""
+        return self.k[self.item_relation[self.pair_item]]
+
+    @cached_property
     def items(self) -> Int[Tensor, "relation"]:
         """Number of items of each relation."""
         return self.item_relation.bincount(minlength=len(self.k))
@@ -108,10 +113,6 @@ class SuitePairs:
         """How many items, and how many pairs, each relation has."""
         pairs = self.item_relation[self.pair_item].bincount(minlength=len(self.k))
         return torch.stack([self.items, pairs]).tolist()
-
-    def to(self, device: torch.device | str) -> "SuitePairs":
-        """Return the same on another device."""
-        return SuitePairs(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -159,17 +160,16 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, ite
 
     Args:
         maps: the layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
-        suite: the relations, on the device of `maps`.
+        suite: the relations.
         null_from: the score from which on the moments under shuffled targets are wanted too: 0 for all heads and
             relations (many times the price of the scores); None for none.
         items: whether the hits of single items are wanted too.
     """
     with torch.inference_mode(), full_float32():
         hits, moments = _hits_and_moments(maps, suite, null_from)
-        beyond = [_beats_source(maps, suite, one, sign) for one, sign in zip(hits, (1, -1), strict=True)]
-        found = [suite.accepted(one) for one in (*hits, *beyond)]
-        shares = _shares(suite, torch.stack(found))
-        moments = moments.cpu().masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
+        found = suite.accepted(torch.cat([hits, _beyond_copying(maps, suite, hits)]))
+        shares = _shares(suite, found)
+        moments = moments.masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
         return LayerScores(
             score=shares[0],
             suppression=shares[1],
@@ -177,7 +177,7 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, ite
             suppression_beyond_copying=shares[3],
             moments=None if null_from is None else moments[0],
             suppression_moments=None if null_from is None else moments[1],
-            hits=torch.stack(found[:2]).cpu() if items else None,
+            hits=found[:2] if items else None,
         )
 
 
@@ -189,20 +189,16 @@ def _hits_and_moments(
     Pairs that are left after a first glance are decided one by one. For scores from `null_from` on every source meets
     every target, its own among them; where a head has so large a share left that this is to be expected, at once.
     """
-    relation = suite.item_relation[suite.pair_item]
-    left = ov_blocked.first_glance(maps, suite.pair_source, suite.pair_target, suite.k[relation])
+    pairs = suite.pair_source, suite.pair_target, suite.pair_k
+    left = ov_blocked.first_glance(maps, *pairs).cpu()
     wanted = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
     if null_from is not None:
-        at_most = _shares(suite, torch.stack([suite.accepted(one) for one in left]))
-        wanted = at_most >= max(null_from, EXPECTED_FROM)
-    alone = left & ~wanted.to(left.device)[:, :, relation]
-    head, pair = alone.any(0).nonzero(as_tuple=True)
-    triples = ov_blocked.Triples(head, suite.pair_source[pair], suite.pair_target[pair])
-    hits = torch.zeros_like(left)
-    hits[:, head, pair] = torch.stack(ov_blocked.settle(maps, triples, suite.k[relation[pair]]))
-    moments = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64, device=left.device)
+        wanted = _shares(suite, suite.accepted(left)) >= max(null_from, EXPECTED_FROM)
+    alone = left & ~wanted[:, :, suite.item_relation[suite.pair_item]]
+    hits = ov_blocked.settle_left(maps, alone, pairs)
+    moments = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64)
     if null_from is not None:
-        wanted |= _shares(suite, torch.stack([suite.accepted(one) for one in hits])) >= null_from
+        wanted |= _shares(suite, suite.accepted(hits)) >= null_from
         _sweep(maps, suite, wanted, hits, moments)
     return hits, moments
 
@@ -217,21 +213,29 @@ def _sweep(
     """Fill in what is wanted of hits and moments: every source of a relation with every target of it."""
     if not wanted.any():
         return
-    places = suite.pairs_of, suite.item_of_pair, suite.source_of_item
-    found = ov_sweep.topk_hits(maps, suite.grids, wanted)
-    for relation, (signs, pairs, item, source) in enumerate(zip(found, *places, strict=True)):
-        own = source[item], torch.arange(len(item), device=hits.device)
-        for sign, met in enumerate(signs):
-            heads = wanted[sign, :, relation].nonzero()[:, 0].to(hits.device)
-            if len(heads):
-                hits[sign, heads, pairs] = met[heads][:, *own]
-                moments[sign, heads, relation] = _moments_by_source(met[heads], item, source)
+    device = maps.x.device
+    asked = [wanted[sign, :, relation].nonzero()[:, 0] for relation in range(len(suite.k)) for sign in range(2)]
+    asked_there = sent_together(asked, device)
+    items, sources = (sent_together(one, device) for one in (suite.item_of_pair, suite.source_of_item))
+    cells, met, expected = [], [], []
+    for relation, signs in enumerate(ov_sweep.topk_hits(maps, suite.grids, wanted)):
+        item, source = items[relation], sources[relation]
+        for sign, found in enumerate(signs):
+            if len(heads := asked[2 * relation + sign]):
+                of_heads = found[asked_there[2 * relation + sign]]
+                met.append(of_heads[:, source[item], torch.arange(len(item), device=device)].flatten())
+                expected.append(_moments_by_source(of_heads, item, source))
+                cells.append((sign, heads, relation))
+    met_here, expected_here = (torch.cat(one).cpu().split([len(part) for part in one]) for one in (met, expected))
+    for (sign, heads, relation), own, moment in zip(cells, met_here, expected_here, strict=True):
+        hits[sign, heads, suite.pairs_of[relation]] = own.view(len(heads), -1)
+        moments[sign, heads, relation] = moment
 
 
 def _shares(suite: SuitePairs, hits: Bool[Tensor, "score head item"]) -> Float[Tensor, "score head relation"]:
     """The share of each relation's items that hit."""
-    counts = torch.zeros(*hits.shape[:2], len(suite.k), dtype=torch.float64, device=hits.device)
-    return (counts.index_add_(2, suite.item_relation, hits.double()) / suite.items).cpu()
+    counts = torch.zeros(*hits.shape[:2], len(suite.k), dtype=torch.float64)
+    return counts.index_add_(2, suite.item_relation, hits.double()) / suite.items
 
 
 def any_accepted(hits: Bool[Tensor, "*row pair"], item: Int[Tensor, "pair"], n_items: int) -> Bool[Tensor, "*row item"]:
@@ -243,17 +247,18 @@ def any_accepted(hits: Bool[Tensor, "*row pair"], item: Int[Tensor, "pair"], n_i
     return (counts.index_add_(0, item, by_pair.byte()) > 0).movedim(0, -1)
 
 
-def _beats_source(
-    maps: OVMaps, suite: SuitePairs, hits: Bool[Tensor, "head pair"], sign: int
-) -> Bool[Tensor, "head pair"]:
-    """The hits whose target has a greater logit (sign -1: a smaller one) than the source token, or is that token."""
-    head, pair = hits.nonzero(as_tuple=True)
+def _beyond_copying(
+    maps: OVMaps, suite: SuitePairs, hits: Bool[Tensor, "sign head pair"]
+) -> Bool[Tensor, "sign head pair"]:
+    """The hits whose target has a greater logit (suppressed: a smaller one) than the source token, or is that token."""
+    head, pair = hits.any(0).nonzero(as_tuple=True)
     source, target = suite.pair_source[pair], suite.pair_target[pair]
     token = suite.source_tokens[source]
     lead = ov_blocked.logit_difference(maps, ov_blocked.Triples(head, source, target), token)
+    tie = maps.tie[sent(head, lead.device), sent(source, lead.device)]
     beyond = torch.zeros_like(hits)
-    beyond[head, pair] = (sign * lead > maps.tie[head, source]) | (target == token)
-    return beyond
+    beyond[:, head, pair] = torch.stack([lead > tie, -lead > tie]).cpu() | (target == token)
+    return beyond & hits
 
 
 def _moments_by_source(
@@ -288,17 +293,13 @@ class LayerScorer:
                 x = x * factors.norm_gain
             W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
             maps = OVMaps(x, W_V, W_O, self._unembedding, self._longest, self._first)
-            scores = score_layer(maps, self._suite, null_from=self.null_from, items=self.items)
+            scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
     def _as_stored(self, factor: Tensor) -> Tensor:
         """On a CUDA device a factor of a bfloat16 or float16 model as the model stores it: so tensor cores take it."""
         is_half = self.weights.dtype in (torch.bfloat16, torch.float16)
         return factor.to(self.weights.dtype) if factor.is_cuda and is_half else factor
-
-    @cached_property
-    def _suite(self) -> SuitePairs:
-        return self.suite.to(self.weights.device)
 
     @cached_property
     def _unembedding(self) -> Tensor:

@@ -30,6 +30,7 @@ from headwater.heads.relation_tokens import TokenRelation
 from headwater.heads.relations import Relations
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
+from headwater.kernels.devices import sent
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
@@ -197,18 +198,22 @@ def last_values(
     shape, last = model.shape, prompts.batch.lengths - 1
     values = torch.zeros(len(CONTEXTS), shape.n_layers, len(last), shape.n_heads, shape.d_head)
 
-    def keep(activation: Tensor, hook: object, context: int, layer: int, rows: slice, position: Tensor) -> None:
-        here = activation[torch.arange(len(position)), position.to(activation.device)]
-        values[context, layer, rows] = here.repeat_interleave(shape.n_heads // here.shape[1], dim=1).float().cpu()
+    def keep(activation: Tensor, hook: object, held: dict[int, Tensor], layer: int, position: Tensor) -> None:
+        there = activation.device
+        at = activation[torch.arange(len(position), device=there), sent(position, there)]
+        held[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
 
     for rows, batch in prompts.batch.split(batch_size):
         places = {"z": last[rows], "v": prompts.source[rows]}
+        held: list[dict[int, Tensor]] = [{} for _ in places]
         hooks: list[Hook] = []
-        for context, (name, position) in enumerate(places.items()):
+        for of_context, (name, position) in zip(held, places.items(), strict=True):
             for layer in range(shape.n_layers):
-                keeping = partial(keep, context=context, layer=layer, rows=rows, position=position)
+                keeping = partial(keep, held=of_context, layer=layer, position=position)
                 hooks.append((hook_name(name, layer), looks(keeping)))
         model.run(batch, hooks, keep="last")
+        found = [of_context[layer].to(model.device) for of_context in held for layer in range(shape.n_layers)]
+        values[:, :, rows] = torch.stack(found).unflatten(0, values.shape[:2]).cpu()
     return values
 
 
@@ -228,8 +233,8 @@ def score_outputs(
     n_rows, d_head = values.shape[1], values.shape[-1]
     accepted = [tokens.targets[item] for item in prompts.item.tolist()]
     pair_row = torch.arange(n_rows).repeat_interleave(torch.tensor([len(targets) for targets in accepted]))
-    rows = torch.cat([pair_row + context * n_rows for context in range(len(values))]).to(W_U.device)
-    targets = torch.tensor([target for row in accepted for target in row]).repeat(len(values)).to(W_U.device)
+    rows = torch.cat([pair_row + context * n_rows for context in range(len(values))])
+    targets = torch.tensor([target for row in accepted for target in row]).repeat(len(values))
     in_template = torch.nn.functional.one_hot(prompts.template).double()
     identity = torch.eye(len(W_U), d_head, device=W_U.device)[None]
     scores = []
@@ -238,7 +243,7 @@ def score_outputs(
         maps = OVMaps(x, identity, output[None], W_U, longest)
         signs = ov_blocked.topk_membership(maps, rows, targets, torch.full_like(targets, k))
         hits = torch.stack([any_accepted(hit[0], rows, len(x)).unflatten(0, (len(values), n_rows)) for hit in signs], 1)
-        scores.append(hits.cpu().double() @ in_template / in_template.sum(0))
+        scores.append(hits.double() @ in_template / in_template.sum(0))
     return torch.stack(scores, dim=-1).float()
 
 

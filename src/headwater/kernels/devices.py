@@ -1,19 +1,22 @@
-"""What is asked of a device: whether it is there, whether Triton runs on it, and float32 products in float32."""
+"""What is asked of a device: whether it is there, that numbers come to it, Triton, and float32 products in float32."""
 
 import contextlib
 import importlib.util
 import operator
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headwater.errors import InputError
 
 GIVE = "Give cpu, cuda, or cuda:1."
+TAKE_A_COPY_FIRST = frozenset({"cuda"})
+"""Devices to which a copy of pageable memory is made of a copy: what it came from may change or go at once."""
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -40,6 +43,21 @@ def usable_device(device: str | torch.device) -> torch.device:
         reason = str(error).split("\n", 1)[0].rstrip(".")
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     return meant
+
+
+def sent(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
+    """Return numbers of the host on a device, which receives them after what it was given to do before.
+
+    `tensor.to(device)`, `torch.tensor(..., device=device)` and an index by a list wait until all of that is done.
+    """
+    host = torch.from_numpy(host) if isinstance(host, np.ndarray) else host
+    behind = host.device.type == "cpu" and torch.device(device).type in TAKE_A_COPY_FIRST
+    return host.to(device, non_blocking=behind)
+
+
+def sent_together(parts: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Return several vectors of the host on a device, in one copy."""
+    return sent(torch.cat([*parts]), device).split([len(part) for part in parts]) if parts else ()
 
 
 def runs_triton(tensor: Tensor) -> bool:

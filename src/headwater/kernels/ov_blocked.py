@@ -17,7 +17,8 @@ target is too near to call. So results equal those of `ov`, ties included, for w
 `ov_sweep` and `ov_ranks` go through the whole vocabulary in the same manner.
 
 On a CUDA device the first glance at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
-factors kept in bfloat16 are multiplied by tensor cores; a workspace some 16 times as large makes launches few.
+factors kept in bfloat16 are multiplied by tensor cores; a workspace some 16 times as large makes launches few. Which
+pairs are meant is known on the host, which waits only for what goes on from a glance or a tile, and for what is found.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.kernels.devices import exact_product, full_float32, runs_triton
+from headwater.kernels.devices import exact_product, full_float32, runs_triton, sent
 from headwater.kernels.ov import OVMaps
 
 ROUNDING = 2.0**-19
@@ -53,7 +54,7 @@ CUDA_WORKSPACE = 16
 
 @dataclass(frozen=True)
 class Triples:
-    """Pairs of chosen heads, by ascending head."""
+    """Pairs of chosen heads, by ascending head, on the CPU."""
 
     head: Int[Tensor, "triple"]
     source: Int[Tensor, "triple"]
@@ -74,14 +75,23 @@ def topk_membership(
 
     Args:
         maps: the heads of one layer.
-        source: rows of `maps.x`.
+        source: rows of `maps.x`; on the CPU, as all that follows and what is returned.
         target: token ids.
         k: may differ from pair to pair.
     """
-    top, bottom = torch.zeros(2, maps.n_heads, len(source), dtype=torch.bool, device=source.device)
-    head, pair = first_glance(maps, source, target, k).any(0).nonzero(as_tuple=True)
-    top[head, pair], bottom[head, pair] = settle(maps, Triples(head, source[pair], target[pair]), k[pair])
+    top, bottom = settle_left(maps, first_glance(maps, source, target, k).cpu(), (source, target, k))
     return top, bottom
+
+
+def settle_left(
+    maps: OVMaps, left: Bool[Tensor, "sign head pair"], pairs: tuple[Int[Tensor, "pair"], ...]
+) -> Bool[Tensor, "sign head pair"]:
+    """Decide what is left after a first glance at pairs, given as there; all on the CPU. The others are no hits."""
+    source, target, k = pairs
+    head, pair = left.any(0).nonzero(as_tuple=True)
+    hits = torch.zeros_like(left)
+    hits[:, head, pair] = settle(maps, Triples(head, source[pair], target[pair]), k[pair])
+    return hits
 
 
 @full_float32()
@@ -90,10 +100,11 @@ def first_glance(
 ) -> Bool[Tensor, "sign head pair"]:
     """Say of which pairs a sample of the vocabulary does not have k tokens above the target; then the same for below.
 
-    The others are certainly not among the k largest (the k smallest). The arguments are those of `topk_membership`.
+    The others are certainly not among the k largest (the k smallest). The arguments are those of `topk_membership`;
+    what is returned lies on the device of the maps.
     """
     step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
-    left = [torch.zeros(2, maps.n_heads, 0, dtype=torch.bool, device=source.device)]
+    left = [torch.zeros(2, maps.n_heads, 0, dtype=torch.bool, device=maps.x.device)]
     left += [
         _first_glance(maps, *(part[start : start + step] for part in (source, target, k)))
         for start in range(0, len(source), step)
@@ -105,14 +116,14 @@ def _first_glance(
     maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
 ) -> Bool[Tensor, "sign head pair"]:
     sample = _sample(maps)
-    rows, row = source.unique(return_inverse=True)
-    tokens, column = target.unique(return_inverse=True)
+    distinct = (*source.unique(return_inverse=True), *target.unique(return_inverse=True))
+    rows, row, tokens, column, k = (sent(one, maps.x.device) for one in (*distinct, k))
     targets = columns_of(maps, tokens)
     z, margin = _values_and_margin(maps, rows)
     margin = margin[:, row]
     left = torch.empty(2, *margin.shape, dtype=torch.bool, device=margin.device)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
-        W_O = maps.W_O[heads].flatten(0, 1)
+        W_O = maps.W_O[heads.start : heads.stop].flatten(0, 1)
         to_target = rearrange(
             exact_product(targets.T, W_O.T), "token (head d_head) -> head token d_head", d_head=z.shape[-1]
         )
@@ -120,9 +131,8 @@ def _first_glance(
             exact_product(W_O, sample), "(head d_head) token -> head d_head token", d_head=z.shape[-1]
         )
         if runs_triton(z):
-            left[:, heads] = (
-                _glance_at_heads(maps, heads, z[:, row], to_target[:, column], to_sample, margin[heads]) < k
-            )
+            some = slice(heads.start, heads.stop)
+            left[:, some] = _glance_at_heads(maps, some, z[:, row], to_target[:, column], to_sample, margin[some]) < k
             continue
         for head, W_target, W_sample in zip(heads, to_target, to_sample, strict=True):
             z_pair = z[maps.value_head(head)][row]
@@ -157,7 +167,7 @@ def exact_values_margin(
 
 def _glance_at_heads(
     maps: OVMaps,
-    heads: range,
+    heads: slice,
     z: Float[Tensor, "kv_head pair d_head"],
     W_target: Float[Tensor, "block pair d_head"],
     W_sample: Float[Tensor, "block d_head token"],
@@ -166,7 +176,7 @@ def _glance_at_heads(
     """Count beyond each pair's own logit for several heads in one launch; a sampled target is within the margin."""
     from headwater.kernels.ov_triton import count_beyond as count_at_once
 
-    z = z[[maps.value_head(head) for head in heads]]
+    z = z[value_heads(maps, z.device)[heads]]
     nowhere = torch.full((z.shape[1],), -1, device=z.device)
     return count_at_once(z, W_sample, (z * W_target).sum(-1), margin, nowhere)
 
@@ -183,23 +193,24 @@ def sample_size(W_U: Float[Tensor, "d_model d_vocab"]) -> int:
     return FIRST_TILE * (8 if W_U.is_cuda else 1)
 
 
-def settle(
-    maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]
-) -> tuple[Bool[Tensor, "triple"], Bool[Tensor, "triple"]]:
-    """Decide top-k and bottom-k membership of chosen triples: the staged count, then float64 where it is too near."""
+def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Tensor, "2 triple"]:
+    """Decide top-k and bottom-k membership of chosen triples: the staged count, then float64 where it is too near.
+
+    k and what is returned are on the CPU.
+    """
     step = max(1, factor_numbers(maps) // maps.x.shape[1])
     parts = [
         _settle(maps, triples[start : start + step], k[start : start + step]) for start in range(0, len(triples), step)
-    ] or [torch.zeros(2, 0, dtype=torch.bool, device=k.device)]
-    top, bottom = torch.cat(parts, dim=1)
-    return top, bottom
+    ]
+    return torch.cat([torch.zeros(2, 0, dtype=torch.bool), *(part.cpu() for part in parts)], dim=1)
 
 
 def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Tensor, "2 triple"]:
     exact = head_outputs(maps, triples)
-    own64 = token_logits(maps, exact, triples.target)
-    y, own, target = exact.float(), own64.float(), triples.target
-    margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1) + _tie(maps, triples)).float()
+    target, k = (sent(one, exact.device) for one in (triples.target, k))
+    own64, tie = token_logits(maps, exact, target), _tie(maps, triples)
+    y, own = exact.float(), own64.float()
+    margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1) + tie).float()
     alive = torch.arange(len(triples), device=k.device)
     counts = torch.zeros(4, len(triples), device=k.device)
     start = 0
@@ -215,21 +226,24 @@ def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Te
     hit = torch.zeros(2, len(triples), dtype=torch.bool, device=k.device)
     hit[:, alive] = counts[2:, alive] < k[alive]
     unsure = alive[((counts[:2, alive] < k[alive]) & ~hit[:, alive]).any(0)]
-    hit[:, unsure] = _exact_counts(maps, exact[unsure], own64[unsure], triples[unsure]) < k[unsure]
+    hit[:, unsure] = _exact_counts(maps, exact[unsure], own64[unsure], target[unsure], tie[unsure]) < k[unsure]
     return hit
 
 
 def _exact_counts(
-    maps: OVMaps, y: Float[Tensor, "triple d_model"], own: Float[Tensor, "triple"], triples: Triples
+    maps: OVMaps,
+    y: Float[Tensor, "triple d_model"],
+    own: Float[Tensor, "triple"],
+    target: Int[Tensor, "triple"],
+    tie: Float[Tensor, "triple"],
 ) -> Int[Tensor, "2 triple"]:
     """Count greater and smaller logits over the whole vocabulary in float64."""
-    counts = torch.zeros(2, len(triples), dtype=torch.int64, device=y.device)
-    tie = _tie(maps, triples)
+    counts = torch.zeros(2, len(target), dtype=torch.int64, device=y.device)
     start = 0
-    while start < maps.d_vocab and len(triples):
-        stop = min(maps.d_vocab, start + next_width(maps, maps.d_vocab, len(triples)) // 2 + 1)
+    while start < maps.d_vocab and len(target):
+        stop = min(maps.d_vocab, start + next_width(maps, maps.d_vocab, len(target)) // 2 + 1)
         logits = y @ maps.W_U[:, start:stop].double()
-        leave_out(logits, triples.target - start)
+        leave_out(logits, target - start)
         counts += torch.stack(count_beyond(logits, own, tie)).long()
         start = stop
     return counts
@@ -244,13 +258,12 @@ def head_values(maps: OVMaps, x: Float[Tensor, "source d_model"]) -> Float[Tenso
 def head_outputs(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple d_model"]:
     """Return y = x_s W_V W_O in float64: what the triple's head writes for its source."""
     y = torch.empty(len(triples), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
-    counts = (triples.head == torch.arange(maps.n_heads, device=y.device)[:, None]).sum(1)
-    start = 0
-    for head, count in enumerate(counts.tolist()):
+    source, start = sent(triples.source, y.device), 0
+    for head, count in enumerate(triples.head.bincount(minlength=maps.n_heads).tolist()):
         if not count:
             continue
         rows = slice(start, start + count)
-        z = maps.x[triples.source[rows]].double() @ maps.W_V[maps.value_head(head)].double()
+        z = maps.x[source[rows]].double() @ maps.W_V[maps.value_head(head)].double()
         y[rows] = z @ maps.W_O[head].double()
         start += count
     return y
@@ -278,16 +291,17 @@ def _logits_of_rows(
 def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, "triple"]) -> Float[Tensor, "triple"]:
     """Return in float64 how far the logit of each triple's target is above that of another token."""
     step = max(1, factor_numbers(maps) // maps.x.shape[1])
-    differences = [torch.zeros(0, dtype=torch.float64, device=other.device)]
+    differences = [torch.zeros(0, dtype=torch.float64, device=maps.x.device)]
     for start in range(0, len(triples), step):
         part = triples[start : start + step]
         y = head_outputs(maps, part)
-        differences.append(token_logits(maps, y, part.target) - token_logits(maps, y, other[start : start + step]))
+        target, beside = (sent(one, y.device) for one in (part.target, other[start : start + step]))
+        differences.append(token_logits(maps, y, target) - token_logits(maps, y, beside))
     return torch.cat(differences)
 
 
 def _tie(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple"]:
-    return maps.tie[triples.head, triples.source]
+    return maps.tie[sent(triples.head, maps.tie.device), sent(triples.source, maps.tie.device)]
 
 
 def rounding(maps: OVMaps) -> float:
@@ -344,6 +358,11 @@ def count_beyond(
     above = torch.gt(logits, (own + margin)[:, None], out=beyond).sum(-1)
     below = torch.lt(logits, (own - margin)[:, None], out=beyond).sum(-1)
     return above, below
+
+
+def value_heads(maps: OVMaps, device: torch.device) -> Int[Tensor, "head"]:
+    """Which value head each head reads."""
+    return torch.arange(maps.n_heads, device=device) * len(maps.W_V) // maps.n_heads
 
 
 def leave_out(logits: Float[Tensor, "row token"], column: Int[Tensor, "row"]) -> None:

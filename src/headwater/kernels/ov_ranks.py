@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.kernels.devices import full_float32, runs_triton
+from headwater.kernels.devices import full_float32, runs_triton, sent
 from headwater.kernels.ov import OVMaps
 from headwater.kernels.ov_blocked import (
     CUDA_WORKSPACE,
@@ -20,6 +20,7 @@ from headwater.kernels.ov_blocked import (
     head_blocks,
     head_values,
     leave_out,
+    value_heads,
 )
 
 RANK_TILE = 1024
@@ -35,9 +36,10 @@ def count_ranks(
 
     Args:
         maps: the heads of one layer.
-        source: rows of `maps.x`.
+        source: rows of `maps.x`; on the CPU, as the targets. Counts lie on the device of the maps.
         target: token ids.
     """
+    source, target = (sent(one, maps.x.device) for one in (source, target))
     z = head_values(maps, maps.x.double())[:, source]
     own, tie = _own_logits(maps, z, target), maps.tie[:, source]
     z32, size = z.float(), torch.linalg.vector_norm(z, dim=2)
@@ -49,8 +51,9 @@ def count_ranks(
         column = target - start
         others = tile.shape[1] - ((column >= 0) & (column < tile.shape[1])).long()
         for heads in head_blocks(maps, 2 * tile.shape[1]):
-            W_tile = (maps.W_O[heads].double().flatten(0, 1) @ tile).unflatten(0, (len(heads), -1))
-            found = _count_tile(maps, heads, z32, size, W_tile.float(), own[heads].float(), tie[heads], column)
+            some = slice(heads.start, heads.stop)
+            W_tile = (maps.W_O[some].double().flatten(0, 1) @ tile).unflatten(0, (len(heads), -1))
+            found = _count_tile(maps, some, z32, size, W_tile.float(), own[some].float(), tie[some], column)
             for head, W, beyond in zip(heads, W_tile, found, strict=True):
                 value = maps.value_head(head)
                 near = (beyond.sum(0) < others).nonzero()[:, 0]
@@ -63,7 +66,7 @@ def count_ranks(
 
 def _count_tile(
     maps: OVMaps,
-    heads: range,
+    heads: slice,
     z: Float[Tensor, "kv_head pair d_head"],
     size: Float[Tensor, "kv_head pair"],
     W: Float[Tensor, "block d_head token"],
@@ -72,14 +75,15 @@ def _count_tile(
     column: Int[Tensor, "pair"],
 ) -> Int[Tensor, "block 2 pair"]:
     """Count for some heads the logits z W certainly above and certainly below each pair's own."""
-    value = [maps.value_head(head) for head in heads]
+    value = value_heads(maps, z.device)[heads]
     longest = W.square().sum(1).amax(1).sqrt()
     margin = (ROUNDING * size[value] * longest[:, None] + tie).float()
     if runs_triton(W):
         from headwater.kernels import ov_triton
 
         return ov_triton.count_beyond(z[value], W, own, margin, column, precision="highest").long().transpose(0, 1)
-    counts = [torch.stack(count_products(z[v], *of_head)) for v, *of_head in zip(value, W, own, margin, strict=True)]
+    rows = (z[maps.value_head(head)] for head in range(heads.start, heads.stop))
+    counts = [torch.stack(count_products(*of_head)) for of_head in zip(rows, W, own, margin, strict=True)]
     return torch.stack(counts).long()
 
 

@@ -7,6 +7,7 @@ Heads go through each step together, as many as the workspace holds: on a CPU on
 layer's, because there it is launches that would take the time.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.kernels.devices import exact_product
+from headwater.kernels.devices import exact_product, sent, sent_together
 from headwater.kernels.ov import OVMaps
 from headwater.kernels.ov_blocked import (
     FIRST_TILE,
@@ -35,7 +36,7 @@ WORTH_A_LOOK = 32
 
 @dataclass(frozen=True)
 class Grid:
-    """Every source of a relation (rows of `OVMaps.x`) with every target of it (token ids)."""
+    """Every source of a relation (rows of `OVMaps.x`) with every target of it (token ids), on the CPU."""
 
     source: Int[Tensor, "item"]
     target: Int[Tensor, "pair"]
@@ -64,51 +65,90 @@ def topk_hits(
         wanted: which heads are asked about which relations, for the top k and for the bottom k, on the CPU; where not,
             nothing is computed, and nothing is a hit. None asks for everything.
     """
-    device = maps.W_U.device
     if wanted is None:
         wanted = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool)
-    heads_of = [one.nonzero()[:, 0].to(device) for one in wanted.any(0).T]
-    wanted = wanted.to(device)
-    rows = _Rows(grids)
-    asked = torch.zeros(2, maps.n_heads, len(rows.source), dtype=torch.bool, device=device)
-    for index, row in enumerate(rows.of_grid):
-        asked[:, :, row] |= wanted[:, :, index, None]
-    z = _values_of(maps, rows.source, asked.any(0))
+    rows = _Rows(grids, maps.x.device)
+    z = _values_of(maps, rows.source, rows.asked(wanted.any(0)))
     margin = exact_values_margin(maps, z, rows.source)
-    logits = _GridLogits(maps, z.float(), grids, rows, wanted, heads_of)
+    logits = _GridLogits(maps, z.float(), grids, rows, wanted)
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
-    for index, (grid, row) in enumerate(zip(grids, rows.of_grid, strict=True)):
-        if not len(logits.heads[index]):
-            nothing = torch.zeros((), dtype=torch.bool, device=device)
-            yield (nothing.expand(maps.n_heads, len(row), len(grid.target)),) * 2
-            continue
-        shape = 2, maps.n_heads, len(logits.tokens[index]), len(row)
-        hits = torch.zeros(shape, dtype=torch.bool, device=device)
-        unsure = torch.zeros_like(hits[0])
-        for heads, own in logits.of_grid(index):
-            near = margin[heads[:, None], row][:, None]
-            excess = torch.stack([own, -own]) - bound[:, heads[:, None], row][:, :, None]
-            chosen = wanted[:, heads, index, None, None]
-            hits[:, heads] = (excess >= near) & chosen
-            unsure[heads] = ((excess.abs() < near) & chosen).any(0)
-        head, token, item = unsure.nonzero(as_tuple=True)
-        cells = Triples(head, grid.source[item], logits.tokens[index][token])
-        settled = torch.stack(settle(maps, cells, torch.full_like(item, grid.k)))
-        hits[:, head, token, item] = settled & wanted[:, head, index]
-        hits = hits.index_select(2, logits.column[index]).mT
-        yield hits[0], hits[1]
+    asked = [index for index, heads in enumerate(logits.heads) if len(heads)]
+    found = {index: _hits_and_unsure(logits, index, margin, bound) for index in asked}
+    _settle_unsure(maps, grids, found, wanted)
+    nothing = torch.zeros((), dtype=torch.bool, device=margin.device)
+    for index, grid in enumerate(grids):
+        if index in found:
+            hits = found.pop(index)[0].index_select(2, logits.column[index]).mT
+            yield hits[0], hits[1]
+        else:
+            yield (nothing.expand(maps.n_heads, len(grid.source), len(grid.target)),) * 2
+
+
+def _hits_and_unsure(
+    logits: "_GridLogits", index: int, margin: Float[Tensor, "head row"], bound: Float[Tensor, "sign head row"]
+) -> tuple[Bool[Tensor, "sign head token item"], Bool[Tensor, "head token item"]]:
+    """Say which targets of a relation are hits, and which are too near the k-th place to say so of either sign."""
+    row, n_heads = logits.rows.of_grid[index], logits.maps.n_heads
+    hits = torch.zeros(2, n_heads, len(logits.tokens[index]), len(row), dtype=torch.bool, device=margin.device)
+    unsure = torch.zeros_like(hits[0])
+    for heads, own in logits.of_grid(index):
+        near = margin[heads[:, None], row][:, None]
+        excess = torch.stack([own, -own]) - bound[:, heads[:, None], row][:, :, None]
+        chosen = logits.wanted[:, heads, index, None, None]
+        hits[:, heads] = (excess >= near) & chosen
+        unsure[heads] = ((excess.abs() < near) & chosen).any(0)
+    return hits, unsure
+
+
+def _settle_unsure(
+    maps: OVMaps,
+    grids: Sequence[Grid],
+    found: Mapping[int, tuple[Bool[Tensor, "sign head token item"], Bool[Tensor, "head token item"]]],
+    wanted: Bool[Tensor, "sign head relation"],
+) -> None:
+    """Decide what is unsure of all relations together: the host waits once for which that is."""
+    if not found:
+        return
+    begins = [0, *itertools.accumulate(unsure.numel() for _, unsure in found.values())]
+    places = torch.cat([unsure.flatten() for _, unsure in found.values()]).nonzero()[:, 0].cpu()
+    bounds = torch.searchsorted(places, torch.tensor(begins)).tolist()
+    cells: list[tuple[Tensor, Tensor, Tensor]] = []
+    columns: list[Tensor] = []
+    for (index, (_, unsure)), begin, mine in zip(found.items(), begins, itertools.pairwise(bounds), strict=False):
+        head, token, item = torch.unravel_index(places[slice(*mine)] - begin, unsure.shape)
+        grid = grids[index]
+        cells.append((head, token, item))
+        columns.append(torch.stack([head, grid.source[item], grid.tokens[0][token], torch.full_like(head, grid.k)]))
+    joined = torch.cat(columns, dim=1)
+    by_head = joined[0].argsort(stable=True)
+    *triples, k = joined[:, by_head]
+    settled = torch.empty(2, joined.shape[1], dtype=torch.bool)
+    settled[:, by_head] = settle(maps, Triples(*triples), k)
+    parts = settled.split([len(head) for head, _, _ in cells], dim=1)
+    for (index, (hits, _)), cell, part in zip(found.items(), cells, parts, strict=True):
+        if part.shape[1]:
+            head, token, item = (sent(one, hits.device) for one in cell)
+            hits[:, head, token, item] = sent(part & wanted[:, cell[0], index], hits.device)
 
 
 class _Rows:
     """The rows of all relations: each source with each k that is asked of it, once."""
 
-    def __init__(self, grids: Sequence[Grid]):
+    def __init__(self, grids: Sequence[Grid], device: torch.device):
         source = torch.cat([grid.source for grid in grids])
         k = torch.cat([torch.full_like(grid.source, grid.k) for grid in grids])
         self.k_at_most = max(grid.k for grid in grids)
         both, row = (source * (self.k_at_most + 1) + k).unique(return_inverse=True)
-        self.source, self.k = both // (self.k_at_most + 1), both % (self.k_at_most + 1)
-        self.of_grid = row.split([len(grid.source) for grid in grids])
+        self._of_grid = row.split([len(grid.source) for grid in grids])
+        self.source, self.k = (sent(one, device) for one in (both // (self.k_at_most + 1), both % (self.k_at_most + 1)))
+        self.of_grid = sent_together(self._of_grid, device)
+
+    def asked(self, wanted: Bool[Tensor, "head relation"]) -> Bool[Tensor, "head row"]:
+        """Say of which rows something is wanted of each head, on the CPU."""
+        asked = torch.zeros(len(wanted), len(self.source), dtype=torch.bool)
+        for index, row in enumerate(self._of_grid):
+            asked[:, row] |= wanted[:, index, None]
+        return asked
 
 
 def _values_of(
@@ -120,7 +160,7 @@ def _values_of(
         return head_values(maps, maps.x[source].double())
     z = torch.zeros(*by_value.shape, maps.W_V.shape[2], dtype=torch.float64, device=source.device)
     for value in by_value.any(1).nonzero()[:, 0].tolist():
-        chosen = by_value[value].nonzero()[:, 0]
+        chosen = sent(by_value[value].nonzero()[:, 0], source.device)
         z[value, chosen] = maps.x[source[chosen]].double() @ maps.W_V[value].double()
     return z
 
@@ -135,10 +175,11 @@ class _GridLogits:
         grids: Sequence[Grid],
         rows: _Rows,
         wanted: Bool[Tensor, "sign head relation"],
-        heads: Sequence[Int[Tensor, " block"]],
     ):
-        self.maps, self.z, self.rows, self.wanted, self.heads = maps, z, rows, wanted, heads
-        self.tokens, self.column = zip(*(grid.tokens for grid in grids), strict=True)
+        self.maps, self.z, self.rows = maps, z, rows
+        self.heads = sent_together([one.nonzero()[:, 0] for one in wanted.any(0).T], z.device)
+        self.wanted = sent(wanted, z.device)
+        self.tokens, self.column = (sent_together([grid.tokens[i] for grid in grids], z.device) for i in range(2))
 
     def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, "block"], Float[Tensor, "block token item"]]]:
         """One relation's, for some of the heads that are asked about it at a time."""
@@ -303,11 +344,11 @@ def _merge_by_heads(
     """Merge a tile's logits z (W_O W_U) into the rows left of some heads, so many of each."""
     width = tile.shape[1]
     for block in _chunks([*left], heads_at_once(maps, width)):
-        W_O = maps.W_O[torch.tensor(block, device=z.device)].flatten(0, 1)
+        W_O = maps.W_O[sent(torch.tensor(block), z.device)].flatten(0, 1)
         W_tile = exact_product(W_O, tile).unflatten(0, (len(block), -1))
         size = max(1, _logits_at_once(maps) // (max(map(left.__getitem__, block)) * width))
         for heads, W in zip(_chunks(block, size), W_tile.split(size), strict=True):
-            group, most = torch.tensor(heads, device=z.device), max(map(left.__getitem__, heads))
+            group, most = sent(torch.tensor(heads), z.device), max(map(left.__getitem__, heads))
             for row in kept.rows(group, most).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
                 kept.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W)
 
@@ -321,7 +362,7 @@ def _merge_by_rows(
 ) -> None:
     """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
     for heads in _chunks([*left], heads_at_once(maps, maps.x.shape[1])):
-        block = torch.tensor(heads, device=z.device)
+        block = sent(torch.tensor(heads), z.device)
         alive = kept.alive[:, block].any(0)
         place, row = alive.nonzero(as_tuple=True)
         padded = kept.rows(block, max(map(left.__getitem__, heads)))

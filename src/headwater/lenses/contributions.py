@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import NumericsError
+from headwater.kernels.devices import sent
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
@@ -53,7 +54,7 @@ class Contributions:
         """Return the contributions, `row part`, and what they sum to; a row is a position read of an example."""
         held = self._run(examples)
         final = held[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
-        tokens = self.tokens[[i for i in examples for _ in self.where[i]]].to(self.head.W_U.device)
+        tokens = sent(self.tokens[[i for i in examples for _ in self.where[i]]], self.head.W_U.device)
         wanted, unwanted = (self.head.W_U[:, ids].T.float() for ids in tokens.unbind(1))
         written = (wanted - unwanted).to(self.norm.gain.device)
         constant = torch.zeros(len(written), device=written.device)
@@ -87,10 +88,10 @@ class Contributions:
         held: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
-            held[name] = activation[rows.to(activation.device), places.to(activation.device)].float()
+            held[name] = activation[sent(rows, activation.device), sent(places, activation.device)].float()
 
         def keep_sources(activation: Tensor, hook: object, name: str) -> None:
-            of, at = rows.to(activation.device), places.to(activation.device)
+            of, at = sent(rows, activation.device), sent(places, activation.device)
             held[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
 
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]

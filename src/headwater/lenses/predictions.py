@@ -27,6 +27,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.kernels.devices import sent
 from headwater.kernels.layer_predictions import layer_predictions
 from headwater.lenses.by_role import with_roles
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
@@ -230,7 +231,7 @@ class _Layers:
         device = self.head.W_U.device
         last = self.normalise(held[self.layers[-1]]).to(device)
         hidden = [self.normalise(self.transform(held[layer], layer)).to(device).float() for layer in self.layers]
-        target = torch.cat([self.targets[i] for i in examples]).clamp(min=0).to(device)
+        target = sent(torch.cat([self.targets[i] for i in examples]).clamp(min=0), device)
         found = layer_predictions(torch.stack(hidden), last, self.head, target, self.top_k)
         return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
 
@@ -244,9 +245,10 @@ class _Layers:
 
         def keep(layer: int) -> Hook:
             def take(residual: Tensor, hook: object) -> None:
-                held[layer] = residual[rows.to(residual.device), places.to(residual.device)]
+                there = residual.device
+                held[layer] = residual[sent(rows, there), sent(places, there)]
                 if layer == self.layers[-1]:
-                    ends.append(residual[torch.arange(len(residual)), batch.lengths - 1])
+                    ends.append(residual[torch.arange(len(residual), device=there), sent(batch.lengths - 1, there)])
 
             return hook_name("resid_post", layer), looks(take)
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
+from headwater.kernels.devices import sent
 from headwater.kernels.likelihood import PRECISIONS, TokenStatistics
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.hooked import check_model
@@ -310,14 +311,14 @@ def _measurer(
 
     def measure(batch: Batch, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         def take(residual: Tensor) -> Tensor:
-            return residual[rows.to(residual.device), columns.to(residual.device) - 1]
+            return residual[sent(rows, residual.device), sent(columns, residual.device) - 1]
 
         kept = residual_streams(model, batch, layers, take)
         target = batch.tokens[rows, columns]
         found = []
         for layer in layers:
             hidden = normalise(read(kept.pop(layer), layer))
-            target = target.to(hidden.device)
+            target = sent(target, hidden.device)
             found.append(likelihood_blocked.token_statistics(hidden, head, target, precision=precision))
         return {name: torch.stack([getattr(one, name).cpu() for one in found]) for name in STATISTICS}
 

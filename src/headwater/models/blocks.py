@@ -30,6 +30,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformers.activations import NewGELUActivation
 
+from headwater.kernels.devices import sent
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.cache_names import with_cache
 from headwater.models.checks import finite_output
@@ -271,7 +272,7 @@ class Blocks:
         Raises:
             NumericsError: the residual stream after the last block holds NaN or infinity.
         """
-        tap, calls, tokens = _KeyValueTap(), {}, batch.tokens.to(self.model.device)
+        tap, calls, tokens = _KeyValueTap(), {}, sent(batch.tokens, self.model.device)
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
 

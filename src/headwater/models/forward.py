@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.kernels.devices import sent
 from headwater.models.model import is_bridge
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
@@ -41,11 +42,11 @@ def forward(
     Raises:
         InputError: the model would read the padding.
     """
-    tokens, raw = batch.tokens.to(model.device), model.raw
+    tokens, raw = sent(batch.tokens, model.device), model.raw
     options = padding_option(model, batch) | (options or {})
     if not is_bridge(raw):
         out = raw(tokens, stop_at_layer=stop_at, **options)
-        return out if columns is None else out[:, columns.to(out.device)]
+        return out if columns is None else out[:, sent(columns, out.device)]
     options = {"use_cache": False} | options
     if stop_at == model.shape.n_layers:
         return _residual_after_last_block(model, tokens, options)
@@ -53,7 +54,7 @@ def forward(
         return raw(tokens, stop_at_layer=stop_at, **options)
     if leaves_logits_out(raw):
         # as a list where the logits are on another device than the inputs: it fits everywhere
-        keep = columns.tolist() if model.spread else columns.to(model.device)
+        keep = columns.tolist() if model.spread else sent(columns, model.device)
         return raw(tokens, **{"logits_to_keep": keep} | options)
     return raw(tokens, **options)[:, columns]
 
@@ -71,7 +72,7 @@ def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
             f"{model.name} looks at later tokens, and a HookedTransformer that does reads the padding behind "
             "shorter texts as if it were text: give texts of one length, or one at a time."
         )
-    return {"attention_mask": batch.mask.long().to(model.device)}
+    return {"attention_mask": sent(batch.mask.long(), model.device)}
 
 
 def leaves_logits_out(raw: Any) -> bool:

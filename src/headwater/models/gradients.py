@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headwater.errors import InputError, InterventionError
+from headwater.kernels.devices import sent
 from headwater.models.cache_names import attentions_of, reached
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.sites import hook_name
@@ -181,7 +182,7 @@ class Descent:
 
         def at_position(activation: Tensor) -> Tensor:
             rows = torch.arange(len(activation), device=activation.device)
-            return activation[rows, positions.to(activation.device)]
+            return activation[rows, sent(positions, activation.device)]
 
         def narrow(activation: Tensor, hook: object) -> Tensor:
             return at_position(activation)[:, None]

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.kernels.devices import sent
 from headwater.models.cache_names import attentions_of, cache_among, cache_options, reached
 from headwater.models.caches.cache import Cache
 from headwater.models.caches.collection import fill_cache
@@ -247,7 +248,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             out = forward(self, batch, columns, stop_at, options)
             finite_output(self, out, batch, columns, edited=bool(listed), cached=past is not None)
         if isinstance(keep, str) and columns is not None:
-            here = torch.searchsorted(columns, batch.lengths - 1).to(out.device)
+            here = sent(torch.searchsorted(columns, batch.lengths - 1), out.device)
             out = out[torch.arange(len(out), device=out.device), here][:, None]
         return out
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headwater.kernels.devices import sent
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, looks
 from headwater.models.forward import padding_option
@@ -80,6 +81,6 @@ def _without_wrappers(
         for layer in layers:
             block = bare.in_place_of(model.raw.blocks[layer])
             hooks.callback(block.register_forward_hook(partial(look, layer=layer)).remove)
-        bare.read(batch.tokens.to(model.device), **padding_option(model, batch))
+        bare.read(sent(batch.tokens, model.device), **padding_option(model, batch))
     finite_output(model, last[0], batch, None)
     return kept

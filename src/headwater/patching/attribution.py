@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
+from headwater.kernels.devices import sent
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
@@ -181,9 +182,9 @@ def sums(products: Mapping[Drawn, Tensor], cells: Cells, first: int) -> Float[Te
         most = max(1, AT_ONCE // max(1, each))
         for start in range(0, len(index), most):
             part = slice(start, start + most)
-            at = [None if one is None else torch.from_numpy(one[part]).to(product.device) for one in listed]
-            rows = torch.from_numpy(cells.example[index[part]] - first).to(product.device)
-            total[torch.from_numpy(index[part]).to(total.device)] += _sums_alike(product, rows, *at).to(total.device)
+            at = [None if one is None else sent(one[part], product.device) for one in listed]
+            rows = sent(cells.example[index[part]] - first, product.device)
+            total[sent(index[part], total.device)] += _sums_alike(product, rows, *at).to(total.device)
     return total
 
 

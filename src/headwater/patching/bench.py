@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.kernels.devices import sent
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.models.unembedding import unembedding_head
@@ -171,7 +172,7 @@ class Bench:
         """
         with torch.inference_mode():
             logits = self.logits(states)
-            answers = [ids[:1].to(logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
+            answers = [sent(ids[:1], logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
             clean = self._clean().expand_as(logits) if self.metric.against_clean else None
             metric = self.metric.measure(logits, answers, clean).double().tolist()
             return Told(metric, logits[-1, -1].double().softmax(-1).cpu())

@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
+from headwater.kernels.devices import sent
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, sites_named
@@ -252,7 +253,7 @@ def _kinds(
     """List what is severed in one prompt of one set of edges."""
     shape = model.shape
     matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead)
-    first, there = int(matrix.any(-1).int().argmax()), matrix.to(model.device)
+    first, there = int(matrix.any(-1).int().argmax()), sent(matrix, model.device)
     heads = chosen(edges.heads, shape.n_heads, "head")
     listed = {
         "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),

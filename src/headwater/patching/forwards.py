@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
+from headwater.kernels.devices import sent
 from headwater.models.checks import edges_are_cut, finite_output
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
@@ -178,7 +179,7 @@ def written_into(
         return edited
     of_row, keys = np.zeros(len(edited), dtype=np.int64), np.arange(edited.shape[-1])
     of_row[list(rows)] = lengths
-    columns = torch.from_numpy(np.where(keys < of_row[:, None], keys, -1)).to(edited.device)
+    columns = sent(np.where(keys < of_row[:, None], keys, -1), edited.device)
     write_patterns(edited, stretches, columns, values, site, layer)
     return edited
 

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError
+from headwater.kernels.devices import sent, sent_together
 from headwater.models.sites import SITES
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.metrics import Metric
@@ -66,10 +67,11 @@ def read_run(
     for site, layer in group.readings:
         if site != LOGITS:
             held = activations[SITES[site].hook_name(layer)]
-            read[site, layer] = [held[i, list(kept)] for i, kept in enumerate(positions)]
+            at = sent_together([torch.tensor(kept) for kept in positions], held.device)
+            read[site, layer] = [held[i, own] for i, own in enumerate(at)]
         elif logits is not None:
-            places = [[columns.index(p) for p in kept] for kept in positions]
-            read[site, layer] = [logits[i, place] for i, place in enumerate(places)]
+            places = [torch.tensor([columns.index(p) for p in kept]) for kept in positions]
+            read[site, layer] = [logits[i, own] for i, own in enumerate(sent_together(places, logits.device))]
     return read
 
 
@@ -129,11 +131,12 @@ class Readout:
             for m in range(len(self.plan.metrics)):
                 asks = np.array([own[m] == reading for own in readings])[chosen.kind[indices]]
                 if asks.any():
-                    asking, part = (indices, read) if asks.all() else (indices[asks], read[torch.from_numpy(asks)])
+                    asking = indices[asks]
+                    part = read if asks.all() else read[sent(np.flatnonzero(asks), read.device)]
                     measured = self.apply(m, reading, part, variants.example[asking])
                     found.values[torch.from_numpy(asking), m] = measured
             if reading in found.after:
-                found.after[reading][torch.from_numpy(indices)] = read[:, -1]
+                found.after[reading][sent(indices, found.after[reading].device)] = read[:, -1]
 
         run(variants, deliver)
         return found
@@ -149,7 +152,7 @@ class Readout:
         counts = self._places[m][1][owners]
         for count in np.unique(counts):
             rows = np.flatnonzero(counts == count)
-            part = read if len(rows) == len(owners) else read[torch.from_numpy(rows)]
+            part = read if len(rows) == len(owners) else read[sent(rows, read.device)]
             who = owners[rows]
             values = self._metric_positions(m, part, who)
             answers = self._answers(m, reading, who, read.device)
@@ -213,7 +216,7 @@ class Readout:
         answers = self.plan.answers[m]
         if self._answer_tokens is None or reading[0] != LOGITS:
             among = torch.from_numpy(owners + self.examples.start)
-            return [ids[among].to(device) for ids in answers]
+            return [sent(ids[among], device) for ids in answers]
         pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
         before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
         return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
@@ -235,7 +238,7 @@ class Readout:
         if count == read.shape[1] and bool((index == np.arange(count)).all()):
             return read
         rows = torch.arange(len(read), device=read.device)[:, None]
-        return read[rows, torch.from_numpy(index).to(read.device)]
+        return read[rows, sent(index, read.device)]
 
     def _visible_edges(self, kinds: Sequence[Kind]) -> Float[Tensor, " kind"]:
         """Count the visible edges that cells of each kind sever, over their layers and heads.

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from headwater.kernels.devices import sent
 from headwater.models.sites import Site
 from headwater.patching.variants import Indices, Place, Replace
 
@@ -76,7 +77,7 @@ class Values:
 
     def known(self, example: Tensor) -> Tensor:
         """Return the numbers by which changes know some examples of the group."""
-        return torch.tensor(self.examples, device=example.device)[example]
+        return sent(torch.tensor(self.examples), example.device)[example]
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +223,7 @@ def write_patterns(
         keys = _chosen_keys(among, held.shape[-1])
         most = max(1, PATTERNS_AT_ONCE // held.shape[-1])
         for start in range(0, index.shape[1], most):
-            of_stretch, row, head, query, *at = torch.from_numpy(index[:, start : start + most]).to(held.device)
+            of_stretch, row, head, query, *at = sent(index[:, start : start + most], held.device)
             named = columns[row]
             example, sample, position = at
             taken = values.taken(site, source, example, sample, head, position)
@@ -236,7 +237,7 @@ def write_patterns(
             assert taken is not None
             written = taken.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
             if keys is not None:
-                chosen = torch.from_numpy(keys).to(held.device)[of_stretch[:, None], named]
+                chosen = sent(keys, held.device)[of_stretch[:, None], named]
                 written = torch.where(chosen, written, standing)
             held[row, head, query] = written
 
@@ -277,7 +278,7 @@ def _indices(stretches: Sequence[Stretch], device: torch.device) -> list[Tensor]
         index = [position + shift, example, position, np.full(shape, stretch.edit.sample)]
         index += [] if heads is None else [np.broadcast_to(np.array(heads, dtype=np.int64), shape)]
         parts.append(np.stack(index).reshape(len(index), -1))
-    return list(torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts, 1)).to(device))
+    return list(sent(parts[0] if len(parts) == 1 else np.concatenate(parts, 1), device))
 
 
 def _units(stretches: Sequence[Stretch], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -288,7 +289,8 @@ def _units(stretches: Sequence[Stretch], device: torch.device) -> tuple[Tensor, 
         rows.append(np.repeat(np.arange(before, before + length), len(chosen)))
         units.append(np.tile(chosen, length))
         before += length
-    return torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(np.concatenate(units)).to(device)
+    written, unit = (sent(np.concatenate(one), device) for one in (rows, units))
+    return written, unit
 
 
 def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> Rows:

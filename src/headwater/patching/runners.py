@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.errors import NumericsError
+from headwater.kernels.devices import sent, sent_together
 from headwater.models.blocks import Blocks, Recording
 from headwater.models.checks import not_finite
 from headwater.models.hooked import HookedModel
@@ -102,7 +103,7 @@ class Wave(Runner):
         self._tile = plan.batch_size * max(self.group.lengths) if plan.batch_size else None
         self._answers: Tensor | None = None
         if (answers := plan.only_answers) is not None:
-            self._answers = answers[examples.start : examples.stop].to(plan.model.device)
+            self._answers = sent(answers[examples.start : examples.stop], plan.model.device)
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         batch = self.group.batch(*self._sides)
@@ -218,9 +219,11 @@ class Wave(Runner):
     def _logits_at(self, residual: Float[Tensor, "example position d_model"], kept: Kept) -> list[Tensor]:
         """Return the logits of each example at its positions, `kept d_vocab_or_answer`, of many examples at once."""
         if self._answers is None:
-            return [self.logits(residual[i, list(places)], i) for i, places in enumerate(kept)]
-        rows = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places], device=residual.device)
-        logits = self.blocks.logits_of(residual[rows[:, 0], rows[:, 1]], self._answers[rows[:, 0]])
+            columns = sent_together([torch.tensor(places) for places in kept], residual.device)
+            return [self.logits(residual[i, places], i) for i, places in enumerate(columns)]
+        listed = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places])
+        row, place = sent(listed, residual.device).unbind(1)
+        logits = self.blocks.logits_of(residual[row, place], self._answers[row])
         return list(logits.split([len(places) for places in kept]))
 
     def logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:

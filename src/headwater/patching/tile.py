@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headwater.kernels.devices import sent
 from headwater.models.blocks import Recording, SharedPrefix
 from headwater.models.sites import Stage
 from headwater.patching.variants import Indices, Variants
@@ -66,9 +67,8 @@ class Tile:
         """Where each row's tokens begin among those of the tile, and how many there are."""
         self.width = int(rows.length.max())
         """The tokens of the longest row."""
-        self.starts, self.lengths, self._examples = torch.from_numpy(
-            np.stack([rows.start, rows.length, rows.example])
-        ).to(device)
+        known = np.stack([rows.start, rows.length, rows.example])
+        self.starts, self.lengths, self._examples = sent(known, device)
         self._columns = torch.arange(self.width, device=device)
 
     @cached_property
@@ -107,7 +107,7 @@ class Tile:
         """Lay tokens out as rows of one length."""
         if self._is_full:
             return tokens.view(len(self.rows), self.width, -1)
-        begins = torch.from_numpy(self.begins).to(tokens.device)
+        begins = sent(self.begins, tokens.device)
         return tokens[begins[:, None] + self._within]
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
@@ -140,13 +140,13 @@ class Tile:
     @cached_property
     def _recorded_at(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"]]:
         """Example and position of each token."""
-        examples = torch.from_numpy(np.repeat(self.rows.example, self.rows.length)).to(self.starts.device)
+        examples = sent(np.repeat(self.rows.example, self.rows.length), self.starts.device)
         return examples, self._each_token(self.rows.start)
 
     def _each_token(self, first: Indices) -> Int[Tensor, " token"]:
         """Return a number for each token: its row's, and one more for each token before it in the row."""
         numbers = np.repeat(first - self.begins, self.rows.length) + np.arange(self.n_tokens)
-        return torch.from_numpy(numbers).to(self.starts.device)
+        return sent(numbers, self.starts.device)
 
     @cached_property
     def _within(self) -> Int[Tensor, "row position"]:

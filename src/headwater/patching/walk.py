@@ -30,6 +30,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
+from headwater.kernels.devices import sent
 from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, Trusted, makes
 from headwater.models.memory import Items, in_halves
@@ -98,6 +99,8 @@ class Walk:
         """The layers within whose attention or MLP something is edited."""
         self._applied: dict[tuple[int, int], list[Indices]] = {}
         """By edit and layer: the variants in which it was made."""
+        self._keyless: list[tuple[int, Tile, Bool[Tensor, "row head_or_one position"]]] = []
+        """Where edges are severed, by layer and tile: the tokens that are left no key, looked at at the end."""
 
     def run(self) -> None:
         """Walk down the layers and deliver every reading of every variant that is felt where it is read."""
@@ -110,6 +113,7 @@ class Walk:
                 self._busy = self._busy_at(layer)
                 for rows in tiled(self.rows, self._alike(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
+        self._check_that_every_token_has_a_key()
         self._check_that_all_is_finite()
         self._read_logits()
         self._check_that_every_edit_was_made()
@@ -196,8 +200,7 @@ class Walk:
         allowed = (allowed & (keys >= 0)[:, None, :])[:, None]
         if (severed := self._severed(layer, tile, zero=False)) is not None:
             allowed = allowed & ~severed
-            if not bool(allowed.any(-1).all()):
-                raise InterventionError(_no_key_left(layer, tile, allowed))
+            self._keyless.append((layer, tile, ~allowed.any(-1)))
         mask = torch.zeros(allowed.shape, dtype=self.residual.dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(mask.dtype).min)
 
@@ -211,7 +214,7 @@ class Walk:
             with self._inside(layer, tile):
                 return self.blocks.feed_forward(layer, middle)
         positions, read = self._kept[0][tile.rows.which], self._kept[1][tile.rows.which]
-        kept = torch.from_numpy((positions + (tile.begins - tile.rows.start)[:, None])[read]).to(middle.device)
+        kept = sent((positions + (tile.begins - tile.rows.start)[:, None])[read], middle.device)
         mlp_out = torch.zeros_like(middle)
         mlp_out[kept] = self.blocks.feed_forward(layer, middle[kept])
         return mlp_out
@@ -229,7 +232,7 @@ class Walk:
         """Which places of a tile's rows are read; rows that read fewer than others name one again."""
         columns = self._kept[0][tile.rows.which] - tile.rows.start[:, None]
         most = int(self._kept[1][tile.rows.which].sum(1).max())
-        return torch.from_numpy(columns[:, :most]).to(self.residual.device)
+        return sent(columns[:, :most], self.residual.device)
 
     def _hooks(self) -> list[Hook]:
         """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
@@ -301,14 +304,14 @@ class Walk:
         for turn in range(max(map(len, cutting.values()))):
             cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
             edges, numbers = self._edges_cut
-            which = torch.from_numpy(np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts]))
-            at = which.to(edges.device)[:, None, None], tile.positions[:, :, None]
+            which = np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts])
+            at = sent(which, edges.device)[:, None, None], tile.positions[:, :, None]
             found = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
             if any(cut is not None and cut.heads is not None for cut in cuts):
                 heads = np.zeros((len(cuts), self.blocks.model.shape.n_heads), dtype=bool)
                 for own, cut in zip(heads, cuts, strict=True):
                     own[slice(None) if cut is None or cut.heads is None else list(cut.heads)] = True
-                found = found & torch.from_numpy(heads).to(found.device)[:, :, None, None]
+                found = found & sent(heads, found.device)[:, :, None, None]
             severed = found if severed is None else severed | found
             for i, cut in enumerate(cuts):
                 if cut is not None:
@@ -339,7 +342,7 @@ class Walk:
         for among, positions in self._by_count(index):
             at = held[among]
             tokens = positions + (tile.begins - tile.rows.start)[at][:, None]
-            self.deliver(reading, index[among], activation[torch.from_numpy(tokens).to(activation.device)])
+            self.deliver(reading, index[among], activation[sent(tokens, activation.device)])
 
     def _reading(self, reading: Reading) -> Indices:
         """The variants of which something is read at a site of a layer."""
@@ -370,12 +373,12 @@ class Walk:
     def _deliver_logits(self, indices: Indices) -> None:
         ((_, positions),) = self._by_count(indices)
         rows = self.joining[self._rows_of(indices)]
-        tokens = torch.from_numpy(positions + (rows.offset - rows.start)[:, None]).to(self.residual.device)
+        tokens = sent(positions + (rows.offset - rows.start)[:, None], self.residual.device)
         residual = self.residual[tokens.flatten()]
         if self.answers is None:
             logits = self.blocks.logits(residual)
         else:
-            examples = torch.from_numpy(self.variants.example[indices]).to(residual.device)
+            examples = sent(self.variants.example[indices], residual.device)
             logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
         logits = logits.view(*tokens.shape, -1)
         wrong = ~(logits if self.answers is not None else logits[..., :1]).isfinite().all(-1)
@@ -383,6 +386,17 @@ class Walk:
             i, place = wrong.nonzero()[0].tolist()
             raise NotFiniteError(int(indices[i]), int(positions[i, place]))
         self.deliver((LOGITS, len(self.layers)), indices, logits)
+
+    def _check_that_every_token_has_a_key(self) -> None:
+        if not self._keyless or not any(torch.stack([found.any() for *_, found in self._keyless]).tolist()):
+            return
+        layer, tile, keyless = next(one for one in self._keyless if bool(one[2].any()))
+        row, *_, column = keyless.nonzero()[0].tolist()
+        raise InterventionError(
+            f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example "
+            f"{tile.rows.example[row]} no key to attend to in layer {layer}. Leave it at least one key, or use "
+            "variant='zero'."
+        )
 
     def _check_that_all_is_finite(self) -> None:
         """Look at each token's sum, which is not finite when one of its numbers is not, and then at the token."""
@@ -430,11 +444,3 @@ def not_walked(edits: Iterable[Edit]) -> str | None:
         if site.stage is None or not (inside or site.hook == main_site(site.stage).hook):
             return f"where {site.name} lies in a block is not known to the walk down the layers"
     return None
-
-
-def _no_key_left(layer: int, tile: Tile, allowed: Bool[Tensor, "row head_or_one position key"]) -> str:
-    row, *_, column = (~allowed.any(-1)).nonzero()[0].tolist()
-    return (
-        f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example {tile.rows.example[row]} "
-        f"no key to attend to in layer {layer}. Leave it at least one key, or use variant='zero'."
-    )

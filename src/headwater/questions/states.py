@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
+from headwater.kernels.devices import sent
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
@@ -134,7 +135,7 @@ def _keep(states: States, rows: list[int], columns: Tensor, site: str) -> Iterat
     for layer in range(len(states)):
 
         def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
-            picked = activation[torch.arange(len(rows), device=activation.device), columns.to(activation.device)]
+            picked = activation[torch.arange(len(rows), device=activation.device), sent(columns, activation.device)]
             states[layer, rows] = picked.float().cpu()
 
         yield SITES[site].hook_name(layer), looks(keep)

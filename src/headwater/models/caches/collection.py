@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.kernels.devices import usable_device
+from headwater.kernels.devices import sent, usable_device
 from headwater.models.caches.activations import Activation, features_among
 from headwater.models.caches.cache import Cache
 from headwater.models.caches.sequences import Sequences, starts_of, steps
@@ -210,8 +210,8 @@ class _Taken:
             target[_run_of(where[rows])] = arrived.to(target.device, target.dtype)
 
         def keep(activation: Tensor, hook: object) -> None:
-            there = activation.device
-            chosen = activation.flatten(0, 1) if self.whole else activation[self.row.to(there), self.columns.to(there)]
+            row, columns = (sent(one, activation.device) for one in (self.row, self.columns))
+            chosen = activation.flatten(0, 1) if self.whole else activation[row, columns]
             chosen = self.readers[one.name](chosen) if one.name in self.readers else self._heads(one, chosen)
             self.transfer.bring(chosen, target, place)
 
@@ -223,7 +223,7 @@ class _Taken:
 
         def keep(activation: Tensor, hook: object) -> None:
             chosen = self._heads(one, activation)
-            columns = self.columns.to(activation.device).split(counts)
+            columns = sent(self.columns, activation.device).split(counts)
             for row, (begin, queries) in enumerate(zip(begins, columns, strict=True)):
                 block = chosen[row] if self.whole else chosen[row][:, queries, : lengths[row]]
                 self.transfer.bring(block, target, _into(target[begin : begin + block.numel()].view(block.shape)))
@@ -235,7 +235,7 @@ class _Taken:
         axis = self.picked.get(one.name)
         if axis is None:
             return activation
-        return activation.index_select(axis, torch.tensor(self.heads, device=activation.device))
+        return activation.index_select(axis, sent(torch.tensor(self.heads), activation.device))
 
 
 def _into(target: Tensor) -> Place:

@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from headwater.kernels.devices import sent
 from headwater.models.agreement import few_tokens, same_but_for_rounding
 from headwater.models.unwrapped import Unwrapped
 
@@ -63,7 +64,7 @@ class FixedStep:
         keys = cache.layers[0].keys
         closed, self._given = torch.finfo(keys.dtype).min, torch.zeros(2, rows, 1, dtype=torch.long, device=keys.device)
         self._mask = torch.full((rows, 1, 1, self._column + room), closed, dtype=keys.dtype, device=keys.device)
-        self._mask[..., : self._column].masked_fill_(mask.to(keys.device)[:, None, None], 0)
+        self._mask[..., : self._column].masked_fill_(sent(mask, keys.device)[:, None, None], 0)
         self._weights = [*bare.model.parameters(), *bare.model.buffers()]
         self._replay: Callable[[], Tensor] | None = None
         self._read_at: list[int] = []

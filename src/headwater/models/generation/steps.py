@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from headwater.kernels.devices import sent
 from headwater.models.cache_names import takes_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, PromptHook, hooks_for
@@ -88,8 +89,8 @@ class _Cached:
             self._reads,
             hooks,
             keep=[self._reads.tokens.shape[1] - 1],
-            attention_mask=self._mask.to(device),
-            position_ids=self._positions.to(device),
+            attention_mask=sent(self._mask, device),
+            position_ids=sent(self._positions, device),
             past_key_values=self._cache,
         )
         return out[:, -1]
@@ -98,10 +99,10 @@ class _Cached:
         """Run these columns by the model without wrappers."""
         device, tokens = self._model.device, self._reads.tokens
         out = bare.last_logits(
-            tokens.to(device),
+            sent(tokens, device),
             self._cache,
-            attention_mask=self._mask.to(device) if self._padded else None,
-            position_ids=self._positions.to(device),
+            attention_mask=sent(self._mask, device) if self._padded else None,
+            position_ids=sent(self._positions, device),
         )
         return self._finite(out, edited=bool(bare.kept))
 
@@ -115,7 +116,7 @@ class _Cached:
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
         """Append to each row the token chosen for it; rows that are not among those going on are forgotten."""
         if len(going) < len(chosen):
-            self._cache.batch_select_indices(torch.tensor(going, device=self._model.device))
+            self._cache.batch_select_indices(sent(torch.tensor(going), self._model.device))
             self._mask, self._positions = self._mask[going], self._positions[going]
         self._append([chosen[i] for i in going])
 
@@ -146,7 +147,7 @@ class _Staying(_Cached):
         self._n_rows, self._live = len(prompts), list(range(len(prompts)))
 
     def _of_those_going(self, out: Float[Tensor, "row d_vocab"]) -> Float[Tensor, "batch d_vocab"]:
-        return out[torch.tensor(self._live, device=out.device)]
+        return out[sent(torch.tensor(self._live), out.device)]
 
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
         self._live = [self._live[i] for i in going]
@@ -217,7 +218,7 @@ class _Watched(_Staying):
         if not self._prompts.padded:
             return
         for layer in self._cache.layers:
-            where = self._shift[:, None, :, None].to(layer.keys.device)
+            where = sent(self._shift, layer.keys.device)[:, None, :, None]
             layer.keys, layer.values = (
                 held.gather(2, where.expand(-1, held.shape[1], -1, held.shape[3]))
                 for held in (layer.keys, layer.values)
