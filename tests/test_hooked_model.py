@@ -84,6 +84,25 @@ def test_stopping_at_a_layer_gives_what_enters_it(model):
     torch.testing.assert_close(logits, model.run(batch), rtol=1e-5, atol=2e-5)
 
 
+def test_stopping_behind_the_last_layer_leaves_the_head_out_unless_a_hook_looks_there(model, monkeypatch):
+    batch, unembed, asked, seen = model.tokenize(random_texts(3)), model.raw.unembed, [], []
+    head = getattr(unembed, "original_component", unembed)
+    run = head.forward
+    monkeypatch.setattr(head, "forward", lambda hidden: (asked.append(len(hidden)), run(hidden))[1])
+    edit = ("blocks.2.hook_resid_post", halve)
+    before, edited = model.run(batch, stop_at=3), model.run(batch, [edit], stop_at=3)
+    assert not asked
+    torch.testing.assert_close(edited, before / 2, rtol=0, atol=0)
+    look = ("unembed.hook_out", lambda logits, hook: seen.append(logits.clone()))
+    torch.testing.assert_close(model.run(batch, [look], stop_at=3), before, rtol=1e-5, atol=1e-6)
+    assert asked
+    assert seen
+    asked.clear()
+    assert torch.equal(model.run(batch, stop_at=3), before)
+    assert not asked
+    assert not hooked_points(model)
+
+
 def test_a_layer_that_is_not_there_is_refused(llama):
     with pytest.raises(InputError, match="stop_at=4"):
         llama.run("Paris", stop_at=4)

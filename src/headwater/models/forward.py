@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -85,13 +87,34 @@ def _takes_logits_to_keep(run: Callable[..., object]) -> bool:
     return "logits_to_keep" in inspect.signature(run).parameters
 
 
+class _EnoughError(Exception):
+    """Ends a run behind the last block."""
+
+
 def _residual_after_last_block(
     model: Model, tokens: Int[Tensor, "batch position"], options: dict[str, Any]
 ) -> Float[Tensor, "batch position d_model"]:
-    """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook."""
+    """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook.
+
+    The run ends there, without the head, unless somebody has put a hook behind the blocks.
+    """
     kept: list[Tensor] = []
+    ends = not _is_hooked_behind_blocks(model.raw)
+
+    def keep(residual: Tensor, hook: object) -> None:
+        kept.append(residual)
+        if ends:
+            raise _EnoughError
+
     name = hook_name("resid_post", model.shape.n_layers - 1)
-    keep = {"logits_to_keep": 1} if leaves_logits_out(model.raw) else {}
-    with model.raw.hooks(fwd_hooks=[(name, lambda residual, hook: kept.append(residual))]):
-        model.raw(tokens, **keep | options)
+    few = {"logits_to_keep": 1} if leaves_logits_out(model.raw) else {}
+    with contextlib.suppress(_EnoughError), model.raw.hooks(fwd_hooks=[(name, keep)]):
+        model.raw(tokens, **few | options)
     return kept[0]
+
+
+def _is_hooked_behind_blocks(raw: Any) -> bool:
+    """Whether a hook of anyone stands in the last norm or the unembedding."""
+    behind = [getattr(raw, name, None) for name in ("ln_final", "unembed")]
+    modules = [module for one in behind if isinstance(one, torch.nn.Module) for module in one.modules()]
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)

@@ -125,7 +125,7 @@ def states_at(
             columns = torch.tensor([positions[row] for row in rows])
             batch = model.tokenize([list(tokens[row]) for row in rows])
             edits = editing(rows) if editing is not None else ()
-            model.run(batch, [*edits, *_keep(states, rows, columns, site)], keep=[0])
+            model.run(batch, [*edits, *_keep(states, rows, columns, site)], stop_at=shape.n_layers)
             bar.update(len(rows))
     return states
 
