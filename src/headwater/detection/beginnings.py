@@ -42,8 +42,8 @@ class Beginnings:
         places = torch.tensor([self.place.get(row, 0) for row in rows])
         pairs = {
             layer: (
-                keys[places.to(keys.device), :, keys.shape[2] - longest :],
-                values[places.to(values.device), :, values.shape[2] - longest :],
+                keys[:, :, keys.shape[2] - longest :].index_select(0, places.to(keys.device)),
+                values[:, :, values.shape[2] - longest :].index_select(0, places.to(values.device)),
             )
             for layer, (keys, values) in self.held.items()
         }

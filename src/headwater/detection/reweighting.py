@@ -232,6 +232,8 @@ def _marked(
     positions: Sequence[Sequence[int]], shifts: Sequence[int], columns: range
 ) -> Bool[Tensor, "example position"]:
     marks = torch.zeros(len(positions), len(columns), dtype=torch.bool)
-    for row, (places, shift) in enumerate(zip(positions, shifts, strict=True)):
-        marks[row, [place + shift for place in places if place + shift in columns]] = True
+    moved = [[place + shift for place in places] for places, shift in zip(positions, shifts, strict=True)]
+    marked = [(row, place) for row, places in enumerate(moved) for place in places if place in columns]
+    if marked:
+        marks[tuple(torch.tensor(marked).T)] = True
     return marks

@@ -271,7 +271,8 @@ def _from_ids(parts: list[Any], given: object, tokenizer: PreTrainedTokenizerBas
     """Read lists of token ids, the parts of what was given; one list of ids is one row."""
     is_row = bool(parts) and all(is_one(part) for part in parts)
     try:
-        rows = [[whole_number(token) for token in row] for row in ([parts] if is_row else parts)]
+        lists = [parts] if is_row else parts
+        rows = [[token if type(token) is int else whole_number(token) for token in row] for row in lists]
     except TypeError:
         rows = []
     if not any(rows):
@@ -322,7 +323,10 @@ def _refuse_unmarked_padding(
         return
     begins_texts = pad == _special_id("bos_token_id", tokenizer, config)
     ends_texts = a_last_one_is_text and pad == _special_id("eos_token_id", tokenizer, config)
-    for row, length in enumerate(batch.lengths.tolist()):
+    lengths, rows = batch.lengths, torch.arange(len(batch))
+    suspects = (batch.tokens[:, 0] == pad) | (batch.tokens[rows, lengths - 1] == pad)
+    for row in torch.nonzero(suspects)[:, 0].tolist():
+        length = int(lengths[row])
         padding = (batch.tokens[row, :length] == pad).tolist()
         in_front = next((i for i, is_pad in enumerate(padding) if not is_pad), length)
         behind = next((i for i, is_pad in enumerate(reversed(padding)) if not is_pad), length)

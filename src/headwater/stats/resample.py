@@ -104,13 +104,13 @@ class Draws:
 
     def per_example(self, examples: Shaped[ndarray, " _"] | None = None) -> Float[ndarray, "draw example"]:
         """Return how often each example comes in each draw: of all, or of those chosen (a mask or places)."""
-        return self.counts[:, self.of_example if examples is None else self.of_example[examples]]
+        return np.take(self.counts, self.of_example if examples is None else self.of_example[examples], axis=1)
 
     def apply(
         self, statistic: Callable[[Float[ndarray, "draw example"]], Float[ndarray, " draw *column"]]
     ) -> Float[ndarray, " draw *column"]:
         """Return a statistic of every draw, computed some draws at a time from how often each example comes."""
-        return np.concatenate([statistic(counts[:, self.of_example]) for counts in self.blocks()])
+        return np.concatenate([statistic(np.take(counts, self.of_example, axis=1)) for counts in self.blocks()])
 
     def sums(self, values: Shaped[ndarray, " example *column"]) -> Float[ndarray, " unit *column"]:
         """Add up the values of each unit's examples."""
