@@ -277,6 +277,14 @@ def test_a_folder_that_is_not_there_is_named(name):
         hw.load(name)
 
 
+def test_a_folder_misspelt_is_told_with_its_neighbour(tmp_path):
+    (tmp_path / "llama").mkdir()
+    with pytest.raises(ModelError, match=r"There is no folder .*/lama\. Did you mean 'llama'\?"):
+        hw.load(tmp_path / "lama")
+    with pytest.raises(ModelError, match=r"There is no folder .*/gpt2\.$"):
+        hw.load(tmp_path / "gpt2")
+
+
 def test_a_file_is_not_a_checkpoint(folder):
     with pytest.raises(ModelError, match="is a file"):
         hw.load(folder / "config.json")

@@ -38,6 +38,9 @@ def test_a_token_is_not_compared_with_itself_by_a_sweep_and_what_a_sweep_has_not
     model, pair = hw.load(), (" Paris is in", " Rome is in")
     with pytest.raises(InputError, match="compares ' France' with itself, which is always 0"):
         hw.patch(model, *pair, sites="z", layers=0, metric=hw.logit_difference(" France", " France"), progress=False)
+    mixed = hw.logit_difference([" France", " Italy"], [7, model.tokenizer(" Italy")["input_ids"][-1]])
+    with pytest.raises(InputError, match=r"compares token \d+ with itself for prompt 1, which is always 0"):
+        hw.patch(model, *([one] * 2 for one in pair), sites="z", layers=0, metric=mixed, progress=False)
     sweep = hw.patch(model, *pair, sites="z", layers=[0, 2], metric=hw.rank(" France"), progress=False)
     with pytest.raises(InputError, match=r"This sweep has no layer 1; it has 0, 2\."):
         sweep.plot(layer=1)

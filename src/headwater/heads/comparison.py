@@ -272,7 +272,8 @@ def _names(paths: Sequence[str]) -> list[str]:
     if not parts:
         return []
     raise InputError(
-        f"Several of the models are named {paths[0]!r}: name them yourself, with a mapping {{name: model}}."
+        f"Several of the models are named {paths[0]!r}: give each model once, or name them yourself, in Python with a "
+        "mapping {name: model}."
     )
 
 

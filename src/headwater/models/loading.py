@@ -282,7 +282,9 @@ def _folder(source: str, revision: str | None) -> Path:
     if path.is_file():
         raise ModelError(f"{path} is a file; give the folder of the checkpoint.")
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise ModelError(f"There is no folder {path}.")
+        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, beside)
+        raise ModelError(f"There is no folder {path}.{near if near.startswith(' Did') else ''}")
     known = _known_names()
     try:
         return checkpoint_folder(known.get(source, source), revision)

@@ -140,11 +140,8 @@ class Plan:
             for metric in self.metrics
         ]
         for metric, answers in zip(self.metrics, of_prompts, strict=True):
-            if metric.name == "logit_difference" and len(answers) == 2 and bool((answers[0] == answers[1]).all()):
-                raise InputError(
-                    f"hw.logit_difference compares {shown(metric.answers[0])} with itself, which is always 0: "
-                    "give two different answers."
-                )
+            if metric.name == "logit_difference" and len(answers) == 2:
+                _refuse_alike(metric, *answers)
         warn_of_missing_spaces(at_the_end, ends, model.tokenizer)
         return tuple(tuple(ids.repeat_interleave(self.draws) for ids in answers) for answers in of_prompts)
 
@@ -289,6 +286,23 @@ def _trunks(cells: Cells) -> Int[np.ndarray, " cell"]:
         last = followed.setdefault((int(cells.example[i]), cells.kinds[cells.kind[i]].family), i)
         trunk[i] = last if last != i else -1
     return trunk
+
+
+def _refuse_alike(metric: Metric, right: Int[Tensor, " example"], wrong: Int[Tensor, " example"]) -> None:
+    """Refuse the difference of a token's logit with itself.
+
+    Raises:
+        InputError: with the prompt, where it is so for some.
+    """
+    same = right == wrong
+    if bool(same.all()):
+        what = f"{shown(metric.answers[0])} with itself"
+    elif bool(same.any()):
+        prompt = int(same.nonzero()[0])
+        what = f"token {int(right[prompt])} with itself for prompt {prompt}"
+    else:
+        return
+    raise InputError(f"hw.logit_difference compares {what}, which is always 0: give two different answers.")
 
 
 def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
