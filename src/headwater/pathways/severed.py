@@ -16,6 +16,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from headwater.errors import InterventionError
+from headwater.kernels.devices import sent
 from headwater.models.checks import edges_are_cut
 from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
@@ -56,7 +57,7 @@ def severed_states(
     ]
 
     def cutting(rows: Sequence[int]) -> Iterator[Hook]:
-        return _hooks(_stacked([cuts[row] for row in rows]).to(model.device), model.shape.n_layers, variant)
+        return _hooks(sent(_stacked([cuts[row] for row in rows]), model.device), model.shape.n_layers, variant)
 
     try:
         return states_at(model, tokens, positions, site, batch_size, progress=False, editing=cutting)

@@ -125,17 +125,20 @@ def states_at(
             columns = torch.tensor([positions[row] for row in rows])
             batch = model.tokenize([list(tokens[row]) for row in rows])
             edits = editing(rows) if editing is not None else ()
-            model.run(batch, [*edits, *_keep(states, rows, columns, site)], stop_at=shape.n_layers)
+            held: dict[int, Tensor] = {}
+            model.run(batch, [*edits, *_keep(held, shape.n_layers, columns, site)], stop_at=shape.n_layers)
+            by_layer = [held[layer].to(model.device) for layer in range(shape.n_layers)]
+            states[:, rows] = torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
             bar.update(len(rows))
     return states
 
 
-def _keep(states: States, rows: list[int], columns: Tensor, site: str) -> Iterator[Hook]:
-    """Yield a hook per layer that copies each row's state into its place."""
-    for layer in range(len(states)):
+def _keep(held: dict[int, Tensor], n_layers: int, columns: Tensor, site: str) -> Iterator[Hook]:
+    """Yield a hook per layer that keeps each row's state, `row d_model`."""
+    for layer in range(n_layers):
 
         def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
-            picked = activation[torch.arange(len(rows), device=activation.device), sent(columns, activation.device)]
-            states[layer, rows] = picked.float().cpu()
+            there = activation.device
+            held[layer] = activation[torch.arange(len(columns), device=there), sent(columns, there)]
 
         yield SITES[site].hook_name(layer), looks(keep)
