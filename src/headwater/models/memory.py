@@ -36,9 +36,7 @@ def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) 
     Raises:
         InputError: it would not fit; the message has both figures.
     """
-    available = available_memory(device)
-    if needed > available:
-        raise InputError(f"{what} would take {said_bytes(needed)}; {device} has {said_bytes(available)} free. {advice}")
+    how_many_fit(what, needed, device, advice)
 
 
 def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str) -> None:
@@ -67,8 +65,10 @@ def how_many_fit(what: str, needed: int, device: torch.device, advice: str) -> i
     Raises:
         InputError: see `refuse_too_large`.
     """
-    refuse_too_large(what, needed, device, advice)
-    return max(1, available_memory(device) // max(1, needed))
+    available = available_memory(device)
+    if needed > available:
+        raise InputError(f"{what} would take {said_bytes(needed)}; {device} has {said_bytes(available)} free. {advice}")
+    return max(1, available // max(1, needed))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -18,7 +18,6 @@ MLP the walk holds the tensor itself; within them a hook writes while a tile goe
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
@@ -35,11 +34,11 @@ from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, Trusted, makes
 from headwater.models.memory import Items, in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
+from headwater.patching.masks import Masks
 from headwater.patching.rows import Stretch, Values, write_patterns, write_tokens
 from headwater.patching.tile import Lanes, Tile, rows_of, tiled
 from headwater.patching.variants import (
     LOGITS,
-    Cut,
     Deliver,
     Edit,
     Indices,
@@ -99,8 +98,7 @@ class Walk:
         """The layers within whose attention or MLP something is edited."""
         self._applied: dict[tuple[int, int], list[Indices]] = {}
         """By edit and layer: the variants in which it was made."""
-        self._keyless: list[tuple[int, Tile, Bool[Tensor, "row head_or_one position"]]] = []
-        """Where edges are severed, by layer and tile: the tokens that are left no key, looked at at the end."""
+        self._masks = Masks(recording, variants, blocks.model.shape.n_heads, self._applied)
 
     def run(self) -> None:
         """Walk down the layers and deliver every reading of every variant that is felt where it is read."""
@@ -113,7 +111,7 @@ class Walk:
                 self._busy = self._busy_at(layer)
                 for rows in tiled(self.rows, self._alike(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
-        self._check_that_every_token_has_a_key()
+        self._masks.check_that_every_token_has_a_key()
         self._check_that_all_is_finite()
         self._read_logits()
         self._check_that_every_edit_was_made()
@@ -175,7 +173,7 @@ class Walk:
                 if site.stage == Stage.HEAD_OUTPUT and (site.name, layer) in self.writers:
                     write_tokens(z, self._stretches(site, layer, tile), self.values, site, layer)
             return self.blocks.project_heads(layer, z)
-        mask, prefix = self._mask(layer, tile), tile.prefix(self.recording, layer)
+        mask, prefix = self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
         call, rows = self.recording.calls[layer], tile.padded(residual)
         if self._needs_all(layer, tile, "attention"):
             with self._inside(layer, tile):
@@ -192,17 +190,6 @@ class Walk:
             yield
         finally:
             self._tile = None
-
-    def _mask(self, layer: int, tile: Tile) -> Float[Tensor, "row head_or_one position key"]:
-        """Say which keys each token may read."""
-        positions, keys = tile.positions, tile.key_positions
-        allowed = self.recording.visible[layer][positions[:, :, None], keys.clamp_min(0)[:, None, :]]
-        allowed = (allowed & (keys >= 0)[:, None, :])[:, None]
-        if (severed := self._severed(layer, tile, zero=False)) is not None:
-            allowed = allowed & ~severed
-            self._keyless.append((layer, tile, ~allowed.any(-1)))
-        mask = torch.zeros(allowed.shape, dtype=self.residual.dtype, device=allowed.device)
-        return mask.masked_fill_(~allowed, torch.finfo(mask.dtype).min)
 
     def _feed_forward(
         self, layer: int, tile: Tile, middle: Tensor, taken: tuple[Stage, ...]
@@ -261,7 +248,7 @@ class Walk:
             if site.has_keys:
                 stretches = self._stretches(site, layer, tile, 1)
                 write_patterns(edited, stretches, tile.key_positions, self.values, site, layer)
-                if (severed := self._severed(layer, tile, zero=True)) is not None:
+                if (severed := self._masks.severed(layer, tile, zero=True)) is not None:
                     edited.masked_fill_(severed, 0.0)
             else:
                 width = edited.shape[1] if site.within == "attention" else None
@@ -295,39 +282,6 @@ class Walk:
                 found.append(Stretch(edit, rows.example[among], start, length, offset[among]))
                 self._note(rows.variant[among], edit, layer)
         return found
-
-    def _severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
-        """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""
-        rows, changes = tile.rows, self.variants.changes
-        cutting = {number: changes[number].cutting(layer, zero) for number in np.unique(rows.which)}
-        severed: Tensor | None = None
-        for turn in range(max(map(len, cutting.values()))):
-            cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
-            edges, numbers = self._edges_cut
-            which = np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts])
-            at = sent(which, edges.device)[:, None, None], tile.positions[:, :, None]
-            found = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
-            if any(cut is not None and cut.heads is not None for cut in cuts):
-                heads = np.zeros((len(cuts), self.blocks.model.shape.n_heads), dtype=bool)
-                for own, cut in zip(heads, cuts, strict=True):
-                    own[slice(None) if cut is None or cut.heads is None else list(cut.heads)] = True
-                found = found & sent(heads, found.device)[:, :, None, None]
-            severed = found if severed is None else severed | found
-            for i, cut in enumerate(cuts):
-                if cut is not None:
-                    self._note(rows.variant[i : i + 1], cut, layer)
-        return severed
-
-    @functools.cached_property
-    def _edges_cut(self) -> tuple[Bool[Tensor, "_ query key"], dict[int, int]]:
-        """What edits sever: no edge at first, then each of their matrices once; and by matrix its number."""
-        edits = [edit for change in self.variants.changes for edit in change.edits if isinstance(edit, Cut)]
-        matrices = {id(edit.edges): edit.edges for edit in edits}
-        longest = max(len(matrix) for matrix in matrices.values())
-        edges = torch.zeros(1 + len(matrices), longest, longest, dtype=torch.bool, device=self.residual.device)
-        for own, matrix in zip(edges[1:], matrices.values(), strict=True):
-            own[: len(matrix), : len(matrix)] = matrix
-        return edges, {one: 1 + number for number, one in enumerate(matrices)}
 
     def _recorded(self, stage: Stage, layer: int) -> Tensor:
         return self.recording.activations[main_site(stage).hook_name(layer)]
@@ -386,17 +340,6 @@ class Walk:
             i, place = wrong.nonzero()[0].tolist()
             raise NotFiniteError(int(indices[i]), int(positions[i, place]))
         self.deliver((LOGITS, len(self.layers)), indices, logits)
-
-    def _check_that_every_token_has_a_key(self) -> None:
-        if not self._keyless or not any(torch.stack([found.any() for *_, found in self._keyless]).tolist()):
-            return
-        layer, tile, keyless = next(one for one in self._keyless if bool(one[2].any()))
-        row, *_, column = keyless.nonzero()[0].tolist()
-        raise InterventionError(
-            f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example "
-            f"{tile.rows.example[row]} no key to attend to in layer {layer}. Leave it at least one key, or use "
-            "variant='zero'."
-        )
 
     def _check_that_all_is_finite(self) -> None:
         """Look at each token's sum, which is not finite when one of its numbers is not, and then at the token."""
