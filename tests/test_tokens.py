@@ -1,5 +1,6 @@
 """Tokens: exactly one BOS where the model wants one, batches without silent padding, spans by offsets."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -264,6 +265,27 @@ def test_special_tokens_that_only_the_class_knows_are_kept(tmp_path):
     assert loaded.bos_token_id == loaded.eos_token_id == 256
     assert loaded("ab").input_ids == [vocabulary["a"], vocabulary["b"]]
     assert hw.load(folder, tokenizer=loaded).tokenize("ab").tokens.tolist() == [[256, vocabulary["a"], vocabulary["b"]]]
+
+
+@pytest.mark.parametrize(("named", "times"), [(None, 1), ("GPT2Tokenizer", 2)])
+def test_the_file_of_a_tokenizer_is_read_again_only_for_a_class_that_does_not_follow_it(
+    named, times, tmp_path, monkeypatch
+):
+    TOKENIZER.save_pretrained(tmp_path)
+    if named is not None:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
+    read, from_file = [], tf.PreTrainedTokenizerFast._from_pretrained.__func__
+
+    def counted(cls, *given, **options):
+        read.append(cls)
+        return from_file(cls, *given, **options)
+
+    monkeypatch.setattr(tf.PreTrainedTokenizerFast, "_from_pretrained", classmethod(counted))
+    loaded = load_tokenizer(tmp_path)
+    assert len(read) == times
+    assert loaded.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
+    assert loaded.all_special_tokens == TOKENIZER.all_special_tokens
 
 
 def test_a_batch_says_what_it_is_in_one_line():

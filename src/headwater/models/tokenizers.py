@@ -48,17 +48,21 @@ def load_tokenizer(
 
 
 def _faithful(where: str, revision: str | None, options: dict[str, object]) -> PreTrainedTokenizerBase:
-    """The tokenizer that the file describes, completed by the class that its name stands for."""
+    """The tokenizer that the file describes, completed by the class that its name stands for.
+
+    Where that class is the one that follows the file, the file is read once.
+    """
     try:
         file = cached_file(where, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is None:
             return AutoTokenizer.from_pretrained(where, **options)
+        named = _named(where, options)
+        if type(named) is PreTrainedTokenizerFast:
+            return named
         faithful = PreTrainedTokenizerFast.from_pretrained(where, **options)
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
         raise ModelError(f"The tokenizer of {where} cannot be read: {first_line(error)}") from None
-    try:
-        named = AutoTokenizer.from_pretrained(where, **options)
-    except Exception:  # each class reads the files in its own way, and needs others than the one that counts
+    if named is None:
         return faithful
     vocabulary = faithful.get_vocab()
     for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -67,6 +71,14 @@ def _faithful(where: str, revision: str | None, options: dict[str, object]) -> P
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template
     return faithful
+
+
+def _named(where: str, options: dict[str, object]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that AutoTokenizer makes; None where its class needs other files than the one that counts."""
+    try:
+        return AutoTokenizer.from_pretrained(where, **options)
+    except Exception:  # each class reads the files in its own way
+        return None
 
 
 @contextlib.contextmanager
