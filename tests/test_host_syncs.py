@@ -170,6 +170,11 @@ def test_numbers_are_sent_without_waiting_to_devices_that_take_a_copy_first_and_
         parts = devices.sent_together([torch.arange(3), torch.arange(0), torch.arange(2)], there)
         assert waits.by_line.total() == 4
         assert [part.tolist() for part in parts] == [[0, 1, 2], [], [0, 1]]
+        pinned, pin = [], torch.Tensor.pin_memory
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor.nbytes), pin(tensor))[1])
+        for n in (2**13, 2**13 + 1):  # numbers of eight bytes
+            assert devices.sent(torch.arange(n), there)[-1].item() == n - 1
+        assert pinned == [8 * (2**13 + 1)]
 
 
 def test_it_counts_waits_for_the_card_alone():

@@ -17,6 +17,8 @@ from headwater.errors import InputError
 GIVE = "Give cpu, cuda, or cuda:1."
 TAKE_A_COPY_FIRST = frozenset({"cuda"})
 """Devices to which a copy of pageable memory is made of a copy: what it came from may change or go at once."""
+COPIED_AT_ONCE = 2**16
+"""Bytes up to which that is so without waiting; more goes by way of pinned memory, which torch keeps for the next."""
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -52,6 +54,8 @@ def sent(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
     """
     host = torch.from_numpy(host) if isinstance(host, np.ndarray) else host
     behind = host.device.type == "cpu" and torch.device(device).type in TAKE_A_COPY_FIRST
+    if behind and host.nbytes > COPIED_AT_ONCE:
+        host = host.pin_memory()
     return host.to(device, non_blocking=behind)
 
 
