@@ -4,10 +4,14 @@ import json
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+import headwater as hw
 from headwater.errors import InputError
+from headwater.likelihood import load_member_texts
 from headwater.patching.prompts import read_table
 
 PAIRS = [("NA", "None"), ("1", "2.50"), (' a, "b"\n', " ä"), ("null", "true")]
@@ -53,3 +57,49 @@ def test_what_is_no_table_of_prompts_is_refused(name, content, message, tmp_path
         read_table(tmp_path / name)
     with pytest.raises(InputError, match=r"The file of pairs of prompts .*none.csv does not exist"):
         read_table(tmp_path / "none.csv")
+
+
+REPEATED = {
+    ".csv": b"{a},{b},{a}\nx,y,z\n",
+    ".tsv": b"{a}\t{b}\t{a}\nx\ty\tz\n",
+    ".jsonl": b'{"{a}": "x", "{b}": "y", "{a}": "z"}\n',
+    ".json": b'[{"{a}": "x", "{b}": "y", "{a}": "z"}]',
+}
+READERS = {
+    "pairs": (read_table, ("clean", "corrupted"), list(REPEATED)),
+    "questions": (hw.load_questions, ("question", "answers"), list(REPEATED)),
+    "relations": (hw.load_relations, ("source", "target"), list(REPEATED)),
+    "texts": (load_member_texts, ("text", "member"), [".csv", ".jsonl", ".json"]),
+    "graph": (hw.load_depth_graph, ("name", "nodes"), [".json"]),
+}
+
+
+@pytest.mark.parametrize(("what", "suffix"), [(what, suffix) for what, row in READERS.items() for suffix in row[2]])
+def test_a_column_or_a_key_that_occurs_twice_is_refused_by_name(what, suffix, tmp_path):
+    """Python's readers keep the last of the two, in silence."""
+    read, names, _ = READERS[what]
+    for a, b in (names, names[::-1]):
+        (tmp_path / f"a{suffix}").write_bytes(REPEATED[suffix].replace(b"{a}", a.encode()).replace(b"{b}", b.encode()))
+        with pytest.raises(InputError, match=f"{a!r} (occurs )?twice"):
+            read(tmp_path / f"a{suffix}")
+
+
+@pytest.mark.parametrize("what", ["pairs", "questions"])
+def test_a_data_frame_with_a_column_twice_is_refused_by_name(what):
+    read, (a, b), _ = READERS[what]
+    with pytest.raises(InputError, match=f"the column {a!r} twice"):
+        read(pd.DataFrame([["x", "y", "z"]], columns=[a, b, a]))
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused_by_name(tmp_path):
+    cells = [pa.array([text]) for text in "xyz"]
+    pq.write_table(pa.Table.from_arrays(cells, ["question", "answers", "question"]), tmp_path / "a.parquet")
+    for read in (hw.load_questions, load_member_texts):
+        with pytest.raises(InputError, match="the column 'question' twice"):
+            read(tmp_path / "a.parquet")
+
+
+def test_a_key_that_occurs_twice_beside_the_rows_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('{"data": 1, "data": [{"clean": "x", "corrupted": "y"}]}')
+    with pytest.raises(InputError, match="the key 'data' occurs twice"):
+        read_table(tmp_path / "a.json")

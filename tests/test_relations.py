@@ -132,7 +132,7 @@ def test_a_wrong_category_beside_the_published_layout_is_named(tmp_path):
 
 def test_files_that_are_not_json_are_refused_with_the_line(tmp_path):
     file = write(tmp_path, "r", '[["a", "b"],\n["c" "d"]]')
-    assert refusal(tmp_path).startswith(f"{file}, line 2, column 6: not JSON")
+    assert refusal(tmp_path).startswith(f"{file} is not a relation file in JSON (line 2, column 6: ")
     file.write_bytes(b'[["a", "b"],\n["caf\xe9", "d"]]')
     assert refusal(tmp_path) == f"{file}, line 2: not UTF-8 text. Save the file as UTF-8."
     file.write_text(" \n")

@@ -9,7 +9,8 @@
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +18,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
-from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
+from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json, unique_keys
 from headwater.errors import InputError
 
 Row = Mapping[str, object]
@@ -90,7 +91,7 @@ def read_texts(path: Path, field: str) -> Iterator[str | None]:
 
 def _text_in(line: str, field: str) -> str | None:
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError):
         return None
     text = value.get(field) if isinstance(value, dict) else None
@@ -146,6 +147,17 @@ def check_readable(path: Path, what: str) -> None:
         raise InputError(f"{str(path)!r} is no path of a file of {what}: {error}.") from None
 
 
+def refuse_repeated(where: object, names: Iterable[object]) -> None:
+    """Refuse a table two of whose columns have one name, of which a reader would take the last.
+
+    Raises:
+        InputError: it is so.
+    """
+    twice = next((name for name, times in Counter(names).items() if times > 1 and name != ""), None)
+    if twice is not None:
+        raise InputError(f"{where} has the column {twice!r} twice. Rename or remove one of the two.")
+
+
 def read_parquet(path: Path) -> pd.DataFrame:
     """Read a parquet file without what pandas noted in it: a damaged note is no damage to the data.
 
@@ -154,6 +166,7 @@ def read_parquet(path: Path) -> pd.DataFrame:
     """
     try:
         with pq.ParquetFile(path) as file:
+            refuse_repeated(path, file.schema_arrow.names)
             table = file.read()
         table.validate(full=True)  # as pandas, arrow takes text for UTF-8 until it is looked at
         return table.to_pandas(ignore_metadata=True)
@@ -166,6 +179,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
     number = 1
     try:
         with pq.ParquetFile(path) as file:
+            refuse_repeated(path, file.schema_arrow.names)
             for batch in file.iter_batches(ROWS_AT_A_TIME):
                 for row in batch.to_pylist():
                     yield number, {name: cell for name, cell in row.items() if cell is not None and cell == cell}
@@ -208,7 +222,9 @@ def _table(path: Path, file: TextIO, advice: str = "") -> tuple[Sequence[str], I
             raise InputError(f"{path}, row {reader.line_num}: {error}.") from None
 
     try:
-        return reader.fieldnames or (), rows()
+        header = reader.fieldnames or ()
+        refuse_repeated(path, header)
+        return header, rows()
     except csv.Error as error:
         raise InputError(f"{path}, row {reader.line_num}: {error}.") from None
 
@@ -221,8 +237,13 @@ def _json_items(path: Path, file: TextIO) -> Iterator[tuple[int, object]]:
         return
     if not stream.take("{"):
         raise InputError(f"{path} is not a table: expected an array of objects.")
+    keys: set[object] = set()
     while not stream.take("}"):
-        stream.value("a key")
+        key = stream.value("a key")
+        if not isinstance(key, str) or key in keys:
+            what = f"the key {key!r} occurs twice" if isinstance(key, str) else "a key is not a text"
+            raise InputError(f"{path} is not a table: {what}.")
+        keys.add(key)
         stream.expect(":")
         if stream.take("["):
             yield from stream.items()
@@ -238,7 +259,7 @@ class _JsonStream:
     def __init__(self, path: Path, file: TextIO):
         self._path, self._file = path, file
         self._text, self._place, self._ended = "", 0, False
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
 
     def items(self) -> Iterator[tuple[int, object]]:
         """Yield the values up to the end of the array that has begun, numbered from 1."""

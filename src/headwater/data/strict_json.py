@@ -11,15 +11,29 @@ from headwater.errors import InputError
 HALF_A_CHARACTER = "half of a surrogate pair stands for a character"
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its keys and values: the `object_pairs_hook` of every reader, since JSON keeps the last value.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    if len(made := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return made
+
+
 def parse_json(text: str | bytes) -> Any:
     r"""Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, is nested too deep, has a number beyond all bounds, or is not Unicode: JSON
-            can spell half a character, "\ud800", which no file or table can hold. The message is what is wrong.
+        ValueError: it is not JSON in UTF-8, has a key twice, is nested too deep, has a number beyond all bounds, or is
+            not Unicode: JSON can spell half a character, "\ud800", which no file or table can hold. The message is
+            what is wrong.
     """
     try:
-        value = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        plain = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        value = json.loads(plain, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
     except UnicodeDecodeError as error:
@@ -84,13 +98,9 @@ class JsonDocument:
         if not self.text.strip():
             raise InputError(f"{file} is empty.")
         try:
-            self.value: Any = json.loads(self.text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{file}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}).") from None
-        except (RecursionError, ValueError):
-            raise InputError(f"{file}: not a {what} (nested too deep, or a number without end).") from None
-        if not is_unicode(self.value):
-            raise InputError(f"{file}: {HALF_A_CHARACTER}.")
+            self.value: Any = parse_json(self.text)
+        except ValueError as error:
+            raise InputError(f"{file} is not a {what} in JSON ({error}).") from None
 
     def line(self, position: int) -> int:
         """Return the line, from 1, of what stands at or behind a position."""

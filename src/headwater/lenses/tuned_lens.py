@@ -7,13 +7,13 @@ where headwater reads layer i; translator 0 reads the embedding, which is no lay
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from headwater.data.strict_json import parse_json
 from headwater.errors import InputError
 from headwater.models.weights.checkpoint import first_line
 from headwater.options import checked_path
@@ -41,7 +41,7 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
             f"{PARAMETERS}."
         )
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = parse_json((path / CONFIG).read_bytes())
         d_model, n_layers = int(config["d_model"]), int(config["num_hidden_layers"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise InputError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from headwater.data.rows import check_readable, read_objects, read_parquet
+from headwater.data.rows import check_readable, read_objects, read_parquet, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.embedded import world_folder
 from headwater.options import checked_path
@@ -53,6 +53,8 @@ def _read(path: Path) -> pd.DataFrame:
     if path.suffix == ".parquet":
         return read_parquet(path)
     try:
+        header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
+        refuse_repeated(path, header.iloc[0])
         return pd.read_csv(path, keep_default_na=False)
     except (ValueError, AttributeError, OSError) as error:
         raise InputError(f"{path} cannot be read ({error}).") from None

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from headwater.data.rows import read_rows
+from headwater.data.rows import read_rows, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.positions import AbsentError, Prompt, checked_roles, hangs_on_length, positions_of, role_in
 from headwater.models.tokens import Batch, token_strings
@@ -87,6 +87,7 @@ def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
     if isinstance(table, Path):
         where, rows = str(table), read_rows(table, "pairs of prompts")
     else:
+        refuse_repeated("The table of pairs", table.columns)
         where, rows = "The table of pairs", zip(table.index, table.to_dict("records"), strict=True)
     pairs = [
         (_cell(row, "clean", f"{where}, row {number}"), _cell(row, "corrupted", f"{where}, row {number}"))

@@ -24,7 +24,7 @@ from typing import Any
 
 import pandas as pd
 
-from headwater.data.rows import Row, read_rows
+from headwater.data.rows import Row, read_rows, refuse_repeated
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.embedded import world_folder
@@ -119,6 +119,7 @@ def load_questions(
 def _open(source: Source | None) -> tuple[str, Iterator[tuple[int, Row]], str | None]:
     """Return what to call the source, its rows, and which of the world's sets was asked for by name."""
     if isinstance(source, pd.DataFrame):
+        refuse_repeated("The table", source.columns)
         records = source.to_dict("records")
         return "the table", enumerate((_from_frame(row) for row in records), start=1), None
     if source is None or (isinstance(source, str) and source in WORLD_SETS and not Path(source).exists()):
