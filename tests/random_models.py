@@ -90,13 +90,13 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "gemma1": lambda: tf.GemmaConfig(**HEADS),
     "gemma3-with-vision": gemma3_vision,
     "gemma4": lambda: tf.Gemma4TextConfig(
-        **HEADS,
+        **HEADS | {"num_hidden_layers": 4},
         global_head_dim=8,
         num_global_key_value_heads=2,
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=8,
-        num_kv_shared_layers=0,
-        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "gpt-neo": lambda: tf.GPTNeoConfig(
         vocab_size=VOCABULARY,

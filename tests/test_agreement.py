@@ -8,6 +8,7 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
 from headwater.models.agreement import Sites
+from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 IDS, OTHER_IDS = [2, 40, 41, 42, 43], [2, 40, 51, 42, 43]
@@ -187,6 +188,14 @@ def test_a_middle_that_is_no_sum_of_what_comes_before_can_be_read_and_not_edited
     assert len(kept) == 1
     with pytest.raises(InterventionError, match=r"resid_mid of Llama.* can be read but not edited"):
         model.run([IDS], [(name, lambda activation, hook: activation / 2)])
+
+
+def test_an_activation_of_fewer_tokens_than_the_run_reads_is_refused():
+    model, name = hw.load(random_model("gemma4"), tokenizer=tiny_tokenizer()), "blocks.3.hook_resid_post"
+    look = (name, lambda activation, hook: None)
+    model.run([IDS], [look])
+    with pytest.raises(InterventionError, match=f"{name} holds 1 texts of 1 tokens in a run of 1 texts of 5"):
+        model.run([IDS], [look], logits_to_keep=1)
 
 
 @pytest.mark.parametrize("make", [lambda: tf.GPT2Model(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=300))])

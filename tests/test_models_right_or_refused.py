@@ -26,7 +26,7 @@ READ = 17
 """The token whose logit is measured."""
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
-SOME = ("cohere", "falcon-new-decoder", "gpt-oss", "granite", "phi3", "bloom", "mamba", "deepseek-v2")
+SOME = ("cohere", "falcon-new-decoder", "gemma4", "gpt-oss", "granite", "phi3", "bloom", "mamba", "deepseek-v2")
 """Those that the quick tests of the last rows of the table go through."""
 every_model = pytest.mark.parametrize(
     "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY)]
@@ -302,7 +302,7 @@ def test_patching_the_residual_stream_equals_plain_hooks_or_is_refused(twins, pr
     if sweep is None:
         return
     assert (sweep.engine == "whole runs") is (name in WHOLE_RUNS)
-    for layer, position in ((0, 2), (1, 3), (1, 6)):
+    for layer, position in ((0, 2), (1, 3), (model.shape.n_layers - 1, 6)):
         block = layers_of(hf)[layer]
         mixed = seen_at(hf, [corrupted], block).clone()
         mixed[:, position] = seen_at(hf, [clean], block)[:, position]
@@ -339,10 +339,10 @@ def test_caches_hold_what_hugging_faces_modules_are_given_or_are_refused(twins, 
         return
     cache = unless_refused("cache", name, lambda: model.cache(prompts))
     if cache is not None:
-        assert_equal(cache["resid_post", 0], seen_at(hf, prompts, layers_of(hf)[1]))
+        assert_equal(cache["resid_post", model.shape.n_layers - 2], seen_at(hf, prompts, layers_of(hf)[-1]))
         with torch.inference_mode():
             attended = hf(torch.tensor(prompts), use_cache=False, output_attentions=True).attentions
-        assert_equal(cache["pattern", 1], attended[1])
+        assert_equal(cache["pattern", model.shape.n_layers - 1], attended[-1])
 
 
 @pytest.mark.oracle

@@ -35,11 +35,12 @@ from headwater.kernels.gelu import tanh_gelu
 from headwater.models.cache_names import with_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, looks, makes
-from headwater.models.forward import leaves_logits_out, padding_option
+from headwater.models.forward import last_logits_only, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.norms import logit_scale, residual_scale
 from headwater.models.own_attention import of_prompts_too, own_attention
 from headwater.models.own_masks import own_mask, without_own_mask
+from headwater.models.reading import Reading, reads
 from headwater.models.sites import hook_name
 from headwater.models.steppable import has_part
 
@@ -299,13 +300,14 @@ class Blocks:
         hooks = [(name, makes(functools.partial(fork, name=name))) for name in held]
         hooks += [(name, looks(functools.partial(keep, name=name))) for name in wanted]
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
-        options |= {"logits_to_keep": 1} if leaves_logits_out(self.model.raw) else {}
+        options |= last_logits_only(self.model.raw)
         options |= padding_option(self.model, batch) if self.model.looks_ahead else {}
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks if self._own is None else []):
                 handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
                 stack.callback(handle.remove)
             stack.enter_context(self.model.hooks([*before, *hooks]))
+            stack.enter_context(reads(Reading.of(batch)))
             stack.enter_context(self.fused())
             stack.enter_context(torch.enable_grad() if held else contextlib.nullcontext())
             if self._own is not None and self.model.steps_checked and not (held or self.model.looks_ahead):

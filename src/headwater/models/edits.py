@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
+from headwater.models.reading import now_reading
 from headwater.models.sites import SITES, Carrier, place_named
 from headwater.options import shown
 
@@ -148,6 +149,8 @@ class Attached:
     function: HookFunction
     read_only: str | None = None
     """Why the activation can only be read, if so."""
+    positions: int | None = None
+    """Which axis of the activation is positions, where it must be all those of the run."""
     fired: bool = False
 
     @property
@@ -160,13 +163,16 @@ class Attached:
 
         Raises:
             InterventionError: what it returned cannot stand for the activation, or it wrote into its copy and returned
-                nothing.
+                nothing; or the activation is not one of every token that is read.
         """
         self.fired = True
+        self._check_tokens(activation)
         if isinstance(self.function, Trusted) or not isinstance(activation, Tensor):
             result = self.function(activation, hook=point)
             if result is not None and not isinstance(activation, Tensor):
                 raise InterventionError(f"{self.name} is a {type(activation).__name__} and can only be read.")
+            if self.read_only and result is not None and result is not activation:
+                raise InterventionError(self.read_only)
             return result
         copy = activation.clone()
         result = self.function(copy, hook=point)
@@ -179,6 +185,17 @@ class Attached:
                 "nothing would change: return the activation."
             )
         return copy.clone() if copy.requires_grad else None  # so that a gradient at the copy can be asked for
+
+    def _check_tokens(self, activation: Tensor) -> None:
+        """Compare the texts and tokens of an activation with those that the model reads now."""
+        if self.positions is None or (reading := now_reading()) is None:
+            return
+        found, wanted = (activation.shape[0], activation.shape[self.positions]), tuple(reading.positions.shape)
+        if found != wanted:
+            raise InterventionError(
+                f"{self.name} holds {found[0]} texts of {found[1]} tokens in a run of {wanted[0]} texts of "
+                f"{wanted[1]}: the model does not compute it for every token here. Use another site or layer."
+            )
 
     def _check(self, activation: Tensor, result: Any) -> None:
         if self.read_only:

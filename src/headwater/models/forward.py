@@ -21,6 +21,9 @@ from headwater.models.tokens import Batch
 if TYPE_CHECKING:
     from headwater.models.model import Model
 
+LAST = slice(-1, None)
+"""`logits_to_keep` of the last logits. Of a number Gemma 4 runs the layers that share keys for so many tokens only."""
+
 
 def forward(
     model: Model,
@@ -82,6 +85,11 @@ def leaves_logits_out(raw: Any) -> bool:
     return is_bridge(raw) and _takes_logits_to_keep(type(raw.original_model).forward)
 
 
+def last_logits_only(raw: Any) -> dict[str, slice]:
+    """Return the option that leaves out all logits but the last, where a wrapped model takes it."""
+    return {"logits_to_keep": LAST} if leaves_logits_out(raw) else {}
+
+
 @functools.cache
 def _takes_logits_to_keep(run: Callable[..., object]) -> bool:
     return "logits_to_keep" in inspect.signature(run).parameters
@@ -107,9 +115,8 @@ def _residual_after_last_block(
             raise _EnoughError
 
     name = hook_name("resid_post", model.shape.n_layers - 1)
-    few = {"logits_to_keep": 1} if leaves_logits_out(model.raw) else {}
     with contextlib.suppress(_EnoughError), model.raw.hooks(fwd_hooks=[(name, keep)]):
-        model.raw(tokens, **few | options)
+        model.raw(tokens, **last_logits_only(model.raw) | options)
     return kept[0]
 
 

@@ -407,7 +407,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         site = place[0].name if place else ""
         if site in self.misfits:
             raise InterventionError(self.misfits[site])
-        return Attached(name, function, self.read_only.get(site))
+        positions = 1 + place[0].axes.index("position") if place else None
+        return Attached(name, function, self.read_only.get(site), positions)
 
 
 def check_model(model: Any, option: str = "model") -> None:

@@ -35,6 +35,7 @@ from headwater.models.agreement import few_tokens, same_but_for_rounding
 from headwater.models.cache_names import name_of_cache, reached
 from headwater.models.edits import points_of
 from headwater.models.families import family_named
+from headwater.models.forward import LAST
 from headwater.models.model import is_bridge
 from headwater.models.one_pass import is_the_same_in_one_pass
 from headwater.models.same_objects import SameModules, SameObjects
@@ -71,7 +72,7 @@ class Unwrapped:
         whole = [kept for kept in self.kept if not _is_block(kept)]
         self._attentions = [one for kept in whole for one in kept.modules() if _is_attention(one)]
         takes = inspect.signature(self.model.forward).parameters
-        self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._last = {"logits_to_keep": LAST} if "logits_to_keep" in takes else {}
 
     def read(self, tokens: Int[Tensor, "row position"], **options: object) -> None:
         """Run tokens for what hooks see of it, without the head, whose matrix is the largest of a small model.
