@@ -44,24 +44,6 @@ def test_what_matches_and_which_characters_of_the_answer(answer, alias, found):
     assert answer[slice(*matched.span)] == found
 
 
-@pytest.mark.parametrize(
-    ("answer", "alias"),
-    [
-        ("Columbian coffee", "Columbia"),
-        ("England", "land"),
-        ("York New", "New York"),
-        ("New old York", "New York"),
-        ("Paris", "Parisian"),
-        ("", "x"),
-        ("the", "x"),
-        ("anything", "!!!"),
-        ("13", "3"),
-    ],
-)
-def test_what_does_not_match(answer, alias):
-    assert match(answer, [alias]) is None
-
-
 def test_the_first_match_is_taken_and_of_these_the_longest():
     matched = match("Samuel Clemens, called Mark Twain", ["Mark Twain", "Samuel", "Samuel Clemens", "Clemens"])
     assert matched == ("Samuel Clemens", (0, 14))
@@ -78,13 +60,148 @@ def test_the_first_match_is_taken_and_of_these_the_longest():
         ("It is Paris.", "Paris", "contains"),
         ("Paris, France", "Paris", "contains starts"),
         ("Parisian", "Paris", ""),
-        ("not Paris but Lyon", "Paris", "contains"),  # what the rules do not read: negation,
-        ("one of the largest", "one", "contains starts"),  # a part of something else,
-        ("14 December 1972", "December 14, 1972", ""),  # another order,
-        ("3.5", "35", "contains exact starts"),  # and marks
+        ("Paris", "Parisian", ""),
+        ("Columbian coffee", "Columbia", ""),
+        ("England", "land", ""),
+        ("York New", "New York", ""),
+        ("New old York", "New York", ""),
+        # what the rules do not read: negation, a part of something else, another order
+        ("not Paris but Lyon", "Paris", "contains"),
+        ("one of the largest", "one", "contains starts"),
+        ("14 December 1972", "December 14, 1972", ""),
+        # nothing
+        ("", "x", ""),
+        ("the", "x", ""),
+        ("", "!!!", ""),
+        ("", "the", ""),
+        # scripts without spaces
+        ("日本の首都は東京です", "東京", "contains"),
+        ("東京です。", "東京", "contains starts"),
+        ("東京", "東京", "contains exact starts"),
+        ("「東京」", "東京", "contains exact starts"),
+        ("日本的首都是东京。", "东京", "contains"),
+        ("大阪です", "東京", ""),
+        ("東京都", "京都", ""),
+        ("京都と東京", "京都", "contains starts"),
+        ("東京、都市", "京都", ""),
+        ("首都はパリです", "パリ", "contains"),
+        ("バリです", "パリ", ""),
+        ("インドネシアです", "インド", ""),
+        ("ﾊﾟﾘです", "パリ", "contains starts"),
+        ("コカ・コーラ", "コカコーラ", "contains exact starts"),
+        ("二十", "十", ""),
+        ("1945年です", "1945", "contains starts"),
+        ("เมืองหลวงคือกรุงเทพครับ", "กรุงเทพ", "contains"),
+        ("กรุงเทพ", "กรุงเทพ", "contains exact starts"),
+        ("เกาะ", "กา", ""),
+        ("ที่นี่คือเชียงใหม่", "กรุงเทพ", ""),
+        ("រាជធានីគឺភ្នំពេញ", "ភ្នំពេញ", "contains"),
+        ("မြို့တော်ရန်ကုန်ပါ", "ရန်ကုန်", "contains"),
+        ("서울입니다", "서울", "contains starts"),
+        ("대한민국의 수도는 서울이에요", "서울", "contains"),
+        ("서울에서는", "서울", "contains starts"),
+        ("인도네시아", "인도", ""),
+        ("남서울입니다", "서울", ""),
+        ("서울", "서울", "contains exact starts"),
+        ("분", "부", ""),
+        # marks without width, and letters that Unicode does not decompose
+        ("Pa\u200bris", "Paris", "contains exact starts"),
+        ("\u200fParis\u200e", "Paris", "contains exact starts"),
+        ("\u2066Paris\u2069 it is", "Paris", "contains starts"),
+        ("\ufeffParis", "Paris", "contains exact starts"),
+        ("Pa\u00adris", "Paris", "contains exact starts"),
+        ("القاهــرة", "القاهرة", "contains exact starts"),
+        ("Łódź", "Lodz", "contains exact starts"),
+        ("Lodz in Poland", "Łódź", "contains starts"),
+        ("Malmø", "Malmo", "contains exact starts"),
+        ("Đà Nẵng", "Da Nang", "contains exact starts"),
+        ("Straße", "strasse", "contains exact starts"),
+        ("Ærø", "Aero", "contains exact starts"),
+        ("Þórr", "Thorr", "contains exact starts"),
+        ("Hawaiʻi", "Hawaii", "contains exact starts"),
+        ("٣", "3", "contains exact starts"),
+        # letters
+        ("The answer is A.", "A", "contains"),
+        ("A", "A", "contains exact starts"),
+        ("A.", "A", "contains exact starts"),
+        ("(A)", "A", "contains exact starts"),
+        ("A) Paris", "A", "contains starts"),
+        ("A is correct", "A", "contains starts"),
+        ("It is A because", "A", "contains"),
+        ("the answer is (a)", "A", "contains"),
+        ("It is a dog", "A", ""),
+        ("A dog.", "A", ""),
+        ("Answer: A dog", "A", ""),
+        ("The answer is B.", "A", ""),
+        ("The answer is B.", "B", "contains"),
+        ("I think it is B", "I", ""),
+        ("It is I.", "I", "contains"),
+        ("Elizabeth I of England", "Elizabeth I", "contains starts"),
+        ("Vitamin C", "Vitamin A", ""),
+        ("Vitamin A is it", "Vitamin A", "contains starts"),
+        ("a vitamin a day", "Vitamin A", ""),
+        ("Once upon a time", "Once Upon A Time", "contains exact starts"),
+        ("It is The The.", "The The", "contains"),
+        ("the cat", "The", ""),
+        # signs, decimals, fractions, times, powers
+        ("−5", "5", ""),
+        ("-5", "5", ""),
+        ("−5", "-5", "contains exact starts"),
+        ("It is –5 degrees", "-5", "contains"),
+        ("+5", "5", "contains exact starts"),
+        ("±5", "5", "contains"),
+        ("1990-1995", "1995", "contains"),
+        ("1990–1995", "19901995", ""),
+        ("COVID-19", "COVID19", "contains exact starts"),
+        ("3.5", "35", ""),
+        ("3.5", "3", ""),
+        ("3,5", "3.5", "contains exact starts"),
+        (".5", "5", ""),
+        (".5", "0.5", "contains exact starts"),
+        ("3,677", "3677", "contains exact starts"),
+        ("1.000.000", "1,000,000", "contains exact starts"),
+        ("1,2,3", "123", ""),
+        ("13", "3", ""),
+        ("1/2", "12", ""),
+        ("½", "1/2", "contains exact starts"),
+        ("1½", "11/2", ""),
+        ("1/2", "2", ""),
+        ("9/11", "911", ""),
+        ("12/14/1972", "1972", "contains"),
+        ("1:30", "130", ""),
+        ("1:30 pm", "1:30", "contains starts"),
+        ("1:30", "30", ""),
+        ("2-0", "20", ""),
+        ("10⁶", "106", ""),
+        ("10⁶", "10^6", "contains exact starts"),
+        ("H₂O", "H2O", "contains exact starts"),
+        # symbols
+        ("$5", "€5", ""),
+        ("$5", "5", "contains exact starts"),
+        ("5 %", "5%", "contains exact starts"),
+        ("5%", "5‰", ""),
+        ("C++", "C", ""),
+        ("C#", "C", ""),
+        ("C", "C++", ""),
+        ("It is C++.", "C++", "contains"),
+        ("C♯", "C#", "contains exact starts"),
+        ("A+", "A", ""),
+        ("O−", "O+", ""),
+        ("O-", "O-", "contains exact starts"),
+        ("x > y", "x < y", ""),
+        ("2 + 2", "22", ""),
+        ("> Paris", "Paris", "contains exact starts"),
+        ("Yahoo!", "Yahoo", "contains exact starts"),
+        ("!!!", "!!!", "contains exact starts"),
+        ("The band “!!!”.", "!!!", "contains"),
+        ("!!! (a band)", "!!!", "contains starts"),
+        ("Paris!!!", "!!!", ""),
+        ("anything", "!!!", ""),
+        ("!!!!", "!!!", ""),
+        ("÷", "×", ""),
     ],
 )
-def test_three_rules_say_when_an_answer_is_right_and_none_of_them_reads(answer, alias, rules):
+def test_three_rules_say_when_an_answer_is_right(answer, alias, rules):
     found = [rule for rule in ("contains", "exact", "starts") if match(answer, ["no such", alias], rule)]
     assert found == rules.split()
     for rule in ("contains", "exact", "starts"):
@@ -125,11 +242,11 @@ def squad(text):
 
 def test_words_agree_with_the_published_normalisation_on_plain_text():
     rng = chance.rng()
-    letters = list("abcXYZ'.-!  1\t")
+    letters = list("bcXYZ'.;!  \t")
     for _ in range(2000):
-        pieces = rng.choice(["the ", "a ", "An ", *letters], size=rng.integers(1, 12))
+        pieces = rng.choice(["the ", "An ", *letters], size=rng.integers(1, 12))
         text = "".join(pieces)
-        words = normalised_words(text, "joined")
+        words = [word for word in normalised_words(text, "joined") if not word.may_be_article]
         assert squad(text) in ("", " ".join(word.text for word in words)), text
         assert all(text[word.start : word.end].strip(string.punctuation + " ") for word in words)
 
@@ -137,7 +254,7 @@ def test_words_agree_with_the_published_normalisation_on_plain_text():
 def test_a_word_stands_where_it_says():
     rng = chance.rng()
     for _ in range(500):
-        text = "".join(rng.choice(list("ab éŁ\u0301ﬁß’'-.東 "), size=rng.integers(1, 15)))
+        text = "".join(rng.choice(list("ab éŁ\u0301ﬁß’'-東 "), size=rng.integers(1, 15)))
         for marks in ("joined", "apart"):
             words = normalised_words(text, marks)
             ends = [0, *(word.end for word in words)]

@@ -15,8 +15,8 @@
 
 Limits. "contains" does not read: "not Paris but Lyon" is right for Paris, "one of the largest" for "one". "starts" and
 "exact" are stricter and miss "It is Paris". No rule knows other orders or wordings ("December 14, 1972" is not
-"14 December 1972"), and marks do not count, in numbers neither ("3.5" is "35", "U.S." is "us"). Where that matters,
-give a judge.
+"14 December 1972"), endings of words ("Helsingissä"; Korean particles are known), or where a Chinese, Japanese or Thai
+word ends inside a run of letters (大 is in 大阪). Where that matters, give a judge.
 """
 
 import re
@@ -36,6 +36,11 @@ CONTAINS, EXACT, STARTS = RULES = ("contains", "exact", "starts")
 
 _NOT = r"(do\snot|don['’]?t|did\snot|didn['’]?t|can\s?not|can['’]?t|could\snot|couldn['’]?t)"
 _VERBS = r"(know|find|answer|provide|determine|recall|confirm|verify|assist|have\s(any|enough|access|the|information))"
+_KOREAN = re.compile(
+    "(?:에서|에게|한테|께서?|으?로|와|과|하고|이?랑|까지|부터|보다|처럼)?"
+    "(?:은|는|이|가|을|를|의|에|도|만|요|이?다|입니다|입니까|이?에요|예요|이?야|이었습니다|였습니다|이?었?다|였다|이?며|이?라고|이?라는)?"
+)
+"""What Korean writes after a noun without a space: particles and forms of "to be"."""
 _REFUSALS = re.compile(
     rf"""\b(i|we)\s(really\s|just\s|actually\s)?{_NOT}\s(\w+\s)?{_VERBS}\b
     | \b(i['’]?m|i\sam)\s(not\s(sure|certain|aware|familiar|able)|unable)\b
@@ -84,18 +89,17 @@ def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match |
         InputError: there is no such rule.
     """
     checked_name("rule", rule, RULES)
-    found = []
-    aliases = tuple(accepted)
+    found, aliases = list[Match](), tuple(accepted)
     for marks in MARKS:
         words = normalised_words(answer, marks)
         for alias in aliases:
             run = _run(words, normalised_words(alias, marks), rule)
             if run:
                 found.append(Match(alias, (run[0].start, run[-1].end)))
-    if not found:
-        literal = next((a for a in aliases if not normalised_words(a) and a.strip() == answer.strip()), None)
-        return Match(literal, (0, len(answer))) if literal else None
-    return min(found, key=lambda match: (match.span[0], -match.span[1]))
+    for alias in () if found else aliases:
+        if not normalised_words(alias) and (span := _as_written(answer, alias.strip(), rule)):
+            found.append(Match(alias, span))
+    return min(found, key=lambda match: (match.span[0], -match.span[1]), default=None)
 
 
 def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -> Verdict:
@@ -142,13 +146,45 @@ def is_refusal(answer: str) -> bool:
     return bool(_REFUSALS.search(answer))
 
 
-def _run(words: Sequence[Word], wanted: Sequence[Word], rule: str) -> Sequence[Word]:
-    """The first run of `words` that has the texts of `wanted`, where the rule lets it stand; empty without one."""
-    texts, sought = [word.text for word in words], [word.text for word in wanted]
-    if not sought or (rule == EXACT and texts != sought):
+def _run(words: Sequence[Word], alias: Sequence[Word], rule: str) -> Sequence[Word]:
+    """The first run of `words` that are those of an alias, where the rule lets it be; empty without one."""
+    sought = [word for word in alias if not word.may_be_article] or list(alias)
+    if not sought or not any(word.text.startswith(sought[0].text) for word in words):
         return ()
-    starts = range(len(texts) - len(sought) + 1) if rule == CONTAINS else range(1)
-    for start in starts:
-        if texts[start : start + len(sought)] == sought:
-            return words[start : start + len(sought)]
-    return ()
+    runs = (_run_from(words[start:], sought, rule) for start in range(len(words) if rule == CONTAINS else 1))
+    return next(filter(None, runs), ())
+
+
+def _run_from(words: Sequence[Word], sought: Sequence[Word], rule: str) -> Sequence[Word]:
+    run: list[Word] = []
+    for word in words:
+        if len(run) < len(sought) and _is_same(word, sought, len(run), rule):
+            run.append(word)
+        elif len(run) == len(sought) and rule != EXACT:
+            break
+        elif not word.may_be_article:
+            return ()
+    return run if len(run) == len(sought) else ()
+
+
+def _is_same(word: Word, sought: Sequence[Word], place: int, rule: str) -> bool:
+    """Whether a word is the one at a place of those sought."""
+    other = sought[place]
+    if word.unit and other.unit and word.unit != other.unit:
+        return False
+    if not word.may_be_letter and (len(sought) == 1 or (word.may_be_article and other.may_be_letter)):
+        return False
+    if word.text == other.text or rule == EXACT or place < len(sought) - 1:
+        return word.text == other.text
+    is_korean = "가" <= other.text[-1] <= "힣"
+    return is_korean and word.text.startswith(other.text) and bool(_KOREAN.fullmatch(word.text, len(other.text)))
+
+
+def _as_written(answer: str, alias: str, rule: str) -> Span | None:
+    """Where an alias of symbols alone is, in an answer, as a word of its own."""
+    if not alias:
+        return None
+    found = re.search(rf"(?<![^\s\"'“‘(\[*]){re.escape(alias)}(?!\w|{re.escape(alias[-1])})", answer)
+    if not found or (rule != CONTAINS and answer[: found.start()].strip()):
+        return None
+    return None if rule == EXACT and answer[found.end() :].strip() else found.span()

@@ -1,13 +1,21 @@
-"""Words in a text and where they stand: found as they are written, or normalised as answers are compared.
+"""Words in a text and where they are: found as they are written, or normalised as answers are compared.
 
 Normalisation follows the evaluation scripts of SQuAD (Rajpurkar et al., EMNLP 2016) and TriviaQA (Joshi et al., ACL
 2017): letter case, punctuation and the articles a, an, the do not count. Nor do accents and compatibility forms of
-Unicode, which these scripts keep ("São Paulo" is "Sao Paulo"). Marks inside a word are read both ways, as nothing, as
-these scripts do ("U.S." is "us"), and as a space ("New-York" is "new york"): `MARKS` holds the two readings.
+Unicode, which these scripts keep ("São Paulo" is "Sao Paulo", "Łódź" is "Lodz"), nor marks without width. Marks inside
+a word are read both ways, as nothing, as these scripts do ("U.S." is "us"), and as a space ("New-York" is "new york"):
+`MARKS` holds the two readings. The scripts are not followed where a mark says something:
+
+    numbers     "-5", "3.5", "1/2", "1:30" and "10^6" are one word each, "3,677" is "3677". "$5" is "5" and is not "€5".
+    symbols     "C++", "C#", "A+" and "O-" are words; so is an operator between two words ("x > y").
+    letters     an "a" with no word after it is no article ("The answer is A.", "Vitamin A").
+    no spaces   each Chinese character and hiragana is a word, each run of katakana, and each consonant of Thai, Lao,
+                Khmer and Burmese with its vowels.
 """
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +24,32 @@ Span: TypeAlias = tuple[int, int]
 MARKS = ("joined", "apart")
 ARTICLES = frozenset(("a", "an", "the"))
 
+_SILENT = "'’‘`´\u02bb\u02bc\u02bd\u02be\u02bf\u0640"
+"""Apostrophes, and the stroke that lengthens an Arabic word."""
+_LETTERS = {"æ": "ae", "œ": "oe", "þ": "th", "ð": "d", "ı": "i"}
+"""What is written for a letter that Unicode does not decompose. Others are a letter "with" something (ł, ø, đ)."""
+_AS = str.maketrans("−‐‑—―⁄∕∶♯٫٬", "---––//:#.,", _SILENT)
+_SCRIPTS = {"CJK": "h", "IDEOGRAPHIC": "h", "HIRAGANA": "h", "KATAKANA": "k", "KATAKANA-HIRAGANA": "k", "HANGUL": "g"}
+_SCRIPTS |= dict.fromkeys(("THAI", "LAO", "KHMER", "MYANMAR"), "t")
+_CHINESE_NUMBERS = "〇一二三四五六七八九十百千万億萬亿兆"
+_NUMBERS = (
+    r"(?<![0:])0{1,2}(?::00){1,2}(?![:0])",
+    r"0+\^-?0+",
+    r"(?<![/0])0{1,3}/0{1,3}(?![/0])",
+    r"(?<!0[.,])0{1,3}(?:,000)+(?:\.0+)?(?![,.]?0)",
+    r"(?<!0[.,])0{1,3}(?:\.000){2,}(?![,.]?0)",
+    r"(?<!0[.,])0+[.,]0+(?![.,]?0)",
+    r"(?<![a0hnkgtm.,])\.0+",
+)
+_SIGN = r"(?<![a0hnkgtm)$+#.–-])[–-]\$?"
+_WORD = re.compile(
+    rf"(?P<number>(?:{_SIGN})?(?:{'|'.join(_NUMBERS)})|{_SIGN}0+)|(?P<charged>(?<![a0])a{{1,2}}-(?![a0hnkgt$-]))"
+    r"|(?P<alone>v?t(?:m|jt)*|n+|[hvmj])|[a0]*a(?:[+#]{2,}(?!a)|[+#](?![a0]))|[a0]+|k+|g+"
+)
+"""A word, spelled in the kinds of its characters (`_kind`)."""
+_LETTER_FOLLOWS = re.compile(r"(?!\s)|\s*$|[^\S\n]*\n|\s(?:is|was|because|and|or)\b")
+_BEGINNING = re.compile(r"(?:^|[.!?:;\n])\W*$")
+
 
 class Word(NamedTuple):
     """A normalised word and the characters of the text that it was made of."""
@@ -23,10 +57,15 @@ class Word(NamedTuple):
     text: str
     start: int
     end: int
+    unit: str = ""
+    """The currency or percent sign at a number."""
+    may_be_article: bool = False
+    may_be_letter: bool = True
+    """Whether it may be anything else than an article or the pronoun I."""
 
 
 def find_words(text: str, words: str) -> Span | None:
-    """Return where `words` stand in a text: the first time as whole words, else the first time at all, else None."""
+    """Return where `words` are in a text: the first time as whole words, else the first time at all, else None."""
     if not words.strip():
         return None
     whole = re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text)
@@ -34,6 +73,7 @@ def find_words(text: str, words: str) -> Span | None:
     return (start, start + len(words)) if start >= 0 else None
 
 
+@lru_cache(maxsize=4096)
 def normalised_words(text: str, marks: str = "joined") -> tuple[Word, ...]:
     """Take a text apart into words as answers are compared.
 
@@ -42,36 +82,140 @@ def normalised_words(text: str, marks: str = "joined") -> tuple[Word, ...]:
         marks: "joined": punctuation vanishes; "apart": it parts words.
 
     Returns:
-        The words without articles; with them, where there would be no others (so that "The The" stays comparable). A
-        text of punctuation alone has none.
+        The words, articles among them. A text of punctuation alone has none.
     """
-    words = []
-    for piece in re.finditer(r"\S+", text):
-        words += _words_of_piece(piece[0], piece.start(), marks)
-    return tuple(word for word in words if word.text not in ARTICLES) or tuple(words)
-
-
-def _words_of_piece(piece: str, shift: int, marks: str) -> list[Word]:
-    words: list[Word] = []
-    is_open = False
-    for place, character in enumerate(piece, start=shift):
-        kept = _normalised(character)
-        if kept is None:
-            is_open = is_open and marks == "joined"
-        elif is_open or (words and not kept):
-            words[-1] = Word(words[-1].text + kept, words[-1].start, place + 1)
-        elif kept:
-            words.append(Word(kept, place, place + 1))
-            is_open = True
+    words = tuple(_words(text, marks))
+    if all(word.text in ARTICLES for word in words):  # so that "The The" stays comparable
+        return tuple(word._replace(may_be_article=False, may_be_letter=True) for word in words)
     return words
 
 
+def _words(text: str, marks: str) -> Iterator[Word]:
+    """Yield the words of a text, each once it is known that nothing is joined to it."""
+    folded, places = _folded(text)
+    kinds = "".join(map(_kind, re.sub("[東东]京", "一一", folded)))  # one word: Kyoto (京都) is not in 東京都
+    begun: tuple[int, int] | None = None
+    said, was_alone, end = "", False, 0
+    for found in _WORD.finditer(kinds):
+        start, gap = found.start(), kinds[end : found.start()]
+        stops = found.end() - (found["charged"] is not None and not text[places[start][0]].isupper())
+        new = _number(folded[start:stops], kinds[start:stops]) if found["number"] else folded[start:stops]
+        is_alone = found["alone"] is not None
+        joins = marks == "joined" and bool(gap) and not set(" =+") & set(gap) and not was_alone and not is_alone
+        if begun and joins and not (kinds[end - 1] == "0" and kinds[start] in "0."):
+            begun, said = (begun[0], stops), said + new
+        else:
+            if begun:
+                yield _word(text, folded, kinds, places, begun, said)
+            for place in range(end, start):
+                parts = was_alone and is_alone and folded[place] in "、。,;!?."
+                compares = folded[place] in "<>≤≥±√" and place + 1 == start and kinds[start] in "0."
+                if compares or (begun and (parts or kinds[place] in "=+")):
+                    yield Word(folded[place], *places[place])
+            begun, said = (start, stops), new
+        was_alone, end = is_alone, stops
+    if begun:
+        yield _word(text, folded, kinds, places, begun, said)
+
+
+def _word(text: str, folded: str, kinds: str, places: list[Span], span: Span, said: str) -> Word:
+    """Make a word of the folded characters in a span."""
+    start, end = span
+    characters = places[start][0], places[end - 1][1]
+    if "a" not in kinds[start:end] and "0" in kinds[start:end]:
+        sign = kinds.find("$", max(start - 1, 0), end + 1)
+        sign = end + 1 if sign < 0 and kinds[end : end + 2] == " $" else sign
+        return Word(said, *characters, unit=folded[sign] if sign >= 0 else "")
+    if said not in ARTICLES | {"i"}:
+        return Word(said, *characters)
+    is_letter = said in "ai" and _LETTER_FOLLOWS.match(folded, end) is not None
+    in_capitals = text[characters[0]].isupper() and not _BEGINNING.search(folded[:start])
+    return Word(
+        said,
+        *characters,
+        may_be_article=said != "i" and not is_letter,
+        may_be_letter=is_letter or (said != "i" and in_capitals),
+    )
+
+
+def _number(said: str, kinds: str) -> str:
+    """Write a number in one way."""
+    first = min(place for place in (kinds.find("0"), kinds.find(".")) if place >= 0)
+    sign, digits = "-" * (kinds[0] in "-–"), said[first:]
+    if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", digits):
+        digits = digits.replace(",", "")
+    elif digits.count(".") > 1:
+        digits = digits.replace(".", "")
+    return sign + "0" * digits.startswith(".") + digits.replace(",", ".")
+
+
+def _folded(text: str) -> tuple[str, list[Span]]:
+    """Return a text without case, accents and what has no width, and the characters that each of its characters was."""
+    folded, places, start = "", list[Span](), 0
+    while start < len(text):
+        end = start + 1
+        while end < len(text) and (unicodedata.combining(text[end]) or text[end] in "\uff9e\uff9f"):
+            end += 1
+        kept = _fold(text[start:end])
+        if folded[-1:].isdecimal():  # 10⁶ is not 106, 1½ is not 11/2
+            form, before = (unicodedata.decomposition(text[place])[:6] for place in (start, start - 1))
+            kept = {"<super": "^", "<fract": " "}.get(form if form != before else "", "") + kept
+        folded += kept
+        places += [(start, end)] * len(kept)
+        start = end
+    return folded, places
+
+
 @lru_cache(maxsize=4096)
-def _normalised(character: str) -> str | None:
-    """A character without case and accents; empty for an accent alone, None for a mark or symbol."""
-    if character in "'’‘`´":
+def _fold(cluster: str) -> str:
+    """Fold a character and the accents on it."""
+    character = cluster[0]
+    if character.isspace():
+        return "\n" if character in "\n\r" else " "
+    if unicodedata.category(character)[0] in "PS":
+        mark = unicodedata.normalize("NFKC", character).translate(_AS)
+        return mark if len(mark) < 2 else "·"
+    if unicodedata.category(character) == "Cf" or character in _SILENT:
         return ""
-    if unicodedata.category(character)[0] in "PSZ":
-        return None
-    folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
-    return "".join(c for c in folded if not unicodedata.combining(c))
+    folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", cluster).casefold())
+    return unicodedata.normalize("NFC", "".join(map(_plain, folded))).translate(_AS)
+
+
+def _plain(character: str) -> str:
+    """Write a decomposed character in plain letters and digits."""
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    kind = unicodedata.combining(character)
+    if 0 < kind < 8 or 9 < kind < 37 or kind >= 200 or "\ufe00" <= character <= "\ufe0f":
+        return ""  # accents; the marks between say which consonant or vowel it is
+    other = re.match("LATIN SMALL LETTER ([A-Z]) WITH ", unicodedata.name(character, ""))
+    return other[1].lower() if other else _LETTERS.get(character, character)
+
+
+@lru_cache(maxsize=4096)
+def _kind(character: str) -> str:
+    """Say in one character what a folded one is.
+
+    0 a digit, a a letter, g Korean, k katakana, h other Chinese or Japanese, n a Chinese number; in scripts without
+    spaces t a consonant, v a vowel before it, m what follows it, j what joins the next one to it; = an operator,
+    $ a currency or percent sign, · a mark that says nothing; other marks are themselves.
+    """
+    category, script = unicodedata.category(character), unicodedata.name(character, "").partition(" ")[0]
+    if character.isspace():
+        return " "
+    if character in ".,:/-–+#^":
+        return character
+    if category == "Sc" or character in "%‰":
+        return "$"
+    if category[0] in "PSC":
+        return "=" if category == "Sm" and character not in "|~" else "·"
+    if category == "Nd":
+        return "0"
+    if character in _CHINESE_NUMBERS:
+        return "n"
+    kind = _SCRIPTS.get(script, "a")
+    if kind != "t":
+        return kind
+    if "เ" <= character <= "ไ" or "ເ" <= character <= "ໄ":
+        return "v"  # a vowel before its consonant
+    return "j" if character in "\u1039\u17d2" else "m" if category[0] == "M" or character in "ะาະາ" else "t"
