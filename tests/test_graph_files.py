@@ -183,14 +183,58 @@ def test_what_is_written_is_read_back(family, ending, tmp_path):
         read_graph_file(file, Graph(2, 4, 4, False))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held["cfg"].update(n_layers=float("inf")), "n_layers=inf must be a whole number"),
+        (lambda held: held["cfg"].update(n_layers=3.9), r"n_layers=3\.9 must be a whole number"),
+        (lambda held: held["cfg"].update(parallel_attn_mlp="false"), "parallel_attn_mlp='false' must be True or False"),
+        (lambda held: held["edges"]["input->m0"].update(score=10**400), "too large to convert"),
+        (lambda held: held["edges"]["input->m0"].update(score=float("nan")), "the score of input->m0 is nan"),
+        (lambda held: held["edges"]["input->m0"].update(score=float("-inf")), "the score of input->m0 is -inf"),
+        (lambda held: held["edges"]["input->m0"].update(score="1.5"), "the score of input->m0 is '1.5'"),
+        (lambda held: held["edges"]["input->m0"].update(in_graph="false"), "in_graph='false' must be True or False"),
+        (lambda held: held["edges"]["input->m0"].update(in_graph=float("nan")), "in_graph=nan must be True or False"),
+        (lambda held: held.update(edges=[]), "no graph that EAP-IG wrote"),
+    ],
+)
+def test_values_that_no_graph_has_are_refused_in_one_line(change, said, tmp_path):
+    held, file = json.loads(as_json(SIZES, *drawn(SIZES, 1))), tmp_path / "graph.json"
+    change(held)
+    file.write_text(json.dumps(held))
+    with pytest.raises(InputError, match=said) as refused:
+        read_graph_file(file, Graph(3, 4, 4, False))
+    assert "\n" not in str(refused.value)
+
+
+def test_pt_files_that_are_empty_or_not_finite_are_refused(tmp_path):
+    scores, inside = drawn(SIZES, 1)
+    file, graph = tmp_path / "graph.pt", Graph(3, 4, 4, False)
+    file.write_bytes(b"")
+    with pytest.raises(InputError, match="no graph that EAP-IG wrote"):
+        read_graph_file(file, graph)
+    held = as_pt(SIZES, scores, inside)
+    for more in (
+        {"edges_scores": held["edges_scores"].fill_(torch.nan)},
+        {"edges_in_graph": held["edges_in_graph"].float()},
+    ):
+        torch.save(held | more, file)
+        with pytest.raises(InputError, match="not true or false, or edges_scores holds NaN"):
+            read_graph_file(file, graph)
+
+
 def test_a_graph_file_whose_heads_disagree_on_a_shared_key_is_refused(tmp_path):
     model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
     file = write_graph_file(hw.Circuit.of(["embed -> k 1.0"], model), tmp_path / "graph.pt", 32)
     held = torch.load(file, weights_only=True)
     held["edges_in_graph"][0, held["dst_nodes"].index("a1.h0<k>")] = False
     torch.save(held, file)
-    with pytest.raises(InputError, match=r"embed -> k 1\.0 for some of the 2 query heads"):
+    with pytest.raises(InputError, match=r"embed -> k 1\.0 for some of the 2 query heads.*groups=\"any\" to take it"):
         read_graph_file(file, model)
+    assert read_graph_file(file, model, groups="any").names == ["embed -> k 1.0"]
+    assert len(read_graph_file(file, model, groups="all")) == 0
+    with pytest.raises(InputError, match="groups='some'"):
+        read_graph_file(file, model, groups="some")
     (tmp_path / "text.json").write_text("{}")
     with pytest.raises(InputError, match="no graph that EAP-IG wrote"):
         read_graph_file(tmp_path / "text.json", model)

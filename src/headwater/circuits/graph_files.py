@@ -3,45 +3,53 @@
     input -> embed    a0.h1 -> head 0.1    m3 -> mlp 3    a0.h1<q> -> q 0.1    logits
 
 These graphs have a k and a v for each query head. Where several query heads share a key-value head, the weights have
-one edge: it is read if all heads of the group agree on it, its score being their sum, and written to each of them, the
-score in equal parts. Files of its first layout (a node is a word, true or false) are read as well. A graph of single
-neurons is none of edges: a file that keeps a part of a node's neurons is refused.
+one edge: it is read if all heads of the group agree on it (or, with `groups="any"`, if one of them has it; with "all",
+if all of them do), its score being their sum, and written to each of them, the score in equal parts. Files of its first
+layout (a node is a word, true or false) are read as well. A graph of single neurons is none of edges: a file that keeps
+a part of a node's neurons is refused.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from headwater.circuits.circuit import Circuit, graph_of, made, name_of
 from headwater.circuits.graph import Graph
+from headwater.data.strict_json import parse_json
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_kind, checked_path
+from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_path, shown
 from headwater.runs.storage import make_folder, write_atomically, write_json
 
 _NODE = re.compile(r"a(\d+)\.h(\d+)(?:<([qkv])>)?|m(\d+)")
 
 
-def read_graph_file(path: str | Path, model: HookedModel | Graph) -> Circuit:
+def read_graph_file(
+    path: str | Path, model: HookedModel | Graph, *, groups: Literal["any", "all"] | None = None
+) -> Circuit:
     """Read the circuit of an EAP-IG graph: the edges that are in it, with their scores as effects.
 
     Args:
         path: a `.json` or `.pt` file that EAP-IG's `Graph.to_json` or `to_pt` wrote.
         model: whose circuit it is.
+        groups: what to do with an edge to a key-value head that some of its query heads have and others have not: take
+            it ("any"), or leave it out ("all"); by default such a file is refused.
 
     Raises:
         InputError: the file is none of these, is of a model of another size or of single neurons, or heads that share a
             key-value head disagree on an edge to it.
     """
     file, graph = checked_path("path", path), graph_of(model)
+    if groups is not None:
+        checked_name("groups", groups, ("any", "all"))
     if file.suffix not in (".json", ".pt"):
         raise InputError(
             f"{file} ends in {file.suffix!r}; EAP-IG's graphs end in .json or .pt. Of the edges of another tool make a "
@@ -49,11 +57,15 @@ def read_graph_file(path: str | Path, model: HookedModel | Graph) -> Circuit:
         )
     try:
         cfg, listed = (_of_pt if file.suffix == ".pt" else _of_json)(file)
-        sizes = int(cfg["n_layers"]), int(cfg["n_heads"]), bool(cfg["parallel_attn_mlp"])
-        found = list(listed)
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
+        counts = [checked_count(name, cfg[name]) for name in ("n_layers", "n_heads")]
+        sizes = (*counts, checked_flag("parallel_attn_mlp", cfg["parallel_attn_mlp"]))
+        found = [(name, _number(name, score), checked_flag("in_graph", inside)) for name, score, inside in listed]
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    except (
+        OSError, EOFError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RuntimeError,
+        MemoryError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise InputError(f"{file} is no graph that EAP-IG wrote ({reason}).") from None
     if sizes != (graph.n_layers, graph.n_heads, graph.parallel):
@@ -67,12 +79,15 @@ def read_graph_file(path: str | Path, model: HookedModel | Graph) -> Circuit:
     for edge, score, inside in edges:
         scores[edge] = scores.get(edge, 0.0) + score
         inside_of.setdefault(edge, set()).add(inside)
-    if torn := [edge for edge, inside in inside_of.items() if len(inside) > 1]:
+    torn = [edge for edge, inside in inside_of.items() if len(inside) > 1]
+    if torn and groups is None:
         raise InputError(
             f"{file} has {graph.name(torn[0])} for some of the {graph.n_heads // graph.n_kv_heads} query heads that "
-            f"share this key-value head and not for others ({len(torn)} such edges); here it is one edge."
+            f"share this key-value head and not for others ({len(torn)} such edges); here it is one edge. Give "
+            'groups="any" to take it, or groups="all" to leave it out.'
         )
-    return made(graph, [edge for edge, inside in inside_of.items() if inside == {True}], scores, model=name_of(model))
+    kept = [edge for edge, inside in inside_of.items() if inside == {True} or (groups == "any" and True in inside)]
+    return made(graph, kept, scores, model=name_of(model))
 
 
 def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
@@ -120,18 +135,28 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
     return file
 
 
-def _of_json(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, float, bool]]]:
-    held = json.loads(file.read_text(encoding="utf-8"))
+def _of_json(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:
+    held = parse_json(file.read_bytes())
     nodes = [one for one in held["nodes"].values() if isinstance(one, dict)]
-    _refuse_neurons(file, [one["neurons"] for one in nodes if "neurons" in one])
+    _refuse_neurons([one["neurons"] for one in nodes if "neurons" in one])
     edges = held["edges"].items()
-    return held["cfg"], ((name, float(one.get("score") or 0.0), bool(one["in_graph"])) for name, one in edges)
+    return held["cfg"], ((name, one.get("score"), one["in_graph"]) for name, one in edges)
 
 
-def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, float, bool]]]:
+def _number(edge: str, score: object) -> float:
+    """Return the score of an edge; 0 where the file has none."""
+    found = score if isinstance(score, int | float) and not isinstance(score, bool) else math.nan
+    if score is not None and not abs(found) < float("inf"):
+        raise ValueError(f"the score of {edge} is {shown(score)}")
+    return 0.0 if score is None else float(found)
+
+
+def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:
     held = torch.load(file, weights_only=True, map_location="cpu")
-    _refuse_neurons(file, [held["neurons_in_graph"]] if held.get("neurons_in_graph") is not None else [])
-    inside, scores = held["edges_in_graph"].bool(), held["edges_scores"].float()
+    _refuse_neurons([held["neurons_in_graph"]] if held.get("neurons_in_graph") is not None else [])
+    inside, scores = held["edges_in_graph"], held["edges_scores"].double()
+    if inside.dtype != torch.bool or inside.shape != scores.shape or not bool(scores.isfinite().all()):
+        raise ValueError("edges_in_graph is not true or false, or edges_scores holds NaN or infinity")
     sources, targets = held["src_nodes"], held["dst_nodes"]
     places = inside.nonzero().tolist()
     members = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), True) for i, j in places)
@@ -140,10 +165,10 @@ def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, float, bool]
     return held["cfg"], iter([*members, *rest])
 
 
-def _refuse_neurons(file: Path, kept: list[Any]) -> None:
+def _refuse_neurons(kept: list[Any]) -> None:
     """Refuse a graph in which only some neurons of a node are kept."""
     if not all(bool(torch.as_tensor(neurons).bool().all()) for neurons in kept):
-        raise InputError(f"{file} keeps single neurons of its nodes; a circuit here is of edges, whole ones.")
+        raise InputError("it keeps single neurons of its nodes; a circuit here is of edges, whole ones.")
 
 
 def _real(sources: list[str], targets: list[str]) -> torch.Tensor:

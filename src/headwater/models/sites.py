@@ -139,6 +139,15 @@ class Site:
         """Return what edits are written in, of what passes at its hook: the activation itself."""
         return activation
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there are tokens or positions at which it is not edited or read."""
+        return False
+
+    def left_out(self, ids: Sequence[int]) -> frozenset[int]:
+        """Return the positions of a text at which it is not edited or read."""
+        return frozenset()
+
     def written(self, activation: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """Return an activation of which `change` was made to what `read` gives of it."""
         return change(activation)
@@ -299,7 +308,7 @@ def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
 
 def place_named(hook: str) -> tuple[Site, int] | None:
     """Return the site and layer of a hook name; None where it is no site's."""
-    found = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
+    found = re.fullmatch(r"blocks\.(\d{1,9})\.(.+)", hook)
     if found is None:
         return None
     open_hook = f"blocks.{{layer}}.{found[2]}"

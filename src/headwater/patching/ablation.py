@@ -34,7 +34,7 @@ from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.sweep_axes import Asked
+from headwater.patching.sweep_axes import Asked, seen_positions
 from headwater.patching.values import Recipe, recorded
 from headwater.runs.analysis import Run, carry_out
 
@@ -112,10 +112,11 @@ def ablate(
         since = source.since(example) if matched[i] is None else 0
         for role, spot in spots[i].items():
             labels = common | ({"role": role} if ask.by_role else {})
-            at = spot.base if len(spot.base) < len(prompt) else None
+            places = {site.name: seen_positions(site, prompt, spot.base) for site in named}
+            at = {name: None if len(own) == len(prompt) else own for name, own in places.items()}
             for one, sample in product(chosen, range(source.samples or 1)):
                 own = {"set": one.name} | ({"sample": sample} if source.samples is not None else {})
-                edits = tuple(replace(part.edit(at, since), sample=sample) for part in one.parts)
+                edits = tuple(replace(part.edit(at[part.site.name], since), sample=sample) for part in one.parts)
                 rows.append((example, [Kind(labels | own, edits)]))
     plan = plan_of(model, sides, Cells.of(rows), metrics, source, matched=matched, batch_size=batch_size)
     options = {

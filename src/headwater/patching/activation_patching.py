@@ -231,7 +231,7 @@ def _planned(
     listed: dict[Hashable, dict[str, list[Step]]] = {}
     planned = []
     for (i, prompt), site in product(enumerate(base), sites):
-        same = (site.name, len(prompt), id(spots[i]), id(keys[i]))
+        same = (site.name, len(prompt), id(spots[i]), id(keys[i]), site.left_out(prompt.ids))
         if same not in listed:
             listed[same] = ask.steps(model, site, prompt, spots[i], keys[i])
         planned.append((i, site, listed[same]))

@@ -23,7 +23,7 @@ from headwater.options import checked_count, checked_layer, shown
 from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
 from headwater.patching.rows import Values
-from headwater.patching.sweep_axes import chosen, lasting
+from headwater.patching.sweep_axes import chosen, lasting, seen_positions
 from headwater.patching.values import VALUES, Recipe, Roles, Wanted, asked_source, recipe_of, values_of
 from headwater.patching.variants import Replace
 from headwater.runs.identity import digest
@@ -83,7 +83,7 @@ class EditHook(PromptHook):
         if batch is not None:
             prompts = _without_strings(batch) if goes_on else read_prompts(model, batch)
             return site.hook_name(layer), makes(_Writes(self, self._writer(model, site, layer, prompts)))
-        if not self._everywhere or VALUES[self.recipe.kind].of_prompts:
+        if not self._everywhere or VALUES[self.recipe.kind].of_prompts or site.leaves_out:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
             )
@@ -104,6 +104,7 @@ class EditHook(PromptHook):
         edits = []
         for example, prompt in enumerate(prompts):
             at = positions_of(self.positions, prompt, example, len(prompts))
+            at = seen_positions(site, prompt, at) if prompt.strings else at
             of = None if is_all(self.keys) else positions_of(self.keys, prompt, example, len(prompts))
             every = len(at) == len(prompt)
             write = Replace(site, range(layer, layer + 1), None if every else at, heads, of, units)

@@ -252,11 +252,13 @@ class Asked:
     ) -> dict[str, list[Step]]:
         """The places on each axis of a site, in one prompt, of which `spots` are the positions."""
         axes, sizes = self.axes(site), self.sizes(site)
+        at = seen_positions(site, prompt, _places(spots))
+        spots = {r: Spot(k, k) for r, s in spots.items() if (k := tuple(p for p in s.base if p in at))}
         n_heads, n_layers = site.n_heads(model.shape), model.shape.n_layers
         units = site.units or ()
         among: dict[str, Sequence[int]] = {
             "layer": layers_of(self.layers, site, model),
-            "position": _places(spots),
+            "position": at,
             "head": chosen(self.heads, n_heads, "head") if site.has_heads else (),
             "key": _places(keys),
             "feature": units,
@@ -284,6 +286,22 @@ class Asked:
         if is_all(self.keys):
             return _spots("all", base, None, base_side)
         return _spots(self.keys, base, other, base_side)
+
+
+def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tuple[int, ...]:
+    """Return positions without those at which a site is not edited.
+
+    Raises:
+        InputError: no other was named.
+    """
+    left_out = site.left_out(prompt.ids) if site.leaves_out else frozenset()
+    kept = tuple(position for position in positions if position not in left_out)
+    if not kept:
+        raise InputError(
+            f"{site.name} can be edited at none of the positions {list(positions)} of the prompt that begins with "
+            f"{''.join(prompt.strings[:8])!r}: its dictionary was trained without such tokens. Name other positions."
+        )
+    return kept
 
 
 def _spots(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from headwater.options import has_no_order, is_one, one_or_several, whole_number
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
+    from headwater.models.sites import Site
 
 AT_ONCE = 256
 """Texts that are tokenized together."""
@@ -133,6 +135,30 @@ class Chosen:
     asked: tuple[int, ...] | None = None
     roles: tuple[str, ...] | None = None
     everything: bool = False
+
+
+def seen_tokens(chosen: Chosen, sequences: Sequences, sites: Sequence[Site]) -> Chosen:
+    """Leave out tokens that some of the sites leaves out.
+
+    Raises:
+        InputError: nothing is left of a text.
+    """
+    if not any(site.leaves_out for site in sites):
+        return chosen
+    kept: list[list[bool]] = []
+    asked = chosen.positions.split(chosen.counts.tolist())
+    for example, (ids, at) in enumerate(zip(sequences.tokens.split(sequences.lengths.tolist()), asked, strict=True)):
+        left_out = frozenset[int]().union(*(site.left_out(ids.tolist()) for site in sites))
+        kept.append([place not in left_out for place in at.tolist()])
+        if not any(kept[-1]):
+            raise InputError(
+                f"Nothing of text {example} is left to keep: {sites[0].name} was trained without its tokens."
+            )
+    mask = torch.tensor([one for text in kept for one in text])
+    roles = None if chosen.roles is None else tuple(compress(chosen.roles, mask.tolist()))
+    if bool(mask.all()):
+        return chosen
+    return Chosen(torch.tensor([sum(text) for text in kept]), chosen.positions[mask], None, roles)
 
 
 def chosen_tokens(positions: object, sequences: Sequences, model: Model) -> Chosen:

@@ -21,7 +21,7 @@ from headwater.models.caches.activations import (
     layers_needed,
     refuse_misread_heads,
 )
-from headwater.models.caches.sequences import Chosen, Sequences, chosen_tokens, sequences_of
+from headwater.models.caches.sequences import Chosen, Sequences, chosen_tokens, seen_tokens, sequences_of
 from headwater.models.dictionaries.features import Features
 from headwater.models.positions import Where
 from headwater.models.sites import SITES
@@ -144,8 +144,9 @@ def wanted_of(
     sequences = sequences_of(inputs, model)
     activations = activations_named(names, chosen_layers, model)
     refuse_misread_heads(activations, heads, model)
-    chosen = chosen_tokens(positions, sequences, model)
-    readers = {one.name: _reader(one.fitted(model)) for one in features_among(names)}
+    dictionaries = [one.fitted(model) for one in features_among(names)]
+    chosen = seen_tokens(chosen_tokens(positions, sequences, model), sequences, dictionaries)
+    readers = {one.name: _reader(one) for one in dictionaries}
     picked = {} if chosen_heads == tuple(range(shape.n_heads)) else _head_axes(activations, model)
     of_heads = tuple(_of_heads(one, picked.get(one.name), len(chosen_heads)) for one in activations)
     return Wanted(of_heads, chosen_heads, picked, sequences, chosen, layers_needed(activations, model), readers)

@@ -10,13 +10,14 @@ Of the activation a of a token at some site of one layer, with its heads laid si
 An edit of some features at some tokens changes these features there; the others are those of the run that is edited,
 after the edits of earlier layers. Where no feature is edited the activation stays as it is, to the last digit.
 
-Dictionaries that scale or shift what they read by the activation itself (a norm, a mean) say so by `standardize`:
-a = shift + scale · n, encode reads n, decode gives n.
+A dictionary may standardize what it reads (a norm, a mean): its encoder reads n, its decoder gives n', and
+`decode` returns shift + scale · n'. What a folder says of the runs that it was trained on is its `Origin`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,14 +42,64 @@ ALIKE = 1e-3
 """How far what is computed of a row alone may lie from what is computed of it beside another, as a share."""
 
 
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
+"""The special tokens of a tokenizer that sae-lens leaves out of training."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known of the runs that a dictionary was trained on."""
+
+    model: str | None = None
+    hook: str | None = None
+    """What was read, by the name that the folder gives it."""
+    begins: bool | None = None
+    """Whether their texts began with a BOS token."""
+    centred: bool = False
+    """Whether activations had mean 0, as in a HookedTransformer with centred writing weights."""
+    without: bool | tuple[int, ...] = False
+    """Whether special tokens were left out; or which tokens were."""
+    span: tuple[int | None, ...] = (None,)
+    """The positions that were kept: the arguments of a slice."""
+    context: int = 0
+    """The length of the texts, from whose end `span` counts."""
+
+    def differences(self, model: Model) -> list[str]:
+        """Say what is otherwise in a model, and what is left out."""
+        ids = (model.name, *filter(None, (getattr(model.config, "_name_or_path", None),)))
+        said = []
+        if self.model and _bare(self.model) not in map(_bare, ids):
+            said.append(f"it was trained on {self.model!r}, and this model is {model.name!r}")
+        if self.begins is not None and self.begins != (model.bos is not None):
+            here = "begin" if model.bos is not None else "do not begin"
+            said.append(
+                f"its texts {'began' if self.begins else 'did not begin'} with a BOS token, and here they {here}"
+            )
+        if self.without:
+            which = f"the tokens {list(self.without)}" if isinstance(self.without, tuple) else "special tokens"
+            said.append(f"it never saw {which}, which are left out here")
+        if self.span != (None,):
+            said.append(f"it saw the positions {shown(list(self.span))} only, and others are left out here")
+        return said
+
+    def left_out(self, ids: Sequence[int], special: Iterable[int]) -> frozenset[int]:
+        """Return the positions of a text that the dictionary never saw the like of."""
+        from_end = any(end is not None and end < 0 for end in self.span)
+        seen = range(self.context if from_end else len(ids))[slice(*self.span)]
+        return frozenset(i for i, token in enumerate(ids) if token in special or i not in seen)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Features(Site):
     """A dictionary at a site of one layer, itself a site: what `hw.features` and `hw.load_sae` return."""
 
-    encode: Coder = lambda rows: rows
-    decode: Coder = lambda rows: rows
-    standardize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    """Gives, of activations `row d`, the shift and the scale that their standardized form lacks."""
+    encoder: Coder = lambda rows: rows
+    decoder: Coder = lambda rows: rows
+    standardize: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
+    """Gives, of activations `row d`, what the encoder reads; and the shift and scale of what the decoder gives."""
+    origin: Origin = Origin()
+    special: frozenset[int] = frozenset()
+    """The tokens that are left out; known once it has met a model."""
     at: str = "resid_post"
     """The site whose activation is read and written."""
     layer: int = 0
@@ -103,17 +154,51 @@ class Features(Site):
 
     def digest(self) -> str:
         """Name the dictionary by what it computes with: weights, functions, place."""
-        parts = [self.name, self.at, self.layer, self.keep_error, self.chosen, self.encode, self.decode]
-        return digest([*parts, self.standardize])
+        parts = [self.name, self.at, self.layer, self.keep_error, self.chosen, self.encoder, self.decoder]
+        return digest([*parts, self.standardize, dataclasses.astuple(self.origin), sorted(self.special)])
 
-    def read(self, activation: Tensor) -> Tensor:
-        """Return the features, `... position feature`, of activations `... position (head) width`.
+    def encode(self, activation: Tensor) -> Tensor:
+        """Return the features, `... feature`, of activations `... (head) width`.
 
         Raises:
             InputError: the dictionary fails, or gives NaN or infinity.
         """
         rows, lead = self._rows(activation)
-        return self._encoded(self._standardized(rows)[0]).unflatten(0, lead)
+        return self._encoded(self._standardized(rows)[0]).view(*lead, -1)
+
+    def decode(self, features: Tensor, activation: Tensor | None = None) -> Tensor:
+        """Return activations, `... (head) width`, of features, `... feature`.
+
+        Args:
+            features: of a dictionary.
+            activation: what they are features of; needed where the dictionary standardizes what it reads.
+
+        Raises:
+            InputError: it is needed and was not given.
+        """
+        if activation is None and (self.standardize is not None or self.origin.centred):
+            raise InputError(
+                f"{self.name} is of a dictionary that standardizes each activation: give decode the activations too, "
+                "as in decode(features, activation)."
+            )
+        if activation is None:
+            return self.decoder(features.flatten(0, -2)).unflatten(0, features.shape[:-1])
+        rows, _ = self._rows(activation)
+        _, shift, scale = self._standardized(rows)
+        return (shift + scale * self.decoder(features.flatten(0, -2))).view_as(activation)
+
+    def read(self, activation: Tensor) -> Tensor:
+        """Return what edits are written in: see `encode`."""
+        return self.encode(activation)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it was trained without some tokens or positions."""
+        return bool(self.special) or self.origin.span != (None,)
+
+    def left_out(self, ids: Sequence[int]) -> frozenset[int]:
+        """Return the positions of a text at which the dictionary is not used: it never saw the like of them."""
+        return self.origin.left_out(ids, self.special) if self.leaves_out else frozenset()
 
     def written(
         self, activation: Float[Tensor, "*row width"], change: Callable[[Float[Tensor, "row feature"]], Tensor]
@@ -127,10 +212,10 @@ class Features(Site):
         standard, shift, scale = self._standardized(rows)
         features = self._encoded(standard)
         before = features.clone()
-        after = self.decode(change(features))
+        after = shift + scale * self.decoder(change(features))
         if self.keep_error:
-            after = after + (standard - self.decode(before))
-        return (shift + scale * after).to(activation.dtype).view_as(activation)
+            after = after + (rows - (shift + scale * self.decoder(before)))
+        return after.to(activation.dtype).view_as(activation)
 
     @property
     def inner(self) -> Site:
@@ -147,7 +232,7 @@ class Features(Site):
         slope = self._rows(gradient.detach())[0]
         with torch.enable_grad():
             features = self._encoded(standard).detach().requires_grad_(True)
-            rebuilt = shift + scale * self.decode(features)
+            rebuilt = shift + scale * self.decoder(features)
             (at_features,) = torch.autograd.grad(rebuilt, features, slope)
         product = (value.reshape(features.shape) - features.detach()).double() * at_features.double()
         lost = ((rebuilt.detach() - rows).double() * slope.double()).sum(-1, keepdim=True)
@@ -164,19 +249,40 @@ class Features(Site):
         row = SITES[self.at]
         if reason := row.absent(model.shape) or model.misfits.get(self.at):
             raise InputError(f"{self.name} is of {self.at}, but {reason}")
+        known = model.raw.hook_dict
+        if (hook := self.origin.hook) in known and known[hook] is not known[self.hook_name(layer)]:
+            raise InputError(f"{self.name} was trained on {hook!r}, which in {model.name} is not its {self.at}.")
+        if said := self.origin.differences(model):
+            warnings.warn(f"The folder of {self.name} says: {'; '.join(said)}.", stacklevel=2)
         width = row.width(model.shape, 1)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(2, width, generator=generator).to(
             model.device, torch.promote_types(model.dtype, torch.float32)
         )
+        without = self.origin.without
+        found = [getattr(model.tokenizer, name, None) for name in SPECIAL] if without is True else without or ()
+        centred = self.origin.centred and str(model.raw.cfg.normalization_type).startswith("LN")
+        fitting = dataclasses.replace(
+            self,
+            layer=layer,
+            origin=dataclasses.replace(self.origin, centred=centred),
+            special=frozenset(token for token in found if token is not None),
+        )
+        return fitting._of_rows(rows, f"{self.at} of {model.shape.architecture}, {width} wide,")
+
+    def _of_rows(self, rows: Tensor, what: str) -> Features:
+        """Return it with the number of its features, as it is seen on these rows.
+
+        Raises:
+            InputError: see `fitted`.
+        """
         standard, *_ = self._standardized(rows)
-        what = f"{self.at} of {model.shape.architecture}, {width} wide,"
         try:
             features = self._encoded(standard)
         except InputError as error:
             raise InputError(f"The dictionary {self.name} does not take {what} as rows: {error}") from None
         with failures_named(f"decode of {self.name}, given features {tuple(features.shape)},"):
-            rebuilt = self.decode(features)
+            rebuilt = self.decoder(features)
         if not isinstance(rebuilt, Tensor) or rebuilt.shape != rows.shape:
             found = tuple(rebuilt.shape) if isinstance(rebuilt, Tensor) else f"a {type(rebuilt).__name__}"
             raise InputError(
@@ -184,10 +290,10 @@ class Features(Site):
                 f"{tuple(rows.shape)}."
             )
         self._refuse_not_finite(rebuilt, "decode")
-        for one, whole, of in ((self.encode, features, standard), (self.decode, rebuilt, features)):
+        for one, whole, of in ((self.encoder, features, standard), (self.decoder, rebuilt, features)):
             if not torch.allclose(one(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.abs().max())):
                 raise InputError(f"{self.name} gives a row something else beside other rows than alone: it mixes rows.")
-        fitting = dataclasses.replace(self, layer=layer, count=features.shape[1])
+        fitting = dataclasses.replace(self, count=features.shape[1])
         fitting._refuse_beyond(self.chosen or ())
         return fitting
 
@@ -198,14 +304,16 @@ class Features(Site):
         return activation.reshape(lead.numel(), -1).to(torch.promote_types(activation.dtype, torch.float32)), lead
 
     def _standardized(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the encoder reads, and the shift and scale of what the decoder gives."""
+        mean = rows.mean(-1, keepdim=True) if self.origin.centred else rows.new_zeros(())
         if self.standardize is None:
-            return rows, rows.new_zeros(()), rows.new_ones(())
-        shift, scale = self.standardize(rows)
-        return (rows - shift) / scale, shift, scale
+            return rows - mean, mean, rows.new_ones(())
+        standard, shift, scale = self.standardize(rows - mean)
+        return standard, mean + shift, scale
 
     def _encoded(self, rows: Tensor) -> Float[Tensor, "row feature"]:
         with failures_named(f"encode of {self.name}, given rows {tuple(rows.shape)},"):
-            features = self.encode(rows)
+            features = self.encoder(rows)
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(rows):
             found = tuple(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
             raise InputError(
@@ -223,6 +331,14 @@ class Features(Site):
     def _refuse_beyond(self, features: Sequence[int]) -> None:
         if self.count and (beyond := [feature for feature in features if feature >= self.count]):
             raise InputError(f"There is no feature {beyond[0]} in {self.name}; they are 0 to {self.count - 1}.")
+
+
+def _bare(name: str) -> str:
+    """Return a model's name without its owner or folder, by the name that TransformerLens's aliases stand for."""
+    from transformer_lens.supported_models import MODEL_ALIASES
+
+    found = next((official for official, also in MODEL_ALIASES.items() if name in (official, *also)), name)
+    return found.rstrip("/").rsplit("/", 1)[-1].casefold()
 
 
 def features(
@@ -282,8 +398,8 @@ def place(
         stage=row.stage,
         within=row.within,
         carrier=row.carrier,
-        encode=encode,
-        decode=decode,
+        encoder=encode,
+        decoder=decode,
         at=at,
         layer=layer,
         keep_error=keep_error,
