@@ -1,4 +1,4 @@
-"""Small random models of forty configurations, most of which headwater has no table for."""
+"""Small random models of over forty configurations, most of which headwater has no table for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +87,16 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "falcon-2": lambda: tf.FalconConfig(
         **SIZES, num_kv_heads=2, new_decoder_architecture=True, num_ln_in_parallel_attn=1, bias=True
     ),
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **HEADS,
+        attention_out_multiplier=0.3,
+        mamba_d_ssm=64,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=8,
+    ),
     "gemma1": lambda: tf.GemmaConfig(**HEADS),
     "gemma3-with-vision": gemma3_vision,
     "gemma4": lambda: tf.Gemma4TextConfig(
@@ -107,7 +117,9 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         attention_types=[[["global", "local"], 1]],
         window_size=8,
     ),
-    "gpt-oss": lambda: tf.GptOssConfig(**HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "gpt-oss": lambda: tf.GptOssConfig(
+        **HEADS | {"intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+    ),
     "gpt2-unscaled": lambda: tf.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_weights=False
     ),
@@ -153,6 +165,9 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         shared_expert_intermediate_size=16,
     ),
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(**EXPERTS, num_experts=4),
+    "qwen3-moe-mixed": lambda: tf.Qwen3MoeConfig(
+        **EXPERTS | {"intermediate_size": 32, "moe_intermediate_size": 32}, num_experts=4, mlp_only_layers=[0]
+    ),
     "qwen3-next": lambda: tf.Qwen3NextConfig(
         **EXPERTS,
         num_experts=4,

@@ -8,11 +8,13 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
 from headwater.models.agreement import Sites
+from headwater.models.edits import makes
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 IDS, OTHER_IDS = [2, 40, 41, 42, 43], [2, 40, 51, 42, 43]
 METRIC = hw.logit_difference(5, 9)
+WHOLE = hw.features(lambda rows: rows, lambda features: features, at="resid_mid", layer=0)
 
 
 def of_config(config, scale=1.0):
@@ -98,7 +100,9 @@ def latent_attention(request):
 def test_heads_of_other_sizes_than_the_model_has_are_refused_by_name(latent_attention, site):
     _, model = latent_attention
     sweep = {"metric": METRIC, "progress": False}
-    with pytest.raises(InputError, match=f"{site} of Deepseek.* cannot be used: blocks.0.attn.hook_{site} holds"):
+    with pytest.raises(
+        InputError, match=f"{site} of Deepseek.* cannot be used in layer 0: blocks.0.attn.hook_{site} holds"
+    ):
         hw.patch(model, [IDS], [OTHER_IDS], sites=["resid_pre", site], **sweep)
     with pytest.raises(InterventionError, match=f"{site} of Deepseek.* cannot be used"):
         model.run([IDS], [(f"blocks.1.attn.hook_{site}", lambda activation, hook: None)])
@@ -180,14 +184,107 @@ def test_a_middle_that_is_no_sum_of_what_comes_before_can_be_read_and_not_edited
     model, name, kept = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer()), "blocks.1.hook_resid_mid", []
     sites = Sites(model.shape, 5)
     look = dict(sites.hooks())
-    for place in ("hook_resid_pre", "hook_attn_out", "hook_resid_mid"):
-        look[f"blocks.1.{place}"](torch.ones(1, 5, 32), None)
-    assert list(sites.read_only) == ["resid_mid"]
+    for place, size in {"hook_resid_pre": 1, "hook_resid_mid": 1, "hook_mlp_out": 1, "hook_resid_post": 2}.items():
+        look[f"blocks.1.{place}"](torch.full((1, 5, 32), float(size)), None)
+    sites.judge()
+    assert list(sites.read_only) == [("resid_mid", 1)]
     model.read_only = sites.read_only
     model.run([IDS], [(name, lambda activation, hook: kept.append(activation))])
     assert len(kept) == 1
-    with pytest.raises(InterventionError, match=r"resid_mid of Llama.* can be read but not edited"):
-        model.run([IDS], [(name, lambda activation, hook: activation / 2)])
+    for edit in (lambda activation, hook: activation / 2, makes(lambda activation, hook: activation / 2)):
+        with pytest.raises(InterventionError, match=r"resid_mid of Llama.* can be read but not edited in layer 1"):
+            model.run([IDS], [(name, edit)])
+
+
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda model, options: hw.patch(model, [IDS], [OTHER_IDS], sites="resid_mid", layers=0, **options),
+        lambda model, options: hw.patch(
+            model, [IDS], [OTHER_IDS], sites="resid_mid", layers=[0], method="attribution", **options
+        ),
+        lambda model, options: hw.patch(
+            model, [IDS], [OTHER_IDS], together=[{"site": "resid_mid", "layer": 0}], **options
+        ),
+        lambda model, options: hw.ablate(model, [IDS], heads=[(0, 1)], **options),
+        lambda model, options: hw.ablate(model, [IDS], features=WHOLE.only([3]), **options),
+        lambda model, options: hw.knockout(model, [IDS], block=(4, 1), layers=[0], **options),
+        lambda model, options: model.run([IDS], [hw.edit("resid_mid", 0, "zero")]),
+        lambda model, options: model.generate([IDS], [hw.edit("resid_mid", 0, "zero")], max_new_tokens=1),
+    ],
+)
+def test_a_layer_of_a_hybrid_that_has_no_attention_is_not_edited_as_if_it_had(edit):
+    model = hw.load(random_model("jamba"), tokenizer=tiny_tokenizer())
+    with pytest.raises(HeadwaterError, match=r"^(resid_mid|z|pattern) of Jamba.* in layer 0|runs the whole text anew"):
+        edit(model, {"metric": METRIC, "progress": False})
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
+def test_the_middle_of_a_hybrid_is_patched_right_in_the_layers_that_carry_the_edit():
+    hf = random_model("jamba")
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    with pytest.warns(UserWarning, match=r"^Layer 0 is left out: resid_mid of Jamba"):
+        sweep = hw.patch(model, [IDS], [OTHER_IDS], sites="resid_mid", metric=METRIC, progress=False)
+    assert set(sweep.table["layer"]) == {1}
+    reader, kept = hf.model.layers[1].pre_ff_layernorm, []
+    for tokens in (IDS, OTHER_IDS):
+
+        def act(module, args):
+            kept.append(args[0].clone())
+            args[0][:, 2] = kept[0][:, 2]  # in place: the skip connection, too
+
+        handle = reader.register_forward_pre_hook(act)
+        with torch.no_grad():
+            patched = hf(torch.tensor([tokens])).logits[0, -1]
+        handle.remove()
+    (cell,) = sweep.table.query("position == 2").itertuples()
+    assert cell.corrupted + cell.effect == pytest.approx(float(patched[5] - patched[9]), abs=1e-5)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("name", "site", "why"),
+    [
+        ("falcon-h1", "attn_out", "it is not what is added to resid_pre, or not all of it"),
+        ("opt-350m", "resid_mid", r"it is neither resid_pre \+ attn_out nor what mlp_out is added to"),
+        ("gpt-oss", "mlp_post", "its MLP is a mixture of experts"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
+def test_a_site_that_is_not_what_its_name_says_is_refused_everywhere(name, site, why):
+    model, options = hw.load(random_model(name), tokenizer=tiny_tokenizer()), {"metric": METRIC, "progress": False}
+    for use in (
+        lambda: model.cache([IDS], sites=site, progress=False),
+        lambda: hw.patch(model, [IDS], [OTHER_IDS], sites=site, **options),
+        lambda: hw.patch(model, [IDS], [OTHER_IDS], sites=site, method="attribution", **options),
+        lambda: model.run([IDS], [hw.edit(site, 1, "zero")]),
+        *([lambda: hw.ablate(model, [IDS], neurons=[(0, 3)], **options)] if site == "mlp_post" else []),
+    ):
+        with pytest.raises(InputError, match=f"{site} of .* cannot be used in layer [01]: {why}"):
+            use()
+
+
+@pytest.mark.oracle
+def test_neurons_of_a_dense_layer_beside_mixtures_of_experts_are_ablated_right():
+    hf = random_model("qwen3-moe-mixed")
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    found = hw.ablate(model, [IDS], neurons=[(0, 3)], metric=METRIC, progress=False).table["effect"].iloc[0]
+    differences = []
+    for factor in (1.0, 0.0):
+
+        def act(module, args, factor=factor):
+            args[0][..., 3] *= factor
+
+        handle = hf.model.layers[0].mlp.down_proj.register_forward_pre_hook(act)
+        with torch.no_grad():
+            logits = hf(torch.tensor([IDS])).logits[0, -1]
+        handle.remove()
+        differences.append(float(logits[5] - logits[9]))
+    assert found == pytest.approx(differences[1] - differences[0], abs=1e-5)
+    with pytest.raises(InputError, match=r"mlp_post of .* cannot be used in layer 1: its MLP is a mixture of experts"):
+        hw.ablate(model, [IDS], neurons=[(1, 3)], metric=METRIC, progress=False)
 
 
 def test_an_activation_of_fewer_tokens_than_the_run_reads_is_refused():

@@ -154,7 +154,7 @@ def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
     """Colour each head by a number of its own, with a bar that says which."""
     shade, values = SHADES[name], heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
     ax.set_facecolor(UNSEEN)
-    held = np.ma.masked_invalid(values.to_numpy())
+    held = np.ma.masked_invalid(values.reindex(columns=range(int(heads["layer"].max()) + 1)).to_numpy())
     edges = [np.arange(n + 1) - 0.5 for n in held.shape]
     mesh = ax.pcolormesh(*edges[::-1], held, cmap=shade.colors, vmin=shade.ticks[0], vmax=1.0, rasterized=True)
     ax.set(xlim=(edges[1][0], edges[1][-1]), ylim=(edges[0][0], edges[0][-1]))

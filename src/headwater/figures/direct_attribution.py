@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from headwater.colors import BLUE, FAINT, ORANGE, PURPLE
+from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.errors import InputError
 from headwater.figures.style import model_title, style, whole_numbers
 from headwater.figures.sweep import DIVERGING
@@ -20,8 +20,8 @@ from headwater.lenses.direct_attribution import DirectAttribution
 from headwater.runs.result import DRAWINGS
 
 LABEL = "Contribution to the logit difference"
-NAMES = {"embed": "Embedding", "head": "Heads", "mlp": "MLPs", "bias": "Biases"}
-COLOURS = {"embed": PURPLE, "head": BLUE, "mlp": ORANGE, "bias": FAINT}
+NAMES = {"embed": "Embedding", "head": "Heads", "mixer": "Layers without heads", "mlp": "MLPs", "bias": "Biases"}
+COLOURS = {"embed": PURPLE, "head": BLUE, "mixer": GREEN, "mlp": ORANGE, "bias": FAINT}
 
 
 @DRAWINGS.add(DirectAttribution)
@@ -72,7 +72,8 @@ def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.
 
 def _map(ax: Axes, means: pd.DataFrame) -> None:
     heads = means[means["component"] == "head"].pivot(index="layer", columns="head", values="contribution")
-    mlps = means[means["component"] == "mlp"].set_index("layer")["contribution"].reindex(heads.index)
+    mlps = means[means["component"] == "mlp"].set_index("layer")["contribution"]
+    heads = heads.reindex(mlps.index)
     n_heads = heads.shape[1]
     drawn = np.ma.masked_invalid(np.column_stack([heads, np.full(len(heads), np.nan), mlps]).astype(float))
     limit = float(np.abs(drawn).max()) or 1.0
@@ -88,7 +89,7 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
     rows = next(s for s in (m * 10**e for e in range(9) for m in (1, 2, 5)) if len(heads) <= 16 * s)
     ax.set_yticks(np.arange(0, len(heads), rows) + 0.5, [str(i) for i in heads.index[::rows]])
     ax.tick_params(length=0)
-    not_drawn = means["layer"].isna() | (means["component"] == "bias")
+    not_drawn = means["layer"].isna() | means["component"].isin(["bias", "mixer"])
     ax.set(xlabel=f"Head{_written(means[not_drawn])}", ylabel="Layer")
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)

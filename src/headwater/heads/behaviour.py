@@ -34,6 +34,7 @@ from headwater.heads.patterns import (
     POSITION,
     SUMS,
     heads_of,
+    layers_read,
     pattern_sums,
     position_share,
     rows_that_fit,
@@ -195,7 +196,7 @@ def attention_behaviour(
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     batch_size, seed = checked_count("batch_size", batch_size), checked_seed(seed)
     kind = _embedding_of(model, embedding) if checked_flag("copying", copying) else None
-    kinds = token_kinds(model)
+    kinds, layers = token_kinds(model), layers_read(model)
     read = {"random": Batch.of(repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
     given = _own_texts(model) if texts is None else texts
     if given is not None:
@@ -207,9 +208,11 @@ def attention_behaviour(
     def work(run: Run) -> AttentionBehaviour:
         with run.bar("Reading attention", "text", sum(map(len, read.values()))) as bar:
             sums = {on: _summed(model, read[on], kinds, run, on, at_once[on], bar) for on in read}
-        table = called(pd.concat([scored(on, found, seed) for on, found in sums.items()], ignore_index=True), threshold)
+        table = called(
+            pd.concat([scored(on, found, seed, layers) for on, found in sums.items()], ignore_index=True), threshold
+        )
         position = position_share(*(sums["random"][name] for name in POSITION))
-        heads = named(table).assign(position=position.flatten().numpy(), **_copying(model, kind, seed, run))
+        heads = named(table).assign(position=position.flatten().numpy(), **_copying(model, kind, seed, run, layers))
         return AttentionBehaviour(table, heads, run.record)
 
     return carry_out(
@@ -225,14 +228,16 @@ def _embedding_of(model: HookedModel, embedding: str | None) -> str:
 
 
 @torch.inference_mode()
-def _copying(model: HookedModel, embedding: str | None, seed: int, run: Run) -> dict[str, Numbers | float]:
+def _copying(
+    model: HookedModel, embedding: str | None, seed: int, run: Run, layers: Sequence[int]
+) -> dict[str, Numbers | float]:
     """Return the columns of the eigenvalues, a number per head."""
     names = ("copying", "copying_low", "copying_high")
     if embedding is None:
         return dict.fromkeys(names, np.nan)
-    with run.bar("Eigenvalues of OV", "layer", model.shape.n_layers) as bar:
+    with run.bar("Eigenvalues of OV", "layer", len(layers)) as bar:
         try:
-            scores, bounds = copying_scores(weights_of(model), embedding, seed, bar)
+            scores, bounds = copying_scores(weights_of(model), embedding, seed, bar, layers)
         except HeadwaterError as error:
             raise ModelError(f"{error} With copying=False all the rest is computed.") from None
     by_head = [scores, *(side[:, None].expand_as(scores) for side in bounds.T)]
@@ -277,16 +282,16 @@ def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def scored(on: str, sums: Mapping[str, Tensor], seed: int) -> pd.DataFrame:
+def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]) -> pd.DataFrame:
     """Make the rows of one kind of sequences: scores, intervals, and what shuffled positions would give."""
-    _, n_classes, n_layers, n_heads = sums["on"].shape
+    _, n_classes, _, n_heads = sums["on"].shape
     draws, parts = Draws.of(range(len(sums["on"])), seed=seed), []
     for place, name in enumerate(list(BEHAVIOURS)[:n_classes]):
         queries = sums["queries"][:, place].double().numpy()
         has = queries > 0
         found, expected, variance = (sums[one][:, place].flatten(1).double().numpy() for one in SUMS)
         parts.append(
-            heads_of(n_layers, n_heads).assign(
+            heads_of(layers, n_heads).assign(
                 behaviour=name,
                 **_estimates(draws, found, expected, queries),
                 p_value=excess_p((found - expected)[has], variance[has], queries[has]),

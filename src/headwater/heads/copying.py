@@ -16,7 +16,7 @@ Biases, norms, and a norm behind the attention are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Inexact
@@ -37,7 +37,7 @@ LEVEL = 0.95
 
 
 def copying_scores(
-    weights: WeightSource, embedding: str, seed: int, bar: Bar | None = None
+    weights: WeightSource, embedding: str, seed: int, bar: Bar | None = None, layers: Sequence[int] | None = None
 ) -> tuple[Float[Tensor, "layer head"], Float[Tensor, "layer 2"]]:
     """Return Σ λ / Σ |λ| of every head, and the bounds within which 95 % of random heads lie.
 
@@ -46,6 +46,7 @@ def copying_scores(
         embedding: what heads from layer 1 on read: "raw", "mlp0", "embed+mlp0" or "layer0".
         seed: of the random heads.
         bar: what counts the layers.
+        layers: which; default: all.
 
     Returns:
         The scores, -1 to 1; NaN of a head that writes nothing of what it reads. Of each layer the two bounds.
@@ -54,7 +55,8 @@ def copying_scores(
         ModelError: the model has no factors of single heads, or no such embedding.
     """
     scores, bounds = [], []
-    for layer, (joined, of_random) in enumerate(_joined(weights, embedding, seed)):
+    layers = range(weights.shape.n_layers) if layers is None else layers
+    for layer, (joined, of_random) in zip(layers, _joined(weights, embedding, seed, layers), strict=True):
         factors = weights.ov(layer)
         W_V, W_O = factors.expand_kv(factors.W_V), factors.W_O
         scores.append(eigenvalue_share(W_O, joined, W_V))
@@ -80,10 +82,10 @@ def eigenvalue_share(
     return torch.where(size > nothing, twins.diagonal(dim1=1, dim2=2).sum(-1) / size, torch.nan)
 
 
-def _joined(weights: WeightSource, embedding: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _joined(weights: WeightSource, embedding: str, seed: int, layers: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, layer by layer, U E and the bounds of random heads; each is computed once where layers share it."""
     made: dict[str, tuple[Tensor, Tensor]] = {}
-    for layer in range(weights.shape.n_layers):
+    for layer in layers:
         kind = embedding if layer else "raw"
         if kind not in made:
             made.clear()

@@ -29,7 +29,7 @@ from headwater.kernels.devices import sent
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import how_many_fit, in_halves
-from headwater.models.sites import hook_name
+from headwater.models.sites import SITES, sites_named
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_number, checked_seed, shown
 
@@ -76,7 +76,8 @@ def attention_classes(
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     kinds = token_kinds(model)
     batch = Batch.of(repeated_tokens(model, sequences, length, checked_seed(seed), kinds).tolist(), pad=0)
-    on = torch.zeros(len(BEHAVIOURS), model.shape.n_layers, model.shape.n_heads, dtype=torch.double)
+    layers = layers_read(model)
+    on = torch.zeros(len(BEHAVIOURS), len(layers), model.shape.n_heads, dtype=torch.double)
     queries = torch.zeros(len(BEHAVIOURS), dtype=torch.double)
     for start in range(0, sequences, SEQUENCES_AT_ONCE):
         for part in pattern_sums(model, batch.rows(start, min(start + SEQUENCES_AT_ONCE, sequences)), kinds):
@@ -85,15 +86,25 @@ def attention_classes(
     scores = on / queries.clamp(min=1)[:, None, None]
     classes = {name: scores[place].flatten().numpy() for place, name in enumerate(BEHAVIOURS)}
     columns = {name: classes[name] for name in ATTENTION_CLASSES}
-    table = heads_of(model.shape.n_layers, model.shape.n_heads).assign(**columns)
+    table = heads_of(layers, model.shape.n_heads).assign(**columns)
     best = table[list(ATTENTION_CLASSES)]
     return table.assign(attention_class=best.idxmax(axis=1).where(best.max(axis=1) >= threshold, "none"))
 
 
-def heads_of(n_layers: int, n_heads: int) -> pd.DataFrame:
+def layers_read(model: HookedModel) -> tuple[int, ...]:
+    """Return the layers that have attention patterns.
+
+    Raises:
+        InputError: none has.
+    """
+    (pattern,) = sites_named("pattern", model)
+    return pattern.among(range(model.shape.n_layers), model)
+
+
+def heads_of(layers: Sequence[int], n_heads: int) -> pd.DataFrame:
     """Return a row per layer and head: `layer, head`."""
-    layers = [layer for layer in range(n_layers) for _ in range(n_heads)]
-    return pd.DataFrame({"layer": layers, "head": list(range(n_heads)) * n_layers})
+    each = [layer for layer in layers for _ in range(n_heads)]
+    return pd.DataFrame({"layer": each, "head": list(range(n_heads)) * len(layers)})
 
 
 def rows_that_fit(model: HookedModel, length: int) -> int:
@@ -150,7 +161,8 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
             for name, values in zip(scores, moved, strict=True):
                 kept.setdefault(name, []).append(values)
 
-    hooks = [(hook_name("pattern", layer), looks(reduce)) for layer in range(model.shape.n_layers)]
+    pattern, layers = SITES["pattern"], range(model.shape.n_layers)
+    hooks = [(pattern.hook_name(layer), looks(reduce)) for layer in layers if not pattern.lacks(model, layer)]
     model.run(batch, hooks, stop_at=model.shape.n_layers)
     made = {
         name: torch.stack([one.to(values[0].device) for one in values], dim=2 if name in SUMS else 0).cpu()

@@ -43,10 +43,12 @@ class Contributions:
         self.norm: Norm = final_norm(model)
         self.weights = LoadedWeights(model)  # for all layers: it holds them against one run
         n_layers, n_heads = model.shape.n_layers, model.shape.n_heads
+        self.attended = SITES["z"].among(range(n_layers), model)
         self.parts: list[Part] = [("embed", None, None)]
         for layer in range(n_layers):
-            self.parts += [("head", layer, head) for head in range(n_heads)]
-            self.parts += [("bias", layer, None), ("mlp", layer, None)]
+            heads: list[Part] = [("head", layer, head) for head in range(n_heads)]
+            self.parts += [*heads, ("bias", layer, None)] if layer in self.attended else [("mixer", layer, None)]
+            self.parts.append(("mlp", layer, None))
         self.parts.append(("bias", None, None))
 
     @torch.inference_mode()
@@ -68,7 +70,7 @@ class Contributions:
         sources = []
         for layer in range(self.model.shape.n_layers):
             columns += self._of_layer(layer, held, direction)
-            if self.by_source:
+            if self.by_source and layer in self.attended:
                 sources.append(self._of_sources(layer, held, direction, examples))
         columns.append(constant.double()[:, None])
         contributions = torch.cat([one.to(constant.device) for one in columns], 1).cpu()
@@ -95,17 +97,23 @@ class Contributions:
             held[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
 
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
-        sites += [(site, layer) for layer in range(n_layers) for site in ("z", "attn_out", "mlp_out")]
+        for layer in range(n_layers):
+            read = ("z", "attn_out") if layer in self.attended else ("resid_pre", "resid_mid")
+            sites += [(site, layer) for site in (*read, "mlp_out")]
         names = [SITES[site].hook_name(layer) for site, layer in sites]
         hooks = [(name, looks(partial(keep, name=name))) for name in names]
         if self.by_source:
-            more = [SITES[site].hook_name(layer) for layer in range(n_layers) for site in ("pattern", "v")]
+            more = [SITES[site].hook_name(layer) for layer in self.attended for site in ("pattern", "v")]
             hooks += [(name, looks(partial(keep_sources, name=name))) for name in more]
         self.model.run(batch, hooks, stop_at=n_layers)
         return held
 
     def _of_layer(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:
-        """Return what a layer's heads, its attention bias and its MLP contribute."""
+        """Return what a layer's heads, its attention bias and its MLP contribute; of one without heads, its mixer."""
+        mlp = _dot(held[SITES["mlp_out"].hook_name(layer)], direction)
+        if layer not in self.attended:
+            before, middle = (held[SITES[site].hook_name(layer)] for site in ("resid_pre", "resid_mid"))
+            return [_dot(middle - before, direction)[:, None], mlp[:, None]]
         factors = self.weights.layer(layer)
         z = held[SITES["z"].hook_name(layer)].to(factors.W_O)
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
@@ -117,7 +125,6 @@ class Contributions:
         constant = z.new_zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
         if post_norm is not None and post_norm.bias is not None:
             constant = constant + _dot(post_norm.bias, direction).to(constant)
-        mlp = _dot(held[SITES["mlp_out"].hook_name(layer)], direction)
         return [heads.double(), constant.double()[:, None], mlp[:, None]]
 
     def _along(self, layer: int, summed: Tensor, direction: Tensor) -> Float[Tensor, "row d_model"]:

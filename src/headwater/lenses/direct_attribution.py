@@ -9,6 +9,7 @@ the final norm held as it was in this run, the logit difference is a sum over th
 2. The direction w = W_U[correct] - W_U[wrong] is pulled back through the final norm at its recorded scale.
 3. A part contributes its dot product with that direction. A head's z W_O first goes through the norm behind the
    attention, where there is one (Gemma), at that norm's recorded scale.
+   A layer without heads (recurrent, convolution) has one part in their place, `mixer`: resid_mid - resid_pre.
 4. What depends on no input is `bias`: b_O of each layer, and, without a layer, the final norm's and the unembedding's.
 5. By position, a head's contribution is split over what it attends to: z = Σ pattern[s] v[s], so that the source s has
    the share pattern[s] v[s] W_O. Embeddings, MLPs and biases are those of the position that is read.
@@ -66,7 +67,8 @@ class DirectAttribution(Result):
 
     table: pd.DataFrame
     """A row per example, part and position: `example, component, layer, head, position, contribution` (logits).
-    `component` is embed, head, mlp or bias; `layer` and `head` are `<NA>` where a row is of none or of all; `position`
+    `component` is embed, head, mlp, bias, or mixer (what a layer without heads adds in their place); `layer` and
+    `head` are `<NA>` where a row is of none or of all; `position`
     is where the logits are read, and with `by="position"` of a head where it attends to. With several positions read a
     contribution is its share of their mean. Where positions stand by role, `role` says which, and
     means are of each role by itself."""

@@ -6,14 +6,16 @@ Seen once, at load:
 2. Afterwards the same tokens go through the bridge. Its logits must be those of step 1 but for rounding; where they are
    not, the first module is named that gives something else for the same input. A forward method of one's own, or an
    option of the config that TransformerLens does not know, is such a case.
-3. On the way every site is watched: what passes must have the size that `model.shape` says, and where edits have a
-   carrier, what the carrier gives must be what passes. Multi-head latent attention has heads of other sizes, and in
-   some models attention is scaled before it is added.
+3. On the way every site is watched, layer by layer: what passes must have the size that `model.shape` says. Multi-head
+   latent attention has heads of other sizes, a mixture of experts no row of neurons, a recurrent layer no attention.
+4. What passed must add up: resid_pre + attn_out = resid_mid, resid_mid + mlp_out = resid_post, in parallel blocks
+   resid_pre + attn_out + mlp_out = resid_post. In some models attention is scaled before it is added, or something else
+   is added beside it; and resid_mid can be edited only where it is the sum of what carries the edit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import ModelError
-from headwater.models.sites import SITES, Site
+from headwater.models.sites import SITES, STATES, Site
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -106,7 +108,8 @@ def agree(model: Model, seen: Seen | None) -> None:
     """
     bridge = hasattr(model.raw, "original_model")
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if seen is None else seen.tokens
-    sites = Sites(model.shape, tokens.shape[1])
+    experts = {layer for layer, block in enumerate(getattr(model.raw, "blocks", ())) if _has_experts(block)}
+    sites = Sites(model.shape, tokens.shape[1], experts)
     known = model.raw.hook_dict  # put together anew whenever it is asked for
     hooks = [hook for hook in sites.hooks() if hook[0] in known]
     with watched(model.raw.original_model if seen else torch.nn.Module()) as calls:
@@ -115,6 +118,7 @@ def agree(model: Model, seen: Seen | None) -> None:
                 logits = model.raw(tokens, **({"use_cache": False} if bridge else {}))
         except FAULTS as error:
             raise ModelError(f"{model.name} cannot be run by TransformerLens: {error}") from None
+    sites.judge()
     model.misfits, model.read_only = sites.misfits, sites.read_only
     if seen is not None and not same_but_for_rounding(seen.logits, logits):
         difference = float((seen.logits - logits).abs().max())
@@ -136,18 +140,25 @@ def _first_difference(model: Model, whole: Calls, bridged: Calls) -> str:
     return "no single module gives something else for the same input."
 
 
+def _has_experts(block: Any) -> bool:
+    """Whether a block's MLP is a mixture of experts."""
+    mlp = getattr(block, "mlp", None)
+    modules = mlp.named_modules() if isinstance(mlp, torch.nn.Module) else ()
+    return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in modules)
+
+
 class Sites:
     """Looks at what passes through the sites of a run of one row.
 
     Attributes:
-        misfits: by site, how its activations are not of the size that the model's shape says.
-        read_only: by site, why it can be read but not edited.
+        misfits: by site and layer, why there is none, or one that is not what its name says.
+        read_only: by site and layer, why it can be read but not edited.
     """
 
-    def __init__(self, shape: ModelShape, n_tokens: int):
-        self.misfits: dict[str, str] = {}
-        self.read_only: dict[str, str] = {}
-        self._shape, self._n_tokens = shape, n_tokens
+    def __init__(self, shape: ModelShape, n_tokens: int, experts: Collection[int] = ()):
+        self.misfits: dict[tuple[str, int], str] = {}
+        self.read_only: dict[tuple[str, int], str] = {}
+        self._shape, self._n_tokens, self._experts = shape, n_tokens, experts
         self._passed: dict[tuple[str, int], Tensor] = {}
 
     def hooks(self) -> list[tuple[str, object]]:
@@ -161,23 +172,58 @@ class Sites:
     def _look(self, activation: Any, hook: object, site: Site, layer: int) -> None:
         found = tuple(activation.shape) if isinstance(activation, Tensor) else type(activation).__name__
         wanted = (1, *site.size(self._shape, self._n_tokens))
-        if found != wanted:
-            self.misfits.setdefault(
-                site.name,
-                f"{site.name} of {self._shape.architecture} cannot be used: {site.hook_name(layer)} holds {found} for "
-                f"{self._n_tokens} tokens, where the sizes of this model make it {wanted}.",
+        if "d_mlp" in site.axes and layer in self._experts:
+            self._misfits(site, layer, "its MLP is a mixture of experts and has no single row of neurons. Use mlp_out.")
+        elif found != wanted:
+            said = f"{site.hook_name(layer)} holds {found} for {self._n_tokens} tokens"
+            self._misfits(site, layer, f"{said}, where the sizes of this model make it {wanted}.")
+        else:
+            self._passed[site.name, layer] = activation.clone() if site.name in STATES else activation
+
+    def judge(self) -> None:
+        """Say, after the run, what did not pass and what does not add up."""
+        for site in SITES.values():
+            if site.absent(self._shape) is None:
+                for layer in range(self._shape.n_layers):
+                    if (site.name, layer) not in {*self._passed, *self.misfits}:
+                        self._misfits(site, layer, f"nothing passes through {site.hook_name(layer)}.")
+        for layer in range(self._shape.n_layers):
+            self._add_up(layer)
+
+    def _add_up(self, layer: int) -> None:
+        before, middle, after, attended, added = (self._passed.get((name, layer)) for name in STATES)
+        if SITES["resid_mid"].absent(self._shape) is not None:
+            writing = ("attn_out", "mlp_out") if self._shape.d_mlp else ("attn_out",)
+            written = [self._passed.get((name, layer)) for name in writing]
+            if all(one is not None for one in written) and not _is_sum(after, before, *written):
+                for name in writing:
+                    self._misfits(SITES[name], layer, "it is not all that is added between resid_pre and resid_post.")
+        elif middle is not None and not _is_sum(middle, before, attended):
+            site = SITES["resid_mid"]
+            if not _is_sum(after, middle, added):
+                self._misfits(site, layer, "it is neither resid_pre + attn_out nor what mlp_out is added to.")
+                return
+            self.read_only[site.name, layer] = (
+                f"{site.name} of {self._shape.architecture} can be read but not edited in layer {layer}: it is not the "
+                "sum of resid_pre and attn_out, by way of which an edit would be made."
             )
-            return
-        self._passed[site.name, layer] = activation
-        if site.carrier is None:
-            return
-        parts = [self._passed.pop((name, layer), None) for name in (site.carrier.at, site.carrier.given)]
-        if any(part is None for part in parts) or not same_but_for_rounding(activation, site.carrier.get(*parts)):  # type: ignore[arg-type]
-            self.read_only.setdefault(
-                site.name,
-                f"{site.name} of {self._shape.architecture} can be read but not edited: it is not the sum of "
-                f"{site.carrier.given} and {site.carrier.at}, by way of which an edit would be made.",
-            )
+            if attended is not None:
+                self._misfits(SITES["attn_out"], layer, "it is not what is added to resid_pre, or not all of it.")
+
+    def _misfits(self, site: Site, layer: int, why: str) -> None:
+        self.misfits[site.name, layer] = (
+            f"{site.name} of {self._shape.architecture} cannot be used in layer {layer}: {why}"
+        )
+
+
+def _is_sum(whole: Tensor | None, *parts: Tensor | None) -> bool:
+    """Whether a tensor is the sum of others, number by number, to the rounding of its dtype."""
+    if whole is None or any(part is None for part in parts):
+        return False
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    every = torch.stack([whole, *(-part.to(whole) for part in parts if part is not None)]).to(wide)
+    rounding = 8 * torch.finfo(whole.dtype).eps * every.abs().sum(0)
+    return bool((every.sum(0).abs() <= rounding).logical_or(~whole.isfinite()).all())
 
 
 def same_but_for_rounding(one: Tensor, other: Tensor) -> bool:

@@ -90,8 +90,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.
         fixed_step_checked: whether steps of generation in fixed memory give the same; None before this was asked.
         without_wrappers: itself so, put together for the last run that took it; see `headwater.models.unwrapped`.
-        misfits: the sites whose activations are not what `shape` says, and how; they are refused.
-        read_only: the sites that can be read but not edited, and why.
+        misfits: by site and layer, why there is none, or one that is not what its name says; it is refused.
+        read_only: by site and layer, why it can be read but not edited.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         self.fixed_step_checked: bool | None = None
         self.without_wrappers: Remembered | None = None
         self.head_checked: tuple[object, ...] | None = None
-        self.misfits: Mapping[str, str] = {}
-        self.read_only: Mapping[str, str] = {}
+        self.misfits: Mapping[tuple[str, int], str] = {}
+        self.read_only: Mapping[tuple[str, int], str] = {}
         self._own_graph = False
 
     if not TYPE_CHECKING:  # a type checker would take every name for one that is there
@@ -399,16 +399,17 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         return reporters(self.raw)
 
     def _attached(self, name: str, function: HookFunction, known: Mapping[str, Any]) -> Attached:
+        place = place_named(name)
+        if place and (reason := place[0].lacks(self, place[1])):
+            raise InterventionError(reason)
         if name not in known:
             raise InterventionError(
                 f"{self.name} has no activation named {name!r}.{did_you_mean(name, known, shown=3)}"
             )
-        place = place_named(name)
-        site = place[0].name if place else ""
-        if site in self.misfits:
-            raise InterventionError(self.misfits[site])
-        positions = 1 + place[0].axes.index("position") if place else None
-        return Attached(name, function, self.read_only.get(site), positions)
+        if place is None:
+            return Attached(name, function)
+        read_only = place[0].lacks(self, place[1], edited=True)
+        return Attached(name, function, read_only, 1 + place[0].axes.index("position"))
 
 
 def check_model(model: Any, option: str = "model") -> None:

@@ -27,8 +27,8 @@ class Model(Recorded, Protocol):
     revision: str | None
     bos: int | None
     shape: ModelShape
-    misfits: Mapping[str, str]
-    read_only: Mapping[str, str]
+    misfits: Mapping[tuple[str, int], str]
+    read_only: Mapping[tuple[str, int], str]
     config: Any
     tokenizer: PreTrainedTokenizerBase | None
     lock: RunLock

@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -132,7 +133,7 @@ class Site:
         return math.prod(AXES[axis](shape, length) for axis in self.axes if axis != "position")
 
     def layers(self, shape: ModelShape) -> Sequence[int]:
-        """The layers that have it."""
+        """The layers that it is of."""
         return range(shape.n_layers)
 
     def read(self, activation: Tensor) -> Tensor:
@@ -162,16 +163,37 @@ class Site:
         product = (value - activation).double() * gradient.double()
         return product if self.has_keys else product.sum(-1)
 
+    def lacks(self, model: Model, layer: int, edited: bool = False) -> str | None:
+        """Why a layer has none of it, or, where it is `edited`, none that can be; None where it has."""
+        place = self.name, layer
+        return model.misfits.get(place) or (model.read_only.get(place) if edited else None)
+
+    def among(self, layers: Iterable[int], model: Model, edited: bool = False) -> tuple[int, ...]:
+        """Return those of some layers that have it, or in which it can be `edited`; a warning names the others.
+
+        Raises:
+            InputError: none of them does.
+        """
+        layers = tuple(layers)
+        lacking = {layer: reason for layer in layers if (reason := self.lacks(model, layer, edited))}
+        if lacking and len(lacking) == len(layers):
+            raise InputError(lacking[layers[0]])
+        if lacking:
+            several = f"s {', '.join(map(str, lacking))} are" if len(lacking) > 1 else f" {min(lacking)} is"
+            warnings.warn(f"Layer{several} left out: {lacking[min(lacking)]}", stacklevel=3)
+        return tuple(layer for layer in layers if layer not in lacking)
+
     def fitted(self, model: Model) -> Site:
         """Return it as a site of a model.
 
         Raises:
-            InputError: the model has none of it, or one that is not what its shape says.
+            InputError: no layer of the model has it as its shape says.
         """
         if reason := self.absent(model.shape):
             raise InputError(f"{self.name} was asked for, but {reason}")
-        if reason := model.misfits.get(self.name):
-            raise InputError(reason)
+        lacking = [self.lacks(model, layer) for layer in self.layers(model.shape)]
+        if all(lacking):
+            raise InputError(str(lacking[0]))
         return self
 
     @property

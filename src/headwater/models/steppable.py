@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.models.families import FAMILIES, family_of
 from headwater.models.model import is_bridge
+from headwater.models.sites import STATES
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -31,6 +32,8 @@ def cannot_step(model: HookedModel) -> str | None:
     known = is_bridge(raw) and getattr(model.config, "model_type", None) in FAMILIES
     if known and family_of(model.config).positions_by_place:
         return "its attention reads positions from where tokens stand (ALiBi), and is given them for whole rows"
+    if any(site in STATES and site != "resid_mid" for site, _ in model.misfits):
+        return "what its blocks add to the residual stream is not what attention and MLP write"
     if is_bridge(raw) and hasattr(raw, "project_out"):
         return "its residual stream is projected before the unembedding"
     return None

@@ -272,7 +272,7 @@ class TransformerLensNames(ParametersByHead):
         if names is None or callable(names):
             with failures_named("The filter of names"):
                 found = [name for name in known if names is None or bool(names(name))]
-            found = [name for name in found if _site(name) not in self.misfits and not self._is_off(name)]
+            found = [name for name in found if not self._misfits(name) and not self._is_off(name)]
             if not found:
                 raise InputError("The filter says True of no hook; model.raw.hook_dict has the names.")
             return found
@@ -280,6 +280,10 @@ class TransformerLensNames(ParametersByHead):
         if not listed or not all(isinstance(name, str) for name in listed):
             raise InputError(f"{shown(names)} names no hooks: give a name, a list of names, or a function of a name.")
         return listed
+
+    def _misfits(self, hook: str) -> bool:
+        """Whether a hook is a site's that is not what its name says."""
+        return (place := place_named(hook)) is not None and (place[0].name, place[1]) in self.misfits
 
     def _is_off(self, hook: str) -> bool:
         """Whether TransformerLens computes an activation only when it is told to, and was not."""

@@ -95,7 +95,7 @@ class Bench:
         self.model, self.sides, self.metric = model, sides, metric
         named = sites_named(sites, model)
         self.source = sides.source(model, values, dataset, named, seed=0)
-        every = [Node(site.name, layer) for site in named for layer in site.layers(model.shape)]
+        every = [Node(s.name, layer) for s in named for layer in s.among(s.layers(model.shape), model, edited=True)]
         cells = Cells.of([(0, [joint_kind([node], 0, self.source) for node in every])])
         plan = plan_of(model, sides, cells, (metric,), self.source, matched=[None], batch_size=None)
         layers = range(model.shape.n_layers)

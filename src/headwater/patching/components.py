@@ -163,7 +163,9 @@ def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
         found.append((_within(layer, n_layers, "layer"), *_indices(index, row, model.shape, layer)))
     if twice := [member for member, count in Counter(found).items() if count > 1]:
         raise InputError(f"{_called(row, twice[0])} is named twice.")
-    sites_named(row.site, model)
+    (site,) = sites_named(row.site, model)
+    for layer in sorted({layer for layer, *_ in found}):
+        site.among([layer], model, edited=True)
     return tuple(sorted(found)) if row.among is not None else tuple(sorted(layer for layer, *_ in found))
 
 
@@ -208,12 +210,12 @@ def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bo
     """What a set, or its complement, holds at the site of a kind, layer by layer."""
     row, shape = KINDS[kind], model.shape
     (site,) = sites_named(row.site, model)
+    own = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
     if row.among is None:
-        layers = [layer for layer in range(shape.n_layers) if (layer in members) != complement]
-        return [Part(site, layer, None) for layer in layers]
+        return [Part(site, layer, None) for layer in own if (layer in members) != complement]
     every, held = range(row.among(shape)), set(members)
     parts = []
-    for layer in range(shape.n_layers):
+    for layer in own:
         among = tuple(index for index in every if ((layer, index) in held) != complement)
         if among:
             parts.append(Part(site, layer, None if len(among) == len(every) else among))

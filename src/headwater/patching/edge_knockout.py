@@ -143,8 +143,7 @@ def knockout(
     """
     checked_name("variant", variant, VARIANTS)
     check_call(model, batch_size)
-    sites_named("pattern", model)
-    over, layers = lasting(over), lasting(layers)
+    over, layers = lasting(over), _layers_cut(layers, model)
     base = read_prompts(model, prompts)
     metrics = as_metrics(metric)
     axes = axes_of(over, ("layer",), ("layer", "head"), "A knockout")
@@ -164,7 +163,7 @@ def knockout(
             for _, e in named
         ],
         "heads": [chosen(edges.heads, model.shape.n_heads, "head") for _, edges in named],
-        "layers": chosen(layers, model.shape.n_layers, "layer"),
+        "layers": layers,
         "window": sizes,
         "variant": variant,
         "over": axes,
@@ -247,7 +246,7 @@ def _kinds(
     example: int,
     axes: tuple[str, ...],
     sizes: Mapping[str, int | str],
-    layers: Iterable[int] | int | None,
+    layers: Sequence[int],
     variant: str,
 ) -> list[Kind]:
     """List what is severed in one prompt of one set of edges."""
@@ -257,7 +256,7 @@ def _kinds(
     heads = chosen(edges.heads, shape.n_heads, "head")
     listed = {
         "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),
-        "layer": steps(chosen(layers, shape.n_layers, "layer"), "layer" in axes, sizes.get("layer"), False),
+        "layer": steps(layers, "layer" in axes, sizes.get("layer"), False),
     }
     kinds = []
     for step in grid(listed):
@@ -270,13 +269,20 @@ def _kinds(
     return kinds
 
 
+def _layers_cut(layers: Iterable[int] | int | None, model: HookedModel) -> tuple[int, ...]:
+    """Return the layers asked for in which there is attention to cut."""
+    (pattern,) = sites_named("pattern", model)
+    return pattern.among(chosen(layers, model.shape.n_layers, "layer"), model)
+
+
 def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, ...]:
-    """Look up sites at which a state of the residual stream's width is read, in a model whose attention can be cut."""
-    sites_named("pattern", model)
-    names = tuple(site.name for site in sites_named(sites, model))
-    if other := [name for name in names if name not in STATES]:
+    """Look up sites at which a state of the residual stream's width is read in every layer, whose attention is cut."""
+    (pattern,), read = sites_named("pattern", model), sites_named(sites, model)
+    if other := [site.name for site in read if site.name not in STATES]:
         raise InputError(f"{other[0]} is no state of the residual stream. Valid: {', '.join(STATES)}.")
-    return names
+    for site, layer in product((pattern, *read), range(model.shape.n_layers)):
+        site.among([layer], model)
+    return tuple(site.name for site in read)
 
 
 def knocked_out_states(
@@ -316,8 +322,8 @@ def knocked_out_states(
     checked_name("variant", variant, VARIANTS)
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
-    shape, names = model.shape, _states_named(sites, model)
-    cells = Cells.of((i, _kinds(model, EDGES, edges, base, i, (), {}, layers, variant)) for i in range(len(base)))
+    shape, names, asked = model.shape, _states_named(sites, model), _layers_cut(layers, model)
+    cells = Cells.of((i, _kinds(model, EDGES, edges, base, i, (), {}, asked, variant)) for i in range(len(base)))
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
     plan = Plan(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
@@ -357,10 +363,10 @@ def windowed_states(
         InputError: the site is no state of the residual stream, or the model has none of it.
     """
     _states_named(site, model)
-    base = read_prompts(model, prompts)
+    base, layers = read_prompts(model, prompts), range(model.shape.n_layers)
     (edges,) = named_edges(block).values()
     listed = (
-        (i, _kinds(model, EDGES, edges, base, i, ("layer",), {"layer": window}, None, variant))
+        (i, _kinds(model, EDGES, edges, base, i, ("layer",), {"layer": window}, layers, variant))
         for i in range(len(base))
     )
     cells = Cells.of(

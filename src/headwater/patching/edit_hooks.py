@@ -77,7 +77,7 @@ class EditHook(PromptHook):
                 the prompts and they are not known.
         """
         site = self.site.fitted(model)
-        layer = checked_layer("layer", self.layer, model.shape.n_layers)
+        (layer,) = site.among([checked_layer("layer", self.layer, model.shape.n_layers)], model, edited=True)
         if goes_on and not self._everywhere:
             return site.hook_name(layer), looks(lambda activation, hook: None)
         if batch is not None:

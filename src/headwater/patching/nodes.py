@@ -96,7 +96,9 @@ def _read(model: HookedModel, given: object, length: int) -> Node:
     for axis in asked:
         if axis not in site.swept_axes:
             raise InputError(f"A node of {site.name} has no {axis}; it has {', '.join(site.swept_axes)}.")
-    return Node(site.name, **{axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()})
+    node = Node(site.name, **{axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()})
+    site.among([node.layer], model, edited=True)
+    return node
 
 
 def _site(name: object, model: HookedModel) -> tuple[Site, ...]:

@@ -106,13 +106,13 @@ def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedMode
     """Return the layers of a site that were asked for.
 
     Raises:
-        InputError: the model has no such layer, or the site is of others.
+        InputError: the model has no such layer, or the site is of others, or can be edited in others only.
     """
     asked, own = chosen(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
     found = tuple(layer for layer in asked if layer in own)
     if not found:
         raise InputError(f"layers={shown(indices)}, but {site.name} is of layer {', '.join(map(str, own))}.")
-    return found
+    return site.among(found, model, edited=True)
 
 
 def lasting(value: T) -> T:

@@ -143,8 +143,9 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
     """Return the hooks that a name means, their layer left open, each with its layer."""
     if name in SITES or name in HOOKS:
         if name in SITES:
-            sites_named(name, model)
-        hook = SITES[name].hook if name in SITES else HOOKS[name]
+            (site,) = sites_named(name, model)
+            return [(site.hook, layer) for layer in site.among(layers, model)]
+        hook = HOOKS[name]
         return [(hook, layer) for layer in layers] if "{layer}" in hook else [(hook, None)]
     known = model.raw.hook_dict
     matching = [hook for hook in known if _matches(hook, name)] if "*" in name else [name] if name in known else []

@@ -239,6 +239,10 @@ class Features(Site):
         lost = torch.zeros_like(lost) if self.keep_error else lost
         return torch.cat([product, lost], 1).unflatten(0, lead)
 
+    def lacks(self, model: Model, layer: int, edited: bool = False) -> str | None:
+        """Why the activation that it is read from is not there, or cannot be `edited`; None where it can."""
+        return SITES[self.at].lacks(model, layer, edited)
+
     def fitted(self, model: Model) -> Features:
         """Return it as a site of a model: its place is there, and the dictionary is as wide as it.
 
@@ -247,7 +251,7 @@ class Features(Site):
         """
         layer = checked_layer(f"layer of {self.name}", self.layer, model.shape.n_layers)
         row = SITES[self.at]
-        if reason := row.absent(model.shape) or model.misfits.get(self.at):
+        if reason := row.absent(model.shape) or row.lacks(model, layer):
             raise InputError(f"{self.name} is of {self.at}, but {reason}")
         known = model.raw.hook_dict
         if (hook := self.origin.hook) in known and known[hook] is not known[self.hook_name(layer)]:

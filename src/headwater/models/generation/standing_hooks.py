@@ -38,9 +38,8 @@ class StandingHooks:
 
     def __init__(self, model: Model, hooks: Sequence[Hook]):
         self._names = [name for name, _ in hooks]
-        self._read_only = [
-            None if (at := place_named(name)) is None else model.read_only.get(at[0].name) for name in self._names
-        ]
+        places = map(place_named, self._names)
+        self._read_only = [at and at[0].lacks(model, at[1], edited=True) for at in places]
         self._gates = [_Gate() for _ in hooks]
         placed = [
             (name, Trusted(gate, _may_edit(function), may_be_silent=True, waits=gate.waits))
