@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,6 +157,32 @@ def test_edits_of_features_that_cannot_be_are_refused_in_one_line(llama):
         llama.run(PROMPTS, hooks=[hw.edit(hw.features(narrow.encode, narrow.decode, layer=1), None, "zero")])
     with pytest.raises(InputError, match="Did you mean 'resid_post'"):
         hw.edit("resid_pots", 0, "zero")
+
+
+@pytest.mark.parametrize("made", [hw.add, lambda v: hw.scale(1 + v[0]), lambda v: hw.noise(abs(v[0]), 1)])
+def test_a_dose_of_zero_is_run_and_changes_nothing(llama, made):
+    direction, plain = np.linspace(-1, 1, llama.shape.d_model), llama.run(PROMPTS)
+    texts = [llama.generate(PROMPTS, max_new_tokens=6, progress=False)]
+    runs = []
+    for dose in (0, 8):
+        hooks = [hw.edit("resid_post", LAYER, made(dose * direction))]
+        runs.append(llama.run(PROMPTS, hooks=hooks))
+        texts.append(llama.generate(PROMPTS, hooks, max_new_tokens=6, progress=False))
+    assert torch.equal(runs[0], plain)
+    assert not torch.equal(runs[1], plain)
+    assert texts[0] == texts[1] != texts[2]
+    options = {"sites": "resid_post", "metric": hw.logit_difference(5, 9), "progress": False}
+    assert (hw.patch(llama, PROMPTS, values=made(0 * direction), **options).table["effect"].abs() < 1e-5).all()
+
+
+def test_arrays_and_lists_of_numbers_are_values_as_tensors_are(llama):
+    vector = torch.linspace(-1, 1, llama.shape.d_model)
+    for values in (lambda v: v, hw.add):
+        found = [
+            llama.run(PROMPTS, hooks=[hw.edit("resid_post", LAYER, values(given))])
+            for given in (vector, vector.numpy(), vector.tolist(), tuple(vector.tolist()))
+        ]
+        assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def left_alone(activation, other, place):

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
-from torch import Tensor
 
 from headwater.heads.ablation import Heads, layer_matched
 from headwater.heads.pairs import head_pairs
@@ -27,7 +26,7 @@ from headwater.patching.components import read_sets
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.sweep import Sweep
-from headwater.patching.values import Recipe
+from headwater.patching.values import Recipe, TensorLike
 from headwater.runs.claim import Claim
 from headwater.stats.claims import Evidence, claim_of, notes_of_few, notes_of_seen
 
@@ -44,7 +43,7 @@ def claim(
     corrupted: Prompts | None = None,
     *,
     metric: Measures,
-    values: ValueName | Recipe | Tensor | Callable[..., Any] = "zero",
+    values: ValueName | Recipe | TensorLike | Callable[..., Any] = "zero",
     other: Any = "mean",
     chosen_on: Prompts | None = None,
     placebos: int = 100,

@@ -339,7 +339,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             hooks: watched or edited activations; each must fire at every step.
             max_new_tokens: at most so many per prompt.
             do_sample: draw tokens at random.
-            temperature: of the draws, default 1; lower is less random.
+            temperature: of the draws, default 1; lower is less random, and 0 takes the most probable token.
             top_p: draw only from the most probable tokens that together have this probability.
             top_k: draw only from so many most probable tokens.
             seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones stand

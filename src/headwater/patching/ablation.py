@@ -19,8 +19,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.names import ValueName
@@ -35,7 +33,7 @@ from headwater.patching.prompts import Prompts
 from headwater.patching.sides import plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked, seen_positions
-from headwater.patching.values import Recipe, recorded
+from headwater.patching.values import Recipe, TensorLike, recorded
 from headwater.runs.analysis import Run, carry_out
 
 
@@ -51,7 +49,7 @@ def ablate(
     features: object = None,
     sets: Mapping[str, Any] | Any = None,
     complement: bool = False,
-    values: ValueName | Recipe | Tensor | Callable[..., Any] = "zero",
+    values: ValueName | Recipe | TensorLike | Callable[..., Any] = "zero",
     dataset: Prompts | None = None,
     positions: Where = "all",
     seed: int = 0,

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
@@ -43,7 +42,7 @@ from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked, Step, Window, chosen, covered, kinds_of, lasting
 from headwater.patching.together import patch_together
-from headwater.patching.values import Recipe, recorded
+from headwater.patching.values import Recipe, TensorLike, recorded
 from headwater.runs.analysis import Run, carry_out
 
 METHODS = ("exact", "attribution")
@@ -59,7 +58,7 @@ def patch(
     together: Any = None,
     over: AxisName | Iterable[AxisName] | None = None,
     direction: DirectionName = "denoise",
-    values: ValueName | Recipe | Tensor | Callable[..., Any] = "other run",
+    values: ValueName | Recipe | TensorLike | Callable[..., Any] = "other run",
     layers: Iterable[int] | int | None = None,
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,

@@ -28,7 +28,7 @@ from headwater.models.positions import Where
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
 from headwater.patching.rows import Rows
-from headwater.patching.values import VALUES, Given, Recipe, Source, Wanted
+from headwater.patching.values import VALUES, Given, Recipe, Source, TensorLike, Wanted, checked_tensor
 from headwater.patching.variants import Place
 
 RTOL, ATOL = 1e-3, 1e-5
@@ -37,32 +37,27 @@ SAMPLES = 10_000
 """Draws of noise, at most: each is a run of its own."""
 
 
-def add(direction: Tensor) -> Recipe:
-    """Values: the activation that stands there, with a direction added.
+def add(direction: TensorLike) -> Recipe:
+    """Values: the activation that stands there, with a direction added; zeros are the control, and change nothing.
 
     Args:
-        direction: one for all rows, `d`; for sites with heads one for each head, `head d_head`; or one for each prompt,
-            or each token of each prompt, by further axes in front (see `hw.patch`).
+        direction: a tensor, a numpy array or a list of numbers: one for all rows, `d`; for sites with heads one for
+            each head, `head d_head`; or one for each prompt, or each token of each prompt, by further axes in front
+            (see `hw.patch`).
 
     Raises:
-        InputError: it is no tensor of finite numbers, or all zeros.
+        InputError: these are no finite numbers.
     """
-    direction = _checked_tensor("direction", direction)
-    if not bool(direction.any()):
-        raise InputError("hw.add was given a direction of zeros, which changes nothing.")
-    return Recipe("add", {"direction": direction})
+    return Recipe("add", {"direction": checked_tensor("direction", direction)})
 
 
 def scale(factor: SupportsFloat) -> Recipe:
-    """Values: the activation that stands there, times a factor; `hw.scale(0)` is `"zero"`.
+    """Values: the activation that stands there, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
 
     Raises:
-        InputError: the factor is no number, or 1.
+        InputError: the factor is no finite number.
     """
-    factor = _number("factor", factor)
-    if factor == 1:
-        raise InputError("hw.scale(1) changes nothing; give another factor.")
-    return Recipe("scale", {"factor": factor})
+    return Recipe("scale", {"factor": _number("factor", factor)})
 
 
 def noise(
@@ -84,7 +79,7 @@ def noise(
 
     Args:
         std: its standard deviation, in standard deviations of the entries of the vector that it is added to; given as
-            `corrupted=`, of the entries of all embeddings that it is added to, over all prompts.
+            `corrupted=`, of the entries of all embeddings that it is added to, over all prompts. 0 is the control.
         samples: how many draws; at most 10,000.
         seed: of the draws.
         absolute: give `std` in the activation's own units.
@@ -92,9 +87,11 @@ def noise(
             these per prompt (see `headwater.models.positions`), or the name of a role of the sweep's `positions=`.
 
     Raises:
-        InputError: one of them cannot be used; noise without strength changes nothing.
+        InputError: one of them cannot be used.
     """
-    std = checked_number("std", std, above=0.0)
+    std = _number("std", std)
+    if std < 0:
+        raise InputError(f"std={shown(std)} must be at least 0.")
     arguments: dict[str, Any] = {
         "std": std,
         "samples": checked_count("samples", samples, most=SAMPLES),
@@ -271,7 +268,7 @@ class Written(_OfTensor):
 
     def __init__(self, given: Given):
         super().__init__(given)
-        self.tensor = _checked_tensor("values", given.arguments["tensor"])
+        self.tensor = given.arguments["tensor"]
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
         """Return the tensor's rows."""
@@ -287,6 +284,7 @@ class Added(_OfTensor):
     def __init__(self, given: Given):
         super().__init__(given)
         self.tensor = given.arguments["direction"]
+        self.is_control = not bool(self.tensor.any())
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
         """Add the direction."""
@@ -298,6 +296,10 @@ class Scaled(_Changing):
     """What stands there, times a factor."""
 
     needs = ("factor",)
+
+    def __init__(self, given: Given):
+        super().__init__(given)
+        self.is_control = given.arguments["factor"] == 1
 
     @property
     def label(self) -> str:
@@ -326,6 +328,7 @@ class Noise(_Changing):
         if any(site.has_keys for site in given.sites):
             raise InputError("Noise cannot be added to attention patterns: their weights would not sum to 1 any more.")
         self.samples: int = given.arguments["samples"]
+        self.is_control = given.arguments["std"] == 0
         self.copies = self.samples
 
     @property
@@ -379,11 +382,3 @@ def _number(option: str, value: object) -> float:
         return checked_number(option, value, above=-float("inf"))
     except InputError:
         raise InputError(f"{option}={shown(value)} is not a finite number.") from None
-
-
-def _checked_tensor(option: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor) or value.ndim < 1 or not value.numel() or value.is_complex():
-        raise InputError(f"{option}={shown(value)} is not a tensor of numbers with one axis at least.")
-    if not bool(value.isfinite().all()):
-        raise InputError(f"The tensor given as {option} has NaN or infinity in it.")
-    return value.detach().clone()

@@ -83,6 +83,8 @@ def corruption_of(model: HookedModel, recipe: Recipe, prompts: tuple[Prompt, ...
             "hw.noise(3, positions=...), which corrupts embeddings."
         )
     given = recipe.arguments
+    if given["std"] == 0:
+        raise InputError("corrupted=hw.noise(0) makes no corrupted run: it is the clean one. Give a std above 0.")
     where = given.get("positions")
     if where is None:
         raise InputError(

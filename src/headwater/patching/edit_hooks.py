@@ -24,7 +24,7 @@ from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
 from headwater.patching.rows import Values
 from headwater.patching.sweep_axes import chosen, lasting, seen_positions
-from headwater.patching.values import VALUES, Recipe, Roles, Wanted, asked_source, recipe_of, values_of
+from headwater.patching.values import VALUES, Recipe, Roles, TensorLike, Wanted, asked_source, recipe_of, values_of
 from headwater.patching.variants import Replace
 from headwater.runs.identity import digest
 
@@ -153,7 +153,7 @@ class _Writes:
 def edit(
     site: SiteName | Site,
     layer: int | None,
-    values: ValueName | Recipe | Tensor | Callable[..., Any],
+    values: ValueName | Recipe | TensorLike | Callable[..., Any],
     *,
     positions: Where = "all",
     heads: Iterable[int] | int | None = None,

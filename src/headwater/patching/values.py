@@ -18,8 +18,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import Site
 from headwater.models.tokens import Batch, pad_id
-from headwater.options import checked_name
+from headwater.options import checked_name, shown
 from headwater.patching.forwards import capture
 from headwater.patching.prompts import Prompts, first_difference, read_prompts
 from headwater.patching.rows import Rows, Values
@@ -37,6 +38,9 @@ from headwater.registry import Registry
 
 NOT_WRITTEN, LEFT, CHANGED = range(3)
 """What values made of what stands there have done so far: nothing was asked of them, every row was left, or not."""
+
+
+TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ class Source(ABC):
     """Whether the table has a column `values` that names it."""
     of_prompts: ClassVar[bool] = False
     """Whether it depends on which prompts are edited: `hw.edit` then needs to know them."""
+    is_control: bool = False
+    """Whether they are meant to leave everything as it is: a dose of zero."""
     needs: ClassVar[tuple[str, ...]] = ()
     """What a caller must give it, by the names of `Given.arguments`: its name alone is not enough then."""
     changes: ClassVar[bool] = False
@@ -228,6 +234,24 @@ class Zero(Source):
         }
 
 
+def checked_tensor(option: str, value: Any) -> Tensor:
+    """Return a copy of a tensor, of an array of another library, or of a list of numbers.
+
+    Raises:
+        InputError: it is none of these, has no axis, or its numbers are not finite.
+    """
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        is_usable = tensor.ndim > 0 and tensor.numel() > 0 and not tensor.is_complex()
+    except (TypeError, ValueError):  # numpy makes no array of it, or torch none of numpy's
+        is_usable = False
+    if not is_usable:
+        raise InputError(f"{option}={shown(value)} is not a tensor, array or list of numbers with one axis at least.")
+    if not bool(tensor.isfinite().all()):
+        raise InputError(f"The tensor given as {option} has NaN or infinity in it.")
+    return tensor.detach().clone()
+
+
 def recipe_of(values: object) -> Recipe:
     """Return what was given as values as a recipe.
 
@@ -236,8 +260,8 @@ def recipe_of(values: object) -> Recipe:
     """
     if isinstance(values, Recipe):
         return values
-    if isinstance(values, Tensor):
-        return Recipe("tensor", {"tensor": values})
+    if isinstance(values, list | tuple) or hasattr(values, "__array__"):
+        return Recipe("tensor", {"tensor": checked_tensor("values", values)})
     if callable(values) and not isinstance(values, type):
         return Recipe("function", {"function": values})
     kind = checked_name("values", values, tuple(name for name, row in VALUES.items() if not row.needs))
@@ -303,7 +327,7 @@ def refuse_values_that_change_nothing(source: Source, outcome: int) -> None:
     Raises:
         InterventionError: every row that was written was left as it stood.
     """
-    if outcome == LEFT:
+    if outcome == LEFT and not source.is_control:
         label = f" ({source.label})" if source.label not in (None, source.given.kind) else ""
         sites = ", ".join(site.name for site in source.given.sites)
         raise InterventionError(

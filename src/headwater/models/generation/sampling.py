@@ -62,12 +62,15 @@ class Sampling:
 def checked_sampling(
     do_sample: object, temperature: object, top_p: object, top_k: object, d_vocab: int
 ) -> Sampling | None:
-    """Return how tokens are drawn; None for the most probable ones.
+    """Return how tokens are drawn; None for the most probable ones, which temperature 0 also takes.
 
     Raises:
         InputError: an option cannot be used, or would do nothing without `do_sample`.
     """
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
+        checked_flag("do_sample", do_sample)
+        return None
     if not checked_flag("do_sample", do_sample):
         for name, value in given.items():
             if value is not None:
@@ -76,8 +79,6 @@ def checked_sampling(
                     f"do_sample=True too, or leave {name} out."
                 )
         return None
-    if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
-        raise InputError("temperature=0 leaves nothing to draw: for the most probable tokens leave do_sample out.")
     return Sampling(
         1.0 if temperature is None else checked_number("temperature", temperature, above=0.0),
         1.0 if top_p is None else checked_number("top_p", top_p, above=0.0, below=1.0, up_to=True),
