@@ -27,7 +27,7 @@ check_shapes()
 
 import headwater as hw
 from headwater import cli
-from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_folder, tiny_model, tokenizer_of
 
 torch.set_num_threads(1)
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -121,7 +121,7 @@ def close_figures():
 @pytest.fixture(scope="module")
 def models():
     """The tiny models of one file's tests by family, each loaded once."""
-    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer()))
+    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tokenizer_of(family)))
 
 
 @pytest.fixture(scope="module")

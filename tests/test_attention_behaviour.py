@@ -74,7 +74,7 @@ def test_sums_equal_naive_loops_over_the_patterns_of_padded_texts(family):
     for example, text in enumerate(TEXTS):
         tokens = model.tokenize(text).tokens
         words = model.token_strings(tokens[0].tolist())
-        if model.bos is not None:
+        if model.bos:
             words = ("", *words[1:])  # the beginning is no punctuation
         _, cache = model.raw.run_with_cache(tokens)
         for place, name in enumerate(NAMES):

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import headwater as hw
-from headwater.errors import InputError, ModelError
+from headwater.errors import ModelError
 from headwater.models.cache_names import NAMES, attentions_of, name_of_cache, name_read, takes_cache
 from headwater.models.generation.loop import generate
 from headwater.models.same_objects import HOOKS
@@ -168,12 +168,6 @@ def test_steps_beside_hooks_on_attention_go_on_from_the_cache():
     watched = generate(model, prompts, max_new_tokens=4, hooks=hooks)
     assert seen == [12, 13, 14, 15]
     torch.testing.assert_close(watched.tokens, generate(model, prompts, max_new_tokens=4).tokens)
-
-
-def test_a_cache_under_two_names_is_refused():
-    model = fresh()
-    with pytest.raises(InputError, match="past_key_values and cache are two names for the same"):
-        model.run(some_tokens(model), past_key_values=DynamicCache(), cache=DynamicCache())
 
 
 @pytest.mark.skipif(not HAS_BRIDGE_ONLY, reason="native models are of transformer-lens 4")

@@ -304,7 +304,7 @@ def test_p_true_is_the_share_of_true_in_the_softmax_of_the_model_alone(model, an
     found = p_true(model, part, ask="{answer}, asked {question}? Say", words=(("perhaps not", "no"), ("true", "false")))
     for row, probability in zip(part.table.to_dict("records"), found, strict=True):
         text = f"{row['answer'].strip()}, asked {row['question']}? Say"
-        ids = [model.bos, *model.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        ids = [*model.bos, *model.tokenizer(text, add_special_tokens=False)["input_ids"]]
         logits = model.raw.original_model(torch.tensor([ids])).logits[0, -1].detach()
         true, false = (model.tokenizer(w, add_special_tokens=False)["input_ids"][0] for w in (" true", " false"))
         shares = logits.softmax(-1)

@@ -77,3 +77,47 @@ def test_an_option_of_elsewhere_says_what_to_use(llama):
         llama.generate(" cat", temprature=1)
     with pytest.raises(InputError, match=r"load has no option torch_dtype=: it is called dtype=\."):
         hw.load(torch_dtype="float32")
+
+
+def test_a_run_refuses_what_is_not_its_option_and_says_what_was_meant(llama):
+    for option, way in (
+        ({"fwd_hooks": []}, r"the second argument is hooks"),
+        ({"hook": []}, r"Did you mean 'hooks'"),
+        ({"prepend_bos": False}, r"hw\.load\(\.\.\., bos=\)"),
+        ({"return_type": "loss"}, r"logits come back"),
+        ({"stop_at_layer": 1}, r"it is called stop_at="),
+        ({"cache": None}, r"past_key_values="),
+        ({"batchsize": 2}, r"Valid: .*hooks"),
+    ):
+        with pytest.raises(InputError, match=f"run has no option {next(iter(option))}=.*{way}"):
+            llama.run(" cat", **option)
+
+
+def test_a_function_that_takes_any_option_hands_it_to_one_that_does_not():
+    """The others have signatures: Python refuses what is not in them."""
+    public = {name: getattr(hw, name) for name in dir(hw) if not name.startswith("_")}
+    classes = {name: kind for name, kind in public.items() if inspect.isclass(kind)}
+    members = {f"{name}.{part}": getattr(kind, part) for name, kind in classes.items() for part in public_parts(kind)}
+    functions = {name: one for name, one in (public | members).items() if inspect.isroutine(one)}
+    takes_any = {name.split(".")[-1] for name, one in functions.items() if takes_any_option(one)}
+    assert takes_any == {"view", "save_html", "plot", "grid"}
+    sweep = hw.patch(
+        hw.load(), " the cat", " the dog", sites="resid_pre", layers=[0], metric=hw.probability(" a"), progress=False
+    )
+    for name in takes_any:
+        with pytest.raises(InputError, match="nonsense="):
+            getattr(sweep, name)(**({"path": "x.html"} if name == "save_html" else {}), nonsense=1)
+
+
+def public_parts(kind):
+    """The names of a class's own public functions."""
+    return [name for name in dir(kind) if not name.startswith("_")]
+
+
+def takes_any_option(function):
+    """Whether a function has `**options`."""
+    try:
+        parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return function.__module__.startswith("headwater") and any(one.kind is one.VAR_KEYWORD for one in parameters)

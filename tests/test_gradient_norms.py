@@ -111,7 +111,7 @@ def test_the_score_is_minus_the_norm_and_needs_one_for_every_text(checkpoint):
 
 def test_a_text_of_a_model_without_bos_that_has_one_token_has_no_norm(checkpoint):
     model = hw.load(checkpoint("neox"))
-    assert model.bos is None
+    assert not model.bos
     norms = gradient_norms(model, [" cat", " cat dog"], progress=False)
     assert np.isnan(norms).tolist() == [True, False]
     scored = token_statistics(model, [" cat", " cat dog"], progress=False).texts["scored"]

@@ -13,7 +13,7 @@ from headwater.likelihood.scores import memorization_scores
 from headwater.likelihood.statistics import token_statistics
 from headwater.reference.joined_texts import load_joined_texts, of_stretches
 from tests import chance
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import WORDS, tiny_model, tokenizer_of
 
 
 def written(tmp_path, *rows):
@@ -27,8 +27,8 @@ def naive(network, tokenizer, text, labels, bos):
     words = text.split(" ")
     stretches = [" ".join(words[32 * j : 32 * (j + 1)]) for j in range(len(labels))]
     lengths = [len(tokenizer.encode(" " * (j > 0) + one, add_special_tokens=False)) for j, one in enumerate(stretches)]
-    ids = [*([] if bos is None else [bos]), *tokenizer.encode(text, add_special_tokens=False)]
-    lengths[0] += bos is not None
+    ids = [*bos, *tokenizer.encode(text, add_special_tokens=False)]
+    lengths[0] += len(bos)
     with torch.no_grad():
         log_p = network(torch.tensor([ids])).logits[0].log_softmax(-1)
     start = 0
@@ -50,7 +50,7 @@ def naive(network, tokenizer, text, labels, bos):
 
 @pytest.mark.parametrize("family", ["llama", "neox"])
 def test_stretches_have_the_scores_of_the_published_loop(family, tmp_path):
-    rng, tokenizer, network = chance.rng(), tiny_tokenizer(), tiny_model(family).eval()
+    rng, tokenizer, network = chance.rng(), tokenizer_of(family), tiny_model(family).eval()
     tokenizer.model_max_length = network.config.max_position_embeddings = 512
     model = hw.load(network, tokenizer=tokenizer)
     texts = [" ".join(rng.choice(WORDS, size=words)) for words in (32, 70)]

@@ -143,6 +143,20 @@ def test_the_lowest_tokens_are_the_ones_min_k_is_a_mean_of(model, graph):
     assert lowest.to_numpy() == pytest.approx(expected.to_numpy())
 
 
+def test_the_report_says_how_much_of_min_k_comes_from_first_tokens(model, graph):
+    profile = profile_of(model, graph)
+    first, lowest, whole = 0.0, 0.0, 0
+    for _, tokens in profile.tokens.groupby("id"):
+        rows = tokens.sort_values("position").to_dict("records")
+        lowest += sum(row["log_probability"] for row in rows if row["lowest"])
+        first += rows[0]["log_probability"] if rows[0]["lowest"] else 0.0
+        whole += len(rows)
+    share, of_all = first / lowest, profile.tokens["id"].nunique() / whole
+    said = f"Of Min-K%, {share:.0%} comes from the first scored tokens, which are {of_all:.0%} of all."
+    assert said in " ".join(profile.report())
+    assert 0 < share < 1
+
+
 def test_shuffled_texts_hold_the_same_words_and_need_not_score_the_same(model, graph, monkeypatch):
     read = []
     whole = statistics.token_statistics

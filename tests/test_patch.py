@@ -330,6 +330,24 @@ def test_a_pair_that_does_not_align_is_shown_side_by_side(models):
         hw.patch(models("llama"), " see the cat", " see the big cat", sites="z", metric=hw.logit_difference(5, 9))
 
 
+def test_a_pair_of_which_one_prompt_alone_begins_with_bos_is_refused(models):
+    """Each cell would compare a token with the one before it."""
+    model, metric = models("llama"), hw.logit_difference(5, 9)
+    ids = model.tokenize(" see the cat of Rome").tokens[0].tolist()
+    options = {"metric": metric, "progress": False}
+    for clean, corrupted in (
+        ([ids[:-1]], [ids[1:]]),
+        ([ids[1:]], [ids[:-1]]),
+        (" see the cat of Paris", [[*ids[1:], 300]]),
+    ):
+        for call in (hw.patch, hw.edges, hw.path_patch):
+            more = {"senders": ["head 0.0"], "receivers": ["logits"]} if call is hw.path_patch else {}
+            with pytest.raises(InputError, match="of its prompts one begins with '<s>' and the other does not"):
+                call(model, clean, corrupted, **more, **options)
+    with pytest.raises(InputError, match="of its prompts one begins with '<s>'"):
+        hw.patch(model, [ids], [ids[1:]], positions={"end": "last"}, **options)
+
+
 def test_a_text_that_falls_on_different_tokens_is_shown_side_by_side(models):
     with pytest.raises(InputError, match=r"different tokens in the two prompts of pair 0[\s\S]*<>"):
         hw.patch(

@@ -123,7 +123,7 @@ def test_keys_are_those_of_the_detector_also_where_tokens_follow_themselves():
 def test_random_sequences_hold_no_special_token_and_repeat_once():
     model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
     tokens = repeated_tokens(model, 5, 12, seed=1)
-    assert (tokens[:, 0] == model.bos).all()
+    assert (tokens[:, :1] == torch.tensor(model.bos)).all()
     assert torch.equal(tokens[:, 1:13], tokens[:, 13:])
     assert not torch.isin(tokens[:, 1:], torch.tensor(model.tokenizer.all_special_ids)).any()
     assert all(len(row.unique()) == 12 for row in tokens[:, 1:13])

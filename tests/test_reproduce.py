@@ -25,7 +25,6 @@ from headwater.reference.maps import compare_correlations, compare_scores, ranke
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
 from tests import chance
 from tests.test_classify_heads import default_k, naive_scores
-from tests.test_validation import tokenizer_without_bos
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 NAMES = ("adj_antonym", "name_copying")
@@ -114,11 +113,11 @@ def test_a_model_compared_with_its_own_numbers_differs_nowhere(checkpoint, datas
 
 def test_correlations_are_measured_on_sentences_that_begin_as_the_tokenizer_begins_them(datasets, tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
-    tokenizer_without_bos().save_pretrained(tmp_path)
+    tiny_tokenizer(bos=False).save_pretrained(tmp_path)
     model = load(tmp_path)
-    assert model.bos is not None
+    assert model.bos
     found = reproduce_maps(model, datasets, templates=SENTENCES, progress=False)
-    assert found.run.options["bos"] is False
+    assert found.run.options["bos"] == "tokenizer"
     heads = classify_heads(model, relations=datasets, rule="published", progress=False)
     scores = [
         dynamic_scores(model, heads, relations=datasets, templates=SENTENCES, bos=bos, progress=False).correlations

@@ -204,7 +204,7 @@ PAIRS = [(a.strip(), (b.strip(),)) for a in WORDS for b in WORDS if a != b][:40]
 def test_how_texts_begin_is_part_of_the_tokenizer(tmp_path):
     model = tiny()
     hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
-    model.bos = 2
+    model.bos = (2,)
     with pytest.raises(RunFolderError, match="tokenizer"):
         hw.token_statistics(model, CLEAN, out=tmp_path, **QUIET)
 

@@ -113,6 +113,6 @@ def test_a_character_in_bytes_belongs_to_every_token_that_holds_one_of_them():
 
 def test_the_same_word_twice_is_two_spans():
     tokenizer = TOKENIZERS["unigram bytes"]
-    _, offsets = encode(tokenizer, " the cat the cat", bos=0)
+    _, offsets = encode(tokenizer, " the cat the cat", bos=(0,))
     assert tokens_of(offsets, [(13, 16), (5, 8)]) == (2, 4)
     assert tokens_of(offsets, [(9, 12)]) == (3,)

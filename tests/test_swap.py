@@ -101,7 +101,7 @@ def test_the_answer_alone_follows_the_beginning_token_and_is_read_at_the_same_to
     alone = answer_only(model, answered, SETUP)
     for example, tokens, position in zip(alone.examples, alone.tokens, alone.positions, strict=True):
         row = answered.table.iloc[example]
-        assert tokens == (model.bos, *row["tokens"][row["answer_start"] :])
+        assert tokens == (*model.bos, *row["tokens"][row["answer_start"] :])
         assert tokens[position] == row["tokens"][max(row["exact_answer_tokens"])]
     before = Setup("mlp_out", "before_answer", "mask", "after", 8)
     rows = answer_only(model, answered, before).examples

@@ -1,6 +1,7 @@
 """Tokens: exactly one BOS where the model wants one, batches without silent padding, spans by offsets."""
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,13 +11,14 @@ import torch
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformer_lens.model_bridge import TransformerBridge
 
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.tokenizers import load_tokenizer
 from headwater.models.tokens import Batch, encode, make_batch, single_token_id, token_span, token_strings
-from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_tokenizer
+from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
 
 WANTS_BOS = {"gpt2", "llama", "llama-tied", "mistral", "gemma2", "gemma3"}
 TOKENIZER = tiny_tokenizer()
@@ -39,19 +41,84 @@ def test_a_text_begins_with_exactly_one_bos_where_the_model_wants_one(name, chec
         tokens = model.tokenize(text).tokens[0].tolist()
         assert tokens.count(0) == (1 if name in WANTS_BOS or "<s>" in text else 0)
         assert (tokens[0] == 0) == (name in WANTS_BOS or "<s>" in text)
-    assert (model.bos is not None) == (name in WANTS_BOS)
+    assert model.bos == ((0,) if name in WANTS_BOS else ())
 
 
-def test_the_rule_is_transformer_lenses_own(family, checkpoint):
-    model = hw.load(checkpoint(family))
-    text = " the capital of France"
-    assert torch.equal(model.tokenize(text).tokens, model.raw.to_tokens(text))
+KINDS = {
+    # kind: what the tokenizer writes before a text, its BOS, end and further special tokens, the family of the model;
+    # then what texts begin with by default, by the tokenizer, by TransformerLens
+    "GPT-2": ("", "<|endoftext|>", "<|endoftext|>", (), "gpt2", ("<|endoftext|>", "", "<|endoftext|>")),
+    "Pythia": ("", "<|endoftext|>", "<|endoftext|>", (), "neox", ("", "", "")),
+    "Llama": ("<s>", "<s>", "</s>", (), "llama", ("<s>", "<s>", "<s>")),
+    "Llama, BOS not written": ("", "<s>", "</s>", (), "llama", ("", "", "<s>")),
+    "SmolLM2": ("", "<|endoftext|>", "<|endoftext|>", (), "llama", ("<|endoftext|>", "", "<|endoftext|>")),
+    "SmolLM2-Instruct": ("", "<|im_start|>", "<|im_end|>", (), "llama", ("", "", "<|im_start|>")),
+    "Qwen": ("", None, "<|im_end|>", (), "qwen2", ("", "", "")),
+    "DeepSeek-R1-Distill-Qwen": ("<|begin|>", "<|begin|>", "<|end|>", (), "qwen2", ("<|begin|>", "<|begin|>", "")),
+    "GLM": ("[gMASK]<sop>", None, "<|user|>", ("[gMASK]", "<sop>"), "llama", ("[gMASK]<sop>", "[gMASK]<sop>", "")),
+}
+
+
+def tokenizer_of_kind(before: str, bos: str | None, eos: str, others: tuple[str, ...]) -> tf.PreTrainedTokenizerFast:
+    """A tokenizer that writes some special tokens before a text, and an end token of its own after it."""
+    backend = tiny_tokenizer(bos=False).backend_tokenizer
+    special = tuple(dict.fromkeys([*([bos] if bos else []), eos, *others]))
+    backend.add_special_tokens(list(special))
+    written = [token for token in special if token in before]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*written, "$A", eos], special_tokens=[(token, backend.token_to_id(token)) for token in special]
+    )
+    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token="<pad>")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_begin_as_the_tokenizer_begins_them_or_with_a_token_that_separates_documents(kind):
+    *tokens, family, expected = KINDS[kind]
+    tokenizer = tokenizer_of_kind(*tokens)
+    network, text = tiny_model(family, d_vocab=len(tokenizer)), " Paris is"
+    for bos, begins in zip((None, "tokenizer", "transformer_lens"), expected, strict=True):
+        ids = tuple(tokenizer(begins, add_special_tokens=False)["input_ids"])
+        with warnings.catch_warnings(record=True) as lines:
+            warnings.simplefilter("always")
+            model = hw.load(network, tokenizer=tokenizer, bos=bos)
+        rows = [model.tokenize(given).tokens[0].tolist() for given in (text, begins + text)]
+        assert rows == [[*ids, *tokenizer(text, add_special_tokens=False)["input_ids"]]] * 2
+        assert model.bos == ids
+        assert f"texts begin with {begins!r}" in repr(model) if begins else "begin with nothing" in repr(model)
+        lines = [str(line.message) for line in lines if "texts begin with" in str(line.message)]
+        assert len(lines) == (bos is None and len(set(expected)) > 1)
+        assert all(repr(begins) in line for line in lines for begins in expected if begins)
+        run = hw.token_statistics(model, [text], progress=False).run
+        assert run.bos == list(ids)
+        assert len(model.tokenize(text).offsets[0]) == len(rows[0])
+
+
+def test_a_user_chooses_what_texts_begin_with():
+    tokenizer = tokenizer_of_kind(*KINDS["GLM"][:4])
+    network = tiny_model("llama", d_vocab=len(tokenizer))
+    first, second = tokenizer.convert_tokens_to_ids(["[gMASK]", "<sop>"])
+    for bos, ids in ((False, ()), ("<sop>", (second,)), (second, (second,)), ([second, first], (second, first))):
+        assert hw.load(network, tokenizer=tokenizer, bos=bos).bos == ids
+    for wrong in ("<no such>", True, 10**6, [], -1, 1.5, [[1]]):
+        with pytest.raises(InputError, match=r"bos=.* names no token of the tokenizer: give False"):
+            hw.load(network, tokenizer=tokenizer, bos=wrong)
+    with pytest.raises(InputError, match=r"bos='<sop>' says what texts begin with, and there is no tokenizer"):
+        hw.load(network, bos="<sop>")
+
+
+def test_a_bridge_is_read_by_the_tokenizers_own_rule_and_not_by_the_one_that_transformer_lens_set(tmp_path):
+    tokenizer = tokenizer_of_kind(*KINDS["SmolLM2-Instruct"][:4])
+    tiny_model("llama", d_vocab=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
+    assert bridge.tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    assert hw.load(bridge).bos == hw.load(tmp_path).bos == ()
 
 
 @given(st.lists(SENTENCES, min_size=1, max_size=5))
 def test_a_batch_holds_each_texts_own_tokens_and_padding_only_behind_them(texts):
-    batch = make_batch(texts, TOKENIZER, bos=0)
-    alone = [make_batch(text, TOKENIZER, bos=0).tokens[0] for text in texts]
+    batch = make_batch(texts, TOKENIZER, bos=(0,))
+    alone = [make_batch(text, TOKENIZER, bos=(0,)).tokens[0] for text in texts]
     assert batch.tokens.shape == (len(texts), max(map(len, alone)))
     for row, mask, tokens in zip(batch.tokens, batch.mask, alone, strict=True):
         assert torch.equal(row[: len(tokens)], tokens)
@@ -201,7 +268,7 @@ def test_a_character_span_maps_to_the_tokens_that_hold_it(text, data):
     text = text + " – naïve 東京"
     start = data.draw(st.integers(0, len(text) - 1))
     end = data.draw(st.integers(start + 1, len(text)))
-    ids, offsets = encode(TOKENIZER, text, bos=0)
+    ids, offsets = encode(TOKENIZER, text, bos=(0,))
     span = token_span(offsets, start, end)
     before, inside = TOKENIZER.decode(ids[1 : span.start]), TOKENIZER.decode(ids[span.start : span.stop])
     assert text[start:end] in inside or "�" in inside
@@ -210,14 +277,14 @@ def test_a_character_span_maps_to_the_tokens_that_hold_it(text, data):
 
 
 def test_a_span_outside_the_text_is_refused():
-    _, offsets = encode(TOKENIZER, " Paris", bos=0)
+    _, offsets = encode(TOKENIZER, " Paris", bos=(0,))
     with pytest.raises(InputError, match="ends at 6"):
         token_span(offsets, 10, 12)
 
 
 def test_batches_of_texts_carry_the_offsets_of_their_tokens():
     text = " Paris Rome"
-    batch = make_batch([text, " cat"], TOKENIZER, bos=0)
+    batch = make_batch([text, " cat"], TOKENIZER, bos=(0,))
     assert batch.offsets is not None
     span = token_span(batch.offsets[0], text.index("Rome"), len(text))
     assert token_strings(TOKENIZER, batch.tokens[0, span.start : span.stop].tolist()) == (" Rome",)

@@ -13,7 +13,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.sites import SITES
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer, tokenizer_of
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 TEXT, OTHER = " the capital of France is", " cat dog"
@@ -157,8 +157,8 @@ def test_words_become_tokens_and_tokens_words(llama):
         llama.to_single_token(" Par")
     with pytest.raises(InputError, match="outside the model's vocabulary"):
         llama.to_string([10**6])
-    pythia = hw.load(tiny_model("neox"), tokenizer=tiny_tokenizer())
-    assert pythia.bos is None
+    pythia = hw.load(tiny_model("neox"), tokenizer=tokenizer_of("neox"))
+    assert not pythia.bos
     assert pythia.to_str_tokens(" cat") == [" cat"]
     assert pythia.to_str_tokens(" cat", prepend_bos=True) == ["<s>", " cat"]
     torch.testing.assert_close(pythia(" cat", prepend_bos=True), pythia(pythia.to_tokens(" cat", prepend_bos=True)))

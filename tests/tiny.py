@@ -49,7 +49,10 @@ FAMILIES = tuple(name for name in CONFIGS if name not in ("mixtral", "olmo2"))
 
 
 def tiny_tokenizer(words: Sequence[str] = WORDS, bos: bool = True) -> tf.PreTrainedTokenizerFast:
-    """A byte-level tokenizer in which each of `words`, with its leading space, is one token; anything else is bytes."""
+    """A byte-level tokenizer in which each of `words`, with its leading space, is one token; anything else is bytes.
+
+    It writes `<s>` before a text, or with `bos=False` nothing.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [("<s>", 0.0), ("<pad>", 0.0)] + [(c, -20.0) for c in alphabet] + [("Ġ" + word, -1.0) for word in words]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
@@ -63,8 +66,13 @@ def tiny_tokenizer(words: Sequence[str] = WORDS, bos: bool = True) -> tf.PreTrai
         eos_token="<s>",
         pad_token="<pad>",
         name_or_path="tiny",
-        add_bos_token=True,
+        add_bos_token=bos,
     )
+
+
+def tokenizer_of(family: str) -> tf.PreTrainedTokenizerFast:
+    """A tokenizer that writes before a text what the published ones of a family do: some token, or nothing."""
+    return tiny_tokenizer(bos=not family.startswith(("gpt2", "neox", "phi", "qwen")))
 
 
 def tiny_model(
@@ -96,7 +104,7 @@ def tiny_model(
 def tiny_folder(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Save a tiny model and its tokenizer as an ordinary checkpoint folder."""
     tiny_model(family, seed=seed, dtype=dtype).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer_of(family).save_pretrained(folder)
     return folder
 
 

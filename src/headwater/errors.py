@@ -39,6 +39,10 @@ class InterventionError(HeadwaterError):
     """An edit did not take effect, or would have had an effect that was not asked for."""
 
 
+class BeginningWarning(UserWarning):
+    """Texts of a model begin otherwise than its tokenizer or TransformerLens would begin them."""
+
+
 def readable(message: str) -> str:
     """Return a message as it can be printed and read: no half characters, no addresses of objects, no endless words."""
     text = message.encode("utf-8", "backslashreplace").decode()  # names in data may be half characters

@@ -195,13 +195,12 @@ def repeated_tokens(
     """
     kinds = token_kinds(model) if kinds is None else kinds
     ordinary = kinds.ordinary.nonzero()[:, 0]
-    n_bos = int(model.bos is not None)
-    length = min(length, len(ordinary), (model.shape.n_ctx - n_bos) // 2)
+    length = min(length, len(ordinary), (model.shape.n_ctx - len(model.bos)) // 2)
     if length < 2:
         raise InputError(f"{model.name} has too small a vocabulary or context to say a sequence of tokens twice.")
     generator = torch.Generator().manual_seed(seed)
     once = torch.stack([_drawn(ordinary, kinds, length, generator) for _ in range(sequences)])
-    bos = torch.full((sequences, n_bos), model.bos or 0)
+    bos = torch.tensor(model.bos, dtype=torch.long).expand(sequences, -1)
     return torch.cat([bos, once, once], dim=1)
 
 

@@ -258,7 +258,7 @@ def _summed(
     """Read what heads attend to in all sequences, like lengths together; in pieces, some sequences each."""
     order = [row for part in by_length(batch.lengths.tolist(), len(batch)) for row in part]
     batch = Batch(batch.tokens[order], batch.mask[order])
-    n_bos = int(model.bos is not None)
+    n_bos = len(model.bos)
     said_once = range(n_bos, n_bos + (batch.tokens.shape[1] - n_bos) // 2) if on == "random" else None
 
     def compute(rows: range) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from headwater.errors import InputError, ModelError
 from headwater.heads.relation_tokens import TokenRelation, tokenize_relations, word_tokens
 from headwater.heads.relations import Relations, load_relations
 from headwater.models.hooked import HookedModel
+from headwater.models.tokenizers import Bos
 from headwater.models.tokens import Batch, make_batch, token_span
 from headwater.names import MultiTokenName
 from headwater.options import one_or_several, shown
@@ -100,7 +101,7 @@ def relations_of(
 
 
 def source_prompts(
-    model: HookedModel, tokens: TokenRelation, templates: Sequence[str], *, bos: bool | None = None
+    model: HookedModel, tokens: TokenRelation, templates: Sequence[str], *, bos: Bos = None
 ) -> SourcePrompts:
     """Put each source into each template; a row whose tokenizer splits or joins the source there is left out.
 
@@ -108,7 +109,7 @@ def source_prompts(
         model: the model, whose tokenizer gives character offsets.
         tokens: the relation's items.
         templates: texts with one `{source}`.
-        bos: begin with the tokenizer's beginning-of-sequence token, or not; None: as the model wants it.
+        bos: what they begin with, as in `hw.load`; None: what the model's texts do.
 
     Raises:
         InputError: there is no template, one lacks `{source}`, in none of its prompts the source is one token, or the
@@ -120,7 +121,9 @@ def source_prompts(
     for place, template in enumerate(templates):
         start = template.index("{source}")
         texts += [(place, item, start, _filled(template, word), len(word)) for item, word in enumerate(words)]
-    batch = _begun([text for _, _, _, text, _ in texts], model, bos)
+    begun = model.bos if bos is None else model.resolve_bos(bos)
+    filled, shape = [text for _, _, _, text, _ in texts], model.shape
+    batch = make_batch(filled, model.tokenizer, bos=begun, d_vocab=shape.d_vocab, n_ctx=shape.n_ctx)
     if batch.offsets is None:
         raise InputError(f"The tokenizer of {model.name} gives no character offsets; load its fast version.")
     for row, (place, item, start, _, length) in enumerate(texts):
@@ -209,19 +212,6 @@ def _answers(model: HookedModel, tokens: TokenRelation) -> Iterator[tuple[tuple[
         ids = [spelled[word] for word in accepted]
         begun = [tuple(one[: one.index(token)]) for one, token in zip(ids, standing, strict=True)]
         yield begun[0], tuple(token for token, before in zip(standing, begun, strict=True) if before == begun[0])
-
-
-def _begun(texts: Sequence[str], model: HookedModel, bos: bool | None) -> Batch:
-    """Make a batch of texts that begin with a beginning-of-sequence token, do not, or do as the model wants it."""
-    if not isinstance(bos, bool | None):
-        raise InputError(f"bos={shown(bos)}: it is True, False, or None for what the model wants.")
-    if bos is None:
-        return model.tokenize(texts)
-    token = getattr(model.tokenizer, "bos_token_id", None)
-    if bos and token is None:
-        raise InputError(f"bos=True: the tokenizer of {model.name} has no beginning-of-sequence token.")
-    shape = model.shape
-    return make_batch(texts, model.tokenizer, bos=token if bos else None, d_vocab=shape.d_vocab, n_ctx=shape.n_ctx)
 
 
 def _words(model: HookedModel, tokens: Sequence[int]) -> list[str]:

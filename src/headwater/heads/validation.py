@@ -35,6 +35,7 @@ from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
+from headwater.models.tokenizers import Bos
 from headwater.models.weights.opening import open_weights
 from headwater.options import checked_count
 from headwater.progress import progress_bar
@@ -113,7 +114,7 @@ def dynamic_scores(
     *,
     relations: Relations = None,
     templates: Sequence[str] = TEMPLATES,
-    bos: bool | None = None,
+    bos: Bos = None,
     batch_size: int = 64,
     progress: bool = True,
 ) -> DynamicScores:
@@ -124,9 +125,9 @@ def dynamic_scores(
         head_map: its static scores; relations and k are taken from there.
         relations: what `classify_heads` was given, if it was given relations.
         templates: sentences with one `{source}`, behind a space.
-        bos: begin each sentence with a beginning-of-sequence token, or not; by default as the model wants it. The
-            publication did as the tokenizer does by itself (`published_bos`): without one for GPT-2, where heads that
-            rest on the first position give other scores.
+        bos: what each sentence begins with, as in `hw.load`; by default what the model's texts do. The publication
+            did as the tokenizer does by itself, `bos="tokenizer"`: without one for GPT-2, where heads that rest on the
+            first position give other scores.
         batch_size: sentences in a run.
         progress: show a bar.
 
@@ -178,14 +179,6 @@ def scored_prompts(
     static = head_map.table[["layer", "head", "relation", "category", "score", "suppression"]]
     static = static.rename(columns={"score": "static", "suppression": "static_suppression"})
     return pd.concat(pieces).merge(static, on=["layer", "head", "relation"], validate="many_to_one")
-
-
-def published_bos(model: HookedModel) -> bool:
-    """Return whether the publication's sentences began with BOS: where the tokenizer puts one without being asked."""
-    tokenizer = model.tokenizer
-    if tokenizer is None or tokenizer.bos_token_id is None:
-        return False
-    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def last_values(

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from headwater.errors import InputError
-from headwater.likelihood.statistics import as_unicode, check_texts
+from headwater.likelihood.statistics import as_unicode, check_texts, first_scored
 from headwater.models.hooked import check_model
 from headwater.models.parameter_gradients import parameter_gradient_norms
 from headwater.models.tokens import encode
@@ -56,8 +56,8 @@ def gradient_norms(
     found = np.full(len(listed), np.nan)
     with progress_bar(checked_flag("progress", progress), total=len(listed), desc="Gradients", unit="text") as bar:
         for index, tokens in enumerate(ids):
-            if len(tokens) > 1:
-                norms = parameter_gradient_norms(model, tokens, range(1, len(tokens)), order)
+            if scored := range(first_scored(model, tokens), len(tokens)):
+                norms = parameter_gradient_norms(model, tokens, scored, order)
                 found[index] = np.mean(list(norms.values()))
             bar.update(1)
     return found

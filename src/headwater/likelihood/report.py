@@ -43,6 +43,10 @@ class Profiled(Protocol):
         """A row per node."""
 
     @property
+    def tokens(self) -> pd.DataFrame:
+        """A row per scored token."""
+
+    @property
     def depthwise(self) -> pd.DataFrame:
         """What the boxes are drawn of."""
 
@@ -109,11 +113,22 @@ def _by_depth(profile: Profiled) -> str:
         lines.append(
             f"The medians {'rise' if rises else 'do not rise'} at every step; those of the published figures do."
         )
+    lines += _first_tokens(profile.tokens)
     rows = _rows(profile, "depth", profile.main, "all nodes")
     for row in rows:
         shallow, deep = row["depths"].split("-")
         lines.append(f"From depth {shallow} to {deep} the mean {_moves(row)}.")
     return " ".join(lines)
+
+
+def _first_tokens(tokens: pd.DataFrame) -> list[str]:
+    """How much of Min-K% the first scored token of each text makes, beside its share of the tokens."""
+    if tokens.empty:
+        return []
+    is_first = tokens["position"] == tokens.groupby("id")["position"].transform("min")
+    lowest = tokens["log_probability"].where(tokens["lowest"], 0)
+    share = lowest[is_first].sum() / lowest.sum()
+    return [f"Of Min-K%, {share:.0%} comes from the first scored tokens, which are {is_first.mean():.0%} of all."]
 
 
 def _controls(profile: Profiled) -> str:

@@ -233,7 +233,7 @@ def _windows(
         content = as_unicode(text)
         ids, wanted = _tokens(model, content, span, index) if content == text else ([], [])
         found = _cut(model, index, ids, wanted, long, stride)
-        n_tokens = len(ids) - (ids[:1] == [model.bos])
+        n_tokens = len(ids) - _begun(model, ids)
         note = ""
         if not wanted:
             note = NOT_UNICODE if content != text else NOTHING_BEFORE if n_tokens else EMPTY
@@ -272,7 +272,17 @@ def _tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list
         raise InputError(
             f"Text {index} has the token {outside[0]}, outside the model's vocabulary of {model.shape.d_vocab}."
         )
-    return ids, [place for place in wanted if place > 0]
+    return ids, [place for place in wanted if place >= first_scored(model, ids)]
+
+
+def first_scored(model: HookedModel, ids: list[int]) -> int:
+    """Return the first position that can be scored: after what every text begins with, and never 0."""
+    return max(1, _begun(model, ids))
+
+
+def _begun(model: HookedModel, ids: list[int]) -> int:
+    """How many ids at the beginning of a text are those that every text begins with."""
+    return len(model.bos) if ids[: len(model.bos)] == list(model.bos) else 0
 
 
 def _cut(model: HookedModel, index: int, ids: list[int], wanted: list[int], long: str, stride: int) -> list[_Window]:
@@ -287,7 +297,7 @@ def _cut(model: HookedModel, index: int, ids: list[int], wanted: list[int], long
             f"Text {index} has {len(ids):,} tokens; the model reads at most {n_ctx:,}. Shorten it, or pass "
             "long='window' to read it in windows."
         )
-    bos = [ids[0]] if ids[0] == model.bos else []
+    bos = ids[: _begun(model, ids)]
     ends = [n_ctx, *range(n_ctx + stride, len(ids), stride), len(ids)]
     windows = []
     for reached, end in zip([0, *ends], ends, strict=False):

@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from headwater.errors import InputError, ModelError
+from headwater.errors import ModelError
 from headwater.models.model import is_bridge
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 NAMES = ("cache", "past_key_values", "layer_past")
 """The first of them that a signature has is meant."""
-OF_RUNS = ("past_key_values", "cache")
-"""What a run of headwater's may be given it as, whatever the model calls it."""
 
 
 def name_of_cache(module: Any) -> str | None:
@@ -80,18 +78,6 @@ def cache_options(model: Model, cache: Any) -> dict[str, Any]:
             f"under a name that is known ({', '.join(NAMES)}). Give it whole texts instead."
         )
     return {str(name_of_cache(raw.original_model)): cache, "use_cache": True}
-
-
-def cache_among(options: dict[str, Any]) -> Any:
-    """Take the cache out of the options of a run; None where there is none.
-
-    Raises:
-        InputError: it is there under two names.
-    """
-    given = [options.pop(name) for name in OF_RUNS if name in options]
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(OF_RUNS)} are two names for the same keys and values: give one of them.")
-    return given[0] if given else None
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from headwater.errors import BeginningWarning
+from headwater.models.tokenizers import Bos, said_tokens
 from headwater.models.tokens import Batch, Tokenizer, encode
 from headwater.options import is_one, shown
 
@@ -85,4 +87,19 @@ def warn_of_no_template(model: Model, texts: Sequence[str]) -> None:
             "a chat. Use context='chat' where there is such an option, or write prompts with "
             "model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).",
             stacklevel=2,
+        )
+
+
+def warn_of_other_beginnings(model: Model) -> None:
+    """Say at load what texts begin with, where the tokenizer or TransformerLens would begin them otherwise."""
+    if model.tokenizer is None:
+        return
+    rules: tuple[Bos, ...] = (None, "tokenizer", "transformer_lens")
+    here, own, lens = (said_tokens(model.tokenizer, model.resolve_bos(rule)) for rule in rules)
+    if not here == own == lens:
+        warnings.warn(
+            f"{model.name}: texts begin with {here}. Its tokenizer writes {own}, TransformerLens {lens}; choose with "
+            "hw.load(..., bos=).",
+            BeginningWarning,
+            stacklevel=4,
         )

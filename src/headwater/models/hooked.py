@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.kernels.devices import sent
-from headwater.models.cache_names import attentions_of, cache_among, cache_options, reached
+from headwater.models.cache_names import attentions_of, cache_options, reached
 from headwater.models.caches.cache import Cache
 from headwater.models.caches.collection import fill_cache
 from headwater.models.checks import finite_output
@@ -46,12 +46,13 @@ from headwater.models.generation.sampling import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
 from headwater.models.hints import warn_of_two_beginnings
 from headwater.models.identified import Identified
-from headwater.models.other_options import GENERATE, HOOKS, takes_no_more
+from headwater.models.other_options import GENERATE, HOOKS, RUN, takes_no_more
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.run_lock import RunLock
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, hook_name, place_named
+from headwater.models.tokenizers import said_tokens
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.models.transformer_lens_ways import what_a_class_would_use, what_to_use
@@ -81,7 +82,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         shape: the sizes.
         config: the transformers config, or TransformerLens's own for models that have no other.
         tokenizer: may be None.
-        bos: the id that begins every text, or None for models that want none.
+        bos: the ids that every text begins with; `hw.load(..., bos=)` chooses others.
         lock: held while the model runs; hold it to make several runs one.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
         heads_checked: whether each head was seen to depend on its own queries, keys and values alone.
@@ -104,13 +105,14 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         tokenizer: PreTrainedTokenizerBase | None = None,
         revision: str | None = None,
     ):
-        super().__init__(raw, shape, tokenizer)
+        super().__init__(raw, shape)
         self.raw = raw
         self.name = name
         self.revision = revision
         self.shape = shape
         self.config = config
         self.tokenizer = tokenizer
+        self.bos = self.resolve_bos(None)
         self.lock = RunLock()
         self.steps_checked = False
         self.heads_checked = False
@@ -134,13 +136,21 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         shape = self.shape
         return (
             f"HookedModel({self.name}: {shape.n_layers} layers × {shape.n_heads} heads, d_model {shape.d_model}, "
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device})"
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}{self._begins})"
         )
 
     def _repr_html_(self) -> str:
+        begins = self._begins.removeprefix(", texts begin with ")
         rows = {"model": self.name, "revision": self.revision or "", **vars(self.shape), "dtype": self.dtype}
+        rows["texts begin with"] = begins
         cells = "".join(f"<tr><th>{key}</th><td>{html.escape(str(value))}</td></tr>" for key, value in rows.items())
         return f"<table>{cells}<tr><th>device</th><td>{self.device}</td></tr></table>"
+
+    @property
+    def _begins(self) -> str:
+        if self.tokenizer is None:
+            return ""
+        return f", texts begin with {said_tokens(self.tokenizer, self.bos)}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,8 +182,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).
 
-        Texts begin with exactly one beginning-of-sequence token where the model wants one (`model.bos`); token ids are
-        taken as they are.
+        Texts begin with `model.bos`, once; token ids are taken as they are.
 
         Raises:
             InputError: see `headwater.models.tokens.make_batch`.
@@ -199,6 +208,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {self.shape.d_vocab}.")
         return token_strings(self.tokenizer, ids)
 
+    @takes_no_more(RUN)
     def run(
         self,
         inputs: Inputs,
@@ -207,7 +217,9 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         keep: Keep = None,
         stop_at: int | None = None,
         grad: bool = False,
-        **options: Any,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Run the model.
 
@@ -217,8 +229,10 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             keep: positions whose logits are wanted; fewer are cheaper.
             stop_at: run only the layers before this one and return the residual stream that enters it.
             grad: record gradients (otherwise the run is under `torch.inference_mode()`).
-            **options: passed on to the model. `past_key_values` (or `cache`), the keys and values of the tokens before
-                as a cache of transformers, goes by the name that the model takes it under.
+            past_key_values: the keys and values of the tokens before, as a cache of transformers; the model gets it
+                under the name that it knows.
+            attention_mask: beside such a cache, `[batch, position]` over all tokens, 1 at real ones.
+            position_ids: beside such a cache, `[batch, position]` of the inputs.
 
         Returns:
             Logits `[batch, position, d_vocab]` in the model's dtype and on its device, or with `stop_at` the residual
@@ -231,7 +245,9 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             NumericsError: the model computed NaN or infinity.
         """
         batch = self.tokenize(inputs)
-        past = cache_among(options)
+        past = past_key_values
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        options = {name: value for name, value in given.items() if value is not None}
         listed = hooks_for(self, hooks, batch, past)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)

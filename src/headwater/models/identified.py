@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from headwater.models.alterations import KnownModules
 from headwater.models.edits import Attachments
+from headwater.models.tokenizers import Bos, resolve_bos
 from headwater.models.weights.fingerprint import KnownWeights
 from headwater.runs.identity import tokenizer_digest
 from headwater.runs.record import HOOKS, PAST_HOOKS
@@ -30,8 +29,7 @@ else:
 class Identified(Surface):
     """A model that runs are recorded of."""
 
-    def __init__(self, raw: object, shape: ModelShape, tokenizer: PreTrainedTokenizerBase | None):
-        self.bos = begin_of(raw, tokenizer)
+    def __init__(self, raw: object, shape: ModelShape):
         self._attachments = Attachments(raw)
         self._weights = KnownWeights(raw, shape)
         self._modules = KnownModules(raw)
@@ -47,7 +45,7 @@ class Identified(Surface):
         """A hash of the tokenizer and of how texts begin; "none" without one."""
         if self._held:
             return self._held[1]
-        begins = "" if self.bos == begin_of(self.raw, self.tokenizer) else f", texts begin with {self.bos}"
+        begins = "" if self.bos == self.resolve_bos(None) else f", texts begin with {self.bos}"
         return tokenizer_digest(self.tokenizer) + begins
 
     @property
@@ -61,6 +59,10 @@ class Identified(Surface):
         with self.lock:
             found = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
         return {option: what for option, what in found.items() if what}
+
+    def resolve_bos(self, bos: Bos) -> tuple[int, ...]:
+        """Return the ids that texts would begin with, by the option `bos` of `hw.load`."""
+        return resolve_bos(bos, self.tokenizer, getattr(self.raw.cfg, "default_prepend_bos", True))
 
     def settle(self) -> None:
         """Take what stands in the model's modules now for what belongs there: it has been loaded."""
@@ -86,10 +88,3 @@ class Identified(Surface):
             yield
         finally:
             self._held = before
-
-
-def begin_of(raw: Any, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    """Return the id that begins every text, or None for models that want none."""
-    if tokenizer is None or not getattr(raw.cfg, "default_prepend_bos", True):
-        return None
-    return tokenizer.bos_token_id

@@ -8,6 +8,7 @@ modules that shares the numbers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from pathlib import Path
@@ -23,12 +24,13 @@ from headwater.models.adapters import config_for_adapter, setter_right
 from headwater.models.agreement import Seen, agree, see
 from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedded
 from headwater.models.families import FAMILIES, text_config
+from headwater.models.hints import warn_of_other_beginnings
 from headwater.models.hooked import HookedModel
 from headwater.models.other_options import LOAD, takes_no_more
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.pretrained import read_pretrained, refuse_unless_it_fits
 from headwater.models.shape import ModelShape, shape_of
-from headwater.models.tokenizers import load_tokenizer
+from headwater.models.tokenizers import Bos, load_tokenizer
 from headwater.models.unread import NothingUnread
 from headwater.models.weights.checkpoint import (
     checkpoint_folder,
@@ -58,6 +60,7 @@ def load(
     trust_remote_code: bool = False,
     pickled: bool = False,
     merge_adapters: bool = False,
+    bos: Bos = None,
 ) -> HookedModel:
     """Load a model with hooks.
 
@@ -78,6 +81,10 @@ def load(
             nothing else.
         merge_adapters: of a model in memory that carries adapters (`add_adapter`, a PeftModel), load a copy whose
             weights hold them; the model itself stays as it is.
+        bos: what every text begins with. By default what the tokenizer itself writes there, or, where it writes
+            nothing, the token by which TransformerLens begins texts if it is the end token too (GPT-2's
+            `<|endoftext|>`). False for nothing, True for the tokenizer's BOS token, "tokenizer", "transformer_lens", a
+            token by its text or id, or ids. `model.bos` has the ids; a line says so where these rules differ.
 
     Raises:
         ModelError: the model cannot be found or read, its parts do not fit together, or its weights are quantized.
@@ -93,6 +100,25 @@ def load(
     kind = _dtype(dtype)
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
+    model = _found(what, tokenizer, device, kind, revision, trust_remote_code, pickled, merge_adapters)
+    if bos is None:
+        warn_of_other_beginnings(model)
+    else:
+        model.bos = model.resolve_bos(bos)
+    return model
+
+
+def _found(
+    what: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: str | torch.device | None,
+    kind: torch.dtype | None,
+    revision: str | None,
+    trust_remote_code: bool,
+    pickled: bool,
+    merge_adapters: bool,
+) -> HookedModel:
+    """Load what was asked for, from wherever it is."""
     if what is None or is_embedded(what):
         return _embedded(what or BASE, tokenizer, device, kind)
     if isinstance(what, str | Path):
@@ -183,7 +209,7 @@ def _from_lens(
         )
     hf_config = getattr(getattr(raw, "original_model", None), "config", None)
     known = getattr(hf_config, "model_type", None) is not None
-    tokenizer = tokenizer or getattr(raw, "tokenizer", None)
+    tokenizer = tokenizer or _as_published(getattr(raw, "tokenizer", None))
     model = HookedModel(
         raw,
         name=name or str(getattr(raw.cfg, "model_name", None) or type(raw).__name__),
@@ -198,6 +224,14 @@ def _from_lens(
             stacklevel=3,
         )
     return _checked(model)
+
+
+def _as_published(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a TransformerLens model, which was told to write a BOS token, as its own files have it."""
+    if tokenizer is not None and tokenizer.init_kwargs.get("add_bos_token"):
+        with contextlib.suppress(ModelError):
+            return load_tokenizer(tokenizer.name_or_path)
+    return tokenizer
 
 
 def _boot(

@@ -16,7 +16,8 @@ from headwater.runs.record import Recorded
 if TYPE_CHECKING:
     from headwater.models.same_objects import SameModules
     from headwater.models.shape import ModelShape
-    from headwater.models.tokens import Batch, Inputs
+    from headwater.models.tokenizers import Bos
+from headwater.models.tokens import Batch, Inputs
 
 
 class Model(Recorded, Protocol):
@@ -25,7 +26,7 @@ class Model(Recorded, Protocol):
     raw: Any
     name: str
     revision: str | None
-    bos: int | None
+    bos: tuple[int, ...]
     shape: ModelShape
     misfits: Mapping[tuple[str, int], str]
     read_only: Mapping[tuple[str, int], str]
@@ -49,6 +50,9 @@ class Model(Recorded, Protocol):
     def spread(self) -> bool:
         """Whether its layers lie on several devices."""
 
+    def resolve_bos(self, bos: Bos) -> tuple[int, ...]:
+        """Return the ids that texts would begin with, by the option `bos` of `hw.load`."""
+
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch."""
 
@@ -62,7 +66,10 @@ class Model(Recorded, Protocol):
         *,
         keep: Any = None,
         stop_at: int | None = None,
-        **options: Any,
+        grad: bool = False,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Run inputs, with hooks."""
 

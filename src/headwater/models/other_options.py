@@ -11,7 +11,7 @@ from headwater.errors import InputError, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
-BEGINS = "a text begins with the BOS token where the model wants it (model.bos)"
+BEGINS = "hw.load(..., bos=) says what texts begin with (model.bos)"
 GENERATE = {
     "input": "the first argument is prompts",
     "verbose": "progress=False shows no bar",
@@ -54,6 +54,21 @@ LOAD = {
     ),
 }
 """By option of `from_pretrained` elsewhere: what to use here."""
+RUN = {
+    "fwd_hooks": "the second argument is hooks, pairs (name, function) or hw.edit(...)",
+    "bwd_hooks": "grad=True records gradients",
+    "prepend_bos": f"{BEGINS}; or give token ids, model.to_tokens(text, prepend_bos=False)",
+    "return_type": "logits come back; hw.token_statistics(model, texts) has log-probabilities",
+    "stop_at_layer": "it is called stop_at=",
+    "names_filter": "model.cache(texts, sites=...) keeps activations",
+    "output_hidden_states": "model.cache(texts, residual=True) keeps the residual stream",
+    "output_attentions": "model.cache(texts, attention=True) keeps the patterns",
+    "cache": "keys and values of the tokens before are past_key_values=",
+    "past_kv_cache": "keys and values of the tokens before are past_key_values=",
+    "use_cache": "keys and values are not returned; past_key_values= takes a cache of transformers, and fills it",
+    "batch_size": "all inputs are one batch; model.cache(texts, batch_size=...) takes some at a time",
+}
+"""By option of a forward pass elsewhere: what to use here."""
 ENDS = "hooks end with the context"
 HOOKS = {
     "fwd_hooks": "hooks come first, as in `with model.hooks([(name, function)]):`",

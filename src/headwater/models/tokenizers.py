@@ -1,17 +1,28 @@
-"""Tokenizers, loaded exactly as their files say."""
+"""Tokenizers, loaded exactly as their files say, and the ids that a text begins with.
+
+What comes before a text (`resolve_bos`), in this order:
+
+1. what the tokenizer itself writes there: one token, several, or none;
+2. where it writes nothing, the BOS token if TransformerLens's `default_prepend_bos` asks for it and the token separates
+   documents, that is, is the end token too (GPT-2's `<|endoftext|>`, not the `<|im_start|>` of a chat).
+
+An end token that a tokenizer writes after a text is left out: texts here are continued.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from headwater.errors import InputError, ModelError
 from headwater.models.weights.checkpoint import first_line, refuse_pointer
-from headwater.options import checked_path
+from headwater.options import checked_path, is_one, shown, whole_numbers
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
@@ -19,6 +30,10 @@ TOKENIZER_FILES = (
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 """Files that may stand beside these, and are read where they do."""
+
+Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence[int] | bool | None
+"""What texts begin with: None for the rule above, False for nothing, True for the BOS token, what the tokenizer writes,
+what TransformerLens's `default_prepend_bos` says, a token by its text or id, or ids."""
 
 
 def load_tokenizer(
@@ -90,3 +105,57 @@ def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise kind(f"{failed}: its rules made the tokenizers library stop ({first_line(error)}).") from None
+
+
+def own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that a tokenizer itself writes before a text."""
+    ids, plain = list(tokenizer("a")["input_ids"]), list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return tuple(ids[:start])
+    return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, ids))
+
+
+def lens_bos(tokenizer: PreTrainedTokenizerBase, prepends: bool) -> tuple[int, ...]:
+    """Return the ids that TransformerLens writes before a text, by its `default_prepend_bos`."""
+    return (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
+
+
+def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: bool) -> tuple[int, ...]:
+    """Return the ids that every text begins with.
+
+    Args:
+        bos: what is wanted; see `Bos`.
+        tokenizer: the model's. Without one there are no texts, and nothing comes before them.
+        prepends: TransformerLens's `default_prepend_bos`.
+
+    Raises:
+        InputError: `bos` names no token of the tokenizer.
+    """
+    if bos is False or (tokenizer is None and bos is None):
+        return ()
+    if tokenizer is None:
+        raise InputError(f"bos={shown(bos)} says what texts begin with, and there is no tokenizer: pass tokenizer=.")
+    by_lens = lens_bos(tokenizer, prepends)
+    if bos is None:
+        separates = by_lens == (tokenizer.eos_token_id,)
+        return own_bos(tokenizer) or (by_lens if separates else ())
+    if isinstance(bos, str) and bos in ("tokenizer", "transformer_lens"):
+        return own_bos(tokenizer) if bos == "tokenizer" else by_lens
+    try:
+        token: object = tokenizer.bos_token if bos is True else bos
+        token = tokenizer.get_vocab()[token] if isinstance(token, str) else token
+        ids = whole_numbers([token] if is_one(token) else token)
+    except (KeyError, TypeError):
+        ids = []
+    if not ids or not all(0 <= token < len(tokenizer) for token in ids):
+        raise InputError(
+            f'bos={shown(bos)} names no token of the tokenizer: give False (nothing), "tokenizer", "transformer_lens", '
+            "a token, or ids."
+        )
+    return tuple(ids)
+
+
+def said_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return what messages call the ids that texts begin with."""
+    return repr("".join(tokenizer.convert_ids_to_tokens(list(ids)))) if ids else "nothing"

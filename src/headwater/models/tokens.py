@@ -1,9 +1,7 @@
 """Text to token ids and back: one rule for the beginning-of-sequence token, one layout for batches.
 
-1. A text becomes the tokenizer's ids without its special tokens; then, where the model wants one, exactly one
-   beginning-of-sequence id is put in front (a text that already begins with it gets no second one).
-   Whether a model wants it is TransformerLens's `default_prepend_bos`: yes for GPT-2, Llama, Mistral and Gemma, no for
-   GPT-NeoX (Pythia), Phi and Qwen.
+1. A text becomes the tokenizer's ids without its special tokens, after the ids that texts of the model begin with
+   (`model.bos`, by `headwater.models.tokenizers`); a text that already begins with these does not get them twice.
 2. Token ids given by the caller are used as they are.
 3. A `Batch` is right-padded: the real tokens of every row begin at position 0, whatever padding they came with.
 4. A character span is mapped to tokens by the tokenizer's offsets, never by searching in decoded text.
@@ -29,7 +27,7 @@ from headwater.options import has_no_order, is_one, one_or_several, shown, whole
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Offsets: TypeAlias = tuple[tuple[int, int], ...]
-"""The (start, end) characters of each token of a text; (0, 0) for a beginning-of-sequence token."""
+"""The (start, end) characters of each token of a text; (0, 0) for those that every text begins with."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -118,7 +116,7 @@ def make_batch(
     inputs: Inputs | Any,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
-    bos: int | None = None,
+    bos: Sequence[int] = (),
     mask: Tensor | None = None,
     d_vocab: int | None = None,
     n_ctx: int | None = None,
@@ -129,7 +127,7 @@ def make_batch(
     Args:
         inputs: a text, texts, lists of token ids, a tensor of token ids (one row or a batch), or a batch.
         tokenizer: needed for texts.
-        bos: the id that begins every text, or None.
+        bos: the ids that every text begins with.
         mask: for a tensor of token ids, True (or 1) at its real tokens. It must be given when the tensor is padded.
         d_vocab: ids must be smaller than this.
         n_ctx: sequences must not be longer than this.
@@ -156,8 +154,8 @@ def make_batch(
     return batch
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None = None) -> tuple[list[int], Offsets | None]:
-    """Return a text's token ids, with exactly one `bos` in front when given, and the characters of each token.
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = ()) -> tuple[list[int], Offsets | None]:
+    """Return a text's token ids, which begin with `bos` exactly once, and the characters of each token.
 
     Raises:
         InputError: the text holds half a character.
@@ -168,9 +166,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None = None
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(found["input_ids"])
     offsets = tuple((int(start), int(end)) for start, end in found["offset_mapping"]) if fast else None
-    if bos is None or ids[:1] == [bos]:
+    if ids[: len(bos)] == list(bos):
         return ids, offsets
-    return [bos, *ids], ((0, 0), *offsets) if offsets is not None else None
+    return [*bos, *ids], ((0, 0),) * len(bos) + offsets if offsets is not None else None
 
 
 def token_span(offsets: Offsets, start: int, end: int) -> range:
@@ -258,7 +256,7 @@ def refuse_what_has_no_order(inputs: object) -> None:
         raise InputError(f"A {kind} was given: give a text, a list of texts, or one column of a table.")
 
 
-def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos: int | None) -> Batch:
+def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos: Sequence[int]) -> Batch:
     if tokenizer is None:
         raise InputError("Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids.")
     encoded = [encode(tokenizer, text, bos) for text in texts]

@@ -89,7 +89,7 @@ class TransformerLensNames(ParametersByHead):
             fwd_hooks: (name, function(activation, hook)); for a name also several, or a function that says of a name
                 whether it is meant. Functions return what they write.
             loss_per_token: give the loss of every token, `batch position` without the first.
-            prepend_bos: whether texts begin with the BOS token; default as the model wants it (`model.bos`).
+            prepend_bos: whether texts begin with the BOS token; by default they begin with `model.bos`.
             stop_at_layer: return the residual stream that enters this layer.
             bwd_hooks: not here; `model.run(..., grad=True)` records gradients.
 
@@ -169,7 +169,7 @@ class TransformerLensNames(ParametersByHead):
 
         Args:
             input: the text or texts.
-            prepend_bos: whether each begins with the BOS token; default as the model wants it (`model.bos`).
+            prepend_bos: whether each begins with the BOS token; by default they begin with `model.bos`.
             truncate: cut texts that are longer than the model reads.
 
         Raises:
@@ -177,11 +177,7 @@ class TransformerLensNames(ParametersByHead):
         """
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
-        bos = self.bos
-        if prepend_bos is not None:
-            bos = self.tokenizer.bos_token_id if checked_flag("prepend_bos", prepend_bos) else None
-            if prepend_bos and bos is None:
-                raise InputError("prepend_bos=True, but the tokenizer has no BOS token.")
+        bos = self.bos if prepend_bos is None else self.resolve_bos(checked_flag("prepend_bos", prepend_bos))
         texts = [] if has_no_order(input) else one_or_several(input)
         if not texts or not all(isinstance(text, str) for text in texts):
             raise InputError(f"{shown(input)} is no text and no list of texts.")
@@ -248,7 +244,8 @@ class TransformerLensNames(ParametersByHead):
             real = torch.ones(input.shape, dtype=torch.bool)
             batch = self.tokenize(input, mask=real)
             pad = pad_id(self.tokenizer)
-            if batch.tokens.shape[1] > 1 and pad != self.bos and bool((batch.tokens[:, 0] == pad).any()):
+            begins = self.bos[:1] == (pad,)
+            if batch.tokens.shape[1] > 1 and not begins and bool((batch.tokens[:, 0] == pad).any()):
                 raise InputError(
                     "A row of the tokens begins with padding, which would shift its positions: give texts, lists of "
                     "token ids, or model.tokenize(tokens, mask=...)."

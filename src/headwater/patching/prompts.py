@@ -20,6 +20,7 @@ from torch import Tensor
 from headwater.data.rows import read_rows, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.positions import AbsentError, Prompt, checked_roles, hangs_on_length, positions_of, role_in
+from headwater.models.tokenizers import said_tokens
 from headwater.models.tokens import Batch, token_strings
 from headwater.options import shown
 
@@ -65,7 +66,15 @@ def read_pairs(
     second = read_prompts(model, corrupted)
     if len(first) != len(second):
         raise InputError(f"{len(first)} clean prompts were given and {len(second)} corrupted ones: they must be pairs.")
+    bos = model.bos or model.resolve_bos(model.tokenizer is not None and model.tokenizer.bos_token is not None)
     for example, (a, b) in enumerate(zip(first, second, strict=True)):
+        if bos and (a.ids[: len(bos)] == bos) != (b.ids[: len(bos)] == bos):
+            first_tokens = said_tokens(model.tokenizer, bos)
+            raise InputError(
+                f"Pair {example} does not align: of its prompts one begins with {first_tokens} and the other does not. "
+                "Texts get model.bos, token ids stay as they are: give both prompts with it, or "
+                "both without."
+            )
         if len(a) != len(b) and not by_role:
             raise InputError(
                 f"Pair {example} does not align: {len(a)} tokens in the clean prompt, {len(b)} in the corrupted one. "

@@ -78,14 +78,13 @@ def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places
 
 def answer_only(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> Intervention:
     """Keep the answer alone; nothing to run where the probe reads a token before it."""
-    beginning = () if model.bos is None else (model.bos,)
     rows: list[Row] = []
     columns = zip(
         answered.table["tokens"], answered.table["answer_start"], probe_positions(answered, setup.token), strict=True
     )
     for example, (tokens, start, position) in enumerate(columns):
         if position >= start:
-            rows.append((example, (*beginning, *tokens[start:]), position - start + len(beginning)))
+            rows.append((example, (*model.bos, *tokens[start:]), position - start + len(model.bos)))
     return _fresh(ANSWER_ONLY, rows)
 
 

@@ -80,7 +80,7 @@ def of_stretches(model: HookedModel, stats: TextStatistics, joined: pd.DataFrame
         if offsets is None:
             raise InputError("Texts put together need a fast tokenizer, which says the characters of each token.")
         places = token_span(offsets, one["start"], one["end"])
-        is_first = one["start"] == 0 and model.bos is not None
+        is_first = one["start"] == 0 and bool(model.bos)
         of_text = by_text.get(one["row"], stats.table.head(0))
         own = of_text[of_text["position"].isin(places if is_first else places[1:])]
         tables.append(own.assign(text=number))

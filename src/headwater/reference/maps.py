@@ -31,7 +31,7 @@ from headwater.heads.ablation import HeadAblation, ablate_heads
 from headwater.heads.classify import classify_heads
 from headwater.heads.head_map import HeadMap
 from headwater.heads.relations import load_relations
-from headwater.heads.validation import TEMPLATES, dynamic_scores, published_bos
+from headwater.heads.validation import TEMPLATES, dynamic_scores
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.models.weights.opening import open_weights
@@ -95,14 +95,13 @@ def reproduce_maps(
     weights = open_weights(model)
     reference = published_numbers("maps")
     name = reference.name_of(weights.name, weights.shape, published)
-    bos = published_bos(model) if correlations and isinstance(model, HookedModel) else None
     options: dict[str, Any] = {
         "published": name,
         "correlations": correlations,
         "ablations": ablations,
         "multi_token": multi_token,
         "templates": list(templates) if correlations else [],
-        "bos": bos,
+        "bos": "tokenizer" if correlations else None,
     }
     head_map = classify_heads(
         weights,
@@ -118,8 +117,9 @@ def reproduce_maps(
         pieces = [compare_scores(head_map, numbers)]
         notes = [] if name else [no_numbers(weights.name, reference)]
         if correlations and isinstance(model, HookedModel):
-            asked: dict[str, Any] = {"relations": relations, "templates": templates, "bos": bos, "progress": progress}
-            measured = dynamic_scores(model, head_map, **asked)
+            measured = dynamic_scores(
+                model, head_map, relations=relations, templates=templates, bos="tokenizer", progress=progress
+            )
             pieces.append(compare_correlations(measured.correlations, numbers))
             notes += [OWN_TEMPLATES] if tuple(templates) == TEMPLATES else []
         if multi_token and isinstance(model, HookedModel):

@@ -83,6 +83,8 @@ class RunRecord:
     """The options of the call, JSON values only: data and functions are there as digests (`runs.identity`)."""
     tokenizer: str | None = None
     """A hash of the tokenizer; "none" for a model without one, None where an earlier headwater wrote the record."""
+    bos: list[int] | None = None
+    """The ids that every text began with; None where weights were read and no text."""
     revision: str | None = None
     seed: int | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: library_versions())
@@ -103,6 +105,7 @@ class RunRecord:
             device=str(model.device),
             options=describe(options | dict(model.interventions)),
             tokenizer=model.tokenizer_digest,
+            bos=list(model.bos) if hasattr(model, "bos") else None,
             revision=model.revision,
             seed=describe(seed),
         )
