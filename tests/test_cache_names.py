@@ -35,10 +35,10 @@ def fresh(family="llama", change=None):
     return hw.load(hf, tokenizer=tiny_tokenizer())
 
 
-def in_two_runs(model, tokens, name="past_key_values"):
+def in_two_runs(model, tokens):
     cache = DynamicCache()
-    model.run(tokens[:, :N_BEFORE], **{name: cache})
-    return model.run(tokens[:, N_BEFORE:], **{name: cache}), cache
+    model.run(tokens[:, :N_BEFORE], past_key_values=cache)
+    return model.run(tokens[:, N_BEFORE:], past_key_values=cache), cache
 
 
 def some_tokens(model):
@@ -78,10 +78,9 @@ def test_two_runs_over_one_cache_give_what_one_run_gives(family):
     model = hw.load(hf, tokenizer=tiny_tokenizer())
     tokens, hooks = some_tokens(model), hooks_on(model)
     whole = model.run(tokens)
-    for name in ("past_key_values", "cache"):
-        found, cache = in_two_runs(model, tokens, name)
-        torch.testing.assert_close(found, whole[:, N_BEFORE:], atol=1e-4, rtol=1e-4)
-        assert cache.get_seq_length() == tokens.shape[1]
+    found, cache = in_two_runs(model, tokens)
+    torch.testing.assert_close(found, whole[:, N_BEFORE:], atol=1e-4, rtol=1e-4)
+    assert cache.get_seq_length() == tokens.shape[1]
     assert hooks_on(model) == hooks
 
 

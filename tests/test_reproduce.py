@@ -84,7 +84,8 @@ def test_without_published_numbers_the_column_is_empty_and_a_note_says_so(checkp
 def test_a_model_compared_with_its_own_numbers_differs_nowhere(checkpoint, datasets, pretend, tmp_path):
     model = load(checkpoint("gpt2"))
     head_map = classify_heads(model, relations=datasets, rule="published", progress=False)
-    correlations = dynamic_scores(model, head_map, relations=datasets, templates=SENTENCES, progress=False).correlations
+    asked = {"relations": datasets, "templates": SENTENCES, "bos": "tokenizer", "progress": False}
+    correlations = dynamic_scores(model, head_map, **asked).correlations
     numbers = {}
     for name in NAMES:
         heads = head_map.table[head_map.table["relation"] == name]
