@@ -32,6 +32,7 @@ READ_ONLY = "A knockout did not take effect: .* still has .* on a cut edge"
 NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer 1"
 NO_HEADS = "Deepseek.* has no factors of single heads in layer .: W_V is not available on MLA"
 NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
+NO_STREAM = "[Nn]othing passe[sd] through blocks.1.hook_resid_post"  # its blocks give lists
 NO_STEPS = "The edges of .* cannot be computed, because "
 NOT_ALONE = (
     "The heads of layer 0 of .* change with the q of another head: they have no edges of their own"  # one norm of all q
@@ -39,6 +40,10 @@ NOT_ALONE = (
 REFUSED = {
     ("load", "gpt2-unscaled"): "TransformerLens computes other logits than GPT2LMHeadModel itself",
     ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
+    ("statistics", "gpt1"): "OpenAIGPTLMHeadModel has no norm in front of its unembedding",
+    **{(what, "gpt1"): NO_STREAM for what in ("ov", "heads", "patch", "z", "knockout")},
+    ("mlp0", "gpt1"): "The first block of OpenAIGPTLMHeadModel is not the residual stream plus what attention and MLP",
+    ("edges", "gemma3-looks-ahead"): "The edges of .* cannot be computed: its attention reads later tokens",
     ("statistics", "opt-350m"): "OPTForCausalLM has no norm in front of its unembedding",
     ("ov", "bitnet"): NOT_ONE_HEAD,  # a norm between the heads and W_O
     ("ov", "deepseek-v2"): NO_HEADS,

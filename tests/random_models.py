@@ -98,6 +98,13 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         mamba_chunk_size=8,
     ),
     "gemma1": lambda: tf.GemmaConfig(**HEADS),
+    "gemma3-looks-ahead": lambda: tf.Gemma3TextConfig(
+        **HEADS,
+        query_pre_attn_scalar=8,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention=True,
+    ),
     "gemma3-with-vision": gemma3_vision,
     "gemma4": lambda: tf.Gemma4TextConfig(
         **HEADS | {"num_hidden_layers": 4},
@@ -120,6 +127,7 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "gpt-oss": lambda: tf.GptOssConfig(
         **HEADS | {"intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
     ),
+    "gpt1": lambda: tf.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "gpt2-unscaled": lambda: tf.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_weights=False
     ),

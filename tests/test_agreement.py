@@ -7,8 +7,9 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
-from headwater.models.agreement import Sites
+from headwater.models.agreement import Sites, agree
 from headwater.models.edits import makes
+from headwater.models.gradients import refuse_cut_texts
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -182,7 +183,7 @@ def test_the_middle_of_a_block_is_edited_right_where_attention_is_scaled_or_norm
 
 def test_a_middle_that_is_no_sum_of_what_comes_before_can_be_read_and_not_edited():
     model, name, kept = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer()), "blocks.1.hook_resid_mid", []
-    sites = Sites(model.shape, 5)
+    sites = Sites(model.shape, 1, 5)
     look = dict(sites.hooks())
     for place, size in {"hook_resid_pre": 1, "hook_resid_mid": 1, "hook_mlp_out": 1, "hook_resid_post": 2}.items():
         look[f"blocks.1.{place}"](torch.full((1, 5, 32), float(size)), None)
@@ -319,3 +320,77 @@ def test_transformer_lenss_own_gradients_run_on_a_loaded_model_and_leave_none_be
     assert max(map(abs, ours.values())) > 1e-3
     assert all(p.grad is None and not p.requires_grad for p in model.raw.parameters())
     assert not model.run([IDS], grad=True).requires_grad
+
+
+def with_bidirectional_attention(kind, **options):
+    return of_config(
+        kind(
+            vocab_size=len(tiny_tokenizer()), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+            num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64, sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"], **options,
+        ), scale=5,
+    )  # fmt: skip
+
+
+LOOK_AHEAD = {
+    "gemma3": lambda: with_bidirectional_attention(
+        tf.Gemma3TextConfig, query_pre_attn_scalar=8, use_bidirectional_attention=True
+    ),
+    "gemma4": lambda: with_bidirectional_attention(
+        tf.Gemma4TextConfig, use_bidirectional_attention="all", global_head_dim=8, num_global_key_value_heads=2,
+        vocab_size_per_layer_input=len(tiny_tokenizer()), hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+    ),
+}  # fmt: skip
+"""Models of which TransformerLens's config does not say that their attention looks ahead."""
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
+@pytest.mark.parametrize("name", LOOK_AHEAD)
+def test_attention_that_looks_ahead_is_found_by_what_changes_whatever_the_config_says(name):
+    hf = LOOK_AHEAD[name]()
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    assert model.raw.cfg.attention_dir == "causal"
+    assert model.looks_ahead
+    assert model.takes_padding
+    short = IDS[:3]
+    with torch.no_grad():
+        alone = [hf(torch.tensor([tokens])).logits[0] for tokens in (short, IDS)]
+    found = model.run([short, IDS])
+    torch.testing.assert_close(found[0, :3], alone[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], alone[1], rtol=1e-4, atol=1e-4)
+    sweep = hw.patch(
+        model, [short, IDS], [[2, 40, 71], [*IDS[:4], 71]], sites="resid_pre", layers=[0], positions="last",
+        metric=lambda logits: logits[:, 0, 5], progress=False,
+    )  # fmt: skip
+    assert sweep.table["effect"].abs().min() > 1e-4, "an edit of the last token is felt at the first"
+
+
+def test_what_only_looks_like_looking_ahead_is_none_where_the_first_logits_have_no_gradient_at_later_tokens():
+    class Rounding(torch.nn.Linear):
+        """Gives other numbers, by rounding, beside other tokens, as experts in low precision do."""
+
+        def forward(self, x):
+            return super().forward(x) + 1e-3 * x.detach().mean()
+
+    hf = small_gpt2()
+    hf.lm_head.__class__ = Rounding
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    assert not model.looks_ahead
+
+
+def test_a_model_that_reads_padding_whatever_the_mask_says_is_refused_texts_of_several_lengths():
+    model = hw.load(LOOK_AHEAD["gemma3"](), tokenizer=tiny_tokenizer())
+    plain = model.raw.original_model.forward
+    model.raw.original_model.forward = lambda *args, attention_mask=None, **options: plain(*args, **options)
+    agree(model, None)
+    assert not model.takes_padding
+    model.run([IDS, OTHER_IDS])
+    with pytest.raises(InputError, match=r"reads the padding behind it: give texts of one length, or one at a time\.$"):
+        model.run([IDS, IDS[:3]])
+
+
+def test_analyses_that_run_texts_only_up_to_the_token_read_refuse_attention_that_looks_ahead():
+    model = hw.load(LOOK_AHEAD["gemma3"](), tokenizer=tiny_tokenizer())
+    with pytest.raises(InputError, match=r"Saliency runs texts up to the token .* reads later tokens"):
+        refuse_cut_texts(model, "Saliency")

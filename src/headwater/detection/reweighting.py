@@ -33,7 +33,7 @@ from headwater.errors import ModelError
 from headwater.kernels.attention import reweighted
 from headwater.models.cache_names import takes_cache
 from headwater.models.edits import Hook, looks, makes
-from headwater.models.gradients import Prefix
+from headwater.models.gradients import Prefix, refuse_cut_texts
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import is_out_of_memory
 from headwater.models.sites import SITES, hook_name
@@ -89,6 +89,7 @@ class Reweighted:
     @classmethod
     def of(cls, model: HookedModel, answered: AnsweredQuestions, probe: Probe, gate: Tensor) -> Reweighted:
         """Find each row's edges: from E_Q into the tokens of E_A that the state read can depend on."""
+        refuse_cut_texts(model, "Pathway reweighting")
         table, read = answered.table, probe_positions(answered, probe.token)
         tokens = tuple(tuple(row[: at + 1]) for row, at in zip(table["tokens"], read, strict=True))
         rows = zip(table["exact_answer_tokens"], read, strict=True)
@@ -137,11 +138,11 @@ class Reweighted:
     def begin(self, batch_size: int) -> Reweighted:
         """Run what comes before the first query of each row, as far as it may be kept.
 
-        Nothing is begun of a model that sees later tokens, that takes no keys and values of earlier ones, or that gives
-        another state of a row in two runs than in one.
+        Nothing is begun of a model that takes no keys and values of earlier tokens, or that gives another state of a
+        row in two runs than in one.
         """
         model = self.model
-        if model.looks_ahead or not takes_cache(model.raw):
+        if not takes_cache(model.raw):
             return self
         firsts = [min(queries) for queries in self.queries]
         try:

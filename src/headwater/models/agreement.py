@@ -3,19 +3,21 @@
 Seen once, at load:
 
 1. Before TransformerLens takes a model apart, five tokens go through it, and what each module takes and gives is kept.
-2. Afterwards the same tokens go through the bridge. Its logits must be those of step 1 but for rounding; where they are
-   not, the first module is named that gives something else for the same input. A forward method of one's own, or an
-   option of the config that TransformerLens does not know, is such a case.
+2. Afterwards the same tokens go through the bridge, beside a row that ends in other tokens. Its logits must be those of
+   step 1 but for rounding; where they are not, the first module is named that gives something else for the same input.
+   A forward method of one's own, or an option of the config that TransformerLens does not know, is such a case.
 3. On the way every site is watched, layer by layer: what passes must have the size that `model.shape` says. Multi-head
    latent attention has heads of other sizes, a mixture of experts no row of neurons, a recurrent layer no attention.
 4. What passed must add up: resid_pre + attn_out = resid_mid, resid_mid + mlp_out = resid_post, in parallel blocks
    resid_pre + attn_out + mlp_out = resid_post. In some models attention is scaled before it is added, or something else
    is added beside it; and resid_mid can be edited only where it is the sum of what carries the edit.
+5. Where the last tokens of a row change the logits before them, attention looks ahead, whatever the config says.
+   Padding must be masked then, and a masked row must have the logits of the shorter text alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +28,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import ModelError
-from headwater.models.sites import SITES, STATES, Site
+from headwater.models.model import is_bridge
+from headwater.models.sites import SITES, STATES, Site, hook_name
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -96,45 +99,89 @@ def watched(hf: Any) -> Iterator[Calls]:
         yield calls
 
 
+@torch.no_grad()
 def agree(model: Model, seen: Seen | None) -> None:
-    """Run the same tokens through the bridge; note which sites can be used, and compare the logits.
+    """Run the same tokens through the bridge; note how the model can be used, and compare the logits.
 
     Args:
-        model: the model, whose `misfits` and `read_only` are filled.
+        model: the model, whose `misfits`, `read_only`, `looks_ahead` and `takes_padding` are filled.
         seen: what the wrapped model gave; None where there is none.
 
     Raises:
         ModelError: the model cannot be run, or gives other logits than the model it wraps.
     """
-    bridge = hasattr(model.raw, "original_model")
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if seen is None else seen.tokens
     experts = {layer for layer, block in enumerate(getattr(model.raw, "blocks", ())) if _has_experts(block)}
-    sites = Sites(model.shape, tokens.shape[1], experts)
+    n_first = max(1, tokens.shape[1] - 2)
+    rows = tokens.repeat(2, 1)
+    rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
+    sites = Sites(model.shape, len(rows), tokens.shape[1], experts)
     known = model.raw.hook_dict  # put together anew whenever it is asked for
-    hooks = [hook for hook in sites.hooks() if hook[0] in known]
     with watched(model.raw.original_model if seen else torch.nn.Module()) as calls:
         try:
-            with model.lock, torch.no_grad(), model.raw.hooks(fwd_hooks=hooks):
-                logits = model.raw(tokens, **({"use_cache": False} if bridge else {}))
+            logits = _logits(model, rows, [hook for hook in sites.hooks() if hook[0] in known])
         except FAULTS as error:
             raise ModelError(f"{model.name} cannot be run by TransformerLens: {error}") from None
     sites.judge()
     model.misfits, model.read_only = sites.misfits, sites.read_only
-    if seen is not None and not same_but_for_rounding(seen.logits, logits):
-        difference = float((seen.logits - logits).abs().max())
+    if seen is not None and not same_but_for_rounding(seen.logits, logits[:1]):
+        difference = float((seen.logits - logits[:1]).abs().max())
         raise ModelError(
             f"TransformerLens computes other logits than {model.name} itself, by up to {difference:.2g}: "
             f"{_first_difference(model, seen.calls, calls)} Load the model without what is special there."
         )
+    if not same_but_for_rounding(logits[0, :n_first], logits[1, :n_first], 0.75) and _has_slope(model, tokens, n_first):
+        model.looks_ahead, model.takes_padding = True, _takes_padding(model, rows, n_first, logits[0])
+
+
+def _logits(
+    model: Model, rows: Int[Tensor, "row position"], hooks: Sequence[tuple[str, Any]] = (), **options: object
+) -> Float[Tensor, "row position d_vocab"]:
+    """Run rows of tokens by TransformerLens, without what `model.run` does besides."""
+    options |= {"use_cache": False} if is_bridge(model.raw) else {}
+    with model.lock, model.raw.hooks(fwd_hooks=list(hooks)):
+        found: Tensor = model.raw(rows, **options)
+    return found
+
+
+def _has_slope(model: Model, tokens: Int[Tensor, "1 position"], n_first: int) -> bool:
+    """Whether the first logits have a gradient at the last tokens; it is exactly 0 where attention is masked.
+
+    The logits may differ without one: in low precision experts round otherwise when they get other tokens besides.
+    """
+    last: list[Tensor] = []
+
+    def begin(embedding: Tensor, hook: object) -> Tensor:
+        last.append(embedding[:, n_first:].detach().requires_grad_(True))
+        return torch.cat([embedding[:, :n_first], last[0]], 1)
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            logits = _logits(model, tokens, [(hook_name("embed"), begin)])
+            (slope,) = torch.autograd.grad(logits[:, :n_first].float().square().sum(), last)
+    except FAULTS:  # of a model that takes part in no gradient the logits alone say it
+        return True
+    return bool(slope.any())
+
+
+def _takes_padding(
+    model: Model, rows: Int[Tensor, "2 position"], n_first: int, logits: Float[Tensor, "position d_vocab"]
+) -> bool:
+    """Whether a text beside a longer one has the logits that it has alone, when what follows it is masked."""
+    real = torch.ones_like(rows)
+    real[1, n_first:] = 0
+    whole, short = _logits(model, rows, attention_mask=real)
+    alone = _logits(model, rows[1:, :n_first])[0]
+    return same_but_for_rounding(whole, logits) and same_but_for_rounding(short[:n_first], alone)
 
 
 def _first_difference(model: Model, whole: Calls, bridged: Calls) -> str:
     """Say which module gives something else for the same input."""
     for name, (taken, given) in whole.items():
         if (
-            name in bridged
-            and same_but_for_rounding(taken, bridged[name][0])
-            and not same_but_for_rounding(given, bridged[name][1])
+            name in bridged  # where more rows come after the same ones
+            and same_but_for_rounding(taken, bridged[name][0][: len(taken)])
+            and not same_but_for_rounding(given, bridged[name][1][: len(given)])
         ):
             return f"the first module that differs is {name}."
     return "no single module gives something else for the same input."
@@ -148,17 +195,17 @@ def _has_experts(block: Any) -> bool:
 
 
 class Sites:
-    """Looks at what passes through the sites of a run of one row.
+    """Looks at what passes through the sites of a run.
 
     Attributes:
         misfits: by site and layer, why there is none, or one that is not what its name says.
         read_only: by site and layer, why it can be read but not edited.
     """
 
-    def __init__(self, shape: ModelShape, n_tokens: int, experts: Collection[int] = ()):
+    def __init__(self, shape: ModelShape, n_rows: int, n_tokens: int, experts: Collection[int] = ()):
         self.misfits: dict[tuple[str, int], str] = {}
         self.read_only: dict[tuple[str, int], str] = {}
-        self._shape, self._n_tokens, self._experts = shape, n_tokens, experts
+        self._shape, self._n_rows, self._n_tokens, self._experts = shape, n_rows, n_tokens, experts
         self._passed: dict[tuple[str, int], Tensor] = {}
 
     def hooks(self) -> list[tuple[str, object]]:
@@ -171,11 +218,11 @@ class Sites:
 
     def _look(self, activation: Any, hook: object, site: Site, layer: int) -> None:
         found = tuple(activation.shape) if isinstance(activation, Tensor) else type(activation).__name__
-        wanted = (1, *site.size(self._shape, self._n_tokens))
+        wanted = (self._n_rows, *site.size(self._shape, self._n_tokens))
         if "d_mlp" in site.axes and layer in self._experts:
             self._misfits(site, layer, "its MLP is a mixture of experts and has no single row of neurons. Use mlp_out.")
         elif found != wanted:
-            said = f"{site.hook_name(layer)} holds {found} for {self._n_tokens} tokens"
+            said = f"{site.hook_name(layer)} holds {found} for {self._n_rows} rows of {self._n_tokens} tokens"
             self._misfits(site, layer, f"{said}, where the sizes of this model make it {wanted}.")
         else:
             self._passed[site.name, layer] = activation.clone() if site.name in STATES else activation
@@ -226,14 +273,17 @@ def _is_sum(whole: Tensor | None, *parts: Tensor | None) -> bool:
     return bool((every.sum(0).abs() <= rounding).logical_or(~whole.isfinite()).all())
 
 
-def same_but_for_rounding(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding; what is NaN or infinite in one must be so in the other."""
+def same_but_for_rounding(one: Tensor, other: Tensor, power: float = 0.5) -> bool:
+    """Whether two tensors are the same but for rounding; what is NaN or infinite in one must be so in the other.
+
+    The largest number of one, times the precision of its dtype to this power, is rounding.
+    """
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
     here, there = (x.detach().float().nan_to_num(posinf=0, neginf=0) for x in (one, other.to(one.device)))
-    tolerance = torch.finfo(one.dtype).eps ** 0.5 * max(float(here.abs().max()), LEAST)
+    tolerance = torch.finfo(one.dtype).eps ** power * max(float(here.abs().max()), LEAST)
     return float((here - there).abs().max()) <= tolerance
 
 

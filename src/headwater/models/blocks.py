@@ -301,7 +301,7 @@ class Blocks:
         hooks += [(name, looks(functools.partial(keep, name=name))) for name in wanted]
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
         options |= last_logits_only(self.model.raw)
-        options |= padding_option(self.model, batch) if self.model.looks_ahead else {}
+        options |= padding_option(self.model, batch)
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks if self._own is None else []):
                 handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
@@ -319,7 +319,8 @@ class Blocks:
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
             return dataclasses.replace(self._recorded_by_hooks(activations, last_logits), held=forked)
-        visible = {layer: _visible(options.get("attention_mask"), tokens) for layer, (_, options) in calls.items()}
+        longest = int(batch.lengths.argmax())
+        visible = {layer: _visible(o.get("attention_mask"), tokens, longest) for layer, (_, o) in calls.items()}
         for layer, seen in visible.items():
             if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
                 visible[layer] = seen & own
@@ -407,10 +408,10 @@ def _at_positions(value: object, positions: Int[Tensor, "row position"]) -> Any:
     return value
 
 
-def _visible(mask: Tensor | None, tokens: Int[Tensor, "batch position"]) -> Bool[Tensor, "query key"]:
-    """Read which keys each query sees from a four-axis mask; without one, attention is causal."""
+def _visible(mask: Tensor | None, tokens: Int[Tensor, "batch position"], longest: int) -> Bool[Tensor, "query key"]:
+    """Read which keys each query of the longest row sees from a four-axis mask; without one, attention is causal."""
     length = tokens.shape[1]
     if mask is None or mask.ndim < 4:
         return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    first = mask[0, 0, :length, :length]
-    return first if first.dtype == torch.bool else first == 0
+    own = mask[min(longest, len(mask) - 1), 0, :length, :length]
+    return own if own.dtype == torch.bool else own == 0

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InterventionError, ModelError, NumericsError
+from headwater.models.forward import padding_option
 from headwater.models.sites import hook_name
 
 if TYPE_CHECKING:
@@ -186,9 +187,8 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
         (name, partial(look, where=where)) for name, where in points.items() if name in model.raw.hook_dict
     ]
     options: dict[str, object] = {"use_cache": False} if hasattr(model.raw, "original_model") else {}
-    mask = {"attention_mask": batch.mask.long().to(model.device)} if batch.padded else {}
     with torch.inference_mode(), model.raw.hooks(fwd_hooks=watching):
-        model.raw(batch.tokens.to(model.device), **options, **mask)
+        model.raw(batch.tokens.to(model.device), **options, **padding_option(model, batch))
     return found[0] if found else None
 
 

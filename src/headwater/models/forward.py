@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.errors import InputError
+from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import sent
 from headwater.models.model import is_bridge
 from headwater.models.sites import hook_name
@@ -65,19 +65,19 @@ def forward(
 
 
 def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
-    """Return the option by which a run is told what is padding; nothing where there is none.
+    """Return the option that says what is padding; nothing where nobody reads it, since it comes last.
 
     Raises:
         InputError: the model would read it.
     """
     if not batch.padded:
         return {}
-    if model.looks_ahead and not is_bridge(model.raw):
+    if not model.takes_padding:
         raise InputError(
-            f"{model.name} looks at later tokens, and a HookedTransformer that does reads the padding behind "
-            "shorter texts as if it were text: give texts of one length, or one at a time."
+            f"{model.name} gives a text other values beside a longer one than alone, since it reads the padding behind "
+            "it: give texts of one length, or one at a time."
         )
-    return {"attention_mask": sent(batch.mask.long(), model.device)}
+    return {"attention_mask": sent(batch.mask.long(), model.device)} if model.looks_ahead else {}
 
 
 def leaves_logits_out(raw: Any) -> bool:
@@ -117,6 +117,11 @@ def _residual_after_last_block(
     name = hook_name("resid_post", model.shape.n_layers - 1)
     with contextlib.suppress(_EnoughError), model.raw.hooks(fwd_hooks=[(name, keep)]):
         model.raw(tokens, **last_logits_only(model.raw) | options)
+    if not kept:
+        raise ModelError(
+            f"Nothing passes through {name} of {model.name} ({model.shape.architecture}): its residual stream after "
+            "the last block cannot be read. Use the logits of model.run."
+        )
     return kept[0]
 
 

@@ -64,6 +64,16 @@ def refuse_without_gradients(model: HookedModel) -> None:
         )
 
 
+def refuse_cut_texts(model: HookedModel, what: str) -> None:
+    """Refuse to run texts only up to a token of theirs where what follows changes what is read there.
+
+    Raises:
+        InputError: the model's attention looks ahead.
+    """
+    if model.looks_ahead:
+        raise InputError(f"{what} runs texts up to the token that is read, and {model.name} reads later tokens, too.")
+
+
 class Prefix(DynamicCache):  # type: ignore[misc]
     """A cache that puts fixed keys and values before each layer's own, remembers values, and never grows."""
 

@@ -93,6 +93,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         without_wrappers: itself so, put together for the last run that took it; see `headwater.models.unwrapped`.
         misfits: by site and layer, why there is none, or one that is not what its name says; it is refused.
         read_only: by site and layer, why it can be read but not edited.
+        looks_ahead: whether its attention reads later positions, too, as was seen when it was loaded.
+        takes_padding: whether a text beside a longer one has the logits that it has alone, as was seen then.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[tuple[str, int], str] = {}
         self.read_only: Mapping[tuple[str, int], str] = {}
+        self.looks_ahead = False
+        self.takes_padding = True
         self._own_graph = False
 
     if not TYPE_CHECKING:  # a type checker would take every name for one that is there
@@ -161,11 +165,6 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
     def device(self) -> torch.device:
         """Where the inputs of the model go."""
         return next(iter(self.raw.parameters())).device
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether its attention reads later positions, too."""
-        return getattr(self.raw.cfg, "attention_dir", "causal") != "causal"
 
     @property
     def n_logits(self) -> int:

@@ -30,6 +30,8 @@ class Model(Recorded, Protocol):
     shape: ModelShape
     misfits: Mapping[tuple[str, int], str]
     read_only: Mapping[tuple[str, int], str]
+    looks_ahead: bool
+    takes_padding: bool
     config: Any
     tokenizer: PreTrainedTokenizerBase | None
     lock: RunLock
@@ -41,10 +43,6 @@ class Model(Recorded, Protocol):
     @property
     def device(self) -> torch.device:
         """Where the inputs of the model go."""
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether its attention reads later positions, too."""
 
     @property
     def spread(self) -> bool:

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.models.gradients import KeysValues, keys_values, refuse_without_gradients
+from headwater.models.gradients import KeysValues, keys_values, refuse_cut_texts, refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
 from headwater.names import EdgeSetName, LossName, OverHeadsName, OverPairsName
@@ -291,6 +291,7 @@ def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
     refuse_without_gradients(model)
+    refuse_cut_texts(model, "Saliency")
     checked_name("the probe's site", probe.site, PROBE_SITES)
     checked_name("the probe's token", probe.token, PROBE_TOKENS)
     if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
