@@ -89,7 +89,6 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
         head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
         unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.
-        fixed_step_checked: whether steps of generation in fixed memory give the same; None before this was asked.
         without_wrappers: itself so, put together for the last run that took it; see `headwater.models.unwrapped`.
         misfits: by site and layer, why there is none, or one that is not what its name says; it is refused.
         read_only: by site and layer, why it can be read but not edited.
@@ -120,7 +119,6 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         self.heads_checked = False
         self.factors_checked: tuple[str, set[str]] | None = None
         self.unwrapped_checked: dict[frozenset[int], bool] = {}
-        self.fixed_step_checked: bool | None = None
         self.without_wrappers: Remembered | None = None
         self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[tuple[str, int], str] = {}

@@ -36,7 +36,6 @@ class Model(Recorded, Protocol):
     tokenizer: PreTrainedTokenizerBase | None
     lock: RunLock
     unwrapped_checked: dict[frozenset[int], bool]
-    fixed_step_checked: bool | None
     without_wrappers: Any
     factors_checked: tuple[str, set[str]] | None
 

@@ -132,7 +132,7 @@ def _continue(model: Model, prompts: Batch, way: _Way, first: int) -> Generated:
     tokens: list[list[int]] = [[] for _ in range(len(prompts))]
     log_probs: list[list[float]] = [[] for _ in range(len(prompts))]
     stopped = torch.zeros(len(prompts), dtype=torch.bool)
-    with model.lock, steps_of(model, prompts, way.hooks, way.max_new_tokens) as steps:
+    with model.lock, steps_of(model, prompts, way.hooks) as steps:
         live, numbers = list(range(len(prompts))), torch.arange(len(prompts)) + first
         for step in range(way.max_new_tokens):
             with torch.inference_mode():

@@ -7,8 +7,7 @@
 3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.unwrapped`), after the first
    step also beside layers with hooks. What is hung on the model while it writes, as a function that is told of each
    token might do, acts from the next call on.
-4. On a device named in `headwater.models.generation.fixed_step` steps are recorded and replayed.
-5. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
+4. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
    right, each from column 0 on; in every step after it one column, each row's newest token (`models.reading` says at
    which position). Keys and values are pushed to the right after the first step, and rows that have ended stay, so that
    a row is the same prompt to the end.
@@ -29,7 +28,6 @@ from headwater.kernels.devices import sent
 from headwater.models.cache_names import takes_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, PromptHook, hooks_for
-from headwater.models.generation.fixed_step import FixedStep, is_fixed
 from headwater.models.generation.standing_hooks import StandingHooks
 from headwater.models.reading import Reading, reads
 from headwater.models.tokens import Batch, pad_id
@@ -40,18 +38,18 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
-def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], room: int) -> _Cached | _Rerun:
-    """Begin to continue prompts by at most `room` tokens; the model's lock is held until the last step."""
+def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]) -> _Cached | _Rerun:
+    """Begin to continue prompts; the model's lock is held until the last step."""
     if not keeps_keys(model):
         return _Rerun(model, prompts)
     if (bare := None if hooks else unwrapped(model)) is not None:
-        return _Fixed(model, prompts, bare, room) if is_fixed(model, bare, room) else _Bare(model, prompts, bare)
+        return _Bare(model, prompts, bare)
     return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
 
 
 def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
     """Return the logits of the token that follows each prompt, as in the first step of generation."""
-    with model.lock, torch.inference_mode(), steps_of(model, prompts, (), 1) as steps:
+    with model.lock, torch.inference_mode(), steps_of(model, prompts, ()) as steps:
         return steps.logits()
 
 
@@ -139,49 +137,16 @@ class _Bare(_Cached):
         return self._run_without_wrappers(self._bare)
 
 
-class _Staying(_Cached):
-    """The same where every row stays where it is; those that have ended read padding, and their logits are left out."""
-
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook] = ()):
-        super().__init__(model, prompts, hooks)
-        self._n_rows, self._live = len(prompts), list(range(len(prompts)))
-
-    def _of_those_going(self, out: Float[Tensor, "row d_vocab"]) -> Float[Tensor, "batch d_vocab"]:
-        return out[sent(torch.tensor(self._live), out.device)]
-
-    def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
-        self._live = [self._live[i] for i in going]
-        tokens = [pad_id(self._model.tokenizer)] * self._n_rows
-        for row, i in zip(self._live, going, strict=True):
-            tokens[row] = chosen[i]
-        self._append(tokens)
-
-
-class _Fixed(_Staying):
-    """The same by the model without wrappers, and after the prompts in fixed memory."""
-
-    def __init__(self, model: Model, prompts: Batch, bare: Unwrapped, room: int):
-        super().__init__(model, prompts)
-        self._bare, self._room = bare, room
-        self._step: FixedStep | None = None
-
-    def logits(self) -> Float[Tensor, "row d_vocab"]:
-        if not self._cache.layers:
-            return self._run_without_wrappers(self._bare)
-        if self._step is None:
-            self._step = FixedStep(self._bare, self._cache, self._mask[:, :-1].bool(), self._room)
-        tokens, positions = self._reads.tokens[:, 0], self._positions[:, 0]
-        return self._of_those_going(self._finite(self._step(tokens, positions)))
-
-
-class _Watched(_Staying):
+class _Watched(_Cached):
     """The same for hooks to act on: the first step is a run of the prompts.
 
-    In later steps the layers without hooks go without wrappers, where the model allows it.
+    Every row stays where it is; those that have ended read padding, and their logits are left out. In later steps the
+    layers without hooks go without wrappers, where the model allows it.
     """
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
         super().__init__(model, prompts, hooks)
+        self._n_rows, self._live = len(prompts), list(range(len(prompts)))
         self._prompts, self._first = prompts, Reading.of(prompts)
         self._begun = False
         self._standing: StandingHooks | None = None
@@ -200,7 +165,14 @@ class _Watched(_Staying):
                 out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
             self._push_right()
             self._begun = True
-        return self._of_those_going(out)
+        return out[sent(torch.tensor(self._live), out.device)]
+
+    def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
+        self._live = [self._live[i] for i in going]
+        tokens = [pad_id(self._model.tokenizer)] * self._n_rows
+        for row, i in zip(self._live, going, strict=True):
+            tokens[row] = chosen[i]
+        self._append(tokens)
 
     def _next(self) -> Float[Tensor, "row d_vocab"]:
         """Run one new column, with hooks made for it."""
