@@ -1,6 +1,5 @@
 """classify_heads equals the formula written naively, on any model, and keeps its promises about runs and folders."""
 
-import dataclasses
 import json
 import random
 from functools import partial
@@ -366,6 +365,7 @@ def contents(folder) -> dict[str, bytes]:
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
     record = json.loads((folder / "run.json").read_text())
     record["run"].pop("created")
+    record.pop("sha256")
     return files | {"run.json": json.dumps(record).encode()}
 
 
@@ -391,27 +391,6 @@ def test_an_interrupted_run_continues_where_it_stopped_and_ends_the_same_to_the_
         "run.json",
         "table.parquet",
     ]
-
-
-def test_an_interrupted_run_whose_pieces_have_three_moments_in_place_of_four_is_refused_in_one_line(
-    checkpoint, suite, tmp_path, monkeypatch
-):
-    out, call = tmp_path / "run", {"relations": suite, "progress": False}
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, layers=1)
-        with pytest.raises(KeyboardInterrupt):
-            classify_heads(checkpoint("mistral"), out=out, **call)
-    (piece,) = (out / "pieces").iterdir()
-    tensors = load_file(piece)
-    shorter = {name: value[..., :3] if "moments" in name else value for name, value in tensors.items()}
-    save_file({name: value.contiguous() for name, value in shorter.items()}, piece)
-    about = json.loads((out / "run.json").read_text())
-    del about["pieces"]  # as written before there were four
-    (out / "run.json").write_text(json.dumps(about))
-    with pytest.raises(RunFolderError, match=r"another layout \(1\) than those of this headwater") as refused:
-        classify_heads(checkpoint("mistral"), out=out, **call)
-    assert "\n" not in str(refused.value)
-    assert tensors["moments"].shape[-1] == 4
 
 
 def test_a_finished_run_is_read_back_instead_of_repeated(checkpoint, suite, tmp_path, monkeypatch):
@@ -444,20 +423,6 @@ def test_a_head_map_survives_saving_and_loading(checkpoint, suite, tmp_path):
         pd.testing.assert_frame_equal(getattr(loaded, name), getattr(heads, name))
     assert loaded.run == heads.run
     assert repr(loaded) == repr(heads)
-
-
-def test_a_head_map_of_0_1_0_gets_its_excess_and_is_judged_as_the_rule_is_now(checkpoint, suite, tmp_path):
-    def saved_before(heads, folder):
-        table = heads.table.drop(columns=["excess", "suppression_excess"])
-        table = table.assign(implemented=table["score"] > 0, suppressed=False, copying=False)  # not what the rule says
-        categories = heads.categories.assign(label="algorithmic", categories=[("algorithmic",)] * 12)
-        return dataclasses.replace(heads, table=table, categories=categories).save(folder)
-
-    for options in ({"attention": True}, {"rule": "published", "threshold": 0.2}):
-        heads = classify_heads(checkpoint("gpt2"), relations=suite, k=30, progress=False, **options)
-        loaded = hw.HeadMap.load(saved_before(heads, tmp_path / f"{len(options)}"))
-        pd.testing.assert_frame_equal(loaded.table, heads.table)
-        pd.testing.assert_frame_equal(loaded.categories, heads.categories)
 
 
 def test_the_excess_is_the_way_from_habit_to_perfection_and_the_summary_shows_it(checkpoint, suite):

@@ -12,7 +12,10 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.models.caches import collection
+from headwater.runs import storage
+from headwater.runs.data_hash import hash_of_tensor
 from headwater.runs.processes import processes
+from tests import chance
 from tests.test_cache_sites import run_and_note
 from tests.test_shards import _scripts, files, launch  # noqa: F401
 from tests.tiny import tiny_folder
@@ -73,6 +76,32 @@ def test_a_finished_collection_is_read_and_one_of_something_else_refused(llama, 
         llama.cache(texts(11), **asked, **QUIET)
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["collected", "saved"])
+@pytest.mark.usefixtures("small_parts")
+def test_a_part_that_was_changed_is_refused_when_it_is_read_and_loading_reads_none(llama, tmp_path, saved, monkeypatch):
+    made = llama.cache(texts(), sites="z", out=tmp_path / "out", **QUIET)
+    folder = made.save(tmp_path / "saved") if saved else tmp_path / "out"
+    hashed = []
+    monkeypatch.setattr(storage, "hash_of_tensor", lambda one: hashed.append(one) or hash_of_tensor(one))
+    cache = hw.load_cache(folder)
+    assert not hashed
+    cache.rows("z", 0), cache.rows("z", 1)
+    assert len(hashed) == 4 * 2  # each part once: its texts, and z
+    part, other = (folder / "activations" / f"00000{n}.safetensors" for n in (1, 2))
+    whole, rng = part.read_bytes(), chance.rng()
+    for place in [*range(0, 400, 9), *rng.integers(0, len(whole), 60)]:
+        part.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << int(rng.integers(8))]) + whole[place + 1 :])
+        with pytest.raises(RunFolderError, match=r"changed since|cannot be read"):
+            hw.load_cache(folder).rows("z", 1)
+    for wrong in (other.read_bytes(), whole[:-4] + bytes(4), whole[:-4], whole + bytes(4)):
+        part.write_bytes(wrong)
+        with pytest.raises(RunFolderError, match=r"changed since|cannot be read"):
+            hw.load_cache(folder).rows("z", 1)
+    part.write_bytes(whole)
+    (folder / "activations" / "000009.safetensors").write_bytes(whole)  # a part that the run did not write
+    assert torch.equal(hw.load_cache(folder).rows("z", 1), made.rows("z", 1))
+
+
 @pytest.mark.usefixtures("small_parts")
 def test_an_interrupted_collection_goes_on_behind_its_last_part(llama, tmp_path, monkeypatch):
     whole = llama.cache(texts(), sites=SITES, out=tmp_path / "whole", **QUIET)
@@ -97,23 +126,21 @@ def test_an_interrupted_collection_goes_on_behind_its_last_part(llama, tmp_path,
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_disk_that_fills_up_is_one_clear_line_and_nothing_is_lost(llama, tmp_path, monkeypatch):
-    from headwater.runs import folder
+    write, written = storage.save_file, []
 
-    write, written = folder.save_file, []
-
-    def full(tensors, file):
+    def full(tensors, file, metadata):
         if len(written) == 2:
             raise OSError(28, "No space left on device")
         written.append(file)
-        return write(tensors, file)
+        return write(tensors, file, metadata)
 
-    monkeypatch.setattr(folder, "save_file", full)
+    monkeypatch.setattr(storage, "save_file", full)
     with pytest.raises(
         RunFolderError, match=r"cannot be written: No space left on device\. Make room .* is kept"
     ) as told:
         llama.cache(texts(), sites="z", out=tmp_path / "out", **QUIET)
     assert "\n" not in str(told.value)
-    monkeypatch.setattr(folder, "save_file", write)
+    monkeypatch.setattr(storage, "save_file", write)
     shapes = run_and_note(llama, monkeypatch)
     cache = llama.cache(texts(), sites="z", out=tmp_path / "out", **QUIET)
     assert len(shapes) == 2
@@ -135,7 +162,7 @@ def test_a_missing_or_shortened_part_is_told_when_the_cache_is_read(llama, tmp_p
     file = tmp_path / "out" / "activations" / "000000.safetensors"
     kept = file.read_bytes()
     file.write_bytes(kept[:-4])
-    with pytest.raises(RunFolderError, match="changed since the run wrote it"):
+    with pytest.raises(RunFolderError, match=r"changed since the run wrote it|cannot be read"):
         hw.load_cache(tmp_path / "out")
     file.unlink()
     with pytest.raises(RunFolderError, match="is missing"):

@@ -2,7 +2,9 @@
 
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
@@ -270,6 +272,37 @@ def test_two_dictionaries_stand_in_one_table_and_figure(models):
     assert sweep.plot(site="second").get_xlabel() == "Feature"
     with pytest.raises(InputError, match="Two sites are called 'resid_post 0 features'"):
         hw.patch(model, clean, corrupted, sites=[sites[0], sites[0].only([3])], **QUIET)
+
+
+OVER = {
+    "resid_pre": ("layer", "position"),
+    "z": ("layer", "position", "head"),
+    "pattern": ("layer", "position", "head", "key"),
+    "features": ("layer", "position", "feature"),
+}
+
+
+@pytest.mark.parametrize("corrupted", [[15, 16, 7, 18, 19], None], ids=["pair", "one run"])
+@pytest.mark.parametrize("site", OVER)
+def test_a_sweep_over_any_axes_has_a_figure_a_view_and_a_form_in_notebooks(models, site, corrupted):
+    """Or one line that says how to have them: of three axes and more, one is to be chosen."""
+    own, (model, _) = Random(32), models("llama")
+    sites = hw.features(own.encode, own.decode, layer=1).only([3, 17]) if site == "features" else site
+    for over in (axes for n in range(1, 5) for axes in combinations(OVER[site], n)):
+        swept = hw.patch(model, [5, 6, 7, 8, 9], corrupted, sites=sites, over=over, values="zero", **QUIET)
+        drawn = [axis for axis in over if not (axis == "layer" and "feature" in over)]  # a dictionary is of one layer
+        if len(drawn) > 2:
+            with pytest.raises(InputError, match=r"Fix one, as in sweep\.plot") as refused:
+                swept.plot()
+            assert str(refused.value) in swept.view().page
+        else:
+            ax = swept.plot()
+            assert sum(bool(axis.get_title(loc="left")) for axis in ax.figure.axes) == 1
+            held = ax.collections[0].get_array().size if len(drawn) == 2 else len(ax.lines[-1].get_xdata())
+            assert held == len(swept.table), over
+            assert "<html" in swept.view().page
+        assert "text/html" in swept._repr_mimebundle_()
+        plt.close("all")
 
 
 def test_a_folder_is_of_the_weights_of_its_dictionary(models, tmp_path):

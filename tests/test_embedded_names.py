@@ -1,6 +1,5 @@
 """The embedded models are found by their names wherever a model is named, and their world's files beside them."""
 
-import dataclasses
 import json
 
 import pandas as pd
@@ -9,15 +8,11 @@ import torch
 
 import headwater as hw
 from headwater import cli
-from headwater.errors import ModelError, RunFolderError
+from headwater.errors import ModelError
 from headwater.models.embedded import FOLDERS, is_embedded, world_folder
 from headwater.models.weights.checkpoint import checkpoint_folder
 from headwater.models.weights.opening import open_weights
-from headwater.planted import question_lookup
-from headwater.runs.embedded_edition import FIRST_EDITION
-from headwater.runs.record import RunRecord, refuse_other_run
 from tests import small_world
-from tests.test_trace import ask
 
 QUIET = {"progress": False}
 
@@ -87,33 +82,6 @@ def test_commands_take_the_names(name, capsys):
     for command in (["relations", *given], ["heads", *given, "--relations", "name_copying", "--quiet"]):
         cli.app([*command, "--json"], standalone_mode=False)
         assert json.loads(capsys.readouterr().out)["model"] == (name or "embedded")
-
-
-def of_the_first_edition(run, **changes):
-    return dataclasses.replace(run, fingerprint=FIRST_EDITION[0], model="embedded", **changes)
-
-
-def test_a_run_of_the_first_edition_is_not_gone_on_with_and_says_why(tmp_path):
-    run = RunRecord.of("sample", hw.load(), {})
-    other = dataclasses.replace(run, fingerprint="abc")
-    earlier = dataclasses.replace(other, versions=run.versions | {"headwater": "0.1.0"})
-    for made, said in ((of_the_first_edition(run), True), (earlier, True), (other, False)):
-        (tmp_path / "run.json").write_text(json.dumps({"format": 3, "run": dataclasses.asdict(made)}))
-        with pytest.raises(RunFolderError, match="holds another run") as error:
-            refuse_other_run(tmp_path, run)
-        assert ("made with the first edition of the embedded model" in str(error.value)) == said
-
-
-def test_results_of_the_first_edition_are_not_read_with_the_model_of_today(relation):
-    heads = hw.classify_heads("embedded", relations=relation, **QUIET)
-    old = dataclasses.replace(heads, run=of_the_first_edition(heads.run))
-    model, answered = ask(question_lookup())
-    earlier = dataclasses.replace(answered, run=of_the_first_edition(answered.run))
-    for refused in (lambda: old.salient(1, 0), lambda: hw.detect(model, earlier, **QUIET)):
-        with pytest.raises(hw.HeadwaterError, match="made with the first edition of the embedded model"):
-            refused()
-    with pytest.raises(ModelError, match=r"other weights\. Pass that model"):
-        heads.salient(1, 0, model=hw.load("embedded-instruct"))
 
 
 def test_the_first_edition_in_a_folder_is_of_another_version(world, tmp_path, monkeypatch):

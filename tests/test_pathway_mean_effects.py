@@ -1,14 +1,9 @@
-"""The mean effects of a trace: against means over its examples, and read from folders that keep four tables."""
+"""The mean effects of a trace: against means over its examples."""
 
-import hashlib
-import json
-
-import numpy as np
 import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.errors import RunFolderError
 from headwater.pathways.interventions import EXACT, RANDOM, WINDOWED
 from headwater.pathways.mean_effects import ALL, KEYS, UNSPLIT
 from headwater.pathways.modes import BEST_LAYER, CROSSED, PER_LAYER, RANDOM_SPLIT
@@ -23,7 +18,7 @@ FOUR = {
     "controls": ["dataset", "intervention", "group", "layer", "examples", *FLIPS, *INTERVALS],
     "controls_at_best": ["dataset", "intervention", "group", "examples", *FLIPS, *INTERVALS],
 }
-"""The tables of a trace in formats up to 2, and their columns."""
+"""What is read off the one table, and its columns."""
 OPTIONS = {"progress": False}
 
 
@@ -40,20 +35,6 @@ def pathways(looked_up):
 @pytest.fixture(scope="module")
 def windowed(looked_up):
     return hw.trace_pathways(*looked_up, seeds=1, window=1, **OPTIONS)
-
-
-def in_four_tables(pathways, folder, written=2):
-    """Write a trace as an earlier format did: four tables and no `mean_effects`."""
-    pathways.save(folder)
-    (folder / "mean_effects.parquet").unlink()
-    plain = json.loads((folder / "run.json").read_text())
-    del plain["manifest"]["mean_effects.parquet"]
-    for name, columns in FOUR.items():
-        file = folder / f"{name}.parquet"
-        getattr(pathways, name)[columns].to_parquet(file)
-        seal = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        plain["manifest"][file.name] = seal
-    (folder / "run.json").write_text(json.dumps(plain | {"format": written}))
 
 
 @pytest.mark.oracle
@@ -108,46 +89,3 @@ def test_curves_and_controls_are_rows_of_the_one_table(pathways, windowed):
     assert set(windowed.curves_at_best["split_by"]) == {BEST_LAYER, RANDOM_SPLIT}
     assert WINDOWED in set(windowed.mean_effects["intervention"]) - set(windowed.controls["intervention"])
     assert list(pathways.controls["intervention"].unique()) == list(pathways.mean_effects["intervention"].unique())
-
-
-@pytest.mark.parametrize("written", [1, 2])
-@pytest.mark.parametrize("which", ["pathways", "windowed"])
-def test_a_folder_that_keeps_four_tables_is_read_as_one(which, written, tmp_path, request):
-    result = request.getfixturevalue(which)
-    in_four_tables(result, tmp_path, written)
-    loaded = hw.Pathways.load(tmp_path)
-    for name in FOUR:
-        pd.testing.assert_frame_equal(getattr(loaded, name), getattr(result, name))
-    now, then = (one.mean_effects.set_index(KEYS).sort_index() for one in (result, loaded))
-    kept = then.index.intersection(now.index)
-    assert len(kept) == len(then)
-    for column in now:
-        known = then[column].notna()
-        pd.testing.assert_series_equal(then.loc[known, column], now.loc[then.index[known], column], check_dtype=False)
-    assert loaded.report() == result.report()
-    pd.testing.assert_frame_equal(loaded.summary(), result.summary())
-    loaded.plot()
-
-
-def test_a_finished_folder_with_four_tables_is_the_finished_run_and_saved_again_has_one(looked_up, pathways, tmp_path):
-    in_four_tables(pathways, tmp_path)
-    again = hw.trace_pathways(*looked_up, seeds=2, out=tmp_path, **OPTIONS)
-    assert again.run == pathways.run
-    again.save(tmp_path)
-    assert not [name for name in FOUR if (tmp_path / f"{name}.parquet").exists()]
-    pd.testing.assert_frame_equal(hw.Pathways.load(tmp_path).mean_effects, again.mean_effects)
-
-
-def test_a_folder_whose_tables_are_not_those_of_its_format_is_refused(pathways, tmp_path):
-    in_four_tables(pathways, tmp_path / "newer", written=3)
-    with pytest.raises(RunFolderError, match=r"manifest names '.*parquet', which is no file of a Pathways"):
-        hw.Pathways.load(tmp_path / "newer")
-    in_four_tables(pathways, tmp_path / "torn")
-    (tmp_path / "torn" / "controls.parquet").unlink()
-    with pytest.raises(RunFolderError, match=r"damaged: controls\.parquet is missing"):
-        hw.Pathways.load(tmp_path / "torn")
-    in_four_tables(pathways, tmp_path / "edited")
-    table = pd.read_parquet(tmp_path / "edited" / "curves.parquet")
-    table.assign(delta_p=np.nan).to_parquet(tmp_path / "edited" / "curves.parquet")
-    with pytest.raises(RunFolderError, match=r"damaged: curves\.parquet is changed since the run wrote it"):
-        hw.Pathways.load(tmp_path / "edited")

@@ -84,7 +84,7 @@ def test_a_column_or_a_key_that_occurs_twice_is_refused_by_name(what, suffix, tm
             read(tmp_path / f"a{suffix}")
 
 
-@pytest.mark.parametrize("what", ["pairs", "questions"])
+@pytest.mark.parametrize("what", ["pairs", "questions", "relations"])
 def test_a_data_frame_with_a_column_twice_is_refused_by_name(what):
     read, (a, b), _ = READERS[what]
     with pytest.raises(InputError, match=f"the column {a!r} twice"):

@@ -12,13 +12,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from headwater.errors import InputError, RunFolderError
-from headwater.runs.folder import PIECES, RunFolder
+from headwater.runs.folder import RunFolder
 from headwater.runs.record import FORMAT, RunRecord
 from headwater.runs.result import Result
-from headwater.runs.storage import write_atomically
+from headwater.runs.storage import read_sealed, write_atomically, write_sealed
 from tests import chance
 
 
@@ -164,26 +165,32 @@ def test_a_piece_cannot_leave_its_folder(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_run_does_not_go_on_from_pieces_of_another_layout_but_their_finished_result_is_read(tmp_path):
-    folder = RunFolder(tmp_path, record())
-    folder.piece("one", lambda: {"value": torch.zeros(1)})
-    about = json.loads((tmp_path / "run.json").read_text())
-    for other in ({"pieces": 1}, {"pieces": PIECES + 1}, {"pieces": None}, {}):
-        plain = {name: value for name, value in about.items() if name != "pieces"} | other
-        (tmp_path / "run.json").write_text(json.dumps(plain))
-        with pytest.raises(RunFolderError, match=r"unfinished run whose pieces have another layout .* delete this one"):
-            RunFolder(tmp_path, record())
-    (tmp_path / "pieces" / "one.safetensors").unlink()
-    RunFolder(tmp_path, record()).finish(sample())  # without pieces there is nothing to go on from
-    assert RunFolder(tmp_path, record()).finished
+def a_number_changed(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def test_a_piece_cut_short_is_computed_again(tmp_path):
-    folder = RunFolder(tmp_path, record())
+@pytest.mark.parametrize("what", ["cut short", "a number", "another name", "another run", "no seal", "of a run before"])
+def test_a_piece_that_this_run_did_not_write_is_computed_again_and_said(tmp_path, what):
+    folder = RunFolder(tmp_path / "run", record())
     folder.piece("one", lambda: {"value": torch.zeros(100)})
-    (file,) = (tmp_path / "pieces").iterdir()
-    file.write_bytes(file.read_bytes()[:40])
-    assert torch.equal(folder.piece("one", lambda: {"value": torch.ones(2)})["value"], torch.ones(2))
+    file = tmp_path / "run" / "pieces" / "one.safetensors"
+    if what in ("cut short", "a number"):
+        content = file.read_bytes()
+        file.write_bytes(content[:40] if what == "cut short" else a_number_changed(content))
+    elif what == "another name":
+        folder.piece("two", lambda: {"value": torch.zeros(100)})
+        file.with_name("two.safetensors").replace(file)
+    elif what == "no seal":
+        save_file({"value": torch.zeros(100)}, file)
+    else:
+        changes = {"seed": 1} if what == "another run" else {"versions": {"headwater": "0.0"}}
+        other = RunFolder(tmp_path / "other", record(**changes))
+        other.piece("one", lambda: {"value": torch.zeros(100)})
+        other.piece_file("one").replace(file)
+    with pytest.warns(UserWarning, match=r"one\.safetensors is not what this run wrote there: it is computed anew"):
+        assert torch.equal(folder.piece("one", lambda: {"value": torch.ones(2)})["value"], torch.ones(2))
+    again = RunFolder(tmp_path / "run", record()).piece("one", lambda: pytest.fail("computed again"))
+    assert torch.equal(again["value"], torch.ones(2))
 
 
 def test_a_failure_inside_a_piece_leaves_nothing_behind(tmp_path):
@@ -208,7 +215,7 @@ def test_an_unfinished_folder_cannot_be_loaded_and_a_finished_one_holds_only_the
     folder.finish(sample(folder.run))
     assert folder.finished
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.json", "table.parquet", "tensors.safetensors"]
-    assert json.loads((tmp_path / "run.json").read_text())["run"]["created"] == folder.run.created
+    assert read_sealed(tmp_path / "run.json")["run"]["created"] == folder.run.created
 
 
 def test_a_continued_run_keeps_the_date_of_its_beginning(tmp_path):
@@ -235,21 +242,18 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 # --- formats, manifests, and who may write
 
 
-def test_a_folder_of_an_older_format_is_read_and_one_of_a_newer_is_refused_with_the_reason(tmp_path):
+def test_a_folder_of_another_format_is_refused_with_the_reason(tmp_path):
     result = sample()
     result.save(tmp_path)
-    written = json.loads((tmp_path / "run.json").read_text())
-    older = {name: value for name, value in written.items() if name not in ("format", "manifest")}
-    (tmp_path / "run.json").write_text(json.dumps(older))
-    pd.testing.assert_frame_equal(Sample.load(tmp_path).table, result.table)
-    for unknown in (FORMAT + 1, "1", -1, None, True):
-        (tmp_path / "run.json").write_text(json.dumps(written | {"format": unknown}))
+    written = read_sealed(tmp_path / "run.json")
+    for unknown in (FORMAT + 1, FORMAT - 1, "1", -1, None, True):
+        write_sealed(tmp_path / "run.json", written | {"format": unknown})
         for use in (
             lambda: Sample.load(tmp_path),
             lambda: RunFolder(tmp_path, record()),
             lambda: result.save(tmp_path),
         ):
-            with pytest.raises(RunFolderError, match=f"was written in format {unknown!r}; .* reads formats 0 to"):
+            with pytest.raises(RunFolderError, match=f"is of format {unknown!r}; .* reads format {FORMAT}"):
                 use()
 
 
@@ -264,6 +268,43 @@ def test_a_file_that_changed_since_the_run_wrote_it_is_refused(tmp_path, name):
     (tmp_path / name).unlink()
     with pytest.raises(RunFolderError, match=f"damaged: {name} is missing"):
         Sample.load(tmp_path)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_digit_that_changed_in_the_record_is_refused_on_loading_and_on_going_on(tmp_path, finished):
+    folder = RunFolder(tmp_path, record(seed=7, options={"k": 10, "at": [0.25]}))
+    folder.piece("one", lambda: {"value": torch.zeros(1)})
+    if finished:
+        folder.finish(sample(folder.run))
+    del folder
+    file = tmp_path / "run.json"
+    whole = file.read_text()
+    digits = [place for place, sign in enumerate(whole) if sign.isdigit()]
+    assert len(digits) > 20
+    for place in digits:
+        file.write_text(whole[:place] + str((int(whole[place]) + 1) % 10) + whole[place + 1 :])
+        for use in (Sample.load, lambda path: RunFolder(path, record()), lambda path: sample().save(path)):
+            with pytest.raises(RunFolderError, match=r"was changed since headwater wrote it|is of format 5"):
+                use(tmp_path)
+    file.write_text(whole)
+    assert RunFolder(tmp_path, record(seed=7, options={"k": 10, "at": [0.25]})).finished == finished
+
+
+@pytest.mark.parametrize("name", ["table.parquet", "tensors.safetensors", "pieces"])
+def test_a_file_of_another_program_is_not_overwritten(tmp_path, name):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("no name of a result's")
+    (folder / name).write_text("mine")
+    uses = [lambda path: RunFolder(path, record(), Sample)] + [sample().save] * (name != "pieces")
+    for use in uses:
+        with pytest.raises(RunFolderError, match=rf"{name} would be overwritten, and .* has no run\.json of headwater"):
+            use(folder)
+    assert sorted(file.name for file in folder.iterdir()) == sorted(["notes.txt", name])
+    assert (folder / name).read_text() == "mine"
+    (folder / name).unlink()
+    sample().save(folder)
+    sample().save(folder)
 
 
 def test_a_save_that_dies_half_way_leaves_an_unfinished_folder_not_a_mixture(tmp_path, monkeypatch):
@@ -338,11 +379,11 @@ def test_a_value_of_another_kind_than_the_result_has_is_damage(tmp_path, name, v
     result = Noted(sample().table, "a note", [["a"], []], None, record())
     result.save(tmp_path)
     assert Noted.load(tmp_path).notes == [["a"], []]
-    plain = json.loads((tmp_path / "run.json").read_text())
+    plain = read_sealed(tmp_path / "run.json")
     if name == "table":
         (tmp_path / "table.parquet").unlink()
         plain["manifest"] = {}
-    (tmp_path / "run.json").write_text(json.dumps(plain | {name: value}))
+    write_sealed(tmp_path / "run.json", plain | {name: value})
     with pytest.raises(RunFolderError, match=rf"is damaged: its {name} is a .* of another kind"):
         Noted.load(tmp_path)
 
@@ -357,16 +398,16 @@ def test_a_model_in_a_folder_whose_name_is_not_utf8_is_recorded_as_it_is(tmp_pat
 @pytest.mark.parametrize("name", ["../outside", "a" * 300, "", "pieces", "other.parquet"])
 def test_a_manifest_of_other_files_is_damage(tmp_path, name):
     sample().save(tmp_path)
-    plain = json.loads((tmp_path / "run.json").read_text())
+    plain = read_sealed(tmp_path / "run.json")
     plain["manifest"][name] = {"bytes": 0, "sha256": ""}
-    (tmp_path / "run.json").write_text(json.dumps(plain))
+    write_sealed(tmp_path / "run.json", plain)
     with pytest.raises(RunFolderError, match=r"its manifest names .* which is no file of a Sample"):
         Sample.load(tmp_path)
 
 
 def test_a_result_without_its_manifest_or_with_files_it_does_not_name_is_refused(tmp_path):
     sample().save(tmp_path)
-    plain = json.loads((tmp_path / "run.json").read_text())
+    plain = read_sealed(tmp_path / "run.json")
     zeroed = pd.read_parquet(tmp_path / "table.parquet").assign(score=0.0)
     zeroed.to_parquet(tmp_path / "table.parquet")
     for manifest, said in (
@@ -376,23 +417,9 @@ def test_a_result_without_its_manifest_or_with_files_it_does_not_name_is_refused
         ({"manifest": {"tensors.safetensors": plain["manifest"]["tensors.safetensors"]}}, r"table\.parquet is not in"),
     ):
         changed = {key: value for key, value in plain.items() if key != "manifest"} | manifest
-        (tmp_path / "run.json").write_text(json.dumps(changed))
+        write_sealed(tmp_path / "run.json", changed)
         with pytest.raises(RunFolderError, match=said):
             Sample.load(tmp_path)
-
-
-@pytest.mark.parametrize("written", [0, 1])
-def test_a_folder_of_an_earlier_format_is_read_and_no_run_goes_on_in_it(tmp_path, written):
-    sample().save(tmp_path)
-    plain = json.loads((tmp_path / "run.json").read_text())
-    plain["format"] = written
-    del plain["run"]["tokenizer"]
-    if written == 0:
-        del plain["format"], plain["manifest"]
-    (tmp_path / "run.json").write_text(json.dumps(plain))
-    assert Sample.load(tmp_path).run.tokenizer is None
-    with pytest.raises(RunFolderError, match=r"written by an earlier headwater .* Choose another folder, .* load\(\)"):
-        RunFolder(tmp_path, record())
 
 
 ODD_PATHS = {

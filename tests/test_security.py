@@ -171,7 +171,8 @@ def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(
     save_file({"a": torch.zeros(1)}, elsewhere / "a.safetensors")
     (elsewhere / ".mine.tmp").write_text("mine")
     folder = tmp_path / "run"
-    folder.mkdir()
+    RunFolder(folder, record())
+    (folder / "pieces").rmdir()
     (folder / "pieces").symlink_to(elsewhere)
     for name in ("table.parquet", "tensors.safetensors"):
         (folder / name).symlink_to(file)

@@ -112,6 +112,7 @@ def _content(file: Path) -> bytes:
         return file.read_bytes()
     run = json.loads(file.read_text())
     run["run"].pop("created")
+    run.pop("sha256")
     return json.dumps(run).encode()
 
 

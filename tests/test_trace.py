@@ -1,7 +1,5 @@
 """Anchored pathways: planted models come out as built, one pass equals a loop, and nothing depends on the batch."""
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -356,25 +354,6 @@ def test_random_tokens_are_exactly_as_many_and_rows_with_too_few_leave_the_compa
     assert "knowing only the relation and the answer's words gives AUC" in report
     title = hw.figures.flip_rates(pathways).axes[0].get_title(loc="left")
     assert title.endswith(f"\nasked (n = {len(exact)}; random: {len(enough)})")
-
-
-def test_a_result_of_the_first_version_is_read_and_refused_where_it_cannot_answer(by_question, tmp_path):
-    older = by_question.components.drop(columns=["gain", "cells", "left_out", "p", "q"])
-    older = older[older["population"] != "within relations"]
-    replace(by_question, components=older, modes=by_question.modes.drop(columns="question")).save(tmp_path)
-    loaded = hw.Pathways.load(tmp_path)
-    assert len(loaded.table) == len(by_question.table)
-    for ask_of in (loaded.report, loaded.summary, lambda: loaded.probe):
-        with pytest.raises(InputError, match=r"of headwater 0\.1\.0.*trace again") as caught:
-            ask_of()
-        assert "\n" not in str(caught.value)
-    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
-    answered, options = random_answered(model, n=40), {"seeds": 1, "controls": False, "progress": False}
-    run = hw.trace_pathways(model, answered, **options).run
-    earlier = {name: value for name, value in run.options.items() if name != "tests"}
-    replace(by_question, run=replace(run, options=earlier)).save(tmp_path / "earlier")
-    with pytest.raises(RunFolderError, match="holds another run"):
-        hw.trace_pathways(model, answered, out=tmp_path / "earlier", **options)
 
 
 @pytest.mark.parametrize("family", ["neox", "gemma3"])

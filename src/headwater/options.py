@@ -104,7 +104,11 @@ def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
 
 def shown(value: object) -> str:
     """Write out a value on one line, as it stands in a message; of one that takes many characters, its beginning."""
-    text = readable(" ".join(line.strip() for line in repr(value).splitlines()))
+    try:
+        written = repr(value)
+    except Exception:  # nested too deep, or of a class of the user's whose repr fails
+        written = f"<a {type(value).__name__} that cannot be written out>"
+    text = readable(" ".join(line.strip() for line in written.splitlines()))
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
 
 

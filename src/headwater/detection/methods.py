@@ -28,8 +28,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwater.detection.reweighting import Reweighted, Strength
@@ -42,7 +40,7 @@ from headwater.options import checked_path, shown
 from headwater.probes.linear import Probe, linear_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import probe_states
-from headwater.runs.storage import make_folder, read_json, write_atomically, write_json
+from headwater.runs.storage import make_folder, read_sealed, read_tensors, refuse_foreign, write_sealed, write_tensors
 
 METHODS = (
     "question", "p_true", "logit_mean", "logit_min", "probe", "random_gate", "vanilla_experts", "mop", "pr",
@@ -154,13 +152,17 @@ class Detector:
         return scores.numpy()
 
     def save(self, folder: str | Path) -> Path:
-        """Write the detector: numbers as safetensors, the rest as JSON."""
+        """Write the detector: numbers as safetensors, the rest as JSON.
+
+        Raises:
+            RunFolderError: the folder holds files of others that would be overwritten, or cannot be written.
+        """
         path = checked_path("folder", folder)
+        refuse_foreign(path, DESCRIPTION, [TENSORS])
         make_folder(path)
         plain = {k: v for k, v in vars(self).items() if not isinstance(v, Tensor)}
-        tensors = {k: v.contiguous() for k, v in vars(self).items() if isinstance(v, Tensor)}
-        write_atomically(path / TENSORS, lambda temporary: save_file(tensors, temporary))
-        write_json(path / DESCRIPTION, plain)
+        write_tensors(path / TENSORS, {k: v for k, v in vars(self).items() if isinstance(v, Tensor)})
+        write_sealed(path / DESCRIPTION, plain)
         return path
 
     @classmethod
@@ -173,11 +175,11 @@ class Detector:
         path = checked_path("folder", folder)
         if not (path / DESCRIPTION).exists():
             raise RunFolderError(f"{path} holds no {DESCRIPTION}: it is not a folder that Detector.save wrote.")
-        plain = read_json(path / DESCRIPTION)
+        plain = read_sealed(path / DESCRIPTION)
         try:
             plain = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
-            return cls(**plain, **load_file(path / TENSORS))
-        except (OSError, SafetensorError, TypeError) as error:
+            return cls(**(plain | read_tensors(path / TENSORS)))
+        except TypeError as error:
             raise RunFolderError(f"The detector in {path} is damaged ({error}). Fit it again.") from None
 
 

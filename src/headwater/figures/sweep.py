@@ -181,7 +181,7 @@ def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
         if role in part.columns and part[role].notna().any():
             held = [name for name in held if name != tokens and (name != role or part[role].nunique() > 1)]
     held = [name for name in held if part[name].notna().any()]
-    if "feature" in held and part["layer"].nunique() == 1:  # a dictionary is of one layer
+    if {"feature", "layer"} <= {*held} and part["layer"].nunique() == 1:  # a dictionary is of one layer
         held.remove("layer")
     return held
 

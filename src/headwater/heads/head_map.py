@@ -1,4 +1,4 @@
-"""The result of head classification: its tables, what they show, and the saved maps of earlier versions."""
+"""The result of head classification: its tables, and what they show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pandas as pd
 from headwater.errors import InputError, ModelError
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, relations_of_head
-from headwater.heads.categories import UNCLASSIFIED, add_excess, apply_rule, head_categories, label_counts
+from headwater.heads.categories import UNCLASSIFIED, label_counts
 from headwater.heads.pairs import head_pairs
 from headwater.heads.prompts import TEMPLATE, relations_of
 from headwater.heads.relations import Relations
@@ -66,19 +66,6 @@ class HeadMap(Result):
     def title(self) -> str:
         """The model's short name."""
         return Path(self.run.model).name
-
-    @classmethod
-    def load(cls, folder: str | Path) -> HeadMap:
-        """Read back a head map, also one of headwater 0.1.0, which did not know the excess.
-
-        Its excess follows from its scores, and what the rule says of it is said anew: 0.1.0's controlled rule asked for
-        a score of the threshold, not for an excess.
-
-        Raises:
-            RunFolderError: the folder holds no finished run, or a run of another kind.
-        """
-        result = super().load(folder)
-        return result if "excess" in result.table else _with_excess(result)
 
     def sensitivity(self) -> Sensitivity:
         """Return how many heads would be in each category under both rules, for thresholds from 0.10 to 0.30.
@@ -281,8 +268,8 @@ class HeadMap(Result):
         weights = weights_of(self.run.model if model is None else model)
         if other := self.run.mismatch(weights):
             raise ModelError(
-                f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}."
-                f"{self.run.edition} Pass that model as model=."
+                f"{weights.name} is not the model of this head map, {self.run.model}: it has {other}. "
+                "Pass that model as model=."
             )
         return weights
 
@@ -296,16 +283,6 @@ def checked_map(head_map: object) -> HeadMap:
     if not isinstance(head_map, HeadMap):
         raise InputError(f"head_map={shown(head_map)} is no head map: give what hw.classify_heads returns.")
     return head_map
-
-
-def _with_excess(saved: HeadMap) -> HeadMap:
-    """Return a head map of headwater 0.1.0 with its excess, and with what the rule says now."""
-    options = saved.run.options
-    table = add_excess(saved.table)
-    table = table.assign(**apply_rule(table, options["rule"], options["threshold"]))
-    said = head_categories(table)
-    others = saved.categories.drop(columns=["categories", "label"])
-    return replace(saved, table=table, categories=said.merge(others, on=["layer", "head"]))
 
 
 def best_heads(table: pd.DataFrame) -> pd.DataFrame:

@@ -82,7 +82,7 @@ def relations_of(
     if other := head_map.run.mismatch(model):
         raise ModelError(
             f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has "
-            f"{other}.{head_map.run.edition}"
+            f"{other}."
         )
     used = head_map.relations[head_map.relations["used"]]
     wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import pandas as pd
 
+from headwater.data.rows import refuse_repeated
 from headwater.errors import InputError
 from headwater.options import shown
 from headwater.runs.findings import records_of
@@ -17,7 +18,12 @@ NumberedRows: TypeAlias = Iterable[tuple[int, Mapping[str, object]]]
 
 
 def rows_of(table: pd.DataFrame) -> NumberedRows:
-    """Return the rows of a data frame, counted from 1."""
+    """Return the rows of a data frame, counted from 1.
+
+    Raises:
+        InputError: a column occurs twice.
+    """
+    refuse_repeated("The data frame", table.columns)
     return enumerate(records_of(table), start=1)
 
 

@@ -135,7 +135,10 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     elif is_pairs(parts := list(relations)):
         return (_named("own", parts),)
     else:
-        found, where = tuple(one for part in parts for one in load_relations(part)), None
+        try:
+            found, where = tuple(one for part in parts for one in load_relations(part)), None
+        except RecursionError:
+            raise InputError(f"relations={shown(parts)} holds itself, or is nested too deep.") from None
     for name, times in Counter(relation.name for relation in found).items():
         if times > 1:
             held = f"{where} holds {times} relations" if where else f"{times} relations are"

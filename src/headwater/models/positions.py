@@ -220,7 +220,10 @@ def _of_example(where: object, example: int, n_examples: int, side: int | None) 
             )
         where = where[example + (n_examples * int(side or 0) if both else 0)]
         if isinstance(where, list):
-            where = set(where)
+            try:
+                where = set(where)
+            except TypeError:
+                raise InputError(f"{shown(where)} does not name positions of a prompt.") from None
     if isinstance(where, tuple) and len(where) == 2 and not _are_numbers(where):
         if side is None:
             raise InputError(

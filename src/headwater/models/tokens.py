@@ -298,6 +298,8 @@ def _from_tensor(
         batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
         _refuse_unmarked_padding(batch, tokenizer, config)
         return batch
+    if not isinstance(mask, Tensor) or not mask.ndim:
+        raise InputError(f"mask={shown(mask)} must be a tensor of the shape of the tokens, {tuple(tokens.shape)}.")
     real = mask.detach().cpu().bool().reshape(-1, mask.shape[-1])
     if real.shape != tokens.shape:
         raise InputError(f"The mask has shape {tuple(real.shape)}, the tokens {tuple(tokens.shape)}.")

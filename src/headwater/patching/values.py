@@ -243,10 +243,13 @@ def checked_tensor(option: str, value: Any) -> Tensor:
     try:
         tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         is_usable = tensor.ndim > 0 and tensor.numel() > 0 and not tensor.is_complex()
+        is_usable = is_usable and tensor.layout == torch.strided and not tensor.is_meta
     except (TypeError, ValueError):  # numpy makes no array of it, or torch none of numpy's
         is_usable = False
     if not is_usable:
-        raise InputError(f"{option}={shown(value)} is not a tensor, array or list of numbers with one axis at least.")
+        raise InputError(
+            f"{option}={shown(value)} is not a tensor, array or list of numbers, dense, with one axis at least."
+        )
     if not bool(tensor.isfinite().all()):
         raise InputError(f"The tensor given as {option} has NaN or infinity in it.")
     return tensor.detach().clone()

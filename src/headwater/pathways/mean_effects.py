@@ -197,33 +197,3 @@ def _at(rows: pd.DataFrame, at_best: bool, columns: Sequence[str]) -> pd.DataFra
     if at_best:
         return rows.loc[rows["layer"].isna(), [name for name in columns if name != "layer"]].reset_index(drop=True)
     return rows.loc[rows["layer"].notna(), list(columns)].astype({"layer": np.int64}).reset_index(drop=True)
-
-
-def of_four_tables(
-    curves: pd.DataFrame, curves_at_best: pd.DataFrame, controls: pd.DataFrame, controls_at_best: pd.DataFrame
-) -> pd.DataFrame:
-    """Put together what folders up to format 2 keep apart; what they do not hold is NaN.
-
-    They hold no flip rates by ways to split that controls are not split in, and no shares of unsplit examples.
-    """
-    told_by = _told_by(set(curves["split_by"]))
-    knockout = EXACT if PER_LAYER in set(curves["split_by"]) else WINDOWED
-    tables = []
-    for by_mode, by_group, name in ((curves, controls, knockout), (curves_at_best, controls_at_best, EXACT)):
-        lines = by_mode.rename(columns={"mode": "group"})
-        lines = lines.assign(intervention=np.where(lines["split_by"] == RANDOM_SPLIT, RANDOM, name))
-        rows = by_group.assign(split_by=np.where(by_group["group"] == ALL, UNSPLIT, told_by))
-        both = [one if "layer" in one else _of_no_layer(one) for one in (rows, lines)]
-        both = [one.astype({"layer": "Int64"}).set_index(KEYS) for one in both]
-        order = both[0].index.append(both[1].index.difference(both[0].index, sort=False))
-        together = both[0].combine_first(both[1]).reindex(order).reset_index()
-        places = [_places(rows["dataset"], together), _places(rows["intervention"], together)]
-        places.append(_places(pd.Series(WAYS, name="split_by"), together))
-        tables.append(together.iloc[np.lexsort(places[::-1])])
-    return pd.concat(tables, ignore_index=True).astype({"examples": np.int64})[[*KEYS, *NUMBERS]]
-
-
-def _places(names: pd.Series, table: pd.DataFrame) -> NDArray[np.int64]:
-    """Return the place of each row's value in the order of some values of its column; others come last."""
-    order = {name: place for place, name in enumerate(names.unique())}
-    return np.array([order.get(name, len(order)) for name in table[str(names.name)]], dtype=np.int64)

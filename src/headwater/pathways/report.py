@@ -26,7 +26,7 @@ from headwater.pathways.modes import (
     TWO_PEAKS,
     WITHIN,
 )
-from headwater.pathways.summary import SetAtBest, Traced, refuse_untested, survives
+from headwater.pathways.summary import SetAtBest, Traced, survives
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.tables import (
     AFTER,
@@ -46,12 +46,7 @@ from headwater.questions.states import BEFORE
 
 
 def report_of(pathways: Traced) -> list[str]:
-    """Return the sentences, question set by question set, and what to conclude for the model.
-
-    Raises:
-        InputError: the result is of a version that did not test one mode within relations.
-    """
-    refuse_untested(pathways)
+    """Return the sentences, question set by question set, and what to conclude for the model."""
     sentences = [f"{row['dataset']} was left out: {row['cause']}." for row in pathways.dropped.to_dict("records")]
     if pathways.run.options["token"] in BEFORE:
         sentences.append(

@@ -58,11 +58,6 @@ def rows_of_entry(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def held_out_sentence(table: pd.DataFrame, probe: dict[str, object]) -> str:
     """Say whether the probe had seen the examples that it measures."""
-    if "fold" not in table:
-        return (
-            "This result is of headwater 0.1.0, which did not ask whether the probe had been fitted on these examples: "
-            "where it had, a peak near zero in the cross-entropy may be its memory. Measure again."
-        )
     examples = table.drop_duplicates("example")
     unknown = 0 if probe.get("fitted_on") else int((examples["fold"] == -1).sum())
     if unknown:

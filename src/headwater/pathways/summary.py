@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import pandas as pd
 
-from headwater.errors import InputError
 from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import (
@@ -139,12 +138,7 @@ class SetAtBest:
 
 
 def findings_of(pathways: Traced) -> list[dict[str, Any]]:
-    """Return the numbers worth a glance of every question set, as JSON values.
-
-    Raises:
-        InputError: the result is of a version that did not test one mode within relations.
-    """
-    refuse_untested(pathways)
+    """Return the numbers worth a glance of every question set, as JSON values."""
     sets = []
     for dataset in pathways.datasets:
         view = SetAtBest(pathways, dataset)
@@ -200,19 +194,6 @@ def survives(pathways: Traced, dataset: str) -> bool:
         return False
     exact, random = view.control(BESIDE, ALL, "flip_rate"), view.control(RANDOM, ALL, "flip_rate")
     return view.verdict(EXACT, WITHIN) == TWO and exact[1] > random[2]
-
-
-def refuse_untested(pathways: Traced) -> None:
-    """Check that the result knows whether one mode was rejected within relations.
-
-    Raises:
-        InputError: it does not.
-    """
-    if "gain" not in pathways.components:
-        raise InputError(
-            "This result is of headwater 0.1.0, which said two modes of what one population shows too, and compared "
-            "with fewer random tokens. Its tables can be read; trace again for a report."
-        )
 
 
 def _triple(rows: pd.DataFrame, *columns: str) -> tuple[float, float, float]:

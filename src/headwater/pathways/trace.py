@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -37,7 +37,7 @@ from headwater.pathways.effects import (
     probes_from_tensors,
 )
 from headwater.pathways.interventions import QUERIES, Setup
-from headwater.pathways.mean_effects import controls_of, curves_of, of_four_tables
+from headwater.pathways.mean_effects import controls_of, curves_of
 from headwater.pathways.report import report_of
 from headwater.pathways.summary import findings_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
@@ -47,15 +47,13 @@ from headwater.questions.states import BEFORE, check_probe_options
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Earlier, Result
+from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 POOLED = "all"
-TESTS = "one mode within relations, as many random tokens, folds of the pooled probe"
-"""What distinguishes a run from those of headwater 0.1.0 with the same options, whose folders are no part of it."""
 POOLED_ROWS = 1000
 """How many examples of each question set the pooled probes are fitted on, at most."""
 
@@ -104,8 +102,6 @@ class Pathways(Result):
     dropped: pd.DataFrame
     """`dataset, cause, examples`: question sets that could not be traced."""
     run: RunRecord
-
-    EARLIER: ClassVar = {"mean_effects": Earlier(3, of_four_tables)}
 
     @property
     def curves(self) -> pd.DataFrame:
@@ -160,17 +156,12 @@ class Pathways(Result):
         both halves, and the folds on one each.
 
         Raises:
-            InputError: there are none, or the result does not say what they were fitted on.
+            InputError: there are none.
         """
         known = tuple(self.fits["dataset"].unique())
         if not isinstance(dataset, str) or dataset not in known:
             raise InputError(f"There is no question set {shown(dataset)} here.{did_you_mean(dataset, known)}")
         seed, split = checked_count("seed", seed, least=0), checked_count("split", split, least=0, most=1)
-        if "question" not in self.modes:
-            raise InputError(
-                "This result is of headwater 0.1.0, which did not record the questions that its probes were fitted on: "
-                "trace again, so that no answer is measured by a probe that has seen it."
-            )
         if dataset == POOLED:
             whole, *folds = (self._probes(dataset, 0, side) for side in (-1, 0, 1))
             return replace(whole, folds=tuple(folds))
@@ -288,7 +279,6 @@ def trace_pathways(
     setup, controls = Setup(site, token, variant, edges, batch_size), checked_flag("controls", controls)
     _check(model, answered, setup, window, seeds)
     options = {"answered": answered, **vars(setup), "window": window, "seeds": seeds, "controls": controls}
-    options |= {"tests": TESTS}
 
     def work(run: Run) -> Pathways:
         usable, dropped = _usable(answered, seeds)

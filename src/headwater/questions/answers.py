@@ -239,7 +239,7 @@ def check_answered(model: HookedModel, answered: object) -> None:
     if other := answered.run.mismatch(model):
         raise InputError(
             f"These questions were answered by {answered.run.model} ({other} than {model.name}'s): its probes "
-            f"would read another model's answers.{answered.run.edition} Answer them again with this model."
+            f"would read another model's answers. Answer them again with this model."
         )
     if answered.table.empty:
         raise InputError("There are no answers: the table of answered questions is empty.")

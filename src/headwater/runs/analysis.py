@@ -139,7 +139,7 @@ def carry_out(
     record = RunRecord.of(analysis, model, options, seed)
     if out is None:
         return work(Run(record, progress=progress))
-    folder = RunFolder(out, record)
+    folder = RunFolder(out, record, kind)
     if folder.finished:
         return kind.load(folder.path)
     result = work(Run(folder.run, folder, progress))

@@ -24,7 +24,7 @@ class UnknownIdentityError(InputError):
         return f"{way} is {self.what}" if way else self.what
 
 
-def hashed(kind: str, *parts: bytes) -> bytes:
+def hashed(kind: str, *parts: bytes | memoryview) -> bytes:
     """Hash parts, each with its length."""
     whole = hashlib.sha256(kind.encode())
     for part in parts:
@@ -42,7 +42,7 @@ def hash_of_tensor(tensor: Tensor) -> bytes:
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         raise UnknownIdentityError(f"a tensor without plain numbers ({tensor.layout}, {tensor.device})")
     numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashed("tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode(), numbers.tobytes())
+    return hashed("tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode(), numbers.data)
 
 
 def hash_of_frame(frame: pd.DataFrame) -> bytes:

@@ -11,35 +11,32 @@ import os
 import platform
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwater.errors import HeadwaterError, InputError, RunFolderError
 from headwater.options import checked_path
 from headwater.runs.processes import processes
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, refuse_other_run
-from headwater.runs.result import Result, write_result
+from headwater.runs.result import Result, file_names, write_result
 from headwater.runs.storage import (
     LOCK,
     make_folder,
     one_writer,
-    read_json,
+    read_sealed,
+    read_tensors,
     release_writer,
     remove_folder,
     remove_leftovers,
-    write_atomically,
-    write_json,
+    write_sealed,
+    write_tensors,
 )
 
-PIECES = 2
-"""The layout of what analyses keep in pieces, to be raised where one of them keeps other tensors, or of other shapes:
-no run goes on from pieces of another layout. In 1, and where none is written down, head classification kept three
-moments of its null model, in 2 four."""
+PIECES = "pieces"
 LONGEST_DELAY = 120.0
 """Seconds after which every machine sees a file that one has written; NFS keeps what it knows for up to 60."""
 Value = TypeVar("Value")
@@ -53,19 +50,31 @@ class RunFolder:
     One process (or thread) may write to a folder at a time, or the processes of one launch together.
     """
 
-    def __init__(self, path: str | Path, run: RunRecord):
+    def __init__(self, path: str | Path, run: RunRecord, kind: type[Result] = Result):
+        """Open a folder for a run.
+
+        Args:
+            path: the folder.
+            run: what is to be computed.
+            kind: the class of the result that will be written.
+
+        Raises:
+            InputError: a value that the run computes with cannot be named.
+            RunFolderError: the folder holds another run, or files of others; or it cannot be written.
+        """
         self.path = checked_path("out", path)
         if run.unknown:
             raise InputError(
                 f"out={str(path)!r} cannot be used: what this run computes with cannot be named, {run.unknown}, "
                 "or leave out= away."
             )
-        self._pieces = self.path / "pieces"
+        self._pieces = self.path / PIECES
         self._processes = processes()
         self._count = 0
         self._lock: Any = None
         if self._processes.count > 1:
             _refuse_unless_alike(self._processes.together("the options of a run", run))
+        self._identity, self._names = run.identity, (PIECES, *file_names(kind))
         self.run = self._processes.on_main(f"opening the folder of {run.analysis}", lambda: self._open(run))
         if self._processes.count > 1:
             self._refuse_unless_shared()
@@ -73,7 +82,7 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether the folder holds the whole result already: `load` it."""
-        return bool(read_json(self.path / RUN_FILE).get("finished"))
+        return bool(read_sealed(self.path / RUN_FILE).get("finished"))
 
     def piece(self, name: str, compute: Compute) -> dict[str, Tensor]:
         """Return the named piece: from the folder if it is there, else computed and written now.
@@ -113,7 +122,7 @@ class RunFolder:
         Raises:
             RunFolderError: one does not, as on a machine with a disk of its own.
         """
-        written = self._processes.on_main("the record of a run", lambda: read_json(self.path / RUN_FILE))
+        written = self._processes.on_main("the record of a run", lambda: read_sealed(self.path / RUN_FILE))
         seen = _await(lambda: self._record_is(written) or None)
         blind = f"process {self._processes.index} on {platform.node()} does not find it in {self.path.absolute()}"
         told = self._processes.together("finding the folder", (None if seen else blind, str(self.path.absolute())))
@@ -126,20 +135,20 @@ class RunFolder:
 
     def _record_is(self, written: dict[str, Any]) -> bool:
         try:
-            return read_json(self.path / RUN_FILE) == written
+            return read_sealed(self.path / RUN_FILE) == written
         except RunFolderError:
             return False
 
     def _open(self, run: RunRecord) -> RunRecord:
-        earlier = self._earlier(run)
+        earlier = refuse_other_run(self.path, run, self._names)
         if earlier is not None and self.finished:
             self._tidy()
             return earlier
         make_folder(self.path)
         self._lock = one_writer(self.path)
-        earlier = self._earlier(run)
+        earlier = refuse_other_run(self.path, run, self._names)
         if self._lock is None:
-            writer = read_json(self.path / RUN_FILE).get("writer", "unknown") if earlier else "just begun"
+            writer = read_sealed(self.path / RUN_FILE).get("writer", "unknown") if earlier else "just begun"
             raise RunFolderError(
                 f"Another run is writing to {self.path} ({writer}). Wait for it, or choose another folder."
             )
@@ -147,32 +156,15 @@ class RunFolder:
             self._let_go()
             return earlier
         remove_leftovers(self.path)
-        if earlier is None:
+        if earlier is None or self._pieces.is_symlink():
             remove_folder(self._pieces)
         here = f"process {os.getpid()} on {platform.node()}"
         record = dataclasses.asdict(earlier or run)
-        about = {"format": FORMAT, "pieces": PIECES, "run": record, "finished": False, "writer": here}
-        write_json(self.path / RUN_FILE, about)
+        about = {"format": FORMAT, "run": record, "finished": False, "writer": here}
+        write_sealed(self.path / RUN_FILE, about)
         make_folder(self._pieces)
         remove_leftovers(self._pieces)
         return earlier or run
-
-    def _earlier(self, run: RunRecord) -> RunRecord | None:
-        """Return the record that the folder holds, or None for a new folder.
-
-        Raises:
-            RunFolderError: it holds another run, or pieces of another layout.
-        """
-        earlier = refuse_other_run(self.path, run)
-        if earlier is None or self.finished or not any(self._pieces.glob("*.safetensors")):
-            return earlier
-        if (layout := read_json(self.path / RUN_FILE).get("pieces", 1)) != PIECES:
-            raise RunFolderError(
-                f"The output folder {self.path} holds an unfinished run whose pieces have another layout ({layout!r}) "
-                f"than those of this headwater ({PIECES}), so it cannot go on from them. Choose another folder, or "
-                "delete this one."
-            )
-        return earlier
 
     def _close(self, result: Result) -> None:
         write_result(self.path, result)
@@ -199,8 +191,10 @@ class RunFolder:
         found = self._read(name)
         if found is not None:
             return found
+        if (file := self.piece_file(name)).exists():
+            warnings.warn(f"{file} is not what this run wrote there: it is computed anew.", stacklevel=2)
         tensors = {key: value.contiguous() for key, value in compute().items()}
-        write_atomically(self.piece_file(name), lambda temporary: save_file(tensors, temporary))
+        write_tensors(file, tensors, self._sealed(name))
         return tensors
 
     def _arrived(self, name: str) -> dict[str, Tensor]:
@@ -214,11 +208,14 @@ class RunFolder:
         return found
 
     def _read(self, name: str) -> dict[str, Tensor] | None:
-        """Return a piece that is there and whole, else None."""
+        """Return a piece if it is there and is what this run wrote, else None."""
         try:
-            return load_file(self.piece_file(name))
-        except (SafetensorError, OSError):
+            return read_tensors(self.piece_file(name), self._sealed(name))
+        except RunFolderError:
             return None
+
+    def _sealed(self, name: str) -> str:
+        return f"{name} of {self._identity}"
 
     def piece_file(self, name: str) -> Path:
         """Return where a piece lies until the result is whole."""

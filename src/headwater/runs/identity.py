@@ -13,6 +13,10 @@ A bound method or an object that can be called is its class, gone through likewi
 attribute `identity` is believed: that text and its type's name stand for it. What has no state that can be read (a
 lock, an open file, a generator) has no identity, and neither has what holds it: a run that depends on it is recorded
 as such, and keeps no folder.
+
+The limit: what a function fetches when it is called, and does not hold, is not seen. That is a file, an environment
+variable, a module by way of `importlib` or `sys.modules`, an attribute of a library that was replaced. The function may
+hold what it needs instead, as a default or a global, or say in its `identity` what it reads (docs/scaling.md).
 """
 
 from __future__ import annotations

@@ -7,27 +7,19 @@ import datetime
 import functools
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from headwater.errors import RunFolderError
-from headwater.runs.embedded_edition import FIRST_EDITION
-from headwater.runs.identity import UNKNOWN, describe, unknown_in
-from headwater.runs.storage import read_json
+from headwater.runs.identity import UNKNOWN, describe, digest, unknown_in
+from headwater.runs.storage import read_json, read_sealed, refuse_foreign
 
 RUN_FILE = "run.json"
-FORMAT = 3
-"""The layout of a run folder. 0 (before it was written down) has no manifest; 0 and 1 (headwater 0.1.0) recorded less
-of what made a run: of functions their names, of large weights a sample, of the tokenizer nothing. Their results are
-read, and no run goes on in their folders. Up to 2 some results kept in several tables what is one now
-(`result.Earlier`)."""
-RECORD_SINCE = 2
-"""The first format whose record tells whether two runs are the same."""
-MANIFEST_SINCE = 1
-"""The first format with the seal of every file in `run.json`."""
+FORMAT = 4
+"""The layout of a run folder; no other is read."""
 HOOKS, PAST_HOOKS = "hooks of the model", "past model.hooks"
 """The options that record what `with model.hooks(...)` attached, and what was put into the model in other ways."""
 NAME_IT = 'Give it a text attribute that you change with it (f.identity = "v1")'
@@ -82,7 +74,7 @@ class RunRecord:
     options: dict[str, Any]
     """The options of the call, JSON values only: data and functions are there as digests (`runs.identity`)."""
     tokenizer: str | None = None
-    """A hash of the tokenizer; "none" for a model without one, None where an earlier headwater wrote the record."""
+    """A hash of the tokenizer; "none" for a model without one, None where it is not known."""
     bos: list[int] | None = None
     """The ids that every text began with; None where weights were read and no text."""
     revision: str | None = None
@@ -130,14 +122,6 @@ class RunRecord:
         is_other = self.tokenizer is not None and self.tokenizer != model.tokenizer_digest
         return "another tokenizer" if is_other else None
 
-    @property
-    def edition(self) -> str:
-        """A sentence where the run's model is one that headwater no longer has; else nothing. A space comes before."""
-        is_first = self.model == "embedded" and self.versions.get("headwater") == "0.1.0"
-        if not is_first and self.fingerprint not in FIRST_EDITION:
-            return ""
-        return " It was made with the first edition of the embedded model, which headwater no longer has."
-
     def differences(self, other: RunRecord) -> list[str]:
         """Name what tells this run from another; empty when `other` would compute the same result."""
         ours, theirs = self._identity, other._identity
@@ -154,6 +138,11 @@ class RunRecord:
         tables = (self.options, self.versions)
         return all(isinstance(text, str) for text in texts) and all(isinstance(table, dict) for table in tables)
 
+    @property
+    def identity(self) -> str:
+        """A hash of what must agree for two runs to be the same run."""
+        return digest(self._identity)
+
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         """Flatten what must agree for two runs to be the same run (date and device may differ)."""
@@ -163,49 +152,51 @@ class RunRecord:
         return fixed | versions | options
 
 
-def refuse_other_run(path: Path, run: RunRecord) -> RunRecord | None:
+def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRecord | None:
     """Return the record that `path` holds, or None for a new folder.
 
+    Args:
+        path: the folder.
+        run: the run that is to be written there.
+        names: of the files and folders that will be written.
+
     Raises:
-        RunFolderError: the folder holds a different run; the message names what differs.
+        RunFolderError: the folder holds a different run, and the message names what differs; or it holds no run, and
+            something else under one of the names.
     """
     if not (path / RUN_FILE).exists():
+        refuse_foreign(path, RUN_FILE, names)
         return None
-    plain = read_json(path / RUN_FILE)
-    earlier = read_record(path, plain)
-    if plain.get("format", 0) < RECORD_SINCE:
-        raise RunFolderError(
-            f"The output folder {path} was written by an earlier headwater ({earlier.versions.get('headwater')}), "
-            f"which recorded too little to tell whether this is the same run.{earlier.edition} Choose another folder, "
-            "or delete this one; what is finished there can still be read with load()."
-        )
+    earlier, _ = read_record(path)
     differences = run.differences(earlier)
     if differences:
         is_code = any("function " in difference for difference in differences)
         why = " A function differs by its code, or by a value that it reads or keeps." if is_code else ""
-        edition = "" if run.fingerprint == earlier.fingerprint else earlier.edition
         raise RunFolderError(
-            f"The output folder {path} holds another run ({'; '.join(differences[:4])}).{edition}{why} "
+            f"The output folder {path} holds another run ({'; '.join(differences[:4])}).{why} "
             "Choose another folder, or delete this one."
         )
     return earlier
 
 
-def read_record(path: Path, plain: Mapping[str, Any]) -> RunRecord:
-    """Read the record of a run of this format or an older one."""
-    written = plain.get("format", 0)
-    if type(written) is not int or not 0 <= written <= FORMAT:
+def read_record(path: Path) -> tuple[RunRecord, dict[str, Any]]:
+    """Read the record of the run in a folder, and all else that its `run.json` says.
+
+    Raises:
+        RunFolderError: the file is damaged, was changed since it was written, or is not of this format.
+    """
+    if (written := read_json(path / RUN_FILE).get("format")) != FORMAT:
         raise RunFolderError(
-            f"{path} was written in format {written!r}; this headwater reads formats 0 to {FORMAT}. Upgrade headwater, "
-            "or choose another folder."
+            f"{path / RUN_FILE} is of format {written!r}; this headwater reads format {FORMAT}. Choose another folder."
         )
+    plain = read_sealed(path / RUN_FILE)
     try:
         record = RunRecord(**plain["run"])
     except (KeyError, TypeError):
         record = None
     if record is None or not record.is_sound():
         raise RunFolderError(f"{path / RUN_FILE} holds no record of a run: choose another folder.")
-    return record
+    return record, plain
 
 
 def library_versions() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """What every result shares: a table, a summary and a report of it, a plot, a folder on disk, and what made it.
 
 A result is a frozen dataclass. `save` writes its data frames as parquet, its tensors as safetensors and everything else
-as `run.json`, with the size and SHA-256 of each file; `load` reads them back. Tensors in parts
-(`headwater.runs.shards`) are files in a folder of their field's name, sealed by their sizes alone and not read until
+as `run.json`, with the size and SHA-256 of each file, and of itself; `load` reads them back. Tensors in parts
+(`headwater.runs.shards`) are files in a folder of their field's name, which carry their hash and are not read until
 they are asked for.
 """
 
@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -30,9 +30,9 @@ from headwater.registry import Registry
 from headwater.runs.dressing import Size, checked_size, dressed
 from headwater.runs.findings import records_of
 from headwater.runs.identity import digest
-from headwater.runs.record import FORMAT, MANIFEST_SINCE, RUN_FILE, RunRecord, read_record, refuse_other_run
+from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.runs.shards import NAME, Shards
-from headwater.runs.storage import make_folder, read_json, write_atomically, write_json
+from headwater.runs.storage import make_folder, read_sealed, seal_of, write_atomically, write_sealed
 from headwater.runs.view import View
 
 if TYPE_CHECKING:
@@ -48,20 +48,6 @@ VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", "headw
 """What shows a result as a page, by its class; what has none of its own shows as `Result` does."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Earlier:
-    """How folders of earlier formats keep a table: as several ones, named as the arguments of `join`."""
-
-    before: int
-    """The first format that keeps the table itself."""
-    join: Callable[..., pd.DataFrame]
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The names of the tables that they keep instead."""
-        return tuple(inspect.signature(self.join).parameters)
-
-
 class Result:
     """Base of the result dataclasses: a `table`, a `run`, and what is said, drawn and kept of them.
 
@@ -70,8 +56,6 @@ class Result:
 
     table: pd.DataFrame
     run: RunRecord
-    EARLIER: ClassVar[Mapping[str, Earlier]] = {}
-    """The tables, by field, that earlier formats kept otherwise."""
 
     def summary(self) -> pd.DataFrame:
         """Return the few numbers that are worth a glance, one row for each thing that they are about."""
@@ -133,10 +117,10 @@ class Result:
         """Write the result into `folder`: a parquet file per table, `tensors.safetensors`, `run.json`.
 
         Raises:
-            RunFolderError: the folder holds another run.
+            RunFolderError: the folder holds another run, or files of others that would be overwritten.
         """
         path = checked_path("folder", folder)
-        refuse_other_run(path, self.run)
+        refuse_other_run(path, self.run, file_names(type(self)))
         make_folder(path)
         write_result(path, self)
         return path
@@ -218,10 +202,18 @@ def table_html(shown: object, table: pd.DataFrame) -> str:
     return f"<p>{html.escape(repr(shown), quote=False)}</p><div>{table.head(8).to_html(max_cols=12, border=0)}</div>"
 
 
+def file_names(kind: type[Result]) -> set[str]:
+    """Return the names under which a result of a class may be written, beside `run.json`."""
+    kinds = get_type_hints(kind)
+    fields = [name for name in getattr(kind, "__dataclass_fields__", {}) if name != "run"]
+    return {TENSORS, *(name if kinds[name] is Shards else f"{name}.parquet" for name in fields)}
+
+
 def write_result(path: Path, result: Result) -> None:
-    """Write every field of a result into `path`; `run.json` comes last, so a half-written folder is unfinished."""
-    if (path / RUN_FILE).exists() and (before := read_json(path / RUN_FILE)).get("finished"):
-        write_json(path / RUN_FILE, {"format": FORMAT, "run": before.get("run"), "finished": False})
+    """Write every field of a result into `path`; `run.json` says first and last whether the folder is finished."""
+    if not (path / RUN_FILE).exists() or read_sealed(path / RUN_FILE).get("finished"):
+        going = {"format": FORMAT, "run": dataclasses.asdict(result.run), "finished": False}
+        write_sealed(path / RUN_FILE, going)
     plain: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     files: list[str] = []
@@ -238,22 +230,18 @@ def write_result(path: Path, result: Result) -> None:
             plain["run"] = dataclasses.asdict(value)
         else:
             plain[field.name] = value
-    for earlier in result.EARLIER.values():
-        for name in earlier.tables:
-            (path / f"{name}.parquet").unlink(missing_ok=True)
     if tensors:
         files.append(TENSORS)
         write_atomically(path / TENSORS, lambda temporary: save_file(tensors, temporary))
     about = {"format": FORMAT, "result": type(result).__name__, "finished": True}
-    write_json(path / RUN_FILE, about | plain | {"manifest": {name: _seal(path / name) for name in files}})
+    write_sealed(path / RUN_FILE, about | plain | {"manifest": {name: _seal(path / name) for name in files}})
 
 
 def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
     """Read the fields that `write_result` wrote."""
     if not (path / RUN_FILE).exists():
         raise RunFolderError(f"{path} holds no {RUN_FILE}: it is not a folder that headwater wrote.")
-    plain = read_json(path / RUN_FILE)
-    run = read_record(path, plain)
+    run, plain = read_record(path)
     if not plain.get("finished"):
         raise RunFolderError(
             f"The run in {path} is not finished. Run the same command again with this folder to finish it."
@@ -261,10 +249,7 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
     if plain.get("result") != cls.__name__:
         found = plain.get("result")
         raise RunFolderError(f"{path} holds a {found}, not a {cls.__name__}: use {found}.load.")
-    written = plain.get("format", 0)
-    earlier = {name: one for name, one in cls.EARLIER.items() if written < one.before}
-    if "manifest" in plain or written >= MANIFEST_SINCE:
-        _check_manifest(path, plain.get("manifest"), cls, earlier)
+    manifest = _checked_manifest(path, plain.get("manifest"), cls)
     kinds = get_type_hints(cls)
     try:
         tensors = load_file(path / TENSORS) if (path / TENSORS).exists() else {}
@@ -272,11 +257,9 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name == "run":
                 values["run"] = run
-            elif field.name in earlier:
-                parts = {name: pd.read_parquet(path / f"{name}.parquet") for name in earlier[field.name].tables}
-                values[field.name] = earlier[field.name].join(**parts)
             elif kinds[field.name] is Shards:
-                values[field.name] = Shards.read(path / field.name)
+                parts = sorted(path / name for name in manifest if name.startswith(f"{field.name}/"))
+                values[field.name] = Shards.of_files(parts)
             elif (path / f"{field.name}.parquet").exists():
                 values[field.name] = _tuples(pd.read_parquet(path / f"{field.name}.parquet"))
             else:
@@ -303,31 +286,29 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _seal(file: Path) -> dict[str, Any]:
-    """Return the size of a file, and the hash of its bytes; of a part (`Shards`) the size, which is told unread."""
+    """Return the size of a file, and the hash of its bytes; of a part (`Shards`) its own seal, without reading it."""
     if NAME.fullmatch(file.name):
-        return {"bytes": file.stat().st_size}
+        return {"bytes": file.stat().st_size, "seal": seal_of(file)}
     with file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def _check_manifest(path: Path, manifest: object, cls: type[Result], earlier: Mapping[str, Earlier]) -> None:
-    """Refuse files that are not the ones the run wrote, in the format that it wrote."""
-    tables = {field.name for field in dataclasses.fields(cls)} - set(earlier)  # type: ignore[arg-type]
-    tables |= {name for one in earlier.values() for name in one.tables}
-    known = {TENSORS, *(f"{name}.parquet" for name in tables)}
+def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[str, Any]:
+    """Return the seals of the files of a result, none of which has changed since the run wrote it."""
+    known = file_names(cls)
     if not isinstance(manifest, dict):
         raise RunFolderError(
             f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it cannot be told whether its files are "
             "the ones the run wrote. Delete the folder and run again."
         )
-    unsealed = sorted(name for name in known - set(manifest) if (path / name).exists())
+    unsealed = sorted(name for name in known - set(manifest) if (path / name).is_file())
     if unsealed:
         raise RunFolderError(
             f"The result in {path} is damaged: {unsealed[0]} is not in its manifest. Delete the folder and run again."
         )
     for name, seal in manifest.items():
         folder, _, part = name.partition("/")
-        if name not in known and not (folder in tables and NAME.fullmatch(part)):
+        if (folder if part else name) not in known or (part and not NAME.fullmatch(part)):
             raise RunFolderError(
                 f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is no file of a "
                 f"{cls.__name__}. Delete the folder and run again."
@@ -338,6 +319,7 @@ def _check_manifest(path: Path, manifest: object, cls: type[Result], earlier: Ma
             raise RunFolderError(
                 f"The result in {path} is damaged: {name} is {found}. Delete the folder and run again."
             )
+    return manifest
 
 
 def _tuples(table: pd.DataFrame) -> pd.DataFrame:

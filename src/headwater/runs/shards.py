@@ -2,7 +2,8 @@
 
 A part is named tensors. In memory the parts are lists of them; on disk each is a safetensors file of one folder, in
 the order of the files' names. A run makes such files one by one (`Run.stored`), and the finished result takes them over
-where they lie, by a link, so that nothing is written twice.
+where they lie, by a link, so that nothing is written twice. Each carries the hash of its content, which is checked when
+it is read for the first time.
 """
 
 from __future__ import annotations
@@ -11,16 +12,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headwater.errors import RunFolderError
-from headwater.runs.storage import make_folder, write_atomically
+from headwater.runs.storage import load_tensors, make_folder, read_tensors, write_atomically, write_tensors
 
 NAME = re.compile(r"\d{6,}\.safetensors")
 
@@ -37,6 +34,7 @@ class Shards:
         self._parts = [dict(part) for part in parts]
         self._files: list[Path] = []
         self._pieces: list[Path] = []
+        self._checked: set[int] = set()
 
     @classmethod
     def of_files(cls, files: Sequence[Path], pieces: Sequence[Path] = ()) -> Shards:
@@ -44,16 +42,11 @@ class Shards:
 
         Args:
             files: where they are, or will be once `write` has been called.
-            pieces: where they lie until then.
+            pieces: where they lie until then, as this run wrote or read them.
         """
         made = cls()
-        made._files, made._pieces = list(files), list(pieces)
+        made._files, made._pieces, made._checked = list(files), list(pieces), set(range(len(pieces)))
         return made
-
-    @classmethod
-    def read(cls, folder: Path) -> Shards:
-        """Find the parts that `write` put into a folder."""
-        return cls.of_files(sorted(file for file in folder.iterdir() if NAME.fullmatch(file.name)))
 
     @property
     def in_memory(self) -> bool:
@@ -77,15 +70,14 @@ class Shards:
         """Return a part; of a file, tensors that are read when they are looked at, and must not be written into.
 
         Raises:
-            RunFolderError: the file is missing or damaged.
+            RunFolderError: the file is missing, damaged, or changed since it was written.
         """
         if self.in_memory:
             return self._parts[number]
-        file = self._place(number)
-        try:
-            return load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise RunFolderError(f"{file} cannot be read ({error}). Delete the folder and run again.") from None
+        read = load_tensors if number in self._checked else read_tensors
+        tensors = read(self._place(number))
+        self._checked.add(number)
+        return tensors
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shards) and len(self) == len(other) and all(map(_equal, self, other))
@@ -105,8 +97,7 @@ class Shards:
         names = [shard_name(number) for number in range(len(self))]
         for number, name in enumerate(names):
             if self.in_memory:
-                tensors = {key: value.contiguous() for key, value in self._parts[number].items()}
-                write_atomically(folder / name, partial(save_file, tensors))
+                write_tensors(folder / name, self._parts[number])
             else:
                 self._copy(number, folder / name)
         for file in folder.iterdir():

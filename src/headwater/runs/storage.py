@@ -3,27 +3,35 @@
 1. `write_atomically` writes a temporary file in the same folder, flushes it to the disk, renames it, and flushes the
    folder, so that neither a killed process nor a power cut leaves a half-written file under the real name.
 2. A disk that is full, or a folder that may not be written, is one clear error; the temporary file is removed.
-3. `one_writer` holds a folder for this thread. The operating system lets go of it when the process ends, however it
+3. What is read again later carries a seal, the hash of its content: JSON of headwater's own under the key `sha256`,
+   named tensors in the header of their safetensors file. What does not fit its seal is refused.
+4. `one_writer` holds a folder for this thread. The operating system lets go of it when the process ends, however it
    ends; a thread that was interrupted may take its own folder again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from headwater.errors import RunFolderError
+from headwater.runs.data_hash import hash_of_tensor, hashed
 
 LOCK = ".lock"
+SEAL = "sha256"
+"""The key of the hash, in JSON and in the header of a file of tensors."""
 
 
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
@@ -70,6 +78,109 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file} is damaged: it holds a {type(value).__name__}, not an object. Delete the folder and run again."
         )
     return value
+
+
+def write_sealed(file: Path, value: Mapping[str, object]) -> None:
+    """Write a JSON object atomically, with the hash of its content in it."""
+    write_json(file, {**value, SEAL: _hash_of_json(value)})
+
+
+def read_sealed(file: Path) -> dict[str, Any]:
+    """Read a JSON object that `write_sealed` wrote.
+
+    Raises:
+        RunFolderError: the file is damaged or cannot be read, or was changed since.
+    """
+    value = read_json(file)
+    if value.pop(SEAL, None) != _hash_of_json(value):
+        raise RunFolderError(f"{file} was changed since headwater wrote it. Delete the folder and run again.")
+    return value
+
+
+def _hash_of_json(value: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") -> None:
+    """Write named tensors atomically, with what they are and the hash of their content.
+
+    Raises:
+        RunFolderError: the file cannot be written, for example because the disk is full.
+    """
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # One entry: safetensors writes several in an order that differs from process to process.
+    seal = {SEAL: f"{about} {_hash_of_tensors(held)}"}
+    write_atomically(file, lambda temporary: save_file(held, temporary, seal))
+
+
+def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:
+    """Read what `write_tensors` wrote; the tensors lie in the mapped file and must not be written into.
+
+    Args:
+        file: the file.
+        about: what the tensors must be; None for anything.
+
+    Raises:
+        RunFolderError: the file is damaged or cannot be read, was changed since, or holds something else.
+    """
+    tensors = load_tensors(file)
+    written, _, content = seal_of(file).rpartition(" ")
+    if content != _hash_of_tensors(tensors):
+        raise RunFolderError(f"{file} was changed since headwater wrote it. Delete the folder and run again.")
+    if about not in (None, written):
+        raise RunFolderError(f"{file} is of another run. Delete the folder and run again.")
+    return tensors
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """Read named tensors as they are; see `read_tensors`.
+
+    Raises:
+        RunFolderError: the file is damaged or cannot be read.
+    """
+    with _readable(file):
+        return load_file(file)
+
+
+def seal_of(file: Path) -> str:
+    """Return what a file of tensors says that it is, and the hash of its content, from its header alone.
+
+    Raises:
+        RunFolderError: the file is damaged or cannot be read.
+    """
+    with _readable(file), safe_open(file, "pt") as opened:
+        return (opened.metadata() or {}).get(SEAL, "")
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise RunFolderError(f"{file} cannot be read ({error}). Delete the folder and run again.") from None
+
+
+def _hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    parts = (part for name in sorted(tensors) for part in (name.encode(), hash_of_tensor(tensors[name])))
+    return hashed("tensors", *parts).hex()
+
+
+def refuse_foreign(path: Path, own: str, names: Iterable[str]) -> None:
+    """Refuse to write into a folder that is not headwater's and has files of the same names.
+
+    Args:
+        path: the folder.
+        own: the file that headwater's folders have.
+        names: of what would be written.
+
+    Raises:
+        RunFolderError: it is so.
+    """
+    found = next((path / name for name in names if os.path.lexists(path / name)), None)
+    if found is not None and not (path / own).exists():
+        raise RunFolderError(
+            f"{found} would be overwritten, and {path} has no {own} of headwater: choose another folder."
+        )
 
 
 def make_folder(path: Path) -> None:

@@ -128,10 +128,7 @@ def written_norms(
     """
     check_model(model, "values")
     if other := cache.run.mismatch(model):
-        raise InputError(
-            f"The cache was made with {cache.run.model}, and values= is another model: it has {other}."
-            f"{cache.run.edition}"
-        )
+        raise InputError(f"The cache was made with {cache.run.model}, and values= is another model: it has {other}.")
     ids = cache.tokens.loc[cache.tokens["example"] == example, "token_id"].tolist()
     read = model.cache([ids], sites=["v"], layers=list(layers), progress=False)
     weights, heads = open_weights(model), list(cache.heads)

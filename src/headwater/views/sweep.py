@@ -9,6 +9,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from headwater.figures.sweep import LABELS, panel_axes, panels_of, title_of
+from headwater.patching.averages import MEASURES
 from headwater.patching.sweep import Sweep
 from headwater.patching.sweep_axes import ROLES
 from headwater.runs.result import VIEWS
@@ -47,7 +48,7 @@ def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] |
     axes = panel_axes(part, {})
     places = [_places(part[axis]) for axis in axes]
     numbers = {}
-    for column in ("effect", "normalized_effect"):
+    for column in [name for name in MEASURES if name in part]:  # of one run alone no effect is normalized
         means = part.groupby(["example", *axes] if examples else axes, sort=False, dropna=False)[column].mean()
         index = [pd.Index(one) for one in ([examples, *places] if examples else places)]
         whole = means.reindex(pd.MultiIndex.from_product(index, names=means.index.names))
@@ -63,8 +64,7 @@ def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] |
         "said": [LABELS[axis] for axis in axes],
         "rows": places[0],
         "columns": places[1],
-        "effect": packed(numbers["effect"], "f4"),
-        "normalized": packed(numbers["normalized_effect"], "f4"),
+        **{column: packed(found, "f4") for column, found in numbers.items()},
     }
 
 

@@ -1,7 +1,9 @@
 // A sweep over two axes as a heat map: site, metric, role, example and scale to choose; hover for a cell, drag for a
 // query; a cell opens on its examples.
 hw.start(async (spec, root) => {
-  const panels = await Promise.all(spec.panels.map(async (panel) => ({ ...panel, effect: await hw.unpack(panel.effect), normalized: await hw.unpack(panel.normalized) })));
+  const scales = ["effect", "normalized_effect"].filter((name) => spec.panels.every((panel) => panel[name]));
+  const panels = await Promise.all(spec.panels.map(async (panel) =>
+    ({ ...panel, ...Object.fromEntries(await Promise.all(scales.map(async (name) => [name, await hw.unpack(panel[name])]))) })));
   let [at, example, scale] = [0, -1, "effect"];
   const MOST = 40; // examples of a cell that are listed
   let hovered = null, dragged = null, chosen = null, opened = false, focus = [0, 0];
@@ -205,8 +207,8 @@ hw.start(async (spec, root) => {
   }));
   choices.push(...switches);
   if (spec.examples > 1) choices.push(hw.choice("example", [`mean of ${spec.examples}`, ...spec.names.map(String)], (i) => { example = i - 1; reset(); }));
-  choices.push(hw.choice("value", ["effect", "normalized effect"], (i) => { scale = ["effect", "normalized"][i]; reset(); }));
-  const numbers = () => ({ columns: [...panel().axes, ...(scale === "effect" ? ["effect"] : ["normalized_effect"])],
+  if (scales.length > 1) choices.push(hw.choice("value", scales.map((name) => name.replace("_", " ")), (i) => { scale = scales[i]; reset(); }));
+  const numbers = () => ({ columns: [...panel().axes, scale],
     rows: held.flatMap((row, r) => row.map((one, c) => [panel().rows[r], panel().columns[c], hw.exact(one)])) });
   root.append(hw.element("header", {}, hw.element("h1", {}, spec.title), hw.tools(root, numbers)),
     hw.element("div", { className: "controls" }, ...choices),
