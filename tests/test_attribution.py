@@ -68,7 +68,7 @@ def test_attribution_is_exact_at_the_last_residual_stream_for_a_metric_linear_in
     model = models("llama")
     clean, corrupted = random_pair(6)
     direction = torch.randn(model.shape.d_model)
-    metric = hw.Metric("along", lambda x: x[:, 0] @ direction, site="resid_post", layer=2)
+    metric = hw.Metric("along", lambda x: x[:, -1] @ direction, site="resid_post", layer=2)
     options = {"sites": ["mlp_out", "resid_post"], "layers": 2, "metric": metric, "progress": False}
     exact = hw.patch(model, [clean], [corrupted], **options)
     found = hw.patch(model, [clean], [corrupted], method="attribution", **options)

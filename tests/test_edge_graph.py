@@ -52,15 +52,18 @@ def test_names_choose_a_node_a_layer_or_a_kind():
     ("senders", "receivers", "said"),
     [
         ("head 2.1", "q 2.3", "cannot feed"),
-        ("hed 1.1", None, "Did you mean 'head 1.1'"),
-        ("1.1", None, "Did you mean 'head 1.1'"),
-        ("neurons", None, r"'neurons' is no sender\. They are named"),
-        ("head 3.0", None, "The layers are 0 to 2, the heads 0 to 3"),
-        (None, "k 1.3", "k counts key-value heads: layers 0 to 2, heads 0 to 1, each read by 2 query heads"),
-        (None, "logit", "Did you mean 'logits'"),
+        ("hed 1.1", None, "'hed 1.1' names no part of a model. Write"),
+        ("q 1.1", None, "'q 1.1' is a receiver, not a sender"),
+        (None, "embed", "'embed' is a sender, not a receiver"),
+        ("head 3.0", None, "There is no layer 3; they are 0 to 2"),
+        (
+            None,
+            "k 1.3",
+            "There is no head 3 in layer 1; they are 0 to 1; k counts key-value heads, each read by 2 query",
+        ),
         ([], None, "empty list"),
         (3, None, "must be a name"),
-        ([3], None, "3 is no sender"),
+        ([3], None, "3 names no part of a model"),
     ],
 )
 def test_what_is_no_node_or_comes_too_late_is_refused_with_what_there_is(senders, receivers, said):

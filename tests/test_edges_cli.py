@@ -55,7 +55,7 @@ def test_a_search_is_that_of_the_function_with_its_budget(capsys, monkeypatch, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["edges", *PAIR, *ANSWERS, "--senders", "heads"], "is no sender"),
+        (["edges", *PAIR, *ANSWERS, "--senders", "q"], "is a receiver, not a sender"),
         (["edges", *PAIR, *ANSWERS, "--method", "acdc"], "acdc"),
         (["edges", *PAIR[:2], *ANSWERS], "Edges need pairs of prompts"),
         (["circuit", *PAIR, *ANSWERS, "--size", "0", "--method", "eap"], "n"),

@@ -130,7 +130,7 @@ def test_a_head_that_does_not_exist_is_refused(planted):
     _, heads = planted
     with pytest.raises(InputError, match=r"Head 4 of layer 1 was asked for; .* has 3 layers of 4 heads"):
         heads.head(1, 4)
-    with pytest.raises(InputError, match="layer=-1"):
+    with pytest.raises(InputError, match="Head 0 of layer -1 was asked for"):
         heads.head(-1, 0)
 
 

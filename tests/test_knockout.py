@@ -124,7 +124,7 @@ def test_padded_batches_heads_and_residual_metrics_equal_whole_runs(twins, famil
     for window in (2, "cumulative"):
         options = {
             "block": {"after": hw.Edges("after", (1, 3)), "last": hw.Edges("last", [{1, 3}, 2, (1, 4)], heads=[0, 3])},
-            "metric": [hw.log_probability(7), hw.Metric("probe", lambda x: x[:, 0, :4].sum(-1), site="mlp_out")],
+            "metric": [hw.log_probability(7), hw.Metric("probe", lambda x: x[:, -1, :4].sum(-1), site="mlp_out")],
             "window": window,
             "variant": variant,
             "over": ("layer", "head"),

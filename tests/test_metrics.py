@@ -133,3 +133,63 @@ def test_two_tokenizations_are_shown_in_columns_with_their_differences_marked():
     assert "' cat'" in lines[2]
     assert "<>" in lines[2]
     assert "' dog'" in lines[2]
+
+
+LAST = [
+    lambda z: z[:, -1, 5] - z[:, -1, 2],
+    lambda z: z.log_softmax(-1)[:, -1, 3],
+    lambda z: z[..., 5].mean(1),
+    lambda z: z.mean(1)[:, 0],
+    lambda z: z[:, -1:].mean((1, 2)),
+    lambda z: z[..., -1, :].max(-1).values,
+    lambda z: torch.stack([row[-1, 2] for row in z]),
+    lambda z: z[:, None][:, 0, -1, 3],
+    lambda z: z[torch.arange(len(z)), -1, 4],
+    lambda z: z[:, -1][:, 0],
+    lambda z: z.squeeze(1)[:, 3],
+    lambda z: torch.einsum("rkv->r", z),
+]
+OTHER = [
+    lambda z: z[:, 0, 5],
+    lambda z: z[:, -3, 5],
+    lambda z: z.log_softmax(-1)[:, 0, 3],
+    lambda z: torch.softmax(z, -1)[:, 4, 2],
+    lambda z: z[..., 5][:, 0],
+    lambda z: z[..., 0, :].max(-1).values,
+    lambda z: z[:, :3].mean((1, 2)),
+    lambda z: z[:, -3:].mean((1, 2)),
+    lambda z: z[:, [0, 1]].mean((1, 2)),
+    lambda z: z[torch.arange(len(z)), torch.zeros(len(z), dtype=torch.long), 2],
+    lambda z: torch.stack([row[0, 2] for row in z]),
+    lambda z: z.select(1, 0)[:, 3],
+]
+
+
+@pytest.mark.parametrize("number", range(len(LAST)))
+def test_a_function_of_the_last_position_is_given_the_last_position(number):
+    logits = torch.randn(3, 1, 50)
+    (metric,) = as_metrics(LAST[number])
+    metric.refuse_misread(logits, [])
+    assert torch.equal(metric.measure(logits, []), LAST[number](logits))
+
+
+@pytest.mark.parametrize("number", range(len(OTHER)))
+def test_a_function_that_indexes_another_position_than_the_last_is_refused(number):
+    for metric in (*as_metrics(OTHER[number]), hw.Metric("mine", OTHER[number])):
+        with pytest.raises(InputError, match=r"write \[:, -1\], or read all positions by .*at='all'"):
+            metric.refuse_misread(torch.randn(3, 1, 50), [])
+
+
+def test_a_metric_of_all_positions_reads_the_one_it_indexes_and_without_them_it_is_refused():
+    model = hw.load()
+    clean, corrupted = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
+    options = {"sites": "resid_post", "layers": -1, "positions": "all", "progress": False}
+    third = lambda z: z[:, 3, 5] - z[:, 3, 9]  # noqa: E731
+    swept = hw.patch(model, clean, corrupted, metric=hw.Metric("third", third, at="all"), **options).table
+    logits = model.run([clean, corrupted])
+    gap = float((logits[1, 3, 5] - logits[1, 3, 9]).float())
+    assert swept["corrupted"].tolist() == pytest.approx([gap] * len(swept), abs=1e-4)
+    with pytest.raises(InputError, match=r"A metric reads position 3, and is given the last position of each prompt"):
+        hw.patch(model, clean, corrupted, metric=third, **options)
+    with pytest.raises(InputError, match="A metric reads position 0"):
+        hw.edges(model, clean, corrupted, metric=lambda z: z[:, 0, 5], receivers="logits", progress=False)

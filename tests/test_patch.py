@@ -120,7 +120,7 @@ def test_sweeps_by_layer_position_and_head_equal_transformer_lens(models, family
             [corrupted],
             sites=site,
             over=("layer", "position", "head"),
-            metric=lambda x: x[:, 0, 7],
+            metric=lambda x: x[:, -1, 7],
             progress=False,
         )
         head = SITES[site].head_column
@@ -141,7 +141,7 @@ def test_sweeps_over_single_attention_edges_equal_transformer_lens(models, famil
     ).detach()
     found = hw.patch(
         model, [clean], [corrupted], sites="pattern", over=("layer", "head", "position", "key"),
-        metric=lambda x: x[:, 0, 7], progress=False,
+        metric=lambda x: x[:, -1, 7], progress=False,
     ).table.sort_values(["layer", "head", "position", "key"])  # fmt: skip
     assert torch.allclose(torch.tensor(found["effect"].to_numpy()).float(), (expected - base).flatten(), atol=1e-4)
     assert (found.loc[found["key"] > found["position"], "effect"] == 0).all()
@@ -265,7 +265,7 @@ def test_mean_values_are_the_mean_over_the_data_set(models):
     edited = model.run(prompts, [("blocks.1.hook_mlp_out", lambda x, hook: means[None])])[0, -1]
     found = hw.patch(
         model, prompts, sites="mlp_out", over="layer", layers=1, values="mean", dataset=dataset,
-        metric=lambda x: x[:, 0, 3], progress=False,
+        metric=lambda x: x[:, -1, 3], progress=False,
     ).table  # fmt: skip
     assert found["clean"][0] + found["effect"][0] == pytest.approx(float(edited[3]), abs=1e-4)
 
@@ -404,7 +404,7 @@ def test_an_exception_in_a_metric_leaves_no_hook_behind(models):
         calls.append(1)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return logits[:, 0, 0]
+        return logits[:, -1, 0]
 
     with pytest.raises(KeyboardInterrupt):
         hw.patch(model, clean, corrupted, sites=["z", "pattern"], metric=metric, progress=False)

@@ -189,7 +189,7 @@ def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeyp
         ({"senders": "head 1.1", "receivers": "q 1.2"}, "head 1.1 cannot feed q 1.2: a sender must come before"),
         ({"senders": "hed 1.1"}, "Did you mean 'head 1.1'"),
         ({"receivers": "k 1.3"}, "k counts key-value heads"),
-        ({"receivers": "head 1.1"}, "is no receiver"),
+        ({"receivers": "embed"}, "is a sender, not a receiver"),
         ({"receivers": [["mlp 1", "logits"]]}, "hold the logits with others"),
         ({"senders": {}}, "does not map names to the nodes"),
         ({"senders": {"one": []}}, "one is empty"),

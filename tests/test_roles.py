@@ -182,19 +182,52 @@ def test_a_word_with_its_space_is_found_where_the_text_begins_with_it():
     assert positions_of(" France", prompt, 0, 1) == (0,)
 
 
-def test_a_word_that_stands_twice_is_refused_with_the_characters_of_the_last():
+def test_one_of_several_occurrences_of_a_word_is_named_by_its_number():
     prompt = Prompt((0, 1, 2), (" Ann", " saw", " Ann"), ((0, 4), (4, 8), (8, 12)), " Ann saw Ann")
-    with pytest.raises(InputError, match="stands 2 times") as refused:
+    with pytest.raises(
+        InputError, match=r"occurs 2 times .* hw\.occurrence\(' Ann', 1\) to hw\.occurrence\(' Ann', 2\)"
+    ):
         positions_of(" Ann", prompt, 0, 1)
-    start, stop = re.search(r"as hw\.characters\((\d+), (\d+)\) for the last of them", str(refused.value)).groups()
-    assert positions_of(hw.characters(int(start), int(stop)), prompt, 0, 1) == (2,)
+    for n, place in ((1, 0), (2, 2), (-1, 2), (-2, 0)):
+        assert positions_of(hw.occurrence(" Ann", n), prompt, 0, 1) == (place,)
+        assert positions_of(f" Ann#{n}", prompt, 0, 1) == (place,)
+    for where, said in (
+        (hw.occurrence(" Ann", 3), "occurs 2 times in the prompt ' Ann saw Ann', so not number 3"),
+        (" Ann#3", "so not number 3"),
+        (hw.occurrence(" Bob", 1), "' Bob' occurs 0 times"),
+        ("end", "Did you mean 'last'?"),
+    ):
+        with pytest.raises(InputError, match=said):
+            positions_of(where, prompt, 0, 1)
+    with pytest.raises(InputError, match="counted from 1"):
+        hw.occurrence(" Ann", 0)
+
+
+def test_a_number_sign_of_the_text_itself_is_found_as_it_is_written():
+    prompt = Prompt((0, 1, 2), ("C#2", " and", " C"), ((0, 3), (3, 7), (7, 9)), "C#2 and C")
+    assert positions_of("C#2", prompt, 0, 1) == (0,)
+
+
+def test_occurrences_are_roles_of_pairs_of_a_table(model, tmp_path):
+    table = tmp_path / "pairs.csv"
+    table.write_text(
+        "clean,corrupted,second\n the cat is the big cat in, the dog is the big dog in, cat#2\n"
+        " Paris is in Paris and, Rome is in Rome and, Paris#2\n"
+    )
+    pairs = pd.read_csv(table)
+    role = [(word, other) for word, other in zip(pairs["second"], [" dog#2", hw.occurrence(" Rome", 2)], strict=True)]
+    options = {"sites": "resid_pre", "metric": METRIC, "progress": False}
+    swept = hw.patch(model, pairs, positions={"second": role}, **options).table
+    by_number = hw.patch(model, pairs, positions={"second": [6, 4]}, **options).table
+    assert swept["effect"].tolist() == by_number["effect"].tolist()
+    assert swept["position"].unique().tolist() == [6, 4]
 
 
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ({"subject": "dog"}, "The role 'subject' in prompt 0: The text 'dog' stands 0 times"),
-        ({"subject": " in"}, "The role 'subject' in prompt 0: The text ' in' stands 2 times"),
+        ({"subject": "dog"}, "The role 'subject' in prompt 0: The text 'dog' does not occur in the prompt"),
+        ({"subject": " in"}, "The role 'subject' in prompt 0: The text ' in' occurs 2 times in the prompt"),
         ({"end": 40}, "The role 'end' in prompt 0: Position 40 is not in prompt 0"),
         ({"end": ("cat", "dog")}, "two prompts, clean and corrupted, and there are no pairs"),
         ({}, "does not map names of roles"),

@@ -178,7 +178,7 @@ def test_a_model_without_tokenizer_takes_no_left_padded_ids_without_a_mask():
 
 @pytest.mark.parametrize("layer", [True, "1", 1.5, 3, -1])
 def test_a_metric_that_reads_no_layer_of_the_model_is_refused(model, layer):
-    metric = hw.Metric("norm", lambda x: x.norm(dim=-1)[:, 0], site="mlp_out")
+    metric = hw.Metric("norm", lambda x: x.norm(dim=-1)[:, -1], site="mlp_out")
     object.__setattr__(metric, "layer", layer)
     with pytest.raises(InputError, match=r"reads layer .*; they are 0 to 2"):
         hw.knockout(model, " the cat", block=("last", 1), metric=metric, progress=False)

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from headwater.models.loading import load as load
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
+    from headwater.models.positions import occurrence as occurrence
     from headwater.patching.ablation import ablate as ablate
     from headwater.patching.activation_patching import patch as patch
     from headwater.patching.changes import add as add

@@ -75,8 +75,9 @@ class Circuit:
         """Return the circuit of some edges by name.
 
         Args:
-            edges: names such as "head 9.9 -> q 10.7" or "embed -> logits"; "head 9 -> mlp" names all from any head of
-                layer 9 to any MLP. None of them is the empty circuit; its complement, `~`, has all edges.
+            edges: names such as "head 9.9 -> q 10.7" or "embed -> logits", with nodes by any name of
+                `headwater.models.part_names`, as "9.9 -> 10.7.q"; "head 9 -> mlp" names all from any head of layer 9 to
+                any MLP. None of them is the empty circuit; its complement, `~`, has all edges.
             model: whose, or its graph.
 
         Raises:
@@ -89,7 +90,7 @@ class Circuit:
             raise InputError(f'edges={shown(edges)} must be a list of names such as "head 9.9 -> q 10.7".')
         found: set[int] = set()
         for name in edges:
-            found |= set(_named(graph, name))
+            found |= set(graph.edges_named(name).tolist())
         return made(graph, found, model=name_of(model))
 
     @property
@@ -388,17 +389,6 @@ def checked_circuits(given: Any, graph: Graph) -> dict[str, Circuit]:
         if one.graph != graph:
             raise InputError(f"{name} is of {said(one.graph)}; this model has {said(graph)}.")
     return dict(items)
-
-
-def _named(graph: Graph, name: object) -> list[int]:
-    """The edges of a name, one or several."""
-    parts = name.split(" -> ") if isinstance(name, str) else []
-    if len(parts) != 2:
-        return [graph.edge_named(name)]
-    senders, receivers = graph.find(graph.senders, [parts[0]]), graph.find(graph.receivers, [parts[1]])
-    if len(senders) == len(receivers) == 1:
-        return [graph.edge(int(senders[0]), int(receivers[0]))]
-    return [int(edge) for edge in graph.among([parts[0]], [parts[1]])]
 
 
 def _counts(strata: Indices) -> tuple[Indices, Indices]:

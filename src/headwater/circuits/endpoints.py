@@ -17,6 +17,7 @@ import numpy as np
 
 from headwater.circuits.graph import Graph, Indices, Nodes
 from headwater.errors import InputError
+from headwater.models.part_names import read_part
 from headwater.options import has_no_order, is_one, shown
 
 
@@ -57,7 +58,9 @@ def _several(nodes: Nodes, option: str, given: Any) -> list[tuple[str | None, li
     if not (items := list(given)):
         raise InputError(f"{option} is an empty list; leave it out for all.")
     return [
-        (None, [item]) if is_one(item) else (" + ".join(map(str, _listed(option, "a set", item))), list(item))
+        (None, [item])
+        if is_one(item) or read_part(item)
+        else (" + ".join(map(str, _listed(option, "a set", item))), list(item))
         for item in items
     ]
 

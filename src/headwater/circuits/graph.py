@@ -15,7 +15,6 @@ the first so many; edges are numbered by receiver, and of one receiver by sender
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError
+from headwater.models.part_names import part_named
 from headwater.models.shape import ModelShape
 from headwater.options import has_no_order, is_one, shown
 
@@ -34,7 +34,6 @@ SENDERS = ("embed", "head", "mlp")
 RECEIVERS = ("q", "k", "v", "mlp", "logits")
 KINDS = RECEIVERS[:3]
 """The receivers within attention."""
-_NAME = re.compile(r"([a-z]+)(?: (\d+)(?:\.(\d+))?)?")
 
 
 @dataclass(frozen=True)
@@ -167,13 +166,26 @@ class Graph:
         """Return the number of the edge of a name such as "head 9.9 -> q 10.7".
 
         Raises:
-            InputError: it is no edge.
+            InputError: it is not an edge, or is several.
         """
-        parts = name.split(" -> ") if isinstance(name, str) else []
-        if len(parts) != 2:
+        edges = self.edges_named(name)
+        if len(edges) != 1:
+            raise InputError(f"{shown(name)} names {len(edges)} edges, {self.name(edges[0])} among them: name one.")
+        return int(edges[0])
+
+    def edges_named(self, name: Any) -> Indices:
+        """Return the edges of a name, ascending: one, or all between several nodes, as of "head 9 -> mlp".
+
+        Raises:
+            InputError: it names no edge.
+        """
+        parts = [one.strip() for one in name.replace("→", "->").split("->")] if isinstance(name, str) else name
+        if not isinstance(parts, list | tuple) or len(parts) != 2:
             raise InputError(f'{shown(name)} names no edge; write it as "head 9.9 -> q 10.7" or "embed -> logits".')
-        (sender,), (receiver,) = self.find(self.senders, [parts[0]]), self.find(self.receivers, [parts[1]])
-        return self.edge(int(sender), int(receiver))
+        senders, receivers = self.find(self.senders, parts[:1]), self.find(self.receivers, parts[1:])
+        if len(senders) == len(receivers) == 1:
+            return np.array([self.edge(int(senders[0]), int(receivers[0]))])
+        return self.among(parts[:1], parts[1:])
 
     def name(self, edge: SupportsIndex) -> str:
         """Return the name of an edge."""
@@ -212,45 +224,31 @@ class Graph:
         return np.flatnonzero(chosen)
 
     def find(self, nodes: Nodes, names: Iterable[object]) -> Indices:
-        """Return the nodes of these names; "head" is every head, "q 3" the q of every head of layer 3.
+        """Return the nodes of these names (`models.part_names`), ascending; of a head as a receiver its q, k and v.
 
         Raises:
             InputError: a name is none of theirs.
         """
         found = np.zeros(len(nodes), dtype=bool)
         for name in names:
-            chosen = self._named(nodes, name)
-            if not chosen.any():
-                raise InputError(self._unknown(nodes, name))
-            found |= chosen
+            found |= self._named(nodes, name)
         return np.flatnonzero(found)
 
     def _named(self, nodes: Nodes, name: Any) -> NDArray[np.bool_]:
-        parsed = _NAME.fullmatch(name.strip()) if isinstance(name, str) else None
-        if parsed is None or parsed[1] not in nodes.kinds or len(name) > 40:
-            return np.zeros(len(nodes), dtype=bool)
-        chosen = nodes.kind == nodes.kinds.index(parsed[1])
-        if parsed[2] is not None:
-            chosen &= nodes.layer == int(parsed[2])
-        return chosen & (nodes.head == int(parsed[3])) if parsed[3] is not None else chosen
-
-    def _unknown(self, nodes: Nodes, name: object) -> str:
-        what = "sender" if nodes.kinds == SENDERS else "receiver"
-        parsed = _NAME.fullmatch(name) if isinstance(name, str) and len(name) <= 40 else None
-        if parsed and parsed[1] in ("k", "v") and parsed[3] and nodes.kinds == RECEIVERS:
-            near = (
-                f" {parsed[1]} counts key-value heads: layers 0 to {self.n_layers - 1}, heads 0 to "
-                f"{self.n_kv_heads - 1}, each read by {self.n_heads // self.n_kv_heads} query heads."
-            )
-        elif parsed and parsed[1] in nodes.kinds and parsed[2]:
-            near = f" The layers are 0 to {self.n_layers - 1}, the heads 0 to {self.n_heads - 1}."
-        elif isinstance(name, str) and re.fullmatch(r"\d+\.\d+", name) and "head" in nodes.kinds:
-            near = f" Did you mean 'head {name}'?"
-        else:
-            near = did_you_mean(name, {*nodes.kinds, *nodes.names()}) if isinstance(name, str) else ""
-            near = near if near.startswith(" Did") else ""
-        some = {"sender": '"embed", "head 0.1", "mlp 0"', "receiver": '"q 1.0", "k 1.0", "v 1.0", "mlp 0", "logits"'}
-        return f"{shown(name)} is no {what}.{near} They are named {some[what]}."
+        kind, layer, head, _ = part_named(name, self)
+        chosen = np.zeros(len(nodes), dtype=bool)
+        for one in KINDS if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
+            if one not in nodes.kinds:
+                what, other = ("sender", "receiver") if nodes.kinds == SENDERS else ("receiver", "sender")
+                some = {"sender": '"embed", "head 0.1", "mlp 0"', "receiver": '"q 1.0", "head 1.0", "mlp 0", "logits"'}
+                raise InputError(
+                    f"{shown(name)} is a {other}, not a {what}. {what.capitalize()}s are named {some[what]}."
+                )
+            of = head if head is None or kind != "head" or one not in "kv" else head * self.n_kv_heads // self.n_heads
+            which = nodes.kind == nodes.kinds.index(one)
+            which &= True if layer is None else nodes.layer == layer
+            chosen |= which if of is None else which & (nodes.head == of)
+        return chosen
 
     def refuse_order(self, sender: str, receiver: str) -> NoReturn:
         """Refuse a sender that comes after its receiver.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +25,9 @@ from headwater.circuits.graph import Graph
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.part_names import read_part
 from headwater.options import checked_count, checked_flag, checked_kind, checked_name, checked_path, shown
 from headwater.runs.storage import make_folder, write_atomically, write_json
-
-_NODE = re.compile(r"a(\d+)\.h(\d+)(?:<([qkv])>)?|m(\d+)")
 
 
 def read_graph_file(
@@ -73,7 +71,7 @@ def read_graph_file(
             f"{file} is the graph of {sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}; this model "
             f"has {graph.n_layers} of {graph.n_heads}{', parallel blocks' * graph.parallel}."
         )
-    edges = [(_edge(graph, *name.partition("->")[::2]), score, inside) for name, score, inside in found]
+    edges = [(graph.edge_named(name), score, inside) for name, score, inside in found]
     scores: dict[int, float] = {}
     inside_of: dict[int, set[bool]] = {}
     for edge, score, inside in edges:
@@ -173,29 +171,10 @@ def _refuse_neurons(kept: list[Any]) -> None:
 
 def _real(sources: list[str], targets: list[str]) -> torch.Tensor:
     """Which pairs of a source and a k or v there can be: only these have to agree with others."""
-    layers = torch.tensor([_layer(name) for name in sources])
+    parts = [read_part(name) for name in sources]
+    layers = torch.tensor([-1 if part is None or part.layer is None else part.layer for part in parts])
     read = torch.tensor([int(name[1:].split(".")[0]) if name.endswith(("<k>", "<v>")) else -1 for name in targets])
     return layers[:, None] < read[None]
-
-
-def _layer(source: str) -> int:
-    """The layer of a source; -1 for the embedding."""
-    node = _NODE.fullmatch(source)
-    return -1 if node is None else int(node[1] or node[4])
-
-
-def _edge(graph: Graph, source: str, target: str) -> int:
-    """The number of an edge by EAP-IG's names of its ends."""
-    group = graph.n_heads // graph.n_kv_heads
-    sender = "embed" if source == "input" else ""
-    if (node := _NODE.fullmatch(source)) and not node[3]:
-        sender = f"head {node[1]}.{node[2]}" if node[4] is None else f"mlp {node[4]}"
-    receiver = "logits" if target == "logits" else ""
-    if node := _NODE.fullmatch(target):
-        head = int(node[2] or 0)
-        head = head if node[3] == "q" else head // group
-        receiver = f"{node[3]} {node[1]}.{head}" if node[4] is None else f"mlp {node[4]}"
-    return graph.edge_named(f"{sender} -> {receiver}")
 
 
 def _names(graph: Graph) -> tuple[list[str], dict[str, tuple[int, int]]]:

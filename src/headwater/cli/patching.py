@@ -185,12 +185,18 @@ def knockout(
     key: Annotated[
         str | None,
         typer.Option(
-            help="What must not be read: a position, first, or a text of the prompt. Needed.", show_default=False
+            help='What must not be read: a position, first, or a text of the prompt; " John#2" is the second one. '
+            "Needed.",
+            show_default=False,
         ),
     ] = None,
     heads: Annotated[
-        list[int] | None,
-        typer.Option(help="These heads only; repeatable, as --heads 3 --heads 7. Default: all.", show_default=False),
+        list[str] | None,
+        typer.Option(
+            help="These heads only, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. "
+            "Default: all.",
+            show_default=False,
+        ),
     ] = None,
     *,
     measured: Measured,
@@ -212,7 +218,10 @@ def knockout(
         from headwater.patching.edge_knockout import Edges
         from headwater.patching.edge_knockout import knockout as run
 
-        measure, block = measured.asked(), Edges(_position(query), _position(key), heads)
+        measure, block = (
+            measured.asked(),
+            Edges(_position(query), _position(key), heads and [_position(one) for one in heads]),
+        )
         given = options.of("knockout")
         _check_axes(given)
         loaded = load_model(model, options)

@@ -26,9 +26,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
+from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
 from headwater.models.weights.effective_embedding import KINDS
 from headwater.models.weights.weight_source import WeightSource
@@ -93,8 +93,8 @@ class SingularVectors(Result):
 
 def singular_vectors(
     model: HookedModel | WeightSource | str | Path,
-    layer: int,
-    head: int,
+    layer: int | HeadName,
+    head: int | None = None,
     *,
     circuit: str = "ov",
     embedding: EmbeddingName = "raw",
@@ -108,8 +108,8 @@ def singular_vectors(
 
     Args:
         model: a loaded model; or a checkpoint folder or hub name, read straight from safetensors.
-        layer: the head's layer.
-        head: the head; with grouped heads its key-value head is found.
+        layer: the head's layer, or the head by its name, as "9.2" or (9, 2).
+        head: the head, where it is not named; with grouped heads its key-value head is found.
         circuit: "ov" (what it writes for what it reads) or "qk" (what attends to what).
         embedding: what the head reads for a token: "raw", "mlp0", "embed+mlp0" or "layer0".
         norm_gain: fold the gain of the head's norm, and that of the final norm, in.
@@ -128,12 +128,7 @@ def singular_vectors(
     weights = weights_of(model, device)
     shape = weights.shape
     vectors = checked_count("vectors", vectors, most=shape.d_head)
-    layer, head = checked_count("layer", layer, least=0), checked_count("head", head, least=0)
-    if not (layer < shape.n_layers and head < shape.n_heads):
-        raise InputError(
-            f"Head {head} of layer {layer} was asked for; {weights.name} has {shape.n_layers} layers of "
-            f"{shape.n_heads} heads."
-        )
+    layer, head = head_named(layer, head, shape, weights.name)
 
     @torch.inference_mode()
     def work(run: Run) -> SingularVectors:

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
 from headwater.heads.ablation import Heads, layer_matched
-from headwater.heads.pairs import head_pairs
 from headwater.models.hooked import HookedModel, check_model
+from headwater.models.part_names import parts_of_kind
 from headwater.names import ValueName
 from headwater.options import checked_count, checked_number, checked_seed
 from headwater.patching.ablation import ablate
@@ -58,7 +57,8 @@ def claim(
     Args:
         model: the model; it is left as it was.
         prompts: one prompt, several, or token ids.
-        heads: pairs (layer, head), or rows with the columns `layer` and `head`, such as those of a head map's table.
+        heads: pairs (layer, head), names such as "9.2", or rows with the columns `layer` and `head`, such as those of a
+            head map's table.
         corrupted: the other prompt of each, for values from the other run.
         metric: one metric; see `hw.patch`.
         values: what replaces the heads' outputs; see `hw.ablate`.
@@ -106,10 +106,9 @@ def claim(
 
 def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs, each of the model's and named once."""
-    if isinstance(heads, pd.DataFrame):
-        heads = head_pairs(heads)
-    read_sets(model, {"heads": heads, "mlps": None, "neurons": None, "features": None}, None, False)
-    return [(int(layer), int(head)) for layer, head in heads]
+    found = parts_of_kind("heads", heads, model.shape)
+    read_sets(model, {"heads": found})
+    return [(layer, head) for layer, head in found]
 
 
 def _random_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:

@@ -13,7 +13,6 @@ from headwater.errors import InputError, ModelError
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, relations_of_head
 from headwater.heads.categories import UNCLASSIFIED, label_counts
-from headwater.heads.pairs import head_pairs
 from headwater.heads.prompts import TEMPLATE, relations_of
 from headwater.heads.relations import Relations
 from headwater.heads.salient import salient_of_heads, salient_operations
@@ -21,6 +20,7 @@ from headwater.heads.sensitivity import Sensitivity, heads_by_threshold
 from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
+from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
 from headwater.models.weights.weight_source import WeightSource
 from headwater.names import EmbeddingName
 from headwater.options import checked_count, shown
@@ -154,8 +154,8 @@ class HeadMap(Result):
 
     def head(
         self,
-        layer: int,
-        head: int,
+        layer: int | HeadName,
+        head: int | None = None,
         *,
         model: HookedModel | str | Path | None = None,
         behaviour: AttentionTable | None = None,
@@ -165,8 +165,8 @@ class HeadMap(Result):
         """Return the card of one head: its relations, what it writes for which tokens, and whether the model uses it.
 
         Args:
-            layer: the head's layer.
-            head: the head.
+            layer: the head's layer, or the head by its name, as "9.2" or (9, 2).
+            head: the head, where it is not named.
             model: the model these heads belong to; by default it is opened again by its name. With `sources=0` no model
                 is needed.
             behaviour: what `hw.attention_behaviour` returned for this model, or a table with `layer, head, behaviour,
@@ -181,14 +181,9 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or it or the behaviour is of another one.
             InputError: the head does not exist, or the behaviour is no such table.
         """
-        layer, head = checked_count("layer", layer, least=0), checked_count("head", head, least=0)
+        layer, head = head_named(layer, head, self._sizes, self.title)
         sources, targets = checked_count("sources", sources, least=0), checked_count("targets", targets)
         named = self.categories[(self.categories["layer"] == layer) & (self.categories["head"] == head)]
-        if named.empty:
-            layers, heads = (int(self.categories[name].max()) + 1 for name in ("layer", "head"))
-            raise InputError(
-                f"Head {head} of layer {layer} was asked for; {self.title} has {layers} layers of {heads} heads."
-            )
         if isinstance(behaviour, AttentionBehaviour) and behaviour.run.fingerprint != self.run.fingerprint:
             raise ModelError(
                 f"behaviour= is of {behaviour.run.model}, with other weights than this head map ({self.run.model})."
@@ -200,8 +195,8 @@ class HeadMap(Result):
 
     def salient(
         self,
-        layer: int,
-        head: int,
+        layer: int | HeadName,
+        head: int | None = None,
         *,
         model: HookedModel | str | Path | None = None,
         embedding: EmbeddingName | None = None,
@@ -211,8 +206,8 @@ class HeadMap(Result):
         """Return the tokens a head writes most strongly about, and what it maps them to.
 
         Args:
-            layer: the head's layer.
-            head: the head.
+            layer: the head's layer, or the head by its name, as "9.2" or (9, 2).
+            head: the head, where it is not named.
             model: the model these heads belong to; by default it is opened again by its name.
             embedding: what the head reads: "raw", "mlp0", "embed+mlp0" or "layer0"; by default what it is scored with:
                 the raw embedding in layer 0, and from layer 1 on that of the map. The publication takes "mlp0" in all
@@ -224,7 +219,7 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or is another one.
             InputError: the head or the embedding does not exist.
         """
-        layer = checked_count("layer", layer, least=0)
+        layer, head = head_named(layer, head, self._sizes, self.title)
         if embedding is None:
             embedding = self.read_by(layer)
         weights = self._weights(model)
@@ -232,7 +227,7 @@ class HeadMap(Result):
 
     def salient_of(
         self,
-        heads: Sequence[tuple[int, int]] | pd.DataFrame,
+        heads: Sequence[HeadName] | pd.DataFrame,
         *,
         model: HookedModel | str | Path | None = None,
         sources: int = 5,
@@ -241,7 +236,7 @@ class HeadMap(Result):
         """Return what `salient` says of several heads, with `layer, head` in front; the vocabulary is read once.
 
         Args:
-            heads: (layer, head) of each, or rows with these columns, such as those of `table`.
+            heads: the name of each, as "9.2" or (9, 2), or rows with `layer` and `head`, such as those of `table`.
             model: the model these heads belong to; by default it is opened again by its name.
             sources: how many salient tokens.
             targets: how many tokens to list for each, written and suppressed.
@@ -250,7 +245,7 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or is another one.
             InputError: a head does not exist, or is no pair.
         """
-        asked = head_pairs(heads)
+        asked = [(layer, head) for layer, head in dict.fromkeys(parts_of_kind("heads", heads, self._sizes))]
         weights = self._weights(model)
         kinds = list(dict.fromkeys(self.read_by(layer) for layer, _ in asked))
         alike = {kind: [(layer, head) for layer, head in asked if self.read_by(layer) == kind] for kind in kinds}
@@ -263,6 +258,11 @@ class HeadMap(Result):
     def read_by(self, layer: int) -> EmbeddingName:
         """Return the effective embedding that heads of a layer are scored with."""
         return cast("EmbeddingName", self.run.options["embedding"]) if layer > 0 else "raw"
+
+    @property
+    def _sizes(self) -> Counts:
+        layers, heads = (int(self.categories[name].max()) + 1 for name in ("layer", "head"))
+        return Counts(layers, heads, heads)
 
     def _weights(self, model: HookedModel | str | Path | None) -> WeightSource:
         weights = weights_of(self.run.model if model is None else model)

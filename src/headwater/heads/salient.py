@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.errors import InputError
+from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
 from headwater.models.weights.effective_embedding import KINDS
 from headwater.models.weights.weight_source import WeightSource
@@ -37,8 +37,8 @@ Factors: TypeAlias = tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_hea
 
 def salient_operations(
     weights: WeightSource,
-    layer: int,
-    head: int,
+    layer: int | HeadName,
+    head: int | None = None,
     *,
     embedding: EmbeddingName = "raw",
     sources: int = 15,
@@ -48,8 +48,8 @@ def salient_operations(
 
     Args:
         weights: the model's parameters.
-        layer: the head's layer.
-        head: the head.
+        layer: the head's layer, or the head by its name, as "9.2" or (9, 2).
+        head: the head, where it is not named.
         embedding: what the head reads: "raw", "mlp0", "embed+mlp0" or "layer0".
         sources: how many salient tokens.
         targets: how many tokens to list for each, on either side.
@@ -62,13 +62,19 @@ def salient_operations(
     Raises:
         InputError: the head or the embedding does not exist, or less than one token is asked for.
     """
-    table = salient_of_heads(weights, [(layer, head)], embedding=embedding, sources=sources, targets=targets)
+    table = salient_of_heads(
+        weights,
+        [head_named(layer, head, weights.shape, weights.name)],
+        embedding=embedding,
+        sources=sources,
+        targets=targets,
+    )
     return table.drop(columns=["layer", "head"])
 
 
 def salient_of_heads(
     weights: WeightSource,
-    heads: Sequence[tuple[int, int]],
+    heads: Sequence[HeadName],
     *,
     embedding: EmbeddingName = "raw",
     sources: int = 15,
@@ -91,7 +97,7 @@ def salient_of_heads(
     """
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
-    asked = [_checked_head(weights, *one) for one in heads]
+    asked = [head_named(one, None, weights.shape, weights.name) for one in heads]
     with torch.inference_mode():
         factors = [_factors(weights, *one) for one in asked]
         tables = [
@@ -102,17 +108,6 @@ def salient_of_heads(
         table.insert(0, "head", place[1])
         table.insert(0, "layer", place[0])
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["layer", "head", *COLUMNS])
-
-
-def _checked_head(weights: WeightSource, layer: int, head: int) -> tuple[int, int]:
-    shape = weights.shape
-    layer, head = checked_count("layer", layer, least=0), checked_count("head", head, least=0)
-    if not (layer < shape.n_layers and head < shape.n_heads):
-        raise InputError(
-            f"Head {head} of layer {layer} was asked for; {weights.name} has {shape.n_layers} layers of "
-            f"{shape.n_heads} heads."
-        )
-    return layer, head
 
 
 def _factors(weights: WeightSource, layer: int, head: int) -> Factors:

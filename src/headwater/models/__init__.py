@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headwater.models.loading import load as load
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
+    from headwater.models.positions import occurrence as occurrence
     from headwater.models.sites import SITES as SITES
     from headwater.models.sites import Site as Site
     from headwater.models.sites import register_site as register_site

@@ -47,6 +47,7 @@ from headwater.models.generation.writing import Stream, Texts, write
 from headwater.models.hints import warn_of_two_beginnings
 from headwater.models.identified import Identified
 from headwater.models.other_options import GENERATE, HOOKS, RUN, takes_no_more
+from headwater.models.part_names import Heads
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.run_lock import RunLock
@@ -300,7 +301,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         attention: bool | None = None,
         layers: Sequence[int] | None = None,
         positions: Where | Sequence[int] | None = None,
-        heads: Sequence[int] | None = None,
+        heads: Heads = None,
         out: str | Path | None = None,
         batch_size: int = 16,
         device: str | torch.device = "cpu",

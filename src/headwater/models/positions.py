@@ -1,14 +1,15 @@
 """Which tokens of a prompt are meant: by number, span, word, characters, function, or role.
 
     positions of one prompt   a number (negative counts from the end), a span (start, stop), a range, a set, "last",
-                              "first", "all", a word, `characters(...)`, `last_token_of(...)`, a function of the token
-                              strings that gives any of these
+                              "first", "all", a word, `occurrence(word, n)` (as text, "word#2"), `characters(...)`,
+                              `last_token_of(...)`, a function of the token strings that gives any of these
     of several prompts        one of these for all, or a list with one per prompt
     by role                   a mapping from names to any of these: {"subject": [" France", " Italy"], "end": "last"}
 
-A word is looked for in the text as it is written: as whole words first, else as any stretch of characters; one
-that begins with a space and is not there is looked for without it, since a prompt may begin with it. It must be there
-once. Its tokens are those that hold any of its characters, by the tokenizer's offsets (`models.tokens.token_span`).
+A word is looked for in the text as it is written: as whole words first, else as any stretch of characters; one that
+begins with a space and is not there is looked for without it, since a prompt may begin with it. It must be there once,
+or `occurrence` says which is meant. Its tokens are those that hold any of its characters, by the tokenizer's offsets
+(`models.tokens.token_span`).
 
 Each prompt is resolved by itself. Of a pair, an entry may hold two, (the clean prompt's, the corrupted one's), and a
 list may go on after the clean prompts with the corrupted ones.
@@ -34,6 +35,12 @@ ENDS: Mapping[str, Callable[[int], range]] = {
     "all": range,
 }
 """The words that name positions in a prompt of any length, and which."""
+ALIASES = {
+    "last": ("end", "final", "-1"),
+    "first": ("begin", "start", "beginning", "bos"),
+    "all": ("every", "*", "any"),
+}
+"""What is written in place of these words elsewhere."""
 
 
 class AbsentError(InputError):
@@ -79,6 +86,26 @@ class Characters:
 
 
 @dataclass(frozen=True)
+class Occurrence:
+    """The tokens of one of several occurrences of a word."""
+
+    word: str
+    n: int
+    """From 1; -1 is the last."""
+
+    def of(self, prompt: Prompt) -> list[int]:
+        """Return the positions in a prompt."""
+        text, offsets = _text_of(prompt, f"The text {self.word!r}")
+        found = _occurrences(self.word, text)
+        if not -len(found) <= self.n <= len(found):
+            raise (InputError if found else AbsentError)(
+                f"The text {self.word!r} occurs {_times(len(found))} in the prompt {shown(text)}, so not "
+                f"number {self.n}."
+            )
+        return list(token_span(offsets, *found[self.n - (self.n > 0)]))
+
+
+@dataclass(frozen=True)
 class LastTokenOf:
     """The last token of what something else names, such as a subject of several tokens."""
 
@@ -93,6 +120,7 @@ Place: TypeAlias = (
     | tuple[Any, Any]
     | AbstractSet[int]
     | Characters
+    | Occurrence
     | LastTokenOf
     | Callable[..., Any]
     | Sequence[Any]
@@ -123,6 +151,32 @@ def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) 
         What `positions=` takes, wherever positions are named.
     """
     return Characters(start, stop)
+
+
+def occurrence(word: str, n: int) -> Occurrence:
+    """Name the tokens of the n-th occurrence of a word that a prompt contains several times.
+
+    Where texts alone can be given, as on the command line or in a column of a table, write `" John#2"`.
+
+    Args:
+        word: the word, with its leading space; found as `positions=` finds words.
+        n: which occurrence, from 1; -1 is the last.
+
+    Returns:
+        What `positions=` takes, wherever positions are named.
+
+    Raises:
+        InputError: the word is not a text, or n is not a whole number other than 0.
+    """
+    if not isinstance(word, str) or not word:
+        raise InputError(f"hw.occurrence takes a word of the prompt, not {shown(word)}.")
+    try:
+        which = whole_number(n)
+    except TypeError:
+        which = 0
+    if which == 0:
+        raise InputError(f"hw.occurrence({word!r}, {shown(n)}): occurrences are counted from 1; -1 is the last.")
+    return Occurrence(word, which)
 
 
 def last_token_of(where: Place | Any) -> LastTokenOf:
@@ -246,7 +300,7 @@ def _positions(where: object, prompt: Prompt) -> list[int]:
         return []
     if isinstance(where, str):
         return _named(where, prompt)
-    if isinstance(where, Characters):
+    if isinstance(where, Characters | Occurrence):
         return where.of(prompt)
     if isinstance(where, slice):
         return list(range(length))[where]
@@ -268,13 +322,21 @@ def _named(name: str, prompt: Prompt) -> list[int]:
         return list(ENDS[name](len(prompt)))
     text, offsets = _text_of(prompt, f"The text {name!r}")
     found = _occurrences(name, text)
+    if not found and (numbered := re.fullmatch(r"(.+)#(-?[1-9]\d{0,5})", name, re.DOTALL)):
+        return Occurrence(numbered[1], int(numbered[2])).of(prompt)
     if len(found) != 1:
-        last = f", as hw.characters{found[-1]} for the last of them" if found else ""
+        near = next((word for word in ENDS if found == [] and name.strip().casefold() in ALIASES[word]), None)
+        which = f"Say which: hw.occurrence({name!r}, 1) to hw.occurrence({name!r}, {len(found)})."
+        hint = which if found else f"Did you mean {near!r}?" if near else "Give positions instead."
         raise (InputError if found else AbsentError)(
-            f"The text {name!r} stands {len(found)} times in the prompt {shown(text)}; it must stand there once. "
-            f"Give positions instead{last}."
+            f"The text {name!r} {'occurs ' + _times(len(found)) if found else 'does not occur'} in the prompt "
+            f"{shown(text)}; it must occur exactly once. {hint}"
         )
     return list(token_span(offsets, *found[0]))
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _occurrences(name: str, text: str) -> list[tuple[int, int]]:

@@ -309,6 +309,11 @@ def hook_name(name: str, layer: int = 0) -> str:
     return (HOOKS[name] if name in HOOKS else SITES[name].hook).format(layer=layer)
 
 
+def kv_site_of(sites: Iterable[Site]) -> str | None:
+    """Return the first of some sites that counts key-value heads; None where all count query heads."""
+    return next((site.name for site in sites if "kv_head" in site.axes), None)
+
+
 def main_site(stage: Stage) -> Site:
     """Return the site that is the very tensor which passes through a block at a stage: the first row of that stage."""
     return next(site for site in SITES.values() if site.stage == stage)

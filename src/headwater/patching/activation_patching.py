@@ -26,8 +26,9 @@ import pandas as pd
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
-from headwater.models.sites import Site, sites_named
+from headwater.models.sites import Site, kv_site_of, sites_named
 from headwater.names import AxisName, DirectionName, MethodName, SiteName, SpansName, ValueName
 from headwater.options import checked_name, checked_seed, shown
 from headwater.patching.attribution import Gradients
@@ -61,7 +62,7 @@ def patch(
     values: ValueName | Recipe | TensorLike | Callable[..., Any] = "other run",
     layers: Iterable[int] | int | None = None,
     positions: Where = "all",
-    heads: Iterable[int] | int | None = None,
+    heads: Heads = None,
     keys: Where = "all",
     spans: SpansName = "together",
     window: Window = None,
@@ -109,7 +110,8 @@ def patch(
         positions: which take part; query positions for `pattern`. A mapping names them by role, each prompt resolved by
             itself: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep runs over roles, which stand in a
             column `role`, and prompts may be of any lengths, also the two of a pair. See `headwater.models.positions`.
-        heads: which take part; key-value heads for `k` and `v`.
+        heads: which take part, by number (key-value heads for `k` and `v`) or by names of heads of one layer, as "9.2"
+            or (9, 2).
         keys: of `pattern`, which attended tokens take part, named as positions are. By role they run too and stand in a
             column `key_role`; then the two prompts of a pair may be of any lengths here as well.
         spans: whether the tokens of a role are patched `together` (one cell) or `token by token`.
@@ -142,8 +144,9 @@ def patch(
     if sites is None:
         raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
     over, layers, heads, from_layer = lasting(over), lasting(layers), lasting(heads), lasting(from_layer)
-    ask = Asked(over, layers, positions, heads, window, spans, from_layer, keys)
     named, metrics = sites_named(sites, model), as_metrics(metric)
+    layers_asked, heads_asked = layers_and_heads(layers, heads, model.shape, kv_site_of(named))
+    ask = Asked(over, layers_asked, positions, heads_asked, window, spans, from_layer, keys)
     sides = read_sides(model, clean, corrupted, ask, direction)
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
@@ -177,9 +180,9 @@ def patch(
         "sites": [site.described for site in named],
         "over": {site.name: ask.axes(site) for site in named},
         "window": {site.name: ask.sizes(site) for site in named},
-        "layers": chosen(layers, model.shape.n_layers, "layer"),
+        "layers": chosen(layers_asked, model.shape.n_layers, "layer"),
         "positions": _covered(planned[:: len(named)], base),
-        "heads": {s.name: chosen(heads, s.n_heads(model.shape), "head") for s in named if s.has_heads},
+        "heads": {s.name: chosen(heads_asked, s.n_heads(model.shape), "head") for s in named if s.has_heads},
         "direction": direction,
         "from_layer": ask.sources(model) if from_layer is not None else None,
         "values": recorded(source),

@@ -21,6 +21,7 @@ from typing import Any
 from headwater.errors import InputError, did_you_mean
 from headwater.models.dictionaries.features import Features
 from headwater.models.hooked import HookedModel
+from headwater.models.part_names import parts_of_kind, read_part, within
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, sites_named
 from headwater.options import is_one, one_or_several, shown, whole_number
@@ -116,12 +117,16 @@ def read_sets(
 
 
 def _by_kind(members: object, name: object) -> dict[str, Any]:
-    """The members of a set by kind; a list holds heads."""
+    """The members of a set by kind; a list holds heads, and MLPs by name."""
     where = "A set" if name is None else f"The set {shown(name)}"
     if is_one(members):
         raise InputError(f"{where} is {shown(members)}: give a mapping such as {{'heads': [(0, 1)], 'mlps': [4]}}.")
-    if not isinstance(members, Mapping):
+    if hasattr(members, "columns"):
         return {"heads": members}
+    if not isinstance(members, Mapping):
+        listed = list(members)  # type: ignore[call-overload]
+        mlps = [one for one in listed if (part := read_part(one)) and part.kind == "mlp"]
+        return {"heads": [one for one in listed if one not in mlps]} | {"mlps": mlps} if mlps else {"heads": listed}
     if unknown := [kind for kind in members if kind not in (*KINDS, FEATURES)]:
         raise InputError(f"{where} names {shown(unknown[0])}.{did_you_mean(unknown[0], (*KINDS, FEATURES))}")
     return {kind: listed for kind, listed in members.items() if listed is not None}
@@ -148,19 +153,8 @@ def _read(model: HookedModel, given: Mapping[str, Any], name: object, complement
 
 def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
     """Check the members of one kind; layers counted from the end are counted from the beginning."""
-    row, n_layers = KINDS[kind], model.shape.n_layers
-    wanted = "whole numbers, the layers" if row.among is None else f"pairs (layer, {row.name}), as [(0, 1), (2, 3)]"
-    if is_one(listed):
-        raise InputError(f"{kind}={shown(listed)}: give a list of {wanted}.")
-    found = []
-    for member in listed:
-        try:
-            layer, *index = [whole_number(member)] if row.among is None else map(whole_number, member)
-            if len(index) != (row.among is not None):
-                raise TypeError
-        except (TypeError, ValueError):
-            raise InputError(f"{kind}= holds {shown(member)}: give a list of {wanted}.") from None
-        found.append((_within(layer, n_layers, "layer"), *_indices(index, row, model.shape, layer)))
+    row = KINDS[kind]
+    found = _neurons(listed, model.shape) if kind == "neurons" else parts_of_kind(kind, listed, model.shape)
     if twice := [member for member, count in Counter(found).items() if count > 1]:
         raise InputError(f"{_called(row, twice[0])} is named twice.")
     (site,) = sites_named(row.site, model)
@@ -193,17 +187,18 @@ def _feature_parts(members: Sequence[Features], complement: bool) -> list[Part]:
     return parts
 
 
-def _indices(index: Sequence[int], row: Kind, shape: ModelShape, layer: int) -> tuple[int, ...]:
-    if row.among is None:
-        return ()
-    return (_within(index[0], row.among(shape), row.name, f" in layer {layer}"),)
-
-
-def _within(number: int, count: int, what: str, where: str = "") -> int:
-    if not -count <= number < count:
-        grouped = "; query heads are counted, not key-value heads" if what == "head" else ""
-        raise InputError(f"There is no {what} {number}{where}; they are 0 to {count - 1}{grouped}.")
-    return number % count
+def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Check pairs (layer, neuron)."""
+    found: list[tuple[int, ...]] = []
+    for member in [listed] if is_one(listed) else listed:
+        try:
+            layer, neuron = map(whole_number, member)
+        except (TypeError, ValueError):
+            wanted = "give a list of pairs (layer, neuron), as [(0, 1), (2, 3)]"
+            raise InputError(f"neurons= holds {shown(member)}: {wanted}.") from None
+        layer = within(layer, shape.n_layers, "layer")
+        found.append((layer, within(neuron, shape.d_mlp, "neuron", f" in layer {layer}")))
+    return found
 
 
 def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Part]:

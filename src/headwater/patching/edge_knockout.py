@@ -28,6 +28,7 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import sent
 from headwater.models.hooked import HookedModel
+from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, sites_named
 from headwater.names import AxisName, SiteName, VariantName
@@ -68,8 +69,8 @@ class Edges:
 
     query: Where
     key: Where
-    heads: Iterable[int] | int | None = None
-    """Query heads; None is all of them."""
+    heads: Heads = None
+    """Query heads, by number or by names of heads of one layer, as "9.2"; None is all of them."""
 
     def matrix(
         self, prompt: Prompt, example: int = 0, n_examples: int = 1, *, ahead: bool = False
@@ -155,6 +156,8 @@ def knockout(
         for labels, edges in named
     )
     plan = Plan(model, base, None, True, cells, metrics, batch_size=batch_size)
+    where = [layers_and_heads(layers, edges.heads, model.shape) for _, edges in named]
+    of_layers = [tuple(asked) for asked, _ in where]
     options = {
         "block": [" ".join(labels.values()) for labels, _ in named],
         "matrices": [
@@ -162,8 +165,8 @@ def knockout(
             for i, p in enumerate(base)
             for _, e in named
         ],
-        "heads": [chosen(edges.heads, model.shape.n_heads, "head") for _, edges in named],
-        "layers": layers,
+        "heads": [chosen(heads, model.shape.n_heads, "head") for _, heads in where],
+        "layers": of_layers[0] if len(set(of_layers)) == 1 else of_layers,
         "window": sizes,
         "variant": variant,
         "over": axes,
@@ -253,7 +256,8 @@ def _kinds(
     shape = model.shape
     matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead)
     first, there = int(matrix.any(-1).int().argmax()), sent(matrix, model.device)
-    heads = chosen(edges.heads, shape.n_heads, "head")
+    layers, heads_asked = layers_and_heads(layers, edges.heads, shape)
+    heads = chosen(heads_asked, shape.n_heads, "head")
     listed = {
         "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),
         "layer": steps(layers, "layer" in axes, sizes.get("layer"), False),

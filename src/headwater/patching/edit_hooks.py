@@ -6,7 +6,7 @@ It goes the way of the sweeps' own edits: the same kinds of values, the same row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, looks, makes
+from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all, positions_of, roles_of
-from headwater.models.sites import SITES, Site
+from headwater.models.sites import SITES, Site, kv_site_of
 from headwater.models.tokens import Batch
 from headwater.names import SiteName, ValueName
 from headwater.options import checked_count, checked_layer, shown
@@ -40,7 +41,7 @@ class EditHook(PromptHook):
     layer: int
     recipe: Recipe
     positions: Where
-    heads: Iterable[int] | int | None
+    heads: Heads
     keys: Where
 
     def __repr__(self) -> str:
@@ -99,7 +100,8 @@ class EditHook(PromptHook):
         self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]
     ) -> Callable[[Tensor], Tensor]:
         """Return what writes the edit into an activation of these prompts."""
-        heads = None if self.heads is None else chosen(self.heads, site.n_heads(model.shape), "head")
+        _, asked = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
+        heads = None if asked is None else chosen(asked, site.n_heads(model.shape), "head")
         units = None if site.units is None or len(site.units) == site.width(model.shape, 1) else tuple(site.units)
         edits = []
         for example, prompt in enumerate(prompts):
@@ -156,7 +158,7 @@ def edit(
     values: ValueName | Recipe | TensorLike | Callable[..., Any],
     *,
     positions: Where = "all",
-    heads: Iterable[int] | int | None = None,
+    heads: Heads = None,
     keys: Where = "all",
 ) -> EditHook:
     """Make a hook that writes values into an activation: `model.run(prompts, hooks=[hw.edit(...)])`.
@@ -170,7 +172,7 @@ def edit(
             `hw.noise(..., samples=1)`, `hw.mean(prompts)`, `hw.resample(prompts)` or `"zero"`; see `hw.patch`.
         positions: which tokens of each prompt, also by role (those of all roles together); query positions for
             `pattern`. In generation these tokens of the prompts; "all" is what is read and written after them too.
-        heads: which heads; key-value heads for `k` and `v`.
+        heads: which heads, by number (key-value heads for `k` and `v`) or by names of heads of this layer, as "9.2".
         keys: of `pattern`, which attended tokens, named as positions are.
 
     Raises:

@@ -84,21 +84,23 @@ class Metric:
             )
         return measured
 
-    def refuse_if_rows_mix(
+    def refuse_misread(
         self,
         values: Float[Tensor, "row kept width"],
         answers: Sequence[Int[Tensor, " row"]],
         clean: Float[Tensor, "row kept width"] | None = None,
     ) -> None:
-        """Refuse a metric in which one row's number depends on the rows beside it.
+        """Refuse a metric in which one row's number depends on the rows beside it, or that reads what is not there.
 
         Its first row is measured beside another, the same values in the order reversed, scaled and shifted (a mean or
         a largest value over both is then not that of one), and each of the two alone: the rows of a sweep stand
         together as the memory allows, so such a metric would mean another thing in every batch.
 
         Raises:
-            InputError: the numbers differ.
+            InputError: the numbers differ, or it indexes other positions than the last, which alone is read.
         """
+        if self.at == "last":
+            self.measure(_Last.of(values[:1].float()), [ids[:1] for ids in answers], clean)
         both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
         twice = [ids[:1].repeat(2) for ids in answers]
         clean = clean[:1].repeat(2, 1, 1) if clean is not None else None
@@ -115,6 +117,64 @@ class Metric:
                 "alone: its rows depend on one another. It must treat each row by itself: take means and the like over "
                 "the other axes (dim=1, dim=-1)."
             )
+
+
+class _Last(Tensor):
+    """What is read at the last position of each prompt: an index of another position is an error, not the last one."""
+
+    _axis = 1
+    """The axis of positions, of length 1."""
+
+    @classmethod
+    def of(cls, values: Tensor, axis: int = 1) -> _Last:
+        """Mark what was read at the last positions alone."""
+        marked = values.as_subclass(cls)
+        marked._axis = axis
+        return marked
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as on any tensor; check indices, and mark results that have the same axes up to that of positions."""
+        with torch._C.DisableTorchFunctionSubclass():
+            one, axis = args[0] if args else None, None
+            if isinstance(one, _Last):
+                if func in (Tensor.__getitem__, Tensor.__setitem__):
+                    axis = _checked_index(args[1], one._axis, one.ndim)
+                elif func in (Tensor.select, torch.select):
+                    _checked_index((*[slice(None)] * args[1], args[2]), one._axis, one.ndim)
+                elif func is Tensor.unbind and one._axis and args[1:] in ((), (0,)):  # as a loop over rows does
+                    return tuple(cls.of(row, one._axis - 1) for row in func(*args))
+            found = func(*args, **(kwargs or {}))
+            if isinstance(one, _Last) and func is not Tensor.__getitem__ and isinstance(found, Tensor):
+                kept = one.shape[: one._axis + 1]
+                axis = one._axis if found.shape[: len(kept)] == kept else None
+            return found if axis is None or not isinstance(found, Tensor) else cls.of(found, axis)
+
+
+def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
+    """Return where an index puts the axis of positions; None where it is gone.
+
+    Raises:
+        InputError: the index asks for another position than the last.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = [0 if one is None else one.ndim if str(getattr(one, "dtype", "")).endswith("bool") else 1 for one in parts]
+    if (cut := next((i for i, one in enumerate(parts) if one is Ellipsis), None)) is not None:
+        n_whole = ndim - sum(taken) + 1
+        parts[cut : cut + 1], taken[cut : cut + 1] = [slice(None)] * n_whole, [1] * n_whole
+    here, after, gone = 0, 0, False
+    for one, count in zip(parts, taken, strict=True):
+        if here == axis and count:
+            whole = isinstance(one, slice) and one.start in (None, -1) and one.stop is None
+            if not whole and (isinstance(one, slice) or (count == 1 and bool((torch.as_tensor(one) != -1).any()))):
+                raise InputError(
+                    f"A metric reads position {shown(one)}, and is given the last position of each prompt alone: write "
+                    "[:, -1], or read all positions by metric=hw.Metric('name', function, at='all')."
+                )
+            return after if whole and not gone else None
+        gone = gone or not (one is None or isinstance(one, slice | int))
+        here, after = here + count, after + (one is None or isinstance(one, slice))
+    return None if gone else after + axis - here
 
 
 def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> Metric:

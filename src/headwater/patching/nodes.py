@@ -5,18 +5,21 @@
     {"site": "z", "layer": 3, "head": 2, "position": 5}                        a head at one token
     {"site": "pattern", "layer": 3, "head": 2, "position": 5, "key": 2}        an attention edge: token 5 reads token 2
 
-What is not named is covered whole.
+What is not named is covered whole. A node may be a name too (`headwater.models.part_names`): "9.2" and "L9H2" are the z
+of a head, "9.2.q" its query, "m9" the output of an MLP, and "blocks.3.hook_resid_pre" the site of this hook.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
+from headwater.models.part_names import part_named
 from headwater.models.positions import Prompt
-from headwater.models.sites import SITES, Site, sites_named
+from headwater.models.sites import SITES, Site, place_named, sites_named
 from headwater.options import is_one, shown, whole_number
 from headwater.patching.variants import Replace
 
@@ -81,6 +84,7 @@ def set_name(nodes: Sequence[Node]) -> str:
 
 def _read(model: HookedModel, given: object, length: int) -> Node:
     known = [field.name for field in fields(Node)]
+    given = _by_name(model, given) if isinstance(given, str | tuple) else given
     if not isinstance(given, Node | Mapping):
         raise InputError(f"{shown(given)} is no node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}.")
     asked = given.described() if isinstance(given, Node) else {str(k): v for k, v in given.items() if v is not None}
@@ -99,6 +103,17 @@ def _read(model: HookedModel, given: object, length: int) -> Node:
     node = Node(site.name, **{axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()})
     site.among([node.layer], model, edited=True)
     return node
+
+
+def _by_name(model: HookedModel, name: Any) -> dict[str, Any]:
+    """Return the node of a name."""
+    if isinstance(name, str) and (place := place_named(name)) is not None:
+        return {"site": place[0].name, "layer": place[1]}
+    kind, layer, head, _ = part_named(name, model.shape)
+    site = {"head": "z", "mlp": "mlp_out"}.get(kind, kind)
+    if layer is None or site not in SITES:
+        raise InputError(f"{shown(name)} is not a node with a layer; give one such as '9.2', 'm9' or a mapping.")
+    return {"site": site, "layer": layer, "head": head}
 
 
 def _site(name: object, model: HookedModel) -> tuple[Site, ...]:

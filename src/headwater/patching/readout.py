@@ -189,10 +189,10 @@ class Readout:
         return found
 
     def _check_metric(self, metric: Metric, values: Tensor, answers: list[Tensor], clean: Tensor | None) -> None:
-        """Check once per sweep that a metric treats each row by itself."""
+        """Check once per sweep that a metric treats each row by itself, and reads what is there."""
         if metric.name not in self.plan.checked:
             with torch.no_grad():
-                metric.refuse_if_rows_mix(values.detach(), answers, clean)
+                metric.refuse_misread(values.detach(), answers, clean)
             self.plan.checked.add(metric.name)
 
     def _refuse_no_number(

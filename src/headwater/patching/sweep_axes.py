@@ -196,7 +196,7 @@ class Asked:
     over: str | Iterable[str] | None
     layers: Iterable[int] | int | None
     positions: Where
-    heads: Iterable[int] | int | None
+    heads: Any
     window: Window
     spans: SpansName = "together"
     """Whether the tokens of a role are edited together, or each by itself."""

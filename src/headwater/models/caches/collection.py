@@ -31,6 +31,7 @@ from headwater.models.caches.transfer import Place, Transfer
 from headwater.models.caches.wanted import Wanted, names_asked, wanted_of
 from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
+from headwater.models.part_names import Heads
 from headwater.models.positions import Where
 from headwater.models.sites import Site
 from headwater.models.tokens import Inputs, by_length
@@ -60,7 +61,7 @@ def fill_cache(
     attention: bool | None = None,
     layers: Sequence[int] | None = None,
     positions: Where | Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
+    heads: Heads = None,
     out: str | Path | None = None,
     batch_size: int = 16,
     device: str | torch.device = "cpu",
@@ -82,7 +83,8 @@ def fill_cache(
             last token; or a word, a span, a function of the token strings, a list with one of these per text; or
             roles, as {"subject": [" France", " Italy"], "end": "last"} (see `headwater.models.positions`), which the
             column `role` of the frame names. For attention these are the queries; the keys are always all.
-        heads: which query heads; default all. Sites that have no heads are kept whole.
+        heads: which query heads, by number or by names of heads of one layer, as "9.2"; default all. Sites that have no
+            heads are kept whole.
         out: a folder. The numbers are written there part by part, memory stays flat, an interrupted collection that is
             repeated goes on, and several processes share it (`accelerate launch`).
         batch_size: texts in one run.

@@ -23,6 +23,7 @@ from headwater.models.caches.activations import (
 )
 from headwater.models.caches.sequences import Chosen, Sequences, chosen_tokens, seen_tokens, sequences_of
 from headwater.models.dictionaries.features import Features
+from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Where
 from headwater.models.sites import SITES
 from headwater.models.tokens import Inputs
@@ -131,7 +132,7 @@ def wanted_of(
     names: list[Any],
     layers: Sequence[int] | None,
     positions: Where | Sequence[int] | None,
-    heads: Sequence[int] | None,
+    heads: Heads,
 ) -> Wanted:
     """Check what was asked for, and say what it comes to.
 
@@ -139,8 +140,9 @@ def wanted_of(
         InputError: an option names nothing of this model or of these texts.
     """
     shape = model.shape
-    chosen_layers = _choose("layer", layers, shape.n_layers)
-    chosen_heads = _choose("head", heads, shape.n_heads)
+    of_layers, numbers = layers_and_heads(layers, heads, shape)
+    chosen_layers = _choose("layer", of_layers, shape.n_layers)
+    chosen_heads = _choose("head", numbers, shape.n_heads)
     sequences = sequences_of(inputs, model)
     activations = activations_named(names, chosen_layers, model)
     refuse_misread_heads(activations, heads, model)

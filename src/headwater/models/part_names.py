@@ -1,0 +1,250 @@
+"""Names of heads, MLPs and the two ends of a model, as people and other tools write them: one reader for all functions.
+
+    a head                 "9.2"   "head 9.2"   "head 9 2"   "L9H2"   "a9.h2"   (9, 2)   "blocks.9.attn.hook_z[2]"
+    its q, k or v          "9.2.q"   "L9H2.q"   "a9.h2<q>"   "q 9.2"   "blocks.9.attn.hook_q[2]"
+    an MLP                 "m9"   "mlp 9"   "MLP 9"   "blocks.9.hook_mlp_out"
+    the embedding          "embed"   "input"   "hook_embed"
+    the logits             "logits"   "unembed"   "output"
+    all of a layer, kind   "head 9"   "L9"   "blocks.9.attn.hook_z"   "q 9"   "head"   "mlp"   "k"
+
+Where heads share keys and values, `k 9.1`, `v 9.1` and the hooks of `k` and `v` count key-value heads. Names of a head
+count query heads: "9.2.k" is the key that query head 9.2 reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import pandas as pd
+
+from headwater.errors import InputError
+from headwater.options import has_no_order, is_one, shown, whole_number, whole_numbers
+
+_LAYER, _HEAD, _OF = r"(?P<layer>\d{1,6})", r"(?P<head>\d{1,6})", r"(?:[. ]?<?(?P<of>[qkv])>?)?"
+_AT = rf"(?:[\[. ](?::, ?:, ?)?{_HEAD}\]?)?"
+FORMS: dict[str, str] = {
+    "head 9.2, 9.2.q": rf"(?:heads? ?|h)?{_LAYER}[. ,]{_HEAD}{_OF}",
+    "L9H2, a9.h2, a9.h2<q>": rf"(?:l|a|layer ?){_LAYER}[., ]*(?:h|head ?){_HEAD}{_OF}",
+    "q 9.2, mlp 9, head 9, k": rf"(?P<kind>heads?|mlps?|[qkv])(?: ?{_LAYER}(?:[. ]{_HEAD})?)?",
+    "m9": rf"(?P<kind>m){_LAYER}",
+    "L9": rf"(?P<kind>l){_LAYER}",
+    "blocks.9.attn.hook_z[2]": rf"blocks\.{_LAYER}\.attn\.hook_(?P<kind>z|result|q|k|v){_AT}",
+    "blocks.9.hook_q_input[2]": rf"blocks\.{_LAYER}\.hook_(?P<kind>q|k|v)_input{_AT}",
+    "blocks.9.hook_mlp_out": rf"blocks\.{_LAYER}\.(?:hook_)?(?P<kind>mlp)(?:_in|_out|\.hook_in|\.hook_out)",
+    "embed": r"(?P<kind>embed|input|hook_embed)",
+    "logits": r"(?P<kind>logits|unembed|output)",
+}
+"""Examples of each form, and its pattern, of a name in small letters with single spaces."""
+_KINDS = {"m": "mlp", "l": "head", "z": "head", "result": "head", "input": "embed", "hook_embed": "embed"}
+_KINDS |= {"unembed": "logits", "output": "logits", "heads": "head", "mlps": "mlp"}
+"""Of words that patterns take as kinds, those that are not the kind itself."""
+HeadName: TypeAlias = str | Sequence[int | str]
+"""A head, as the first lines of this file name it."""
+Heads: TypeAlias = Iterable[int | HeadName] | int | str | None
+"""Heads of one layer or of all: numbers, or names of heads of one layer."""
+EXAMPLES = '"9.2", "L9H2", "a9.h2", (9, 2), "9.2.q", "m9", "embed" or "logits"'
+
+
+class Sizes(Protocol):
+    """What says which layers and heads there are: the shape of a model, or its graph."""
+
+    @property
+    def n_layers(self) -> int:
+        """How many layers there are."""
+
+    @property
+    def n_heads(self) -> int:
+        """How many query heads a layer has."""
+
+    @property
+    def n_kv_heads(self) -> int:
+        """How many key-value heads a layer has."""
+
+
+class Counts(NamedTuple):
+    """Such sizes alone."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+
+
+class Part(NamedTuple):
+    """A part of a model, or all of a kind or of a layer where a number is None."""
+
+    kind: str
+    """`embed`, `head`, `q`, `k`, `v`, `mlp` or `logits`."""
+    layer: int | None = None
+    head: int | None = None
+    """Key-value heads for `k` and `v`."""
+    of_query_head: bool = False
+    """Whether the head of a `k` or `v` is still counted by query heads."""
+
+    def __str__(self) -> str:
+        numbers = [str(number) for number in (self.layer, self.head) if number is not None]
+        return " ".join([self.kind, *([".".join(numbers)] if numbers else [])])
+
+
+@lru_cache(maxsize=1 << 16)
+def _read(text: str) -> Part | None:
+    """Return the part of a text, whatever the model; None where it fits no form."""
+    small = " ".join(text.casefold().split())
+    found = next((match for form in FORMS.values() if (match := re.fullmatch(form, small))), None)
+    if found is None:
+        return None
+    groups = {name: value for name, value in found.groupdict().items() if value is not None}
+    layer, head = (int(groups[name]) if name in groups else None for name in ("layer", "head"))
+    kind = groups.get("of") or groups.get("kind", "head")
+    return Part(_KINDS.get(kind, kind), layer, head, "of" in groups)
+
+
+def read_part(name: Any) -> Part | None:
+    """Return the part that a name means in whatever model; None where it fits no form."""
+    if isinstance(name, Part):
+        return name
+    if isinstance(name, str):
+        return _read(name) if len(name) <= 80 else None
+    try:
+        first, second = name
+        if isinstance(first, str):  # a hook, and a head of it
+            part = _read(first)
+            fits = part is not None and part.head is None and first.startswith("blocks.") and part.kind != "mlp"
+            return part._replace(head=whole_number(second)) if part is not None and fits else None
+        return Part("head", whole_number(first), whole_number(second))
+    except (TypeError, ValueError):
+        return None
+
+
+def part_named(name: Any, sizes: Sizes) -> Part:
+    """Return the part of a model that a name means; numbers of a pair may count from the end.
+
+    Raises:
+        InputError: the name fits no form, or the model has no such layer or head.
+    """
+    part = read_part(name)
+    if part is None:
+        raise InputError(f"{shown(name)} names no part of a model. Write {EXAMPLES}.")
+    kind, layer, head, of_query_head = part
+    if kind == "mlp" and head is not None:
+        raise InputError(f"{shown(name)} gives an MLP a head; a layer has one MLP: write 'mlp {layer}'.")
+    layer = None if layer is None else within(layer, sizes.n_layers, "layer")
+    if head is not None:
+        by_kv = kind in ("k", "v") and not of_query_head
+        count = sizes.n_kv_heads if by_kv else sizes.n_heads
+        shared = sizes.n_heads // sizes.n_kv_heads
+        note = f"; {kind} counts key-value heads, each read by {shared} query heads" if by_kv and shared > 1 else None
+        head = within(head, count, "head", f" in layer {layer}", note)
+        head = head // shared if of_query_head and kind in ("k", "v") else head
+    return Part(kind, layer, head)
+
+
+def within(number: int, count: int, what: str, where: str = "", note: str | None = None) -> int:
+    """Return a number counted from the beginning.
+
+    Raises:
+        InputError: it is out of range.
+    """
+    if not -count <= number < count:
+        grouped = "; query heads are counted, not key-value heads" if what == "head" else ""
+        raise InputError(f"There is no {what} {number}{where}; they are 0 to {count - 1}{note or grouped}.")
+    return number % count
+
+
+def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]]:
+    """Return heads as pairs (layer, head), or MLPs as (layer,), in the order given.
+
+    Args:
+        option: `heads` or `mlps`.
+        given: a name, a list of names, pairs or (of MLPs) layers, or a table of heads with the columns `layer`, `head`.
+        sizes: of the model; "head 9" is every head of layer 9.
+
+    Raises:
+        InputError: one is not a head, or an MLP, of the model.
+    """
+    kind = option.removesuffix("s")
+    wanted = (
+        "give a list of "
+        + {
+            "head": "pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']",
+            "mlp": "whole numbers, the layers, or of names, as ['mlp 0', 'm3']",
+        }[kind]
+    )
+    if isinstance(given, pd.DataFrame) and kind == "head":
+        if missing := [name for name in ("layer", "head") if name not in given.columns]:
+            raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")
+        given = list(given[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
+    if not isinstance(given, str) and (is_one(given) or has_no_order(given)):
+        raise InputError(f"{option}={shown(given)}: {wanted}.")
+    found: list[tuple[int, ...]] = []
+    for one in [given] if isinstance(given, str) else given:
+        try:
+            part = Part("mlp", whole_number(one)) if kind == "mlp" else read_part(one)
+        except TypeError:
+            part = read_part(one)
+        if part is None or part.kind != kind:
+            raise InputError(f"{option}= holds {shown(one)}{f', which is {part}' if part else ''}: {wanted}.")
+        _, layer, head, _ = part_named(part, sizes)
+        layers = range(sizes.n_layers) if layer is None else [layer]
+        heads = range(sizes.n_heads) if head is None else [head]
+        found += [(i,) for i in layers] if kind == "mlp" else product(layers, heads)
+    return found
+
+
+def head_named(layer: Any, head: Any, sizes: Sizes, model: str) -> tuple[int, int]:
+    """Return one head, given as two numbers or, with `head` left out, by its name.
+
+    Raises:
+        InputError: it is not a head of the model.
+    """
+    name = layer if head is None else (layer, head)
+    part = read_part(name)
+    if part is None or part.kind != "head" or part.layer is None or part.head is None:
+        raise InputError(f"{shown(name)} is not one head: give its layer and head, or a name such as '9.2'.")
+    if not (0 <= part.layer < sizes.n_layers and 0 <= part.head < sizes.n_heads):
+        raise InputError(
+            f"Head {part.head} of layer {part.layer} was asked for; {model} has {sizes.n_layers} layers of "
+            f"{sizes.n_heads} heads."
+        )
+    return part.layer, part.head
+
+
+def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None = None) -> tuple[Any, Any]:
+    """Return `layers=` and `heads=` as numbers where `heads=` holds names of heads, which say their layer themselves.
+
+    Args:
+        layers: what was given; None for all.
+        heads: numbers, which are returned as they are, or names.
+        sizes: of the model.
+        kv_site: a site that is meant and has key-value heads, if there is one.
+
+    Raises:
+        InputError: the heads are of several layers, or of another than `layers`; or the site counts other heads.
+    """
+    if heads is None or not (isinstance(heads, str) or (not is_one(heads) and any(map(_is_name, heads)))):
+        return layers, heads
+    named = parts_of_kind("heads", heads, sizes)
+    of, numbers = sorted({layer for layer, _ in named}), sorted({head for _, head in named})
+    if len(of) > 1:
+        raise InputError(
+            f"heads={shown(heads)} are of layers {', '.join(map(str, of))}: heads= is crossed with layers= here. Name "
+            "heads of one layer at a time."
+        )
+    if kv_site is not None and sizes.n_kv_heads < sizes.n_heads:
+        raise InputError(
+            f"heads={shown(heads)} names query heads, and {kv_site} has key-value heads: give layers={of[0]} and "
+            f"heads= as numbers, {numbers[0] // (sizes.n_heads // sizes.n_kv_heads)} for this one."
+        )
+    asked = None if layers is None else [within(layer, sizes.n_layers, "layer") for layer in whole_numbers(layers)]
+    if asked is not None and of[0] not in asked:
+        raise InputError(
+            f"heads={shown(heads)} is of layer {of[0]}, and layers={shown(layers)} was given: leave it out."
+        )
+    return tuple(of), tuple(numbers)
+
+
+def _is_name(one: object) -> bool:
+    return isinstance(one, str | tuple | list) or getattr(one, "ndim", 0) == 1
