@@ -1,5 +1,6 @@
 """Any activation of any text: against plain hooks of torch, each text alone, under both kinds of names."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -337,3 +338,35 @@ def test_features_are_kept_as_their_dictionary_reads_them(llama):
     assert torch.equal(cache.rows("blocks.1.hook_resid_post"), cache.rows("resid_post", 1))
     two = llama.cache(TEXTS, sites=features.only([4, 1]), **QUIET)
     torch.testing.assert_close(two.rows(features.name), expected[:, [4, 1]], **CLOSE)
+
+
+def test_what_is_not_kept_is_said_in_one_short_line(llama):
+    cache = llama.cache(TEXTS, sites=["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"], **QUIET)
+    with pytest.raises(
+        InputError, match=r"does not hold 'z'\. It keeps resid_pre at layers 0 to 2; "
+    ) as refused:
+        cache["z", 0]
+    assert len(str(refused.value)) < 200
+    with pytest.raises(AttributeError, match=r"no 'half': hw\.load\(name, dtype=\.\.\.\)"):
+        llama.half()
+
+
+def test_a_hook_at_copies_that_are_not_made_is_refused_with_what_to_do(llama):
+    with pytest.raises(InterventionError, match=r"cache\['z', layer\] times model\.W_O\[layer\]") as refused:
+        llama.run(TEXTS, hooks=[("blocks.0.attn.hook_result", lambda activation, hook: activation)])
+    assert "set_use_" not in str(refused.value)
+
+
+def test_a_cache_of_patterns_alone_is_drawn_as_attention(llama):
+    cache = llama.cache(TEXTS, sites="pattern", layers=[0, 2], heads=[1, 3], **QUIET)
+    figure = cache.plot()
+    assert [ax.get_title("left") for ax in figure.axes] == ["0.1", "0.3", "2.1", "2.3"]
+    drawn = [np.asarray(ax.images[0].get_array()) for ax in figure.axes]
+    expected = [cache.example("pattern", layer, 0)[place].numpy() for layer in (0, 2) for place in (0, 1)]
+    assert all(np.array_equal(*both) for both in zip(drawn, expected, strict=True))
+    ax = plt.figure().add_subplot()
+    assert cache.plot(ax) is ax
+    assert np.allclose(ax.images[0].get_array(), np.mean(expected, 0), atol=1e-6)
+    sizes = llama.cache(TEXTS, sites=["pattern", "z"], layers=[0], **QUIET).plot()
+    assert not sizes.images
+    plt.close("all")

@@ -191,3 +191,26 @@ def test_a_run_folder_gives_a_fit_back_and_refuses_other_states(labels, tmp_path
     pd.testing.assert_frame_equal(fitted(states, labels, out=tmp_path).table, one.table)
     with pytest.raises(hw.HeadwaterError, match="states"):
         fitted(states + 1, labels, out=tmp_path)
+
+
+def test_matched_pairs_that_are_split_over_folds_are_named_with_groups():
+    subjects = 6 * torch.randn(30, 24)
+    states = torch.stack([subjects, subjects], dim=1).flatten(0, 1) + 0.05 * torch.randn(60, 24)
+    states[:, 0] += torch.tensor([0.0, 1.0] * 30)
+    z, pairs = [0, 1] * 30, [pair for pair in range(30) for _ in range(2)]
+    apart, together = fitted(states, z), fitted(states, z, groups=pairs)
+    assert apart.table["auc_high"].item() < 0.5 < together.table["auc_low"].item()
+    assert any("matched pairs" in said and "groups=" in said for said in apart.report())
+    assert not any("matched pairs" in said for said in together.report())
+
+
+def test_a_label_for_each_text_beside_a_row_for_each_token_names_positions_last():
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    texts = [" the cat is", " Paris is", " a dog in Rome"]
+    with pytest.raises(InputError, match=r"3 labels were given for .* a row for each token: .* positions='last'"):
+        hw.fit_probe(model.cache(texts, sites="resid_post", progress=False), [0, 1, 0])
+
+
+def test_a_probe_says_in_one_line_what_it_is(labels):
+    fit = fitted(torch.randn(N, 8), labels, groups=[f"question {i}" for i in range(N)])
+    assert repr(fit.probe()) == f"Probe(given at given, layer 0: 8 weights, fitted on {N} questions, 0 folds)"

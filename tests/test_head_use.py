@@ -128,6 +128,8 @@ def test_a_relation_that_the_model_does_not_answer_is_said_and_its_heads_are_not
 def test_relations_that_are_not_asked_for_and_maps_without_called_heads_are_said(planted):
     model, heads = planted
     found = heads.validate(model, **ASK | {"template": {"capital": TEMPLATES[1]}})
+    some = heads.validate(model, **ASK | {"template": TEMPLATES[1], "relations": [CAPITAL]})
+    pd.testing.assert_frame_equal(some.table, found.table)
     assert found.table.loc[found.table["accuracy"].notna(), "relation"].unique().tolist() == ["capital"]
     assert found.report()[-1] == "1 more of the relations that have heads were not asked for."
     nothing = dataclasses.replace(heads, table=heads.table.assign(implemented=False, suppressed=False))
@@ -241,7 +243,7 @@ def test_what_cannot_be_validated_is_refused_in_one_line(planted):
     with pytest.raises(InputError, match="draws=0"):
         heads.validate(model, draws=0, **ASK)
     with pytest.raises(InputError, match="give the relations="):
-        heads.validate(model, **ASK | {"relations": [CAPITAL]})
+        heads.validate(model, **ASK | {"relations": None})
     other, _ = classified({(0, 0): [implements(PAST.pairs)]})
     with pytest.raises(ModelError, match="does not have the weights"):
         heads.validate(other, **ASK)

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from headwater.detection.detection import Detection as Detection
     from headwater.detection.detection import detect as detect
     from headwater.errors import HeadwaterError as HeadwaterError
+    from headwater.errors import InputError as InputError
+    from headwater.errors import InterventionError as InterventionError
+    from headwater.errors import ModelError as ModelError
+    from headwater.errors import NumericsError as NumericsError
+    from headwater.errors import RunFolderError as RunFolderError
     from headwater.heads.behaviour import AttentionBehaviour as AttentionBehaviour
     from headwater.heads.behaviour import attention_behaviour as attention_behaviour
     from headwater.heads.classify import classify_heads as classify_heads

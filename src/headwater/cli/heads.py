@@ -167,7 +167,7 @@ def compare(
 
     `headwater compare run/step-1000 run/step-2000 run/step-4000 --json`
 
-    `headwater compare gpt2 gpt2-xl --relations path/to/relations --embedding plain`
+    `headwater compare path/to/base path/to/instruct --relations path/to/relations --embedding raw`
     """
     with continues(out):
         from headwater.heads.comparison import compare_heads

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -66,6 +66,8 @@ OWN_TEXTS = 64
 """How many texts of the embedded model's world are read where none are given."""
 SEQUENCES_PER_PIECE = 64
 """How many sequences are finished, and kept in `out`, at a time."""
+MOST_NAMED = 5
+"""Of the heads that are called by a behaviour the report names so many."""
 NUMBERS_AT_ONCE = 2**22
 """How many numbers of the bootstrap are held at a time."""
 
@@ -107,7 +109,7 @@ class AttentionBehaviour(Result):
         said = []
         for on, part in self.summary().groupby("on", sort=False):
             found = [row for row in each_row(part) if row["heads"]]
-            named = ", ".join(f"{row['heads']} by {words(row['behaviour'])}" for row in found)
+            named = ", ".join(f"{row['heads']} by {words(row['behaviour'])}{self._heads_by(on, row)}" for row in found)
             said.append(f"{_where(on)}, heads are called {named}." if named else f"{_where(on)}, no head is called.")
             found = [row for row in found if row["behaviour"] != RESTING]
             if found:
@@ -131,6 +133,16 @@ class AttentionBehaviour(Result):
                 f"{below} suppress it, beyond 95 % of random heads; of these one in forty does either."
             )
         return [*said, "A head that attends to something need not move anything from there."]
+
+    def _heads_by(self, on: object, row: Mapping[str, Any]) -> str:
+        """Name the heads that are called by a behaviour, the strongest first; those that rest are too many to name."""
+        if row["behaviour"] == RESTING:
+            return ""
+        rows = self.table.query("called and on == @on and behaviour == @row['behaviour']")
+        rows = rows.sort_values("excess", ascending=False, kind="stable")
+        names = [f"{one['layer']}.{one['head']}" for one in each_row(rows.head(MOST_NAMED))]
+        more = f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""
+        return f" ({', '.join(names)}{more})"
 
     def plot(
         self, ax: Axes | None = None, *, on: str | None = None, title: str | None = None, figsize: Size | None = None

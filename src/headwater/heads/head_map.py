@@ -127,7 +127,8 @@ class HeadMap(Result):
 
         Args:
             model: the model that was classified.
-            relations: what `classify_heads` was given, if it was given relations.
+            relations: what `classify_heads` was given, if it was given relations, or some of them: then these alone are
+                asked for.
             template: what asks for a target, with one `{source}` behind a space; or a mapping from relations to such
                 texts, and then only these relations are asked for.
             shots: examples in front of each question.
@@ -145,11 +146,14 @@ class HeadMap(Result):
             InputError: a relation of the map is not among `relations`, or an option cannot be used.
         """
         multi_token = self.run.options["multi_token"]
-        known = {name: tokens for name, (tokens, _) in relations_of(model, self, relations, multi_token).items()}
+        given = relations_of(model, self, relations, multi_token, some=True)
+        known = {name: tokens for name, (tokens, _) in given.items()}
+        if isinstance(template, str) and len(known) < int(self.relations["used"].sum()):
+            template = dict.fromkeys(known, template)
         asking = Asking.checked(template, shots, draws, seed, list(known))
         use = head_use(model, self.table, known, asking, progress)
-        asked = describe(asdict(asking) | dict(model.interventions))
-        run = replace(self.run, options=self.run.options | {"validate": asked})
+        options = describe(asdict(asking) | dict(model.interventions))
+        run = replace(self.run, options=self.run.options | {"validate": options})
         return replace(self, table=self.table.drop(columns=list(COLUMNS), errors="ignore").join(use), run=run)
 
     def head(

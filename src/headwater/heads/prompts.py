@@ -62,7 +62,12 @@ class Scored(Protocol):
 
 
 def relations_of(
-    model: HookedModel, head_map: Scored, relations: Relations, multi_token: MultiTokenName | None = None
+    model: HookedModel,
+    head_map: Scored,
+    relations: Relations,
+    multi_token: MultiTokenName | None = None,
+    *,
+    some: bool = False,
 ) -> dict[str, tuple[TokenRelation, int]]:
     """Return the relations a head map was scored on, by name, as tokens, and each one's k.
 
@@ -72,6 +77,7 @@ def relations_of(
         relations: what `classify_heads` was given.
         multi_token: what stands for words of several tokens; by default only items of single tokens are taken, also
             where the map took others.
+        some: whether a part of the map's relations will do, where `relations` are given.
 
     Raises:
         ModelError: the map is of another model, or the model is none that runs.
@@ -86,6 +92,8 @@ def relations_of(
         )
     used = head_map.relations[head_map.relations["used"]]
     wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
+    if some and relations is not None and wanted:  # else what is lacking is named below
+        used = used[used["relation"].isin([relation.name for relation in wanted])]
     same_words = head_map.run.options["rule"] == "published"
     tokenized = tokenize_relations(wanted, model.tokenizer, multi_token=multi_token, same_words=same_words)
     found = {tokens.relation.name: tokens for tokens in tokenized}

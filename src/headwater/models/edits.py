@@ -26,6 +26,7 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.models.reading import now_reading
 from headwater.models.sites import SITES, Carrier, place_named
+from headwater.models.transformer_lens_ways import WAYS
 from headwater.options import shown
 
 if TYPE_CHECKING:
@@ -304,7 +305,13 @@ class Attachments:
             try:
                 stack.enter_context(self._raw.hooks(fwd_hooks=list(new.items())))
             except (ValueError, AssertionError) as error:
-                raise InterventionError(f"TransformerLens refused a hook: {error}") from None
+                named = ", ".join(dict.fromkeys(hook.name for hook in hooks))
+                if "set_use_" not in str(error):
+                    raise InterventionError(f"TransformerLens refused a hook at {named}: {error}") from None
+                raise InterventionError(
+                    f"A hook at {named} cannot be used: models make no copies of what heads and MLPs read or write; "
+                    f"{WAYS['set_use_attn_result']}; hw.path_patch changes what a receiver reads."
+                ) from None
             yield
 
     def _add(

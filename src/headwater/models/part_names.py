@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pandas as pd
 
-from headwater.errors import InputError
+from headwater.errors import InputError, did_you_mean
 from headwater.options import has_no_order, is_one, shown, whole_number, whole_numbers
 
 _LAYER, _HEAD, _OF = r"(?P<layer>\d{1,6})", r"(?P<head>\d{1,6})", r"(?:[. ]?<?(?P<of>[qkv])>?)?"
@@ -127,7 +127,10 @@ def part_named(name: Any, sizes: Sizes) -> Part:
     """
     part = read_part(name)
     if part is None:
-        raise InputError(f"{shown(name)} names no part of a model. Write {EXAMPLES}.")
+        word = re.match(r"[a-z]+", name.casefold()) if isinstance(name, str) else None
+        near = did_you_mean(word[0], ("head", "mlp", "embed", "logits", "input", "unembed")) if word else ""
+        near = near if near.startswith(" Did") else ""
+        raise InputError(f"{shown(name)} names no part of a model.{near} Write {EXAMPLES}.")
     kind, layer, head, of_query_head = part
     if kind == "mlp" and head is not None:
         raise InputError(f"{shown(name)} gives an MLP a head; a layer has one MLP: write 'mlp {layer}'.")

@@ -37,6 +37,7 @@ WAYS = {
     "eval": "a model is always in evaluation mode",
     "train": "a model is always in evaluation mode",
     "to": "choose where it lies when it is loaded: hw.load(name, device=..., dtype=...)",
+    **dict.fromkeys(("half", "bfloat16", "float", "double"), "hw.load(name, dtype=...) chooses the dtype"),
     "cuda": "choose where it lies when it is loaded: hw.load(name, device='cuda')",
     "from_pretrained": "hw.load(name)",
     "load": "hw.load(name)",

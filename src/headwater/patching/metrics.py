@@ -100,7 +100,8 @@ class Metric:
             InputError: the numbers differ, or it indexes other positions than the last, which alone is read.
         """
         if self.at == "last":
-            self.measure(_Last.of(values[:1].float()), [ids[:1] for ids in answers], clean)
+            own = None if clean is None else _Last.of(clean[:1].float())
+            self.measure(_Last.of(values[:1].float()), [ids[:1] for ids in answers], own)
         both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
         twice = [ids[:1].repeat(2) for ids in answers]
         clean = clean[:1].repeat(2, 1, 1) if clean is not None else None
@@ -350,8 +351,11 @@ def _token_id(answer: object, tokenizer: Tokenizer | None) -> int:
     if len(ids) != 1:
         spaced, _ = encode(tokenizer, " " + answer)
         hint = f" With a leading space, {' ' + answer!r} is one." if len(spaced) == 1 else ""
-        pieces = shown([tokenizer.decode([i]) for i in ids])
-        raise InputError(f"The answer {answer!r} is {len(ids):,} tokens, {pieces}; a metric needs one token.{hint}")
+        pieces = [tokenizer.decode([i]) for i in ids]
+        first = f" Give its first, {pieces[0]!r}, as the id {ids[0]}, if other answers begin otherwise." if ids else ""
+        raise InputError(
+            f"The answer {answer!r} is {len(ids):,} tokens, {shown(pieces)}; a metric needs one token.{hint or first}"
+        )
     return int(ids[0])
 
 

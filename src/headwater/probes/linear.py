@@ -61,6 +61,12 @@ class Probe:
     folds: tuple[Probe, ...] = ()
     """The same probe fitted on parts of these answers: of every question, one at least has not seen the answers."""
 
+    def __repr__(self) -> str:
+        return (
+            f"Probe({self.site} at {self.token}, layer {self.layer}: {len(self.weight)} weights, fitted on "
+            f"{len(self.fitted_on)} questions, {len(self.folds)} folds)"
+        )
+
     def reader(self, question: str) -> int | None:
         """Return whose coefficients were not fitted on a question: -1 for its own, the place of a fold, or None."""
         readers = enumerate((self, *self.folds), start=-1)
@@ -87,6 +93,10 @@ class Probes:
     """The questions whose answers they were fitted on, where that is known."""
     folds: tuple[Probes, ...] = ()
     """The same probes fitted on parts of these answers; see `Probe.folds`."""
+
+    def __repr__(self) -> str:
+        layers, width = self.weight.shape
+        return f"Probes({self.site} at {self.token}: {layers} layers of {width} weights, best layer {self.best})"
 
     def __getitem__(self, layer: int) -> Probe:
         if not -len(self.weight) <= layer < len(self.weight):

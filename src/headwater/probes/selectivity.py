@@ -109,8 +109,15 @@ class ProbeFit(Result):
         ]
         if layers > 1:
             said.append(f"It is the best of {layers} layers, and so somewhat overestimated.")
-        if not row["auc_low"] > 0.5:
-            said.append("That is not told from chance.")
+        below = [f"{one['layer']:.0f}" for one in each_row(self.table) if one["auc_high"] < 0.5]
+        if below:
+            said.append(
+                f"The interval of the AUC is wholly below 0.5 (layer{'s' * (len(below) > 1)} {', '.join(below)}). "
+                "That is the sign of matched pairs, such as one text with two endings, split over folds: give "
+                "groups= with one name for each pair."
+            )
+        if not row["auc_low"] > 0.5 and not row["auc_high"] < 0.5:
+            said.append("That is indistinguishable from chance.")
         if np.isfinite(row["selectivity"]):
             selectivity = said_number(row["selectivity"], row["selectivity_low"], row["selectivity_high"], places=3)
             said.append(
@@ -241,7 +248,14 @@ def _task(
     """Check what goes with the states."""
     given = checked_several("labels", labels, "a list with a label for each row")
     if len(given) != states.rows:
-        raise InputError(f"{len(given)} labels were given for {states.rows} rows of states.")
+        n_groups = len(set(states.groups))
+        hint = (
+            f" There is one label for each of the {n_groups} texts, and a row for each token: cache them with "
+            "positions='last'."
+        )
+        raise InputError(
+            f"{len(given)} labels were given for {states.rows} rows of states.{hint * (len(given) == n_groups)}"
+        )
     wrong = [i for i, label in enumerate(given) if not _is_label(label)]
     if wrong:
         raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 0 and 1.")

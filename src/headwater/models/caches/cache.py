@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -40,6 +40,7 @@ from headwater.runs.shards import Shards
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LARGEST = 1e30
 """Numbers beyond it are what a mask writes into scores, and no activations."""
@@ -327,9 +328,12 @@ class Cache(Result):
             said.append(f"{one.name}{layers}: {' '.join(self.axes(one.name))}, {one.dtype}.")
         return said
 
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
-        """Draw how large the numbers of each activation are, by layer."""
-        return cast("Axes", self._drawn(ax, title, figsize))
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
+        """Draw how large the numbers of each activation are, by layer; of attention patterns alone, the patterns.
+
+        Patterns are those of the first text, a panel for each head (of many heads, their mean for each layer).
+        """
+        return self._drawn(ax, title, figsize)
 
     def digest(self) -> str:
         """Name this cache in the record of a run that starts from it: by what made it, or else by all it holds."""

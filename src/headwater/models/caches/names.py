@@ -47,8 +47,10 @@ class Names:
         by_name = {one.hook.replace("{layer}", "*"): one for one in self.kept.values() if not one.is_read} | self.kept
         named = by_name.get(name)
         if named is None:
-            names = [*self.kept, *(key for key in self.keys() if isinstance(key, str))]
-            raise InputError(f"The cache holds no {shown(name)}.{did_you_mean(name, names)}")
+            near = did_you_mean(name, [*self.kept, *(key for key in self.keys() if isinstance(key, str))])
+            kept = [one.name + (f" at {layers_said(one.layers)}" if one.layers else "") for one in self.kept.values()]
+            said = near if near.startswith(" Did") else f" It keeps {'; '.join(kept[:12])}{'; ...' * (len(kept) > 12)}."
+            raise InputError(f"The cache does not hold {shown(name)}.{said}")
         one = named
         if any_layer or (layer is None and len(one.places) == 1):
             return one, 0
