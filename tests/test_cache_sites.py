@@ -342,9 +342,7 @@ def test_features_are_kept_as_their_dictionary_reads_them(llama):
 
 def test_what_is_not_kept_is_said_in_one_short_line(llama):
     cache = llama.cache(TEXTS, sites=["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"], **QUIET)
-    with pytest.raises(
-        InputError, match=r"does not hold 'z'\. It keeps resid_pre at layers 0 to 2; "
-    ) as refused:
+    with pytest.raises(InputError, match=r"does not hold 'z'\. It keeps resid_pre at layers 0 to 2; ") as refused:
         cache["z", 0]
     assert len(str(refused.value)) < 200
     with pytest.raises(AttributeError, match=r"no 'half': hw\.load\(name, dtype=\.\.\.\)"):
