@@ -10,8 +10,10 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.models.generation.loop import Generated, chat_text, end_tokens, generate
+from headwater.models.generation.loop import Generated, generate
+from headwater.models.generation_config import end_tokens
 from headwater.models.reading import now_reading
+from headwater.models.tokens import chat_text
 from headwater.questions import answers, asking
 from headwater.questions.extract import exact_words, extractor_of
 from tests import chance

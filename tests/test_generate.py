@@ -21,6 +21,7 @@ from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 PROMPTS = [" Paris of France is the capital", " cat", " the dog", " small one two three four five six Rome Italy chat"]
 WATCHED = ("gpt2", "neox", "llama", "mistral", "gemma2", "gemma3")
+TOKEN = 258  # that the model below writes
 EDITED = ("resid_pre", "k", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
 
@@ -300,6 +301,47 @@ def test_a_sample_depends_on_its_prompt_and_the_seed_alone(llama):
     several = sampled([PROMPTS[0]] * 3, max_new_tokens=6)
     assert several[0] == together[0]
     assert len(set(several)) == 3
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 2.5},
+        {"no_repeat_ngram_size": 1},
+        {"bad_words_ids": [[TOKEN]]},
+        {"suppress_tokens": [TOKEN]},
+        {"begin_suppress_tokens": [TOKEN]},
+        {"sequence_bias": [[[TOKEN], -50.0]]},
+        {"forced_eos_token_id": 7},
+        {"exponential_decay_length_penalty": (1, 30.0)},
+        {"min_new_tokens": 6, "eos_token_id": [1, TOKEN]},
+        {"min_length": 9, "eos_token_id": [1, TOKEN]},
+    ],
+)
+def test_the_rules_of_a_generation_config_are_obeyed_as_transformers_does(setting):
+    hf, tokenizer = tiny_model("llama", seed=3), tiny_tokenizer()
+    model = hw.load(hf, tokenizer=tokenizer)
+    options = {"max_new_tokens": 8, "progress": False}
+    before = model.generate(PROMPTS, **options).tokens
+    for name, value in setting.items():
+        setattr(model.raw.original_model.generation_config, name, value)
+        setattr(hf.generation_config, name, value)
+    found = model.generate(PROMPTS, **options)
+    batch = model.tokenize(PROMPTS)
+    for row, n, written in zip(batch.tokens, batch.lengths, found.tokens, strict=True):
+        out = hf.generate(row[None, :n], max_new_tokens=8, do_sample=False, **setting)[0, n:].tolist()
+        assert written == out
+    assert found.tokens != before
+    assert set(found.run.options["generation_config"]) == set(setting) - {"eos_token_id"}
+
+
+def test_what_a_generation_config_asks_for_in_vain_is_said_once(llama):
+    model = hw.load(tiny_model("llama", seed=3), tokenizer=tiny_tokenizer())
+    model.raw.original_model.generation_config.num_beams = 4
+    with pytest.warns(UserWarning, match="sets num_beams, which headwater does not use"):
+        model.generate(PROMPTS, max_new_tokens=1)
+    assert model.generate(PROMPTS, max_new_tokens=1) == llama.generate(PROMPTS, max_new_tokens=1)
 
 
 def test_the_numbers_of_a_draw_are_spread_evenly():

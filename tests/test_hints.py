@@ -80,9 +80,32 @@ def test_a_chat_model_asked_without_its_template_is_told_of_it():
     def asked(prompts):
         return said(lambda: chat.generate(prompts, max_new_tokens=1, progress=False))
 
-    (one,) = asked("the capital of France is")
-    assert "has a chat template and is asked without it" in one
     assert asked("<s> the capital of France is") == []
     assert asked([[0, 5, 6]]) == []
+    assert asked([{"role": "user", "content": "the cat"}]) == []
     tokenizer.chat_template = None
     assert asked("the capital of France is") == []
+    tokenizer.chat_template = TEMPLATE
+    (one,) = asked("the capital of France is")
+    assert "has a chat template and reads plain text without it" in one
+    assert asked("the capital of France is") == []
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda model: model.run(" the cat"),
+        lambda model: model.cache(" the cat"),
+        lambda model: hw.patch(model, *PROMPTS, sites="resid_post", metric=hw.logit_difference(5, 9), progress=False),
+        lambda model: hw.lens(model, " the cat", progress=False),
+        lambda model: hw.token_statistics(model, " the cat", progress=False),
+        lambda model: hw.direct_logit_attribution(model, " the cat", tokens=(5, 9), progress=False),
+    ],
+)
+def test_whatever_reads_plain_text_says_once_that_the_model_has_a_chat_template(reads):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chat = hw.load(tiny_model("llama"), tokenizer=tokenizer)
+    (one,) = said(lambda: reads(chat))
+    assert "has a chat template and reads plain text without it" in one
+    assert said(lambda: reads(chat)) == []

@@ -365,3 +365,75 @@ def test_a_mask_beside_texts_and_truth_values_as_ids_are_refused():
         make_batch(" Paris is", TOKENIZER, mask=torch.ones(1, 2))
     with pytest.raises(InputError, match="whole numbers"):
         make_batch([[True, False]], TOKENIZER)
+
+
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}"
+CHAT += "{% if add_generation_prompt %}[bot]{% endif %}"
+CHATS = [
+    [{"role": "user", "content": "the cat"}],
+    [
+        {"role": "user", "content": "the dog"},
+        {"role": "assistant", "content": "small"},
+        {"role": "user", "content": "a"},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def chatty():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT
+    return hw.load(tiny_model("llama"), tokenizer=tokenizer)
+
+
+@pytest.mark.oracle
+def test_chats_are_the_tokens_of_the_tokenizers_own_template_wherever_prompts_are_read(chatty):
+    expected = [
+        chatty.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in CHATS
+    ]
+    batch, quiet = chatty.tokenize(CHATS), {"progress": False}
+    assert [row[:n] for row, n in zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)] == expected
+    assert chatty.tokenize(CHATS[0]).tokens.tolist() == expected[:1]
+    assert torch.equal(chatty.run(CHATS[0]), chatty.run(expected[:1]))
+    other, metric = [{"role": "user", "content": "the dog"}], hw.logit_difference(5, 9)
+    for read in (
+        lambda one: chatty.generate(one, max_new_tokens=3, **quiet),
+        lambda one: chatty.cache(one),
+        lambda one: hw.lens(chatty, one, **quiet),
+        lambda one: hw.direct_logit_attribution(chatty, one, tokens=(5, 9), **quiet),
+        lambda one: hw.ablate(chatty, one, heads=[(0, 1)], metric=metric, **quiet),
+        lambda one: hw.patch(chatty, one, other, sites="resid_post", metric=metric, **quiet),
+    ):
+        of_chat, of_ids = read(CHATS[0]).run, read(expected[:1]).run
+        assert of_chat.options.pop("messages") == "written out by the tokenizer's chat template"
+        of_ids.options.pop("messages", None)  # of the other prompt of a pair
+        assert of_chat.options == of_ids.options
+    scored = hw.token_statistics(chatty, CHATS[:1], **quiet)
+    assert scored.run.options["messages"]
+    assert scored.table["token"].tolist() == list(chatty.token_strings(expected[0][1:]))
+
+
+def test_a_last_message_of_the_assistant_is_continued(chatty):
+    (text,) = chatty.tokenize([*CHATS[0], {"role": "assistant", "content": "small"}]).texts
+    assert text.endswith("[assistant] small")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([CHATS[0], " cat"], "is no chat and no list of chats"),
+        ([{"role": "user"}], "is no chat and no list of chats"),
+        (CHATS[0][0], "give texts, or messages in a list"),
+        ([[{"role": "user", "content": {}}, {"role": "user"}]], "is no chat"),
+    ],
+)
+def test_what_is_no_chat_is_refused(chatty, inputs, message):
+    with pytest.raises(InputError, match=message) as refused:
+        chatty.tokenize(inputs)
+    assert "\n" not in str(refused.value)
+
+
+def test_chats_need_a_chat_template():
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    with pytest.raises(InputError, match="has no chat template: give texts"):
+        model.run(CHATS[0])

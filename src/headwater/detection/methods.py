@@ -32,10 +32,9 @@ from torch import Tensor
 
 from headwater.detection.reweighting import Reweighted, Strength
 from headwater.errors import InputError, RunFolderError, did_you_mean
-from headwater.models.generation.loop import chat_text
 from headwater.models.generation.steps import next_logits
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.tokens import by_length, encode
+from headwater.models.tokens import by_length, chat_text, encode
 from headwater.options import checked_path, shown
 from headwater.probes.linear import Probe, linear_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered

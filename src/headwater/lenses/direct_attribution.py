@@ -37,6 +37,7 @@ from headwater.lenses.contributions import Contributions, Part
 from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
+from headwater.models.tokens import said_of_chats
 from headwater.names import PartName
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.averages import summarize
@@ -171,6 +172,7 @@ def direct_logit_attribution(
         "tokens": [correct.tolist(), wrong.tolist()],
         "positions": [list(places) for places in where],
         "by": by,
+        **said_of_chats(prompt.text for prompt in read),
     } | ({"roles": [[spot.role, list(spot.places)] for spot in spots]} if isinstance(at, Mapping) else {})
 
     def work(run: Run) -> DirectAttribution:

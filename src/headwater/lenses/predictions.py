@@ -36,7 +36,7 @@ from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import hook_name
-from headwater.models.tokens import Batch, pad_id
+from headwater.models.tokens import Batch, pad_id, said_of_chats
 from headwater.models.unembedding import refuse_other_logits, unembedding_head
 from headwater.options import checked_count
 from headwater.patching.metrics import Answer, answer_ids
@@ -177,6 +177,7 @@ def lens(
     options = {
         "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(given), "layers": chosen,
         "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
+        **said_of_chats(prompt.text for prompt in read),
     }  # fmt: skip
 
     options |= {"roles": list(positions)} if isinstance(positions, Mapping) else {}

@@ -70,7 +70,9 @@ class Wording:
         if self.predecessors == TURNS:
             return self._turn(before, last)
         written = "".join(f"Q: {question}\nA: {answer}\n" for question, answer in before)
-        return Frame(*(part.replace(PAIRS, written) for part in self._with_pairs))
+        frame = self._with_pairs
+        start, end = (part.replace(PAIRS, written) for part in (frame.before, frame.after))
+        return frame._replace(before=start, after=end)
 
     @cached_property
     def _with_pairs(self) -> Frame:

@@ -18,7 +18,7 @@ import pandas as pd
 from headwater.lenses.reading import Layers, Lens
 from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
-from headwater.models.tokens import encode, token_span
+from headwater.models.tokens import ChatText, encode, token_span
 from headwater.questions.asking import Frame
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ def framed(frame: Frame | None, span: str, question: str, answer: str | None) ->
     """Write one text; without a frame, or an answer where one is to be scored, there is nothing to score."""
     if frame is None:
         return Framed("", ())
-    start = len(frame.before)
+    start, kind = len(frame.before), ChatText if frame.is_chat else str
     asked = (start, start + len(question))
     if span == "question":
-        return Framed(frame.before + question, (asked,))
+        return Framed(kind(frame.before + question), (asked,))
     if not answer:
         return Framed("", ())
-    text = f"{frame.asking(question)}{frame.joint}{answer}"
+    text = kind(f"{frame.asking(question)}{frame.joint}{answer}")
     answered = (len(text) - len(answer), len(text))
     return Framed(text, (asked, answered) if span == "both" else (answered,))
 

@@ -19,7 +19,7 @@ from headwater.errors import InputError
 from headwater.likelihood.statistics import as_unicode, check_texts, first_scored
 from headwater.models.hooked import check_model
 from headwater.models.parameter_gradients import parameter_gradient_norms
-from headwater.models.tokens import encode
+from headwater.models.tokens import chats_written, encode
 from headwater.options import checked_flag, checked_several, shown
 from headwater.progress import progress_bar
 
@@ -50,7 +50,7 @@ def gradient_norms(
     check_model(model)
     if isinstance(order, bool) or order not in ORDERS:
         raise InputError(f"order={shown(order)} is not one of 1, 2, inf.")
-    listed = checked_several("texts", texts, "a list of texts")
+    listed = chats_written(checked_several("texts", texts, "a list of texts"), model.tokenizer)
     check_texts(model, listed)
     ids = [_ids(model, text, index) for index, text in enumerate(listed)]
     found = np.full(len(listed), np.nan)

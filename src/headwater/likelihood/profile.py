@@ -34,7 +34,7 @@ from headwater.likelihood.framed import SPANS, Scored, Scoring
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
-from headwater.models.generation.loop import end_tokens
+from headwater.models.generation_config import end_tokens
 from headwater.models.hooked import check_model
 from headwater.names import AggregateName, AnswersName, ContextName, PredecessorsName, SpanName
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
@@ -228,7 +228,7 @@ def memorization(
     shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     options = {
-        "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone),
+        "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone[:3]),
         "predecessors": predecessors, "predecessor_prompt": wording.written,
         "aggregate": aggregate, "layers": read, "k": shares, "answers": plan.answers, "scores": plan.scores,
         "lens": lens_named(lens), "judge": judge, "ends": end_tokens(model), "max_new_tokens": max_new_tokens,

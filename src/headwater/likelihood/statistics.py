@@ -35,10 +35,21 @@ from headwater.kernels import likelihood_blocked
 from headwater.kernels.devices import sent
 from headwater.kernels.likelihood import PRECISIONS, TokenStatistics
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
+from headwater.models.hints import warn_of_no_template
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
 from headwater.models.residual_streams import residual_streams
-from headwater.models.tokens import Batch, by_length, encode, pad_id, refuse_what_has_no_order, token_span
+from headwater.models.tokens import (
+    Batch,
+    Chat,
+    by_length,
+    chats_written,
+    encode,
+    pad_id,
+    refuse_what_has_no_order,
+    said_of_chats,
+    token_span,
+)
 from headwater.models.unembedding import unembedding_head
 from headwater.names import LongName, PrecisionName
 from headwater.options import checked_count, checked_name, checked_several, shown
@@ -137,7 +148,7 @@ class _Window(NamedTuple):
 
 def token_statistics(
     model: HookedModel,
-    texts: str | Iterable[str],
+    texts: str | Iterable[str] | Chat | Sequence[Chat],
     *,
     spans: Sequence[Span] | None = None,
     layers: Layers = "final",
@@ -156,7 +167,7 @@ def token_statistics(
 
     Args:
         model: the model.
-        texts: a text, or texts.
+        texts: a text, or texts; a chat, or chats, as of `model.tokenize`.
         spans: for each text the characters (start, end) whose tokens are scored, or None for all of them. A token that
             holds characters on both sides of an edge is scored. The whole text is read in any case.
         layers: "final", "all", a layer or several. Layer l is read behind its block, resid_post.
@@ -177,6 +188,7 @@ def token_statistics(
     check_model(model)
     refuse_what_has_no_order(texts)
     texts = [texts] if isinstance(texts, str) else checked_several("texts", texts, "a text, or a list of texts")
+    texts = chats_written(texts, model.tokenizer)
     spans = None if spans is None else checked_several("spans", spans, "a list with (start, end) or None for each text")
     chosen = chosen_layers(layers, model.shape.n_layers)
     lens = opened_lens(lens, model.shape.n_layers)
@@ -186,7 +198,7 @@ def token_statistics(
     options = {"texts": digest([str(text) for text in texts]), "count": len(texts), "spans": spans or []}
     options |= {"layers": list(chosen), "lens": lens_named(lens), "long": long, "stride": stride}
     options |= {"precision": precision}
-    options |= {"layer_column": layers != "final"}
+    options |= {"layer_column": layers != "final", **said_of_chats(texts)}
 
     def work(run: Run) -> TextStatistics:
         described, windows = _windows(model, texts, spans, long, _stride(stride, model.shape.n_ctx))
@@ -212,6 +224,7 @@ def check_texts(model: HookedModel, texts: Sequence[Any]) -> None:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
+    warn_of_no_template(model, texts)
 
 
 def as_unicode(text: str) -> str:

@@ -1,7 +1,7 @@
 """Hints where people err: a word without its space, a text that begins twice, a chat model asked without its template.
 
 None of these is an error, and each has a use; but what comes out is another thing than most who write it mean. Each is
-said once per call, as a `UserWarning` in one line.
+said once per call, or of a model once, as a `UserWarning` in one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from headwater.errors import BeginningWarning
 from headwater.models.tokenizers import Bos, said_tokens
-from headwater.models.tokens import Batch, Tokenizer, encode
+from headwater.models.tokens import Batch, ChatText, Tokenizer, encode
 from headwater.options import is_one, shown
 
 if TYPE_CHECKING:
@@ -76,16 +76,29 @@ def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:
 
 
 def warn_of_no_template(model: Model, texts: Sequence[str]) -> None:
-    """Warn where a model whose tokenizer has a chat template is to answer texts that hold none of its marks."""
+    """Warn, once per model, where one whose tokenizer has a chat template reads texts that hold none of its marks."""
     tokenizer = model.tokenizer
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if not texts or "template" in model.hinted or not getattr(tokenizer, "chat_template", None):
         return
+    assert tokenizer is not None
     marks = {*MARKS, *(mark for mark in tokenizer.all_special_tokens if mark in str(tokenizer.chat_template))}
-    if texts and not any(mark in text for mark in marks for text in texts):
+    if not any(isinstance(text, ChatText) or any(mark in text for mark in marks) for text in texts):
+        model.hinted.add("template")
         warnings.warn(
-            f"{model.name} has a chat template and is asked without it: an instruct model may answer otherwise than in "
-            "a chat. Use context='chat' where there is such an option, or write prompts with "
-            "model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).",
+            f"{model.name} has a chat template and reads plain text without it: an instruct model may do otherwise in "
+            "a chat. Use context='chat' where there is such an option, or give messages in place of a text: "
+            "[{'role': 'user', 'content': text}]. This is said once.",
+            stacklevel=2,
+        )
+
+
+def warn_of_unused_settings(model: Model, names: Sequence[str]) -> None:
+    """Warn, once per model, of what its generation config asks for and is not done."""
+    if names and "settings" not in model.hinted:
+        model.hinted.add("settings")
+        warnings.warn(
+            f"The generation config of {model.name} sets {', '.join(names)}, which headwater does not use: what is "
+            "written is not what transformers would write. This is said once.",
             stacklevel=2,
         )
 

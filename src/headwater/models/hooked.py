@@ -44,7 +44,7 @@ from headwater.models.edits import (
 from headwater.models.forward import forward
 from headwater.models.generation.sampling import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
-from headwater.models.hints import warn_of_two_beginnings
+from headwater.models.hints import warn_of_no_template, warn_of_two_beginnings
 from headwater.models.identified import Identified
 from headwater.models.other_options import GENERATE, HOOKS, RUN, takes_no_more
 from headwater.models.part_names import Heads
@@ -85,6 +85,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         tokenizer: may be None.
         bos: the ids that every text begins with; `hw.load(..., bos=)` chooses others.
         lock: held while the model runs; hold it to make several runs one.
+        hinted: which hints were given that are given once.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
         heads_checked: whether each head was seen to depend on its own queries, keys and values alone.
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
@@ -116,6 +117,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         self.tokenizer = tokenizer
         self.bos = self.resolve_bos(None)
         self.lock = RunLock()
+        self.hinted = set[str]()
         self.steps_checked = False
         self.heads_checked = False
         self.factors_checked: tuple[str, set[str]] | None = None
@@ -180,6 +182,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).
 
+        A chat is a list of messages, `{"role": "user", "content": ...}`, and becomes the text that the tokenizer's chat
+        template writes, up to where the answer begins; after a last message of the assistant, its continuation.
         Texts begin with `model.bos`, once; token ids are taken as they are.
 
         Raises:
@@ -190,6 +194,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         batch = make_batch(inputs, self.tokenizer, bos=self.bos, mask=mask, config=self.config, **limits)
         if batch is not inputs:
             warn_of_two_beginnings(batch, getattr(self.tokenizer, "bos_token_id", None))
+            warn_of_no_template(self, batch.texts or ())
         return batch
 
     def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:

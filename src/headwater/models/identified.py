@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from headwater.models.alterations import KnownModules
 from headwater.models.edits import Attachments
+from headwater.models.generation_config import RULES, settings
 from headwater.models.tokenizers import Bos, resolve_bos
 from headwater.models.weights.fingerprint import KnownWeights
 from headwater.runs.identity import tokenizer_digest
@@ -52,12 +53,13 @@ class Identified(Surface):
     def interventions(self) -> dict[str, object]:
         """What acts in the model now beside its weights, by the option that records it in a run.
 
-        The hooks that `with model.hooks(...)` has attached and that may edit; and what was put into the model past
-        them since it was loaded (`headwater.models.alterations`). What another thread does is not seen: it is waited
-        for.
+        The hooks that `with model.hooks(...)` has attached and that may edit; what was put into the model past them
+        since it was loaded (`headwater.models.alterations`); and the rules of its generation config. What another
+        thread does is not seen: it is waited for.
         """
         with self.lock:
-            found = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
+            found: dict[str, object] = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
+        found["generation_config"] = settings(self.raw, RULES)
         return {option: what for option, what in found.items() if what}
 
     def resolve_bos(self, bos: Bos) -> tuple[int, ...]:

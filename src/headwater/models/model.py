@@ -35,6 +35,7 @@ class Model(Recorded, Protocol):
     config: Any
     tokenizer: PreTrainedTokenizerBase | None
     lock: RunLock
+    hinted: set[str]
     unwrapped_checked: dict[frozenset[int], bool]
     without_wrappers: Any
     factors_checked: tuple[str, set[str]] | None

@@ -2,9 +2,10 @@
 
 1. A text becomes the tokenizer's ids without its special tokens, after the ids that texts of the model begin with
    (`model.bos`, by `headwater.models.tokenizers`); a text that already begins with these does not get them twice.
-2. Token ids given by the caller are used as they are.
-3. A `Batch` is right-padded: the real tokens of every row begin at position 0, whatever padding they came with.
-4. A character span is mapped to tokens by the tokenizer's offsets, never by searching in decoded text.
+2. Messages of a chat become the text that the tokenizer's chat template writes, up to where the answer begins.
+3. Token ids given by the caller are used as they are.
+4. A `Batch` is right-padded: the real tokens of every row begin at position 0, whatever padding they came with.
+5. A character span is mapped to tokens by the tokenizer's offsets, never by searching in decoded text.
 """
 
 from __future__ import annotations
@@ -107,9 +108,13 @@ class Batch:
             yield slice(start, stop), self.rows(start, stop)
 
 
-Inputs: TypeAlias = str | Iterable[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Batch
-"""What can be made a batch: a text, texts (a column of a table too), one or several lists of token ids, a tensor of
-token ids, or a batch."""
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages, `role` and `content` of each."""
+Inputs: TypeAlias = (
+    str | Iterable[str] | Chat | Sequence[Chat] | Sequence[int] | Sequence[Sequence[int]] | Tensor | Batch
+)
+"""What can be made a batch: a text, texts (a column of a table too), a chat, chats, one or several lists of token ids,
+a tensor of token ids, or a batch."""
 
 
 def make_batch(
@@ -125,7 +130,8 @@ def make_batch(
     """Make a right-padded batch.
 
     Args:
-        inputs: a text, texts, lists of token ids, a tensor of token ids (one row or a batch), or a batch.
+        inputs: a text, texts, a chat or chats (lists of messages), lists of token ids, a tensor of token ids (one row
+            or a batch), or a batch.
         tokenizer: needed for texts.
         bos: the ids that every text begins with.
         mask: for a tensor of token ids, True (or 1) at its real tokens. It must be given when the tensor is padded.
@@ -146,6 +152,7 @@ def make_batch(
         batch = _from_tensor(inputs, mask, tokenizer, config)
     else:
         parts = one_or_several(inputs) if isinstance(inputs, str) or not is_one(inputs) else []
+        parts = chats_written(parts, tokenizer)
         if parts and all(isinstance(part, str) for part in parts):
             batch = _from_texts(parts, tokenizer, bos)
         else:
@@ -169,6 +176,71 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = (
     if ids[: len(bos)] == list(bos):
         return ids, offsets
     return [*bos, *ids], ((0, 0),) * len(bos) + offsets if offsets is not None else None
+
+
+class ChatText(str):
+    """What a tokenizer's chat template wrote of a chat."""
+
+    __slots__ = ()
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatText | None:
+    """Write a chat as the tokenizer's template does, up to where the answer begins; None without a template.
+
+    A last message of the assistant is written up to its end, to be continued. Templates that write the date get a fixed
+    one, and those that can think aloud are told not to.
+
+    Args:
+        tokenizer: the model's.
+        message: what the user says; or messages, `role` and `content` of each.
+
+    Raises:
+        InputError: the template refuses the messages, as some do one of the system.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": message}] if isinstance(message, str) else [dict(one) for one in message]
+    answers = messages[-1]["role"] != "assistant"
+    try:
+        written = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=answers,
+            continue_final_message=not answers,
+            date_string="26 Jul 2024",
+            enable_thinking=False,
+        )
+    except Exception as error:  # a template is a program of its author's
+        raise InputError(
+            f"The tokenizer's chat template cannot write the messages {messages!r}: {type(error).__name__}: {error}"
+        ) from error
+    return ChatText(written)
+
+
+def chats_written(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
+    """Write out the chats among what was given, one or several; anything else is returned as it is.
+
+    Raises:
+        InputError: there are chats beside something else, a message is none, or there is no chat template.
+    """
+    chats = [parts] if any(isinstance(part, Mapping) for part in parts) else parts
+    are = [isinstance(one, list | tuple) and any(isinstance(part, Mapping) for part in one) for one in chats]
+    if not any(are):
+        return parts
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError("Chat messages were given, and the model's tokenizer has no chat template: give texts.")
+    if not all(are) or not all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in chain(*chats)):
+        raise InputError(
+            f"{shown(parts)} is no chat and no list of chats: a chat is a list of messages, "
+            "{'role': 'user', 'content': 'text'}."
+        )
+    return [chat_text(tokenizer, chat) for chat in chats]  # type: ignore[arg-type]
+
+
+def said_of_chats(texts: Iterable[str | None]) -> dict[str, str]:
+    """Return what the record of a run says of prompts that were given as messages; nothing of others."""
+    are_chats = any(isinstance(text, ChatText) for text in texts)
+    return {"messages": "written out by the tokenizer's chat template"} if are_chats else {}
 
 
 def token_span(offsets: Offsets, start: int, end: int) -> range:
@@ -249,7 +321,7 @@ def refuse_what_has_no_order(inputs: object) -> None:
     kind = type(inputs).__name__
     if isinstance(inputs, Mapping):
         raise InputError(
-            f"A {kind} was given: give texts; or, of what a tokenizer returned as tensors, "
+            f"A {kind} was given: give texts, or messages in a list; or, of what a tokenizer returned as tensors, "
             "model.tokenize(found['input_ids'], mask=found['attention_mask'])."
         )
     if has_no_order(inputs) or isinstance(inputs, bytes):

@@ -7,6 +7,7 @@ from typing import Any
 
 from headwater.models.hooked import check_model
 from headwater.models.positions import Prompt
+from headwater.models.tokens import said_of_chats
 from headwater.options import checked_count
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Spot
@@ -23,8 +24,9 @@ def check_call(model: object, batch_size: object) -> int | None:
 
 
 def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, object]:
-    """Name the prompts of a run by their token ids."""
-    return {"prompts": [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]}
+    """Name the prompts of a run by their token ids, and say where they were chats."""
+    ids = [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]
+    return {"prompts": ids, **said_of_chats(prompt.text for prompts in sets for prompt in prompts or ())}
 
 
 def recorded_roles(spots: Sequence[Mapping[str, Spot]]) -> list[dict[str, list[list[int]]]]:

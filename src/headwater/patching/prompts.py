@@ -21,13 +21,13 @@ from headwater.data.rows import read_rows, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.positions import AbsentError, Prompt, checked_roles, hangs_on_length, positions_of, role_in
 from headwater.models.tokenizers import said_tokens
-from headwater.models.tokens import Batch, token_strings
+from headwater.models.tokens import Inputs, token_strings
 from headwater.options import shown
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
-Prompts: TypeAlias = str | Iterable[str] | Sequence[Sequence[int]] | Tensor | Batch
+Prompts: TypeAlias = Inputs
 NAMED_BY_ROLE = "Name positions by role, as in positions={'subject': (' Rome', ' New York'), 'end': 'last'}. "
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
-from headwater.models.generation.loop import end_tokens
+from headwater.models.generation_config import end_tokens
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode
 from headwater.options import checked_count

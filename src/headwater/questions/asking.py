@@ -18,9 +18,10 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.edits import Hook, PromptHook
-from headwater.models.generation.loop import chat_text, end_tokens, generate
+from headwater.models.generation.loop import generate
+from headwater.models.generation_config import end_tokens
 from headwater.models.hints import warn_of_no_template
-from headwater.models.tokens import by_length
+from headwater.models.tokens import ChatText, by_length, chat_text
 from headwater.options import shown
 from headwater.runs.analysis import Run
 
@@ -40,10 +41,12 @@ class Frame(NamedTuple):
     before: str
     after: str
     joint: str
+    is_chat: bool = False
 
     def asking(self, question: str) -> str:
         """Return the question up to where a model is to answer."""
-        return f"{self.before}{question}{self.after}"
+        text = f"{self.before}{question}{self.after}"
+        return ChatText(text) if self.is_chat else text
 
 
 class Written(NamedTuple):
@@ -95,7 +98,7 @@ def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
     if written.count(SLOT) != 1:
         raise InputError(f"{model.name}'s chat template does not write a message out exactly once; pass prompt=.")
     before, after = written.split(SLOT)
-    return Frame(before, after, "")
+    return Frame(before, after, "", is_chat=True)
 
 
 def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headwater.errors import InputError
-from headwater.models.generation.loop import Wrote, chat_text, end_tokens, generate
+from headwater.models.generation.loop import Wrote, generate
+from headwater.models.generation_config import end_tokens
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import by_length, encode
+from headwater.models.tokens import by_length, chat_text, encode
 from headwater.questions.extract import EXTRACTORS, PARTS, exact_words
 
 TRIES = 5

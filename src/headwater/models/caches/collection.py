@@ -34,7 +34,7 @@ from headwater.models.memory import in_halves, refuse_too_large, refuse_too_larg
 from headwater.models.part_names import Heads
 from headwater.models.positions import Where
 from headwater.models.sites import Site
-from headwater.models.tokens import Inputs, by_length
+from headwater.models.tokens import Inputs, by_length, said_of_chats
 from headwater.names import SiteName
 from headwater.options import checked_count, checked_flag, checked_path
 from headwater.progress import Bar
@@ -113,6 +113,7 @@ def fill_cache(
         "features": [one.described for one in features_among(names)],
         "positions": wanted.chosen,
         "heads": wanted.heads,
+        **said_of_chats(wanted.sequences.texts or ()),
     }
 
     def work(run: Run) -> Cache:

@@ -78,7 +78,9 @@ def sequences_of(inputs: Inputs, model: Model) -> Sequences:
     if isinstance(inputs, Batch | Tensor) or is_one(inputs):
         return _joined([model.tokenize(inputs)], pad)
     parts = one_or_several(inputs)
-    if len(parts) <= AT_ONCE or (all(is_one(part) for part in parts) and not isinstance(parts[0], str)):
+    is_chat = any(isinstance(part, Mapping) for part in parts[:1])
+    is_ids = all(map(is_one, parts)) and not any(isinstance(part, str) for part in parts[:1])
+    if len(parts) <= AT_ONCE or is_chat or is_ids:
         return _joined([model.tokenize(parts)], pad)
     try:
         return _joined([model.tokenize(parts[start : start + AT_ONCE]) for start in range(0, len(parts), AT_ONCE)], pad)

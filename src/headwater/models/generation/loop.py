@@ -1,7 +1,8 @@
 """Generation in batches, with the log-probability of every token that was chosen: the one loop that lets a model write.
 
 1. A step gives the logits of each row's next token (`headwater.models.generation.steps`), with keys and values kept.
-2. The next token is chosen, by default the most probable.
+2. The next token is chosen, by default the most probable, under the rules of the model's generation config
+   (`headwater.models.generation_config`).
 3. A row ends with a token of `stop`, or where `wrote` says so, which is kept as its last token; or after
    `max_new_tokens`. A row that has ended leaves the batch.
 
@@ -10,9 +11,9 @@ A row's result is that of the row alone, to the rounding of sums whose order dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.generation.steps import keeps_keys, steps_of
+from headwater.models.generation_config import Rules
 from headwater.models.memory import in_halves
 from headwater.models.tokens import Batch, Offsets, pad_id
 from headwater.options import checked_count
@@ -43,7 +45,7 @@ class Generated:
 
     Attributes:
         tokens: the new tokens of each row; the padding id after its end.
-        log_probs: the natural logarithm of the probability of each; 0 after the end.
+        log_probs: the natural logarithm of the probability that the model gives each; 0 after the end.
         lengths: how many new tokens each row has.
         stopped: whether the row ended by itself, not because there was no room left.
     """
@@ -132,12 +134,14 @@ def _continue(model: Model, prompts: Batch, way: _Way, first: int) -> Generated:
     tokens: list[list[int]] = [[] for _ in range(len(prompts))]
     log_probs: list[list[float]] = [[] for _ in range(len(prompts))]
     stopped = torch.zeros(len(prompts), dtype=torch.bool)
+    rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
+    rules = Rules(model, rows, way.max_new_tokens)
     with model.lock, steps_of(model, prompts, way.hooks) as steps:
         live, numbers = list(range(len(prompts))), torch.arange(len(prompts)) + first
         for step in range(way.max_new_tokens):
             with torch.inference_mode():
                 logits = steps.logits().float()
-                chosen = way.choose(logits, numbers, step)
+                chosen = way.choose(rules(logits, live, tokens), numbers, step)
                 found = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
             new = chosen.tolist()
             for row, token, log_prob in zip(live, new, found, strict=True):
@@ -175,46 +179,6 @@ def _joined(parts: Sequence[Generated], padding: int) -> Generated:
     log_probs = pad_sequence([row for part in parts for row in part.log_probs], batch_first=True)
     lengths, stopped = (torch.cat([getattr(part, name) for part in parts]) for name in ("lengths", "stopped"))
     return Generated(tokens, log_probs, lengths, stopped)
-
-
-def end_tokens(model: Model) -> frozenset[int]:
-    """Return the ids that end a text: those of the tokenizer, the config and the generation config together."""
-    inner = getattr(model.raw, "original_model", None)
-    named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]
-    for config in (model.config, getattr(inner, "generation_config", None)):
-        value = getattr(config, "eos_token_id", None)
-        named += value if isinstance(value, list) else [value]
-    return frozenset(int(token) for token in named if token is not None)
-
-
-def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Sequence[Mapping[str, str]]) -> str | None:
-    """Write a chat as the tokenizer's template does, up to where the answer begins; None without a template.
-
-    Templates that write the date get a fixed one, and those that can think aloud are told not to.
-
-    Args:
-        tokenizer: the model's.
-        message: what the user says; or messages, `role` and `content` of each.
-
-    Raises:
-        InputError: the template refuses the messages, as some do one of the system.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    messages = [{"role": "user", "content": message}] if isinstance(message, str) else [dict(one) for one in message]
-    try:
-        written = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=True,
-            date_string="26 Jul 2024",
-            enable_thinking=False,
-        )
-    except Exception as error:  # a template is a program of its author's
-        raise InputError(
-            f"The tokenizer's chat template cannot write the messages {messages!r}: {type(error).__name__}: {error}"
-        ) from error
-    return str(written)
 
 
 def continuation_offsets(

@@ -1,9 +1,8 @@
 """What a model writes behind prompts, as texts: `model.generate`.
 
 1. Tokens come from the one loop (`headwater.models.generation.loop`), chosen as
-   `headwater.models.generation.sampling` says. A row ends with one of the
-   model's end tokens (those of the tokenizer, the config and the generation config; nothing else of the generation
-   config counts), after a stop string, or after `max_new_tokens`.
+   `headwater.models.generation.sampling` says. A row ends with one of the model's end tokens (those of the tokenizer,
+   the config and the generation config), after a stop string, or after `max_new_tokens`.
 2. A text is what decoding the prompt grows by with the new tokens, special ones left out. Bytes that do not yet make
    a character wait for the tokens that complete it.
 3. A stop string may begin and end anywhere within tokens; the text ends right before it. Of several that a token
@@ -22,11 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
-from headwater.models.generation.loop import Wrote, check_room, end_tokens, generate
+from headwater.models.generation.loop import Wrote, check_room, generate
 from headwater.models.generation.sampling import Sampling, drawn_with, draws
-from headwater.models.hints import warn_of_no_template
+from headwater.models.generation_config import end_tokens
 from headwater.models.memory import failures_named
-from headwater.models.tokens import Inputs
+from headwater.models.tokens import Inputs, said_of_chats
 from headwater.options import checked_count, one_or_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.record import RunRecord
@@ -145,7 +144,6 @@ def write(
         raise InputError(f"stream={shown(stream)} must be a function of (number of a prompt, piece of its text).")
     checked_count("max_new_tokens", max_new_tokens)
     listed, batch = listed_hooks(hooks), model.tokenize(prompts)
-    warn_of_no_template(model, batch.texts or ())
     check_room(model, batch, max_new_tokens)
     stops, ends = _stops(stop, model)
     rows = [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)]
@@ -161,6 +159,7 @@ def write(
             "stop": stops,
             "ends": ends,
             "batch_size": batch_size,
+            **said_of_chats(batch.texts or ()),
         },
         seed,
     )

@@ -1,0 +1,99 @@
+"""What a model's generation config says of all that it writes: the tokens that end a text, and which may not come.
+
+`RULES` are transformers' own processors of logits, made for each row as if it were alone. They change which token is
+chosen, not the probability that is told of it. Temperature, top_k and the like are options of the call, not rules; the
+settings in `UNUSED` are not obeyed, which is said once per model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.models.hints import warn_of_unused_settings
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+RULES: dict[str, object] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+}
+"""Settings that are obeyed, each with the value that says nothing; None never does."""
+UNUSED: dict[str, object] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"), 1),
+    "encoder_no_repeat_ngram_size": 0,
+    **dict.fromkeys(("stop_strings", "penalty_alpha", "dola_layers", "watermarking_config", "max_time")),
+}
+"""Settings that are not, likewise."""
+
+
+def end_tokens(model: Model) -> frozenset[int]:
+    """Return the ids that end a text: those of the tokenizer, the config and the generation config together."""
+    named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]
+    for config in (model.config, _config(model.raw)):
+        value = getattr(config, "eos_token_id", None)
+        named += value if isinstance(value, list) else [value]
+    return frozenset(int(token) for token in named if token is not None)
+
+
+def settings(raw: object, names: dict[str, object]) -> dict[str, object]:
+    """Return which of some settings the generation config of a model has, for the record of a run."""
+    config = _config(raw)
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None and value != names[name]}
+
+
+class Rules:
+    """What the rules make of the logits of each row.
+
+    Args:
+        model: the model.
+        rows: the token ids of each prompt.
+        max_new_tokens: how many may follow.
+    """
+
+    def __init__(self, model: Model, rows: Sequence[Sequence[int]], max_new_tokens: int):
+        self._rows, self._processors = rows, list[Any]()
+        warn_of_unused_settings(model, list(settings(model.raw, UNUSED)))
+        if not settings(model.raw, RULES):
+            return
+        config = copy.deepcopy(_config(model.raw))
+        config.do_sample = False
+        for name in UNUSED:
+            setattr(config, name, None)
+        config._eos_token_tensor = torch.tensor(sorted(end_tokens(model)), device=model.device)
+        for row in rows:
+            config.max_length = len(row) + max_new_tokens
+            made = model.raw.original_model._get_logits_processor(config, len(row), device=model.device)
+            self._processors.append(made)
+
+    def __call__(
+        self, logits: Float[Tensor, "row d_vocab"], live: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "row d_vocab"]:
+        """Return the logits that tokens are chosen by.
+
+        Args:
+            logits: of the rows that go on.
+            live: which of the prompts these are.
+            tokens: what each prompt has been continued with.
+        """
+        if not self._processors:
+            return logits
+        ids = [torch.tensor([[*self._rows[row], *tokens[row]]], device=logits.device) for row in live]
+        each = [self._processors[row](ids[i], logits[i : i + 1].clone()) for i, row in enumerate(live)]
+        return torch.cat(each)
+
+
+def _config(raw: object) -> Any:
+    """Return the generation config of the model of transformers, where there is one."""
+    return getattr(getattr(raw, "original_model", None), "generation_config", None)
