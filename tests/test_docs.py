@@ -34,7 +34,7 @@ FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PUBLIC = sorted(
     name
     for name in hw.__all__
-    if name != "__version__" and not inspect.ismodule(getattr(hw, name)) and name != "HeadwaterError"
+    if name != "__version__" and not inspect.ismodule(getattr(hw, name)) and not hasattr(hw.errors, name)
 )
 
 
@@ -76,7 +76,7 @@ def test_the_page_of_an_analysis_says_what_it_is_whose_and_how_to_read_it(page):
 
 def test_every_public_name_is_in_the_reference():
     listed = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    homes = {name: f"{getattr(hw, name).__module__}.{name}" for name in [*PUBLIC, "HeadwaterError"]}
+    homes = {name: f"{getattr(hw, name).__module__}.{name}" for name in [*PUBLIC, "HeadwaterError", "InputError"]}
     assert not [name for name, home in homes.items() if f"::: {home}\n" not in listed]
 
 

@@ -484,6 +484,12 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             ),
             {"start": 1, "stop": 4},
         ),
+        "occurrence": lambda: (
+            lambda word, n: hw.knockout(
+                g.model, CLEAN, block=hw.Edges("last", hw.occurrence(word, n)), metric=METRIC, **QUIET
+            ),
+            {"word": " Paris", "n": 1},
+        ),
         "last_token_of": lambda: (
             lambda where: hw.knockout(
                 g.model, CLEAN, block=hw.Edges("last", hw.last_token_of(where)), metric=METRIC, **QUIET
