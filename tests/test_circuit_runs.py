@@ -303,3 +303,16 @@ def test_the_circuits_of_a_run_know_the_prompts_that_chose_them_and_its_model(tm
         assert again == found
         assert again.seen == found.seen != ()
         assert again.model == model.name
+
+
+def test_what_no_terminal_prints_in_a_name_is_spelled_out_in_what_is_said():
+    runs = hw.run_circuits(
+        loaded("gpt2"),
+        PROMPTS[:1],
+        [CORRUPTED],
+        {"\x1b[2J\u202ered\n": drawn(Graph.of(loaded("gpt2").shape))["0.5"]},
+        **QUIET,
+    )
+    said = "".join([*runs.report(), runs.claim(margin=0.1).sentence])
+    assert said.isprintable()
+    assert r"\x1b[2J\u202ered\n" in said

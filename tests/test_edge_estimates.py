@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 import headwater as hw
@@ -60,6 +61,17 @@ def test_eap_ig_gives_the_embedding_the_whole_gap():
     assert abs(estimated(loaded("llama"), "eap").table["estimate"][embed.index].sum() - (corrupted - clean)) > 0.01
 
 
+@pytest.mark.parametrize("direction", ["noise", "denoise"])
+def test_published_quadrature_takes_its_steps_from_the_corrupted_side(direction):
+    """Of one step that is the clean run; of two, the clean run and the middle, which is the midpoint of one step."""
+    model, options = loaded("llama"), {"direction": direction}
+    published = [estimated(model, "eap-ig", steps=n, quadrature="published", **options).estimates for n in (1, 2)]
+    middle = estimated(model, "eap-ig", steps=1, **options).estimates
+    torch.testing.assert_close(published[1], (published[0] + middle) / 2, rtol=1e-4, atol=1e-6)
+    at_clean = estimated(model, "eap", direction="noise").estimates * (1 if direction == "noise" else -1)
+    torch.testing.assert_close(published[0], at_clean, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
 def test_the_sublayers_estimate_is_what_the_receiver_writes_along_its_gradient(family):
     model = loaded(family)
@@ -110,7 +122,7 @@ def test_estimates_of_positions_apart_are_finite_and_those_of_eap_sum_to_the_who
     else:
         one = estimated(model, method, over="position", receivers="logits")
         exact = hw.edges(model, CLEAN, CORRUPTED, metric=DIFFERENCE, over="position", receivers="logits", **QUIET)
-        torch.testing.assert_close(one.estimates, exact.effects, rtol=0, atol=1e-6)
+        torch.testing.assert_close(one.estimates, exact.effects, rtol=0, atol=5e-6)
 
 
 def test_a_screened_run_has_the_exact_effects_of_the_strongest_and_of_those_drawn():
@@ -124,6 +136,16 @@ def test_a_screened_run_has_the_exact_effects_of_the_strongest_and_of_those_draw
     largest = set(exact.effects[0, 0, :, 0].abs().argsort(descending=True)[:8].tolist())
     assert largest <= set(run.nonzero()[:, 0].tolist())
     assert any("drawn by lot" in sentence for sentence in found.report())
+    (said,) = [sentence for sentence in found.report() if sentence.startswith("Over the 80 recomputed edges")]
+    effects, estimates = found.effects[0, 0, :, 0].numpy(), found.estimates[0, 0, :, 0].numpy()
+    best, done = np.nanargmax(np.abs(effects)), ~np.isnan(effects)
+    correlation = scipy.stats.spearmanr(effects[done], estimates[done]).statistic
+    felt = done & (np.abs(effects) > 0.01 * abs(effects[best]))
+    assert f"rank correlation {correlation:.2f}" in said
+    assert f"wrong sign for {(effects[felt] * estimates[felt] < 0).sum()} of those" in said
+    rank = 1 + (np.abs(estimates) > abs(estimates[best])).sum()
+    assert f"{found.graph.name(int(best))}, has effect {effects[best]:.3g}" in said
+    assert f"rank {rank:,} of" in said
     assert found.agreement(exact)["top_overlap"].iloc[0] > 0.8
     again = estimated(model, "screened", verify=30, seed=3)
     assert torch.equal(again.sampled, found.sampled)

@@ -3,10 +3,12 @@
 from functools import cache
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import headwater as hw
+from headwater.circuits.circuit_walk import CircuitWalk
 from headwater.circuits.graph import Graph
 from headwater.circuits.greedy import DECISIONS, Greedy, Rule
 from headwater.circuits.measuring import CircuitRunner, Outcome
@@ -153,7 +155,10 @@ def test_what_a_budget_leaves_untried_stays_in_and_is_said():
     counts = found.table["decision"].value_counts()
     assert counts["kept"] + counts["removed"] == 30
     assert len(found.circuit) == counts["kept"] + counts["not tried"]
-    assert f"{counts['not tried']:,} edges were not tried: the budget of 30 was spent" in found.report()[-2]
+    assert found.report()[0].startswith(
+        f"This is no circuit yet: {counts['not tried']:,} of {len(found.table):,} edges"
+    )
+    assert f"{counts['not tried']:,} not tried" in repr(found)
     all_at_once, few_at_once = (
         hw.find_circuit(
             loaded("gpt2"), CLEAN, CORRUPTED, threshold=0.05, budget=30, placebos=0, batch_size=size, **QUIET
@@ -166,7 +171,15 @@ def test_what_a_budget_leaves_untried_stays_in_and_is_said():
 def test_a_stopped_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
     model = loaded("gpt2")
     options = {"threshold": 0.05, "placebos": 0, "budget": 60, **QUIET}
+    walked, walk = set(), CircuitWalk.measure
+
+    def seen(self, circuits, batch_size=None):
+        walked.add(tuple(one.tobytes() for one in circuits))
+        return walk(self, circuits, batch_size)
+
+    monkeypatch.setattr(CircuitWalk, "measure", seen)
     whole = hw.find_circuit(model, CLEAN, CORRUPTED, **options)
+    at_first, walked = walked, set()
     batches = []
 
     def stops(runner, example, circuits):
@@ -184,6 +197,8 @@ def test_a_stopped_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
     again = hw.find_circuit(model, CLEAN, CORRUPTED, out=tmp_path, **options)
     assert sum(batches[:3] + batches[4:]) == whole.runs + 1  # of what was done nothing again; one run of what is left
     assert again.circuit == whole.circuit
+    assert walked <= at_first  # circuits that run beside others have other last digits than alone
+    pd.testing.assert_frame_equal(again.table, whole.table, check_exact=True)
     with pytest.raises(RunFolderError, match="threshold"):
         hw.find_circuit(model, CLEAN, CORRUPTED, out=tmp_path, **options | {"threshold": 0.1})
 

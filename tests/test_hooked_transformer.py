@@ -242,6 +242,19 @@ def test_a_hooked_transformer_is_swept_in_one_walk_to_what_a_loop_over_the_bridg
 
 @instances
 @pytest.mark.oracle
+@pytest.mark.parametrize("method", ["exact", "eap", "eap-ig", "sublayer", "screened"])
+def test_edges_of_a_hooked_transformer_are_those_of_the_bridge(hooked_transformer, bridge, method):
+    pair = [[2, 3, 4, 5, 6, 7]], [[2, 30, 4, 50, 6, 7]]
+    mine, theirs = (
+        hw.edges(model, *pair, metric=hw.logit_difference(5, 9), method=method, progress=False)
+        for model in (hw.load(hooked_transformer), bridge)
+    )
+    for name in ("effects", "estimates"):
+        torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), equal_nan=True, atol=1e-5, rtol=1e-3)
+
+
+@instances
+@pytest.mark.oracle
 @pytest.mark.parametrize("variant", ["mask", "zero"])
 def test_a_knockout_of_a_hooked_transformer_is_what_cut_scores_or_weights_give_on_the_bridge(
     hooked_transformer, bridge, variant

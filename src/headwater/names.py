@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     EmbeddingName: TypeAlias = Literal["raw", "mlp0", "embed+mlp0", "layer0"]
     MultiTokenName: TypeAlias = Literal["first", "distinguishing"]
     ThroughName: TypeAlias = Literal["direct", "mlps"]
+    QuadratureName: TypeAlias = Literal["midpoints", "published"]
     MeasureName: TypeAlias = Literal["effect", "normalized_effect"]
     MatchName: TypeAlias = Literal["layer", "site"]
     StyleName: TypeAlias = Literal["headwater", "published"]
@@ -58,4 +59,4 @@ else:
     RuleName = ProbeSiteName = TokenName = SpansName = NormalizeName = RankName = PartName = LossName = str
     PrecisionName = HowName = EmbeddingName = MultiTokenName = ThroughName = MeasureName = MatchName = StyleName = str
     SplitName = QueriesName = EdgeSetName = OverHeadsName = OverPairsName = LongName = SpanName = ContextName = str
-    AggregateName = AnswersName = PredecessorsName = FormatName = str
+    AggregateName = AnswersName = PredecessorsName = FormatName = QuadratureName = str

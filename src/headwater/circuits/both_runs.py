@@ -21,6 +21,7 @@ from headwater.circuits.senders import Exchanged, Recorded, changed_by_layer, ho
 from headwater.errors import ModelError
 from headwater.kernels.devices import sent
 from headwater.models.gradients import refuse_without_gradients
+from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES, hook_name
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.patching.plan import Plan
@@ -28,15 +29,17 @@ from headwater.patching.prompts import first_difference
 from headwater.patching.runners import CannotStepError, Wave
 
 READ = ("q", "k", "v", "mlp_in")
-"""Where the gradients at receivers are taken."""
+"""Where the gradients at receivers are taken. A HookedTransformer has no hook at `mlp_in`."""
 WRITTEN = ("z", "attn_out", "mlp_out")
 """Where the gradients at what they write are taken."""
 
 
-def sloped_names(n_layers: int) -> list[str]:
+def sloped_names(model: HookedModel) -> list[str]:
     """Name all places where gradients are taken, by hook name; the first comes before the others."""
+    n_layers = model.shape.n_layers
     names = [hook_name("resid_pre", layer) for layer in range(n_layers)]
-    names += [hook_name(site, layer) for layer in range(n_layers) for site in (*READ, *WRITTEN)]
+    read = READ if hook_name("mlp_in") in model.raw.hook_dict else READ[:-1]
+    names += [hook_name(site, layer) for layer in range(n_layers) for site in (*read, *WRITTEN)]
     return [*names, hook_name("resid_post", n_layers - 1)]
 
 
@@ -87,7 +90,7 @@ class BothRuns:
         if sloped:
             refuse_without_gradients(self.model)
         try:
-            held = sloped_names(self.graph.n_layers) if sloped else ()
+            held = sloped_names(self.model) if sloped else ()
             with torch.inference_mode(False) if sloped else contextlib.nullcontext():
                 self.wave = Wave(plan, range(example, example + 1), hook_names(self.graph), held)
         except CannotStepError as error:

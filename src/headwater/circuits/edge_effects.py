@@ -38,7 +38,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
-from headwater.names import DirectionName, EdgeMethodName, ThroughName, ValueName
+from headwater.names import DirectionName, EdgeMethodName, QuadratureName, ThroughName, ValueName
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.call import check_call
 from headwater.patching.metrics import Measures
@@ -47,6 +47,7 @@ from headwater.patching.prompts import Prompts
 from headwater.patching.values import Recipe, Source
 from headwater.runs.analysis import Run, carry_out
 
+QUADRATURES = ("midpoints", "published")
 METHODS = ("exact", "screened", "sublayer", "eap", "eap-ig")
 
 
@@ -67,6 +68,7 @@ def edges(
     method: EdgeMethodName | None = None,
     verify: int = 500,
     steps: int = 5,
+    quadrature: QuadratureName = "midpoints",
     seed: int = 0,
     hours: float | int | None = None,
     batch_size: int | None = None,
@@ -105,6 +107,8 @@ def edges(
             `sublayer`, `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`).
         verify: how many edges `screened` recomputes for their estimate.
         steps: the runs of `eap-ig` between the two embeddings.
+        quadrature: where these are on the way: at the `midpoints` of the steps; or, as the `published` code of Hanna et
+            al. has it, k/steps of the way from the corrupted to the clean embeddings, k = 1 ... steps.
         seed: of what `screened` draws, and of `resample`.
         hours: refuse to start what would take longer, at the rate at which the device multiplies matrices; by default
             more than an hour is warned of.
@@ -127,8 +131,9 @@ def edges(
     hours = None if hours is None else checked_number("hours", hours, above=0.0)
     batch_size = check_call(model, batch_size)
     how = How(
-        by, through, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed)
-    )
+        by, through, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed),
+        checked_name("quadrature", quadrature, QUADRATURES), direction == "noise",
+    )  # fmt: skip
     graph = Graph.of(model.shape)
     chosen = graph.among(senders, receivers)
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
@@ -161,11 +166,16 @@ class How:
     verify: int
     steps: int
     seed: int
+    quadrature: str = QUADRATURES[0]
+    from_clean: bool = True
+    """Whether the run that is edited is the clean one."""
 
     @property
     def options(self) -> dict[str, Any]:
         """What of it decides the result."""
-        own = {"screened": {"verify": self.verify}, "eap-ig": {"steps": self.steps}}
+        own: dict[str, dict[str, Any]] = {"screened": {"verify": self.verify}, "eap-ig": {"steps": self.steps}}
+        if self.quadrature != QUADRATURES[0]:
+            own["eap-ig"]["quadrature"] = self.quadrature
         way = {} if self.through == "direct" else {"through": self.through}
         return {"method": self.method} | way | own.get(self.method, {})
 
@@ -184,7 +194,8 @@ class How:
         """How far on the way to the other run's embeddings the runs are whose gradients are taken."""
         if self.method != "eap-ig":
             return (0.0,)
-        return tuple((step + 0.5) / self.steps for step in range(self.steps))
+        first = 0.5 if self.quadrature == QUADRATURES[0] else 0.0 if self.from_clean else 1.0
+        return tuple((step + first) / self.steps for step in range(self.steps))
 
 
 @dataclass(frozen=True, eq=False)

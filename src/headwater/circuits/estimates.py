@@ -12,12 +12,13 @@ head (k, v, or the argument of an MLP), as one ordinary backward gives it,
 
 layer by layer, without any tensor `sender position head d_model`, and one product with the senders' Δ gives all edges
 of a layer. The sublayer's estimate is exact as far as the receiver's own output: through its norm, softmax or MLP, and
-first order only behind it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps.
+first order only behind it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps; the code
+of Hanna et al. takes k/steps of the way from the corrupted side, as `quadrature="published"` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -30,6 +31,7 @@ from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import sent
+from headwater.models.blocks import Blocks
 from headwater.models.edits import Hook, makes
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import hook_name
@@ -101,7 +103,7 @@ class Slopes:
             return self.held[name]
 
         hooks: list[Hook] = [(first, makes(begin))]
-        hooks += [(name, makes(partial(fork, name=name))) for name in sloped_names(self._n_layers)[1:]]
+        hooks += [(name, makes(partial(fork, name=name))) for name in sloped_names(runs.model)[1:]]
         prompt = runs.plan.base[runs.example]
         batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
         logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
@@ -169,22 +171,32 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
         for kind, weight in zip(KINDS, (factors.W_Q, factors.W_K, factors.W_V), strict=True):
             normed.append(torch.einsum("sphk,hdk->hspd", slopes.at(m, kind, layer).to(weight), weight))
         heads = torch.cat(normed)
-        yield slice(first, first + len(heads)), _before_norm(slopes, layer, heads, mlp=False)
+        blocks = runs.wave.blocks
+        before_norm = partial(blocks.normed, layer, mlp=False)
+        yield slice(first, first + len(heads)), _pulled_back(slopes.input_of(layer, mlp=False), heads, before_norm)
         first += len(heads)
-        yield slice(first, first + 1), _before_norm(slopes, layer, slopes.at(m, "mlp_in", layer)[None], mlp=True)
+        has_hook = hook_name("mlp_in", layer) in slopes.held
+        gradient = slopes.at(m, "mlp_in" if has_hook else "mlp_out", layer)[None]
+        made = partial(blocks.normed, layer, mlp=True) if has_hook else partial(_added_by_mlp, blocks, layer)
+        yield slice(first, first + 1), _pulled_back(slopes.input_of(layer, mlp=True), gradient, made)
         first += 1
     yield slice(first, first + 1), slopes.at(m, "resid_post", runs.graph.n_layers - 1).mean(0)[None]
 
 
-def _before_norm(
-    slopes: Slopes, layer: int, gradient: Float[Tensor, "receiver step position d_model"], mlp: bool
+def _added_by_mlp(blocks: Blocks, layer: int, rows: Float[Tensor, "row position d_model"]) -> Tensor:
+    return blocks.feed_forward(layer, rows.flatten(0, 1)).view_as(rows)
+
+
+def _pulled_back(
+    entering: Float[Tensor, "step position d_model"],
+    gradient: Float[Tensor, "receiver step position d_model"],
+    made: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "receiver position d_model"]:
-    """Pull gradients back through the norm in front of a layer's attention or MLP; average them over the runs."""
-    entering = slopes.input_of(layer, mlp)
+    """Pull gradients back from what is made of a part's input to that input; average them over the runs."""
     with torch.inference_mode(False), torch.enable_grad():
         rows = entering.expand(len(gradient), *entering.shape).clone().requires_grad_(True)
-        normed = slopes.runs.wave.blocks.normed(layer, rows.flatten(0, 1), mlp=mlp)
-        (pulled,) = torch.autograd.grad(normed, rows, gradient.flatten(0, 1).to(normed))
+        out = made(rows.flatten(0, 1))
+        (pulled,) = torch.autograd.grad(out, rows, gradient.flatten(0, 1).to(out))
     return pulled.mean(1)
 
 

@@ -105,7 +105,14 @@ class CircuitSearch(Result):
         row, options = self.summary().to_dict("records")[0], self.run.options
         metric = str(row["metric"]).replace("_", " ")
         rule = "the answer loses" if options["by"] == "signed" else "the metric changes by"
-        said = [
+        said = []
+        if row["not_tried"]:
+            said.append(
+                f"This is no circuit yet: {row['not_tried']:,} of {len(self.table):,} edges were not tried, since the "
+                f"budget of {options['budget']:,} was spent, and stay in. Give a larger budget=, or take the strongest "
+                "edges: hw.edges(...).circuit(n)."
+            )
+        said += [
             f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); {rule} "
             f"{options['threshold']:g} of {metric} or more without any of them in what was left when it was tried. "
             f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {row['runs']:,} runs of a pair."
@@ -120,11 +127,6 @@ class CircuitSearch(Result):
                 f"{row['placebo']:.2f} on average and {row['placebo_high']:.2f} at their 95 % quantile"
             )
         said.append(f"{sentence}.")
-        if row["not_tried"]:
-            said.append(
-                f"{row['not_tried']:,} edges were not tried: the budget of {options['budget']:,} was spent. They stay "
-                "in, so the circuit is larger than it has to be."
-            )
         said.append("Another order leaves another circuit. It was chosen on these pairs: see Circuit.claim for others.")
         return said
 
@@ -139,8 +141,9 @@ class CircuitSearch(Result):
         return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:
-        left = len(self.circuit)
-        return f"CircuitSearch({self.run.model}: {left:,} of {len(self.table):,} edges left after {self.runs:,} runs)"
+        left, untried = len(self.circuit), int((self.table["decision"] == DECISIONS[NOT_TRIED]).sum())
+        said = f", {untried:,} not tried" if untried else ""
+        return f"CircuitSearch({self.run.model}: {left:,} of {len(self.table):,} edges left{said}, {self.runs:,} runs)"
 
     def _repr_html_(self) -> str:
         kept = self.table[self.table["decision"] == DECISIONS[KEPT]]

@@ -36,8 +36,13 @@ if TYPE_CHECKING:
 THROUGH = "headwater.circuits.carried:THROUGH"
 EDGES = Of(
     "headwater.circuits.edge_effects:edges",
-    offers="senders receivers direction over through method verify steps seed hours",
-    choices={"direction": "headwater.patching.sides:DIRECTIONS", "through": THROUGH, "method": "METHODS"},
+    offers="senders receivers direction over through method verify steps quadrature seed hours",
+    choices={
+        "direction": "headwater.patching.sides:DIRECTIONS",
+        "through": THROUGH,
+        "method": "METHODS",
+        "quadrature": "QUADRATURES",
+    },
     filled="clean corrupted metric",
     left_out={
         "batch_size": "as many as suit the device",
@@ -48,8 +53,8 @@ EDGES = Of(
 )
 OF_A_CIRCUIT = Of(
     EDGES.function,
-    offers="method verify steps seed hours",
-    choices={"method": "METHODS"},
+    offers="method verify steps quadrature seed hours",
+    choices={"method": "METHODS", "quadrature": "QUADRATURES"},
     filled="clean corrupted metric",
     left_out=dict(EDGES.left_out)
     | {

@@ -21,6 +21,7 @@ from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.categories import PREFIXES
 from headwater.heads.salient import SIGNS
 from headwater.options import shown
+from headwater.runs.findings import plain_text
 
 SAYS = {"score": ("implemented", "implements"), "suppression": ("suppressed", "suppresses")}
 """By sign, the flag of a head map's table, and what it says of the head."""
@@ -87,24 +88,24 @@ class HeadCard:
             return "It is called for no relation that the running model could use it for."
         if measured.empty:
             return "The running model was not asked for what it is called for, or answers none of it."
-        used = measured.loc[measured["used"].astype(bool), "relation"].map(_plain)
+        used = measured.loc[measured["used"].astype(bool), "relation"].map(plain_text)
         if used.empty:
             return f"Used by the running model for nothing that could be told (relations: {len(measured)})."
         others = f"; for {len(measured) - len(used)} others it is not" if len(used) < len(measured) else ""
         return f"Used by the running model for {', '.join(used)}{others}."
 
     def __str__(self) -> str:
-        parts = [_plain(self.title), self.use]
+        parts = [plain_text(self.title), self.use]
         parts += [f"\n{heading}\n{table.to_string(index=False)}" for heading, table in self.sections]
         return "\n".join(parts)
 
     def __repr__(self) -> str:
-        return f"HeadCard({_plain(self.title)})"
+        return f"HeadCard({plain_text(self.title)})"
 
     def _repr_html_(self) -> str:
         with pd.option_context("display.max_colwidth", None):
             tables = [f"<h4>{heading}</h4>{table.to_html(index=False, border=0)}" for heading, table in self.sections]
-        return f"<h3>{html.escape(_plain(self.title))}</h3><p>{html.escape(self.use)}</p>{''.join(tables)}"
+        return f"<h3>{html.escape(plain_text(self.title))}</h3><p>{html.escape(self.use)}</p>{''.join(tables)}"
 
 
 def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFrame:
@@ -179,7 +180,7 @@ def _as_text(table: pd.DataFrame) -> pd.DataFrame:
 def _cell(value: Any) -> str:
     """A cell as text: numbers short, what is missing as a dash."""
     if isinstance(value, str):
-        return _plain(value)
+        return plain_text(value)
     if value is None or pd.isna(value):
         return "–"
     if isinstance(value, bool | np.bool_):
@@ -191,8 +192,3 @@ def _cell(value: Any) -> str:
 
 def _quoted(tokens: Sequence[str]) -> str:
     return ", ".join(map(repr, tokens))
-
-
-def _plain(text: str) -> str:
-    """Text with what no terminal prints spelled out: line breaks, controls, what turns the direction of writing."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -180,7 +180,7 @@ class Wave(Runner):
             return (
                 f"its blocks cannot be called one by one ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
             )
-        difference = float((found[0].float() - expected).abs().max())
+        difference = float((found[0].detach().float() - expected).abs().max())
         return (
             f"stepping through its blocks changes its logits by {difference:.1e}"
             if not difference <= tolerance

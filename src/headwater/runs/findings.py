@@ -37,3 +37,8 @@ def said_number(value: float, low: float = math.nan, high: float = math.nan, pla
         return "not measured"
     interval = f" ({low:.{places}f} to {high:.{places}f})" if math.isfinite(low) and math.isfinite(high) else ""
     return f"{value:.{places}f}{interval}"
+
+
+def plain_text(text: str) -> str:
+    """Return text with what no terminal prints spelled out: line breaks, controls, what turns the writing direction."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -9,6 +9,7 @@ they are asked for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import html
 import inspect
@@ -28,7 +29,7 @@ from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.options import checked_path, shown
 from headwater.registry import Registry
 from headwater.runs.dressing import Size, checked_size, dressed
-from headwater.runs.findings import records_of
+from headwater.runs.findings import plain_text, records_of
 from headwater.runs.identity import digest
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.runs.shards import NAME, Shards
@@ -48,6 +49,16 @@ VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", "headw
 """What shows a result as a page, by its class; what has none of its own shows as `Result` does."""
 
 
+def _printable(report: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Spell out what no terminal prints in the sentences of a report, such as in a name that the caller gave."""
+
+    @functools.wraps(report)
+    def spelled(*args: Any, **options: Any) -> list[str]:
+        return [plain_text(sentence) for sentence in report(*args, **options)]
+
+    return spelled
+
+
 class Result:
     """Base of the result dataclasses: a `table`, a `run`, and what is said, drawn and kept of them.
 
@@ -56,6 +67,11 @@ class Result:
 
     table: pd.DataFrame
     run: RunRecord
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "report" in vars(cls):
+            cls.report = _printable(cls.report)  # type: ignore[method-assign]
 
     def summary(self) -> pd.DataFrame:
         """Return the few numbers that are worth a glance, one row for each thing that they are about."""
