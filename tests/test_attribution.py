@@ -8,6 +8,7 @@ from headwater.errors import InputError
 from headwater.models.sites import SITES
 from headwater.patching import attribution
 from tests import chance
+from tests.random_models import random_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -49,6 +50,28 @@ def test_attribution_is_the_slope_of_the_patch_on_every_architecture(models, fam
         steps = [moved_difference(model, corrupted, name, held, step) for step in (2e-3, -2e-3)]
         slope = (steps[0] - steps[1]) / 4e-3
         assert found[site, 1] == pytest.approx(slope, abs=5e-3 + 2e-2 * abs(slope)), site
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:.*swept with whole runs")
+def test_attribution_at_the_first_layer_is_its_own_where_later_layers_read_the_embedding_too():
+    hf, (clean, corrupted) = random_model("gemma4"), random_pair(7)
+    model, first, states = hw.load(hf, tokenizer=TOKENIZER), hf.model.layers[0], []
+
+    def enter(module, args):
+        states.append(args[0].detach().requires_grad_(True))
+        return (states[-1], *args[1:])
+
+    handle = first.register_forward_pre_hook(enter)
+    logits = [hf(torch.tensor([prompt])).logits[0, -1] for prompt in (clean, corrupted)]
+    handle.remove()
+    (slope,) = torch.autograd.grad(logits[1][5] - logits[1][9], states[1])
+    expected = ((states[0] - states[1]).detach() * slope).sum(-1)[0]
+    sweep = hw.patch(
+        model, [clean], [corrupted], sites="resid_pre", layers=0, method="attribution", metric=METRIC, progress=False
+    )
+    assert float(expected.abs().max()) > 1e-2
+    torch.testing.assert_close(torch.tensor(sweep.table["effect"]).float(), expected, rtol=1e-4, atol=1e-5)
 
 
 def activation_of(model, prompt, name):

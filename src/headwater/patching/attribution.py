@@ -77,8 +77,9 @@ class Gradients(Runner):
         held: dict[str, Tensor] = {}
 
         def hold(activation: Tensor, hook: object, name: str) -> Tensor:
-            held[name] = activation
-            return activation
+            # a fork: what else is computed of the same tensor (Gemma 4's later layers read the embedding) is not edited
+            held[name] = activation.view_as(activation)
+            return held[name]
 
         group, places = self.group, self.group.places
         names = [*state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
