@@ -56,6 +56,7 @@ REFUSED = {
     ("ov", "olmo-clipped"): r"OlmoForCausalLM clips queries, keys and values here \(clip_qkv=0.3\)",
     ("ov", "qwen3-next"): NOT_ONE_HEAD,  # gates behind the heads
     ("heads", "bitnet"): "The heads of BitNetForCausalLM do not hand on their weight times x W_V in layer 0",
+    ("heads", "granite4"): "GraniteMoeHybrid.* has no factors of single heads in layer 0: there is no attention",
     ("heads", "gemma4"): "The heads of Gemma4ForCausalLM do not hand on their weight times x W_V in layer 0",
     ("heads", "jamba"): "JambaForCausalLM has no factors of single heads in layer 0: there is no attention",
     ("heads", "mamba"): "MambaForCausalLM has no factors of single heads in layer 0: there is no attention",
@@ -65,6 +66,7 @@ REFUSED = {
     ("heads", "qwen3-next"): "Qwen3NextForCausalLM has no factors of single heads in layer 0: there is no attention",
     ("mlp0", "falcon-h1"): "The first block of FalconH1ForCausalLM is not the residual stream plus what attention and",
     ("mlp0", "gemma4"): "The first block of Gemma4ForCausalLM is not the residual stream plus what attention and MLP",
+    ("mlp0", "granite4"): NO_MLP,
     ("mlp0", "jamba"): NO_MLP,
     ("mlp0", "mamba"): NO_MLP,
     ("mlp0", "qwen3-next"): NO_MLP,
@@ -84,6 +86,7 @@ REFUSED = {
     ("edges", "falcon-h1"): NO_STEPS,
     ("edges", "falcon-rw"): NO_STEPS,
     ("edges", "gemma4"): NO_STEPS,
+    ("edges", "granite4"): NO_STEPS,
     ("edges", "jamba"): NO_STEPS,
     ("edges", "mamba"): NO_STEPS,
     ("edges", "mpt"): NO_STEPS,
@@ -106,7 +109,7 @@ REFUSED_HERE = REFUSED | (
 )
 """What is refused with the installed transformers: from 5.24 on CodeGen keeps its positions elsewhere."""
 WHOLE_RUNS = frozenset(
-    "bloom deepseek-v2 falcon-h1 falcon-rw gemma4 jamba mamba mpt mpt-clipped opt-350m qwen3-next".split()  # noqa: SIM905
+    "bloom deepseek-v2 falcon-h1 falcon-rw gemma4 granite4 jamba mamba mpt mpt-clipped opt-350m qwen3-next".split()  # noqa: SIM905
 )
 """Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"

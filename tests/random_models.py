@@ -20,6 +20,13 @@ GATED = SIZES | {"intermediate_size": 48}
 GROUPED = GATED | {"num_key_value_heads": 2}
 HEADS = GROUPED | {"head_dim": 8}
 EXPERTS = HEADS | {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+SCALED = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}
 OPT = {
     **{k: v for k, v in SIZES.items() if k != "intermediate_size"},
     "ffn_dim": 48,
@@ -89,13 +96,9 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     ),
     "falcon-h1": lambda: tf.FalconH1Config(
         **HEADS,
+        **MAMBA2,
         attention_out_multiplier=0.3,
         mamba_d_ssm=64,
-        mamba_n_heads=8,
-        mamba_d_head=8,
-        mamba_d_state=8,
-        mamba_n_groups=1,
-        mamba_chunk_size=8,
     ),
     "gemma1": lambda: tf.GemmaConfig(**HEADS),
     "gemma3-looks-ahead": lambda: tf.Gemma3TextConfig(
@@ -132,9 +135,17 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_weights=False
     ),
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
-    "granite": lambda: tf.GraniteConfig(
-        **GROUPED, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=8.0
+    "granite": lambda: tf.GraniteConfig(**GROUPED, **SCALED),
+    "granite4": lambda: tf.GraniteMoeHybridConfig(
+        **GROUPED,
+        **SCALED,
+        **MAMBA2,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=48,
+        layer_types=["mamba", "attention"],
     ),
+    "granite-moe": lambda: tf.GraniteMoeConfig(**GROUPED, **SCALED, num_local_experts=4, num_experts_per_tok=2),
     "jamba": lambda: tf.JambaConfig(
         **GROUPED,
         num_experts=2,

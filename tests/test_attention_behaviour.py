@@ -31,6 +31,7 @@ from headwater.planted.circuits import (
 from headwater.stats.significance import excess_p
 from tests import chance
 from tests.own_models import own_model
+from tests.random_models import random_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 QUIET = {"progress": False, "copying": False}
@@ -409,3 +410,12 @@ def test_where_memory_is_short_fewer_sequences_are_run_at_once(monkeypatch):
 def test_what_cannot_be_used_is_refused_in_one_line(given, message):
     with pytest.raises(InputError, match=message):
         hw.attention_behaviour(**({"model": tiny("llama"), **QUIET} | given))
+
+
+def test_of_a_hybrid_the_layers_with_attention_are_read_and_the_others_named():
+    model = hw.load(random_model("jamba"), tokenizer=tiny_tokenizer())
+    with pytest.warns(UserWarning, match=r"^Layer 0 is left out: pattern of Jamba"):
+        found = hw.attention_behaviour(model, embedding="raw", sequences=2, progress=False)
+    assert found.heads["layer"].tolist() == [1] * 4
+    assert found.heads["copying"].between(-1, 1).all()
+    assert found.plot() is not None

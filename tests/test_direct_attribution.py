@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError
 from headwater.models import norms
+from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -79,6 +80,41 @@ def test_every_head_and_mlp_contributes_what_hugging_face_computes(models, famil
             assert table["head", layer, head] == pytest.approx(contribution(z[head] @ rows), abs=1e-5)
         mlp = table.xs("mlp", level="component").xs(layer, level="layer").item()
         assert mlp == pytest.approx(contribution(seen["mlp", layer][0, -1]), abs=1e-5)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:Layer 0 is left out. z of")
+@pytest.mark.parametrize(("name", "mixer"), [("jamba", "mamba"), ("granite4", "mamba"), ("granite-moe", None)])
+def test_a_layer_without_heads_contributes_what_its_mixer_adds_scales_and_all(name, mixer):
+    hf = random_model(name)
+    model, ids = hw.load(hf, tokenizer=TOKENIZER), [2, 40, 41, 42, 43]
+    result = attributed(model, [ids], (17, 18), by="position")
+    with torch.no_grad():
+        held = []
+        handle = mixer and getattr(hf.model.layers[0], mixer).register_forward_hook(lambda *call: held.append(call[2]))
+        states = hf(torch.tensor([ids]), output_hidden_states=True)
+    scales = hf.config.to_dict()
+    found = result.totals["logit_difference"].iloc[0]
+    assert found == pytest.approx(float(states.logits[0, -1, 17] - states.logits[0, -1, 18]), abs=1e-5)
+    assert result.table["contribution"].sum() == pytest.approx(found, abs=1e-5)
+    mixed = result.table.query("component == 'mixer'")
+    assert mixed["layer"].tolist() == [0] * bool(mixer)
+    assert result.plot() is not None
+    if handle:
+        handle.remove()
+        residual = []
+        norm = hf.get_decoder().final_layernorm if name == "jamba" else hf.get_decoder().norm
+        watched = norm.register_forward_pre_hook(lambda module, args: residual.append(args[0][0, -1]))
+        with torch.no_grad():
+            hf(torch.tensor([ids]))
+            watched.remove()
+            written = held[0][0] if isinstance(held[0], tuple) else held[0]
+            scale = (residual[0].square().mean() + norm.variance_epsilon).sqrt()
+            direction = norm.weight * (hf.lm_head.weight[17] - hf.lm_head.weight[18]) / scale
+            expected = (
+                written[0, -1] @ direction * scales.get("residual_multiplier", 1) / scales.get("logits_scaling", 1)
+            )
+        assert mixed["contribution"].iloc[0] == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_the_table_names_components_layers_heads_and_positions(models):

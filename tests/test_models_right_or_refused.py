@@ -35,7 +35,7 @@ some_models = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in (*CONFIGS, *TINY)]
 )
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "layer_norm", "norm_f")
-MULTIPLIED = {"granite": 12.0}
+MULTIPLIED = dict.fromkeys(("granite", "granite4", "granite-moe"), 12.0)
 """What transformers multiplies the embedding with outside of its embedding module."""
 
 

@@ -3,6 +3,9 @@
 Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): each key-value head stands with its query heads in one
 matrix (`weights.fused`), whatever `multi_query` says; TransformerLens 4.3 takes it for queries, keys and
 values one after the other, and its one norm, where there is one, for two.
+
+Granite 4 without positions (`position_embedding_type` is not "rope"): TransformerLens 4.3 looks for a rotary
+embedding, which transformers does not make.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ def config_for_adapter(config: Any) -> Any:
     return config
 
 
-def setter_right(config: object) -> Callable[[Any], None] | None:
+def setter_right(config: Any) -> Callable[[Any], None] | None:
     """Return what sets an adapter right; None where nothing has to be."""
+    if config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope":
+        return _without_positions
     if not _is_new_falcon(config):
         return None
     family, shape = family_of(config), shape_of(config)
@@ -39,6 +44,11 @@ def setter_right(config: object) -> Callable[[Any], None] | None:
         parts["attn"].split_qkv_matrix = lambda attention: _split(attention.query_key_value, family.fused, shape)
 
     return set_right
+
+
+def _without_positions(adapter: Any) -> None:
+    adapter.component_mapping.pop("rotary_emb")
+    adapter.cfg.positional_embedding_type = "none"
 
 
 def _is_new_falcon(config: Any) -> bool:

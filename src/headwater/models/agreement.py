@@ -111,11 +111,15 @@ def agree(model: Model, seen: Seen | None) -> None:
         ModelError: the model cannot be run, or gives other logits than the model it wraps.
     """
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if seen is None else seen.tokens
-    experts = {layer for layer, block in enumerate(getattr(model.raw, "blocks", ())) if _has_experts(block)}
+    blocks = list(getattr(model.raw, "blocks", ()))
+    experts, beside = (
+        {layer for layer, part in enumerate(parts) if _has_experts(part)}
+        for parts in ([getattr(block, "mlp", None) for block in blocks], blocks)
+    )
     n_first = max(1, tokens.shape[1] - 2)
     rows = tokens.repeat(2, 1)
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
-    sites = Sites(model.shape, len(rows), tokens.shape[1], experts)
+    sites = Sites(model.shape, len(rows), tokens.shape[1], experts, beside)
     known = model.raw.hook_dict  # put together anew whenever it is asked for
     with watched(model.raw.original_model if seen else torch.nn.Module()) as calls:
         try:
@@ -187,10 +191,9 @@ def _first_difference(model: Model, whole: Calls, bridged: Calls) -> str:
     return "no single module gives something else for the same input."
 
 
-def _has_experts(block: Any) -> bool:
-    """Whether a block's MLP is a mixture of experts."""
-    mlp = getattr(block, "mlp", None)
-    modules = mlp.named_modules() if isinstance(mlp, torch.nn.Module) else ()
+def _has_experts(part: object) -> bool:
+    """Whether there are experts within a block or its MLP."""
+    modules = part.named_modules() if isinstance(part, torch.nn.Module) else ()
     return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in modules)
 
 
@@ -202,10 +205,19 @@ class Sites:
         read_only: by site and layer, why it can be read but not edited.
     """
 
-    def __init__(self, shape: ModelShape, n_rows: int, n_tokens: int, experts: Collection[int] = ()):
+    def __init__(
+        self,
+        shape: ModelShape,
+        n_rows: int,
+        n_tokens: int,
+        experts: Collection[int] = (),
+        beside: Collection[int] = (),
+    ):
+        """Say of which layers the MLP is a mixture of experts, and which have experts anywhere."""
         self.misfits: dict[tuple[str, int], str] = {}
         self.read_only: dict[tuple[str, int], str] = {}
-        self._shape, self._n_rows, self._n_tokens, self._experts = shape, n_rows, n_tokens, experts
+        self._shape, self._n_rows, self._n_tokens = shape, n_rows, n_tokens
+        self._experts, self._beside = experts, beside
         self._passed: dict[tuple[str, int], Tensor] = {}
 
     def hooks(self) -> list[tuple[str, object]]:
@@ -239,6 +251,9 @@ class Sites:
 
     def _add_up(self, layer: int) -> None:
         before, middle, after, attended, added = (self._passed.get((name, layer)) for name in STATES)
+        known = layer in self._beside and middle is not None and added is not None
+        if known and not _is_sum(after, middle, added):
+            self._misfits(SITES["mlp_out"], layer, "experts beside this MLP add to the residual stream, too.")
         if SITES["resid_mid"].absent(self._shape) is not None:
             writing = ("attn_out", "mlp_out") if self._shape.d_mlp else ("attn_out",)
             written = [self._passed.get((name, layer)) for name in writing]

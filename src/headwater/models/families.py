@@ -157,6 +157,12 @@ SANDWICH = Norms(
 )
 BEHIND = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 ONE_NORM = Norms(before_mlp="input_layernorm")
+GRANITE = Family(
+    "GraniteForCausalLM",
+    embedding_scale=lambda config: config.embedding_multiplier,
+    residual_scale="residual_multiplier",
+    logit_scale=lambda config: 1 / config.logits_scaling,
+)
 OPT = Family(
     "OPTForCausalLM",
     blocks="decoder.layers",
@@ -265,11 +271,13 @@ for _model_type, _family in {
         parallel="use_parallel_residual",
         varies=lambda config: {"norms": ONE_NORM} if config.use_parallel_residual else {},
     ),
-    "granite": Family(
-        "GraniteForCausalLM",
-        embedding_scale=lambda config: config.embedding_multiplier,
-        residual_scale="residual_multiplier",
-        logit_scale=lambda config: 1 / config.logits_scaling,
+    "granite": GRANITE,
+    "granitemoe": replace(GRANITE, architecture="GraniteMoeForCausalLM", mlp="block_sparse_moe"),
+    "granitemoehybrid": replace(
+        GRANITE,
+        architecture="GraniteMoeHybridForCausalLM",
+        mlp_width="shared_intermediate_size",
+        cannot=dict.fromkeys(("mlp0", "embed+mlp0", "layer0"), "its first block may be Mamba, or have experts too."),
     ),
     "cohere": Family("CohereForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale),
     "cohere2": Family(

@@ -145,7 +145,13 @@ class Checkpoint:
     block: tuple[int, int] = (128, 128)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; one in float8 as float32."""
+        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; one in float8 as float32.
+
+        Raises:
+            ModelError: there is none of this name, as of attention in a recurrent layer.
+        """
+        if name not in self.files:
+            raise ModelError(f"The model in {self.folder} has no {name}: this layer is of another kind.")
         with open_safetensors(self.files[name]) as file:
             tensor = file.get_tensor(self.names[name])
         if tensor.dtype not in FLOAT8:
