@@ -7,6 +7,7 @@ import math
 import pkgutil
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -26,6 +27,8 @@ from headwater.runs.dressing import checked_size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import DRAWINGS, VIEWS, Result
 from headwater.runs.view import View
+from tests import chance
+from tests.test_faults import flipped
 
 CITIZEN = "Q: What is the adjective for {source}?\nA:"
 PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
@@ -265,6 +268,36 @@ def draw(counted, ax=None):
     ax = plt.figure().add_subplot() if ax is None else ax
     ax.plot(counted.summary()["layer"], counted.summary()["count"])
     return ax
+
+
+def refuse_every_flip(result: Result, folder: Path, flips: int) -> None:
+    """Change a bit of each file of a saved result, and check that none is read."""
+
+    def read(folder: Path) -> None:
+        list(getattr(type(result).load(folder), "activations", ()))  # parts of a cache are read when they are asked for
+
+    rng = chance.rng()
+    result.save(folder)
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        whole = file.read_bytes()
+        for _ in range(flips):
+            file.write_bytes(flipped(whole, rng))
+            with pytest.raises(hw.HeadwaterError) as refused:
+                read(folder)
+            assert "\n" not in str(refused.value)
+        file.write_bytes(whole)
+    read(folder)
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_no_changed_file_of_a_result_is_read(results, kind, tmp_path):
+    refuse_every_flip(results[kind], tmp_path, flips=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_no_file_of_a_result_in_which_any_bit_was_changed_is_read(results, kind, tmp_path):
+    refuse_every_flip(results[kind], tmp_path, flips=200)
 
 
 def test_a_result_from_outside_is_drawn_and_viewed_once_its_figure_is_registered(counted, tmp_path):

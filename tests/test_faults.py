@@ -2,17 +2,21 @@
 
 1. SIGKILL after a random time, again and again, until one attempt gets through.
 2. A power cut before the k-th step on the disk, for every k: what was not flushed is lost.
-3. A disk that is full at the k-th write, for every k; and the real limit of the system on the size of a file.
+3. The same of real analyses, some of whose pieces are changed between two attempts.
+4. A disk that is full at the k-th write, for every k; and the real limit of the system on the size of a file.
 """
 
 import dataclasses
 import errno
+import json
 import os
 import random
 import resource
 import signal
 import time
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +24,15 @@ import pandas as pd
 import pytest
 import torch
 
+import headwater as hw
 from headwater.errors import RunFolderError
+from headwater.models.caches import collection
 from headwater.runs import storage
 from headwater.runs.folder import RunFolder, run_pieces
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
+from headwater.runs.storage import read_sealed
+from tests import chance
 
 PIECES = 5
 
@@ -65,22 +73,36 @@ def wanted(tmp_path):
     return files(tmp_path / "whole")
 
 
-def started(out: Path) -> int:
-    """Begin the work in a forked process and return its number."""
+def records(folder: Path) -> dict[str, bytes]:
+    """The files of a run; of the record, whose date differs, what must agree."""
+    record = read_sealed(folder / "run.json")
+    record["run"].pop("created")
+    return files(folder) | {"run.json": json.dumps(record).encode()}
+
+
+def flipped(content: bytes, rng: np.random.Generator) -> bytes:
+    """A file with one bit changed."""
+    place = int(rng.integers(len(content)))
+    return content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :]
+
+
+def started(work: Callable[[], object]) -> int:
+    """Begin some work in a forked process and return its number."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            work(out)
+            warnings.simplefilter("ignore")  # that a piece is computed anew
+            work()
             code = 0
         finally:
             os._exit(code)
     return child
 
 
-def killed_after(seconds: float, out: Path) -> bool:
-    """Begin the work and kill it; return whether it was done before."""
-    child = started(out)
+def killed_after(seconds: float, work: Callable[[], object]) -> bool:
+    """Begin some work and kill it; return whether it was done before."""
+    child = started(work)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
@@ -90,14 +112,14 @@ def killed_after(seconds: float, out: Path) -> bool:
 
 def kill_at_random(tmp_path: Path, wanted: dict[str, bytes], kills: int) -> None:
     start = time.perf_counter()
-    os.waitpid(started(tmp_path / "timed"), 0)
+    os.waitpid(started(partial(work, tmp_path / "timed")), 0)
     duration = (
         time.perf_counter() - start
     )  # with the fork, which takes longer than the work in a process with much memory
     done, run = 0, 0
     while done < kills:
         out = tmp_path / f"run-{run}"
-        while not killed_after(random.uniform(0, 1.5 * duration), out):
+        while not killed_after(random.uniform(0, 1.5 * duration), partial(work, out)):
             done += 1
         assert files(out) == wanted
         run += 1
@@ -110,7 +132,7 @@ def test_what_a_killed_writer_left_is_gone_when_the_run_is_done(tmp_path, wanted
     out = tmp_path / "run"
     out.mkdir()
     (out / left).write_bytes(bytes(12))
-    os.waitpid(started(out), 0)
+    os.waitpid(started(partial(work, out)), 0)
     assert files(out) == wanted
 
 
@@ -121,6 +143,73 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path, wanted)
 @pytest.mark.slow
 def test_a_run_killed_hundreds_of_times_ends_with_the_same_bytes(tmp_path, wanted):
     kill_at_random(tmp_path, wanted, kills=500)
+
+
+PAIR = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
+ASKED = {"metric": hw.logit_difference(" Paris", " Rome"), "progress": False}
+QUIET = {"progress": False}
+
+
+def cached(model: hw.HookedModel, **options: object) -> hw.Cache:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collection, "PART_TEXTS", 3)
+        return model.cache([list(range(5, 7 + i % 9)) for i in range(40)], sites=["z", "pattern"], **options)
+
+
+def circuit_of(model: hw.HookedModel) -> hw.Circuit:
+    return hw.edges(model, *PAIR, method="eap", **ASKED).circuit(20)
+
+
+CALLS = {
+    "edges": lambda m, out: hw.edges(m, *PAIR, receivers=["mlp", "logits"], out=out, **ASKED),
+    "path_patch": lambda m, out: hw.path_patch(
+        m, *PAIR, senders=["embed", "mlp"], receivers=["mlp 2", "logits"], out=out, **ASKED
+    ),
+    "lens": lambda m, out: hw.lens(m, list(PAIR) * 20, batch_size=4, top_k=2, out=out, **QUIET),
+    "compare_heads": lambda m, out: hw.compare_heads(
+        {"a": m, "b": m}, relations=hw.load_relations()[:1], out=out, **QUIET
+    ),
+    "run_circuits": lambda m, out: hw.run_circuits(m, *PAIR, circuit_of(m), placebos=4, out=out, **ASKED),
+    "find_circuit": lambda m, out: hw.find_circuit(m, *PAIR, threshold=1.0, budget=40, placebos=2, out=out, **ASKED),
+    "cache": lambda m, out: cached(m, out=out, **QUIET),
+    "patch": lambda m, out: hw.patch(m, *([one] * 12 for one in PAIR), sites=["z", "mlp_out"], out=out, **ASKED),
+    "knockout": lambda m, out: hw.knockout(m, [PAIR[0]] * 12, block=("last", (1, 2)), window=2, out=out, **ASKED),
+    "classify_heads": lambda m, out: hw.classify_heads(m, relations=hw.load_relations()[:2], out=out, **QUIET),
+    "answer": lambda m, out: hw.answer(m, hw.load_questions("natural", sample=40), batch_size=8, out=out, **QUIET),
+    "token_statistics": lambda m, out: hw.token_statistics(m, list(PAIR) * 20, batch_size=4, out=out, **QUIET),
+}
+"""Calls that work in pieces, on the embedded model."""
+
+
+def attack(name: str, tmp_path: Path, kills: int) -> int:
+    """Kill a call at random moments and change a byte of a piece now and then; return how many kills there were."""
+    model, rng, call = hw.load(), chance.rng(), CALLS[name]
+    start = time.perf_counter()
+    call(model, tmp_path / "whole")
+    duration = time.perf_counter() - start
+    expected, done, run = records(tmp_path / "whole"), 0, 0
+    while done < kills:
+        out = tmp_path / f"run-{run}"
+        while not killed_after(rng.uniform(0, duration), partial(call, model, out)):
+            done += 1
+            pieces = sorted(out.glob("pieces/*.safetensors"))
+            if pieces and rng.random() < 0.5:
+                piece = pieces[int(rng.integers(len(pieces)))]
+                piece.write_bytes(flipped(piece.read_bytes(), rng))
+        assert records(out) == expected
+        run += 1
+    return done
+
+
+@pytest.mark.parametrize("name", ["edges", "cache", "find_circuit"])
+def test_an_analysis_that_is_killed_and_whose_pieces_are_changed_ends_with_the_same_bytes(name, tmp_path):
+    assert attack(name, tmp_path, kills=2) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_every_analysis_that_is_killed_dozens_of_times_ends_with_the_same_bytes(name, tmp_path):
+    assert attack(name, tmp_path, kills=24) >= 24
 
 
 class PowerCutError(BaseException):
