@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import PurePath
 
 LONGEST_WORD = 200
 """Of a longer stretch without a space (a name of 5,000 characters, the dump of an array) the beginning is shown."""
@@ -61,6 +62,7 @@ def did_you_mean(asked: object, valid: Iterable[str], shown: int = 3) -> str:
     """
     names = sorted(valid)
     near = []
+    asked = str(asked) if isinstance(asked, PurePath) else asked
     if isinstance(asked, str):
         word, small = asked[:LONGEST_WORD], {name.casefold(): name for name in names}
         near = difflib.get_close_matches(word, names, n=shown, cutoff=0.6)

@@ -30,7 +30,7 @@ def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
         InputError: it is not.
     """
     if not isinstance(value, str) or value not in valid:
-        near = did_you_mean(str(value), valid)
+        near = did_you_mean(value, valid)
         said = near if near.startswith(" Did") else ""
         raise InputError(f"{option}={shown(value)} is not one of {', '.join(valid)}.{said}")
     return value

@@ -263,7 +263,7 @@ def check_methods(methods: Sequence[str], known: Sequence[str] = METHODS) -> tup
         raise InputError("No detection method was asked for.")
     for method in listed:
         if not isinstance(method, str) or method not in known:
-            raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(str(method), known)}")
+            raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(method, known)}")
     return tuple(dict.fromkeys(listed))
 
 

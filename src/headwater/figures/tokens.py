@@ -122,7 +122,7 @@ def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, 
     found = {}
     for name in nodes:
         if name not in table.index:
-            raise InputError(f"There is no node {name!r}.{did_you_mean(str(name), table.index)}")
+            raise InputError(f"There is no node {name!r}.{did_you_mean(name, table.index)}")
         same = table.index[(table[["question", "answer"]] == table.loc[name, ["question", "answer"]]).all(axis=1)]
         owner = next((other for other in same if other in by_id), None)
         if owner is None:

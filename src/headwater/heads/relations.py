@@ -51,7 +51,7 @@ class Relation:
             raise InputError(f"The name of a relation is a text, not {shown(self.name)}.")
         refuse_half_characters(self.name)
         if self.category is not None and self.category not in CATEGORIES:
-            hint = did_you_mean(str(self.category), CATEGORIES)
+            hint = did_you_mean(self.category, CATEGORIES)
             raise InputError(f"Relation {self.name!r}: {shown(self.category)} is not a category.{hint}")
         object.__setattr__(self, "pairs", checked_pairs(self.name, self.pairs))
 
@@ -167,7 +167,7 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
     if not _is_there(path):
         own = {file.stem: file for file in _suite().glob("*.json")}
         if str(path) not in own:
-            hint = did_you_mean(str(path), own)
+            hint = did_you_mean(path, own)
             raise InputError(
                 f"The relations folder {path} does not exist, and headwater has no relation of that name."
                 + (hint if hint.startswith(" Did") else "")
@@ -248,7 +248,7 @@ def _read_relation(file: Path, categories: Mapping[str, str]) -> Relation:
 
 def _check_category(document: JsonDocument, position: int, where: str, category: object) -> None:
     if category not in CATEGORIES:
-        hint = did_you_mean(str(category), CATEGORIES)
+        hint = did_you_mean(category, CATEGORIES)
         raise document.error(position, f"{where}: {category!r} is not a category.{hint}")
 
 

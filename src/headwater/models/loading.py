@@ -338,7 +338,7 @@ def _known_names() -> dict[str, str]:
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(found, torch.dtype):
-        near = did_you_mean(str(dtype), ("float32", "bfloat16", "float16"))
+        near = did_you_mean(dtype, ("float32", "bfloat16", "float16"))
         raise InputError(f"dtype={shown(dtype)} is no torch dtype.{near}")
     return found
 

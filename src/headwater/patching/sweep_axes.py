@@ -78,7 +78,8 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
         if axis not in over:
             raise InputError(f"window={shown(window)} is for the {axis} axis, which this sweep does not run over.")
         try:
-            by_axis[axis] = "cumulative" if str(size) == "cumulative" else checked_count("window", size)
+            is_named = isinstance(size, str) and size == "cumulative"
+            by_axis[axis] = "cumulative" if is_named else checked_count("window", size)
         except InputError:
             raise InputError(f"window={shown(size)} is neither a number of {axis}s nor 'cumulative'.") from None
     return by_axis

@@ -137,7 +137,7 @@ def check_label(label: object) -> None:
         return
     raise InputError(
         f"label={shown(label)} is neither one of {', '.join(RULES)} nor a function of question, accepted answers and "
-        f"answer.{did_you_mean(str(label), RULES)}"
+        f"answer.{did_you_mean(label, RULES)}"
     )
 
 

@@ -38,9 +38,9 @@ BEFORE = ("prompt_last", "before_answer")
 def check_probe_options(site: str, token: str, batch_size: int) -> None:
     """Refuse a site, token or batch size that there is not."""
     if not isinstance(site, str) or site not in PROBE_SITES:
-        raise InputError(f"There is no probe site {shown(site)}.{did_you_mean(str(site), PROBE_SITES)}")
+        raise InputError(f"There is no probe site {shown(site)}.{did_you_mean(site, PROBE_SITES)}")
     if not isinstance(token, str) or token not in PROBE_TOKENS:
-        raise InputError(f"There is no probe token {shown(token)}.{did_you_mean(str(token), PROBE_TOKENS)}")
+        raise InputError(f"There is no probe token {shown(token)}.{did_you_mean(token, PROBE_TOKENS)}")
     checked_count("batch_size", batch_size)
 
 

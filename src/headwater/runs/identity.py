@@ -39,6 +39,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.errors import InputError
 from headwater.runs.data_hash import UnknownIdentityError, hash_of_frame, hash_of_tensor, hashed
 from headwater.runs.functions import (
     MADE_BY_PYTHON,
@@ -69,7 +70,17 @@ def describe(options: Any) -> Any:
 
     Equal meaning gives an equal record: a set in order, a tuple as a list, a number of any library as Python's own.
     An array is data, and so a digest. What has no identity becomes an object that says why under `UNKNOWN`.
+
+    Raises:
+        InputError: an option holds itself, or is nested too deep.
     """
+    try:
+        return _described(options)
+    except RecursionError:
+        raise InputError("An option holds itself, or is nested too deep to be recorded.") from None
+
+
+def _described(options: Any) -> Any:
     if isinstance(options, np.generic):
         options = options.item()
     if options is None or isinstance(options, bool | int | str):
@@ -79,13 +90,13 @@ def describe(options: Any) -> Any:
     if isinstance(options, PurePath | torch.dtype | torch.device):
         return str(options).removeprefix("torch.")
     if isinstance(options, Mapping):
-        return {str(key): describe(value) for key, value in options.items()}
+        return {str(key): _described(value) for key, value in options.items()}
     if isinstance(options, set | frozenset):
-        return sorted((describe(item) for item in options), key=repr)
+        return sorted((_described(item) for item in options), key=repr)
     if isinstance(options, list | tuple | range):
-        return [item if type(item) in AS_THEY_ARE else describe(item) for item in options]
+        return [item if type(item) in AS_THEY_ARE else _described(item) for item in options]
     if dataclasses.is_dataclass(options) and not callable(options) and not hasattr(options, "digest"):
-        return {field.name: describe(getattr(options, field.name)) for field in dataclasses.fields(options)}
+        return {field.name: _described(getattr(options, field.name)) for field in dataclasses.fields(options)}
     kind = _name_of(options)
     try:
         return f"{kind} {options.identity if _says(options) else digest(options)}"

@@ -120,7 +120,7 @@ def _residual_site(residual: bool | str, model: Model) -> str | None:
         return "resid_post" if residual else None
     kept = [name for name, site in SITES.items() if len(site.axes) == 2 and site.axes[0] == "position"]
     if not isinstance(residual, str) or residual not in kept:
-        raise InputError(f"There is no residual site {shown(residual)}.{did_you_mean(str(residual), kept)}")
+        raise InputError(f"There is no residual site {shown(residual)}.{did_you_mean(residual, kept)}")
     if reason := SITES[residual].absent(model.shape):
         raise InputError(f"There is no {residual} to keep: {reason}")
     return residual

@@ -391,7 +391,7 @@ def place(
     """Make the site of a dictionary from checked parts."""
     known = [site for site, row in SITES.items() if row.axes[0] == "position"]
     if not isinstance(at, str) or at not in known:
-        raise InputError(f"at={shown(at)} has no vector per token to read.{did_you_mean(str(at), known)}")
+        raise InputError(f"at={shown(at)} has no vector per token to read.{did_you_mean(at, known)}")
     if name is not None and (not isinstance(name, str) or not name.strip()):
         raise InputError(f"name={shown(name)} must be a text.")
     row = SITES[at]

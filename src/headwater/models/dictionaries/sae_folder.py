@@ -262,7 +262,7 @@ def _autoencoder(config: Mapping[str, object], held: Mapping[str, Tensor], path:
     if architecture not in ARCHITECTURES:
         raise InputError(
             f"{where} has architecture {shown(architecture)}; known are {', '.join(ARCHITECTURES)}."
-            f"{did_you_mean(str(architecture), ARCHITECTURES)}"
+            f"{did_you_mean(architecture, ARCHITECTURES)}"
         )
     norm = config.get("normalize_activations") or "none"
     norm = {True: NORMS[3], False: "none"}.get(norm, norm) if isinstance(norm, bool) else norm
