@@ -70,8 +70,8 @@ class Origin:
         said = []
         if self.model and _bare(self.model) not in map(_bare, ids):
             said.append(f"it was trained on {self.model!r}, and this model is {model.name!r}")
-        if self.begins is not None and self.begins != (model.bos is not None):
-            here = "begin" if model.bos is not None else "do not begin"
+        if self.begins is not None and self.begins != bool(model.bos):
+            here = "begin" if model.bos else "do not begin"
             said.append(
                 f"its texts {'began' if self.begins else 'did not begin'} with a BOS token, and here they {here}"
             )
