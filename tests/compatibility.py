@@ -68,6 +68,9 @@ REFUSED = {
     ("mlp0", "gemma4"): "The first block of Gemma4ForCausalLM is not the residual stream plus what attention and MLP",
     ("mlp0", "granite4"): NO_MLP,
     ("mlp0", "jamba"): NO_MLP,
+    ("mlp0", "lfm2"): NO_MLP,
+    ("heads", "lfm2"): "Lfm2ForCausalLM has no factors of single heads in layer 0: there is no attention",
+    ("edges", "lfm2"): NO_STEPS,
     ("mlp0", "mamba"): NO_MLP,
     ("mlp0", "qwen3-next"): NO_MLP,
     ("raw", "opt-350m"): "OPTForCausalLM starts from more than its embedding and a position",
@@ -109,7 +112,7 @@ REFUSED_HERE = REFUSED | (
 )
 """What is refused with the installed transformers: from 5.24 on CodeGen keeps its positions elsewhere."""
 WHOLE_RUNS = frozenset(
-    "bloom deepseek-v2 falcon-h1 falcon-rw gemma4 granite4 jamba mamba mpt mpt-clipped opt-350m qwen3-next".split()  # noqa: SIM905
+    "bloom deepseek-v2 falcon-h1 falcon-rw gemma4 granite4 jamba lfm2 mamba mpt mpt-clipped opt-350m qwen3-next".split()  # noqa: SIM905
 )
 """Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"

@@ -160,6 +160,7 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         use_mamba_kernels=False,
         mamba_dt_rank=4,
     ),
+    "lfm2": lambda: tf.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
     "llava": llava,
     "mamba": lambda: tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
     "mixtral": lambda: tf.MixtralConfig(**HEADS, num_local_experts=4, num_experts_per_tok=2),
@@ -176,6 +177,17 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     "opt-350m": lambda: tf.OPTConfig(**OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
     "phi-qk-norm": lambda: tf.PhiConfig(**GATED, qk_layernorm=True),
     "phi3": lambda: tf.Phi3Config(**GROUPED),
+    "phi3-longrope": lambda: tf.Phi3Config(
+        **GROUPED,
+        original_max_position_embeddings=5,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0, 6.0, 8.0, 12.0],
+            "original_max_position_embeddings": 5,
+        },
+    ),
     "qwen2-moe": lambda: tf.Qwen2MoeConfig(
         **GROUPED,
         num_experts=4,

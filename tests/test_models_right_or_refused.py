@@ -26,7 +26,19 @@ READ = 17
 """The token whose logit is measured."""
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
-SOME = ("cohere", "falcon-new-decoder", "gemma4", "gpt-oss", "granite", "phi3", "bloom", "mamba", "deepseek-v2")
+SOME = (
+    "cohere",
+    "falcon-new-decoder",
+    "gemma4",
+    "gpt-oss",
+    "granite",
+    "phi3",
+    "phi3-longrope",
+    "lfm2",
+    "bloom",
+    "mamba",
+    "deepseek-v2",
+)
 """Those that the quick tests of the last rows of the table go through."""
 every_model = pytest.mark.parametrize(
     "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY)]

@@ -367,6 +367,10 @@ def test_a_text_that_falls_on_different_tokens_is_shown_side_by_side(models):
         ({"sites": "z", "layers": [7]}, "no layer 7; they are 0 to 2"),
         ({"sites": "z", "window": 0}, "neither a number of layers nor"),
         ({"sites": "z", "positions": 30}, "Position 30 is not in prompt 0"),
+        (
+            {"sites": "z", "positions": -30},
+            r"Position -30 is not in prompt 0 of \d+ tokens, whose positions are -\d+ to",
+        ),
         ({"sites": "z", "metric": hw.logit_difference(" Paris", " Parisian")}, r"is \d tokens"),
         ({"sites": "z", "metric": lambda logits: logits.sum()}, "must give one number per row"),
         ({"sites": "z", "metric": hw.logit_difference([5, 6], 9)}, "2 answer tokens were given for 1 prompts"),

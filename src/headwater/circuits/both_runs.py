@@ -22,6 +22,7 @@ from headwater.errors import ModelError
 from headwater.kernels.devices import sent
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.hooked import HookedModel
+from headwater.models.rotary import original_length
 from headwater.models.sites import SITES, hook_name
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.patching.plan import Plan
@@ -111,6 +112,9 @@ class BothRuns:
         if self.exchanged is not None:
             return 0
         assert self.plan.other is not None
+        lengths = {len(side[self.example]) for side in (self.plan.base, self.plan.other)}
+        if len({length > original_length(self.model.rotary_by_length) for length in lengths}) == 2:
+            return 0  # equal tokens are turned otherwise
         return first_difference(self.plan.base[self.example], self.plan.other[self.example])
 
     def base(self, site: str, layer: int) -> Tensor:

@@ -41,6 +41,7 @@ from headwater.models.norms import logit_scale, residual_scale
 from headwater.models.own_attention import of_prompts_too, own_attention
 from headwater.models.own_masks import own_mask, without_own_mask
 from headwater.models.reading import Reading, reads
+from headwater.models.rotary import angles_by_row
 from headwater.models.sites import hook_name
 from headwater.models.steppable import has_part
 
@@ -131,35 +132,45 @@ class Blocks:
         mask: Float[Tensor, "row head_or_one position key"],
         prefix: SharedPrefix | None,
         kept: Int[Tensor, "row kept"] | None = None,
+        recorded: Int[Tensor, " row"] | None = None,
     ) -> Float[Tensor, "row _ d_model"]:
         """What a layer's attention adds to the residual stream of rows that hold these positions.
+
+        `recorded` says which row of the recorded batch each is of; by default all are of the first.
 
         With `kept` only at these of a row's places: there alone queries ask and heads write, as long as no hook looks
         into the layer's attention. Keys and values are those of all positions.
         """
         block = self._blocks[layer]
         if kept is not None and _is_watched(block.attn):
-            return _taken(self.attention(layer, residual, call, positions, mask, prefix), kept)
+            return _taken(self.attention(layer, residual, call, positions, mask, prefix, None, recorded), kept)
         normed = _through(block, "ln1", residual)
         if self._own is not None:
             return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, kept))
         if kept is not None:
             with _first_alone(block.attn, 1, ("q",)):
                 try:
-                    self._attended(layer, normed, call, positions, mask, _StopsAtKeys())
+                    self._attended(layer, normed, call, positions, mask, _StopsAtKeys(), recorded)
                 except _KeysMadeError as made:
                     keys, values = made.args if prefix is None else prefix.update(*made.args)
             prefix = _WholeKeys(keys, values)
             normed, positions = _taken(normed, kept), positions.gather(1, kept)
             mask = mask.gather(2, kept[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
-        return self._added(block, "ln1_post", self._attended(layer, normed, call, positions, mask, prefix))
+        return self._added(block, "ln1_post", self._attended(layer, normed, call, positions, mask, prefix, recorded))
 
     def _attended(
-        self, layer: int, normed: Tensor, call: Any, positions: Tensor, mask: Tensor, cache: Any
+        self,
+        layer: int,
+        normed: Tensor,
+        call: Any,
+        positions: Tensor,
+        mask: Tensor,
+        cache: Any,
+        recorded: Tensor | None,
     ) -> Float[Tensor, "row position d_model"]:
         """Call a layer's attention as the model did, with other inputs."""
         (args, options), attention = call, self._blocks[layer].attn
-        options = {name: _at_positions(value, positions) for name, value in options.items()}
+        options = {name: _at_positions(value, positions, recorded) for name, value in options.items()}
         options = with_cache(attention, options, cache) | {"attention_mask": mask}
         if "hidden_states" in options:
             options["hidden_states"] = normed
@@ -314,6 +325,7 @@ class Blocks:
                 stack.enter_context(of_prompts_too(self._own))
             if skipped := not (unembed or _has_hooks(self.model.raw.unembed)):
                 stack.enter_context(_nothing_unembedded(self.model.raw.unembed))
+            stack.enter_context(angles_by_row(self.model.rotary_by_length, batch.lengths))
             logits = self.model.raw(tokens, **options).detach()
         last_logits = None if skipped else logits[:, -1]
         finite_output(self.model, activations[last], batch, None)
@@ -397,14 +409,16 @@ def _lies_in_block(block: Any) -> bool:
     return getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn")
 
 
-def _at_positions(value: object, positions: Int[Tensor, "row position"]) -> Any:
+def _at_positions(
+    value: object, positions: Int[Tensor, "row position"], recorded: Int[Tensor, " row"] | None = None
+) -> Any:
     """Take an argument that runs over the positions of the recorded batch at each row's own positions."""
     if isinstance(value, tuple) and value and all(isinstance(item, Tensor) for item in value):
-        return tuple(_at_positions(item, positions) for item in value)
+        return tuple(_at_positions(item, positions, recorded) for item in value)
     if isinstance(value, Tensor) and value.ndim >= 2 and not value.is_floating_point():
         return positions
     if isinstance(value, Tensor) and value.ndim == 3:
-        return value[0][positions]
+        return value[0 if recorded is None or len(value) == 1 else recorded[:, None], positions]
     return value
 
 

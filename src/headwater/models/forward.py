@@ -14,7 +14,9 @@ from torch import Tensor
 
 from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import sent
+from headwater.models.cache_names import NAMES
 from headwater.models.model import is_bridge
+from headwater.models.rotary import angles_by_row
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 
@@ -47,8 +49,20 @@ def forward(
     Raises:
         InputError: the model would read the padding.
     """
-    tokens, raw = sent(batch.tokens, model.device), model.raw
     options = padding_option(model, batch) | (options or {})
+    begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
+    with angles_by_row(model.rotary_by_length, batch.lengths if begins and "position_ids" not in options else None):
+        return _called(model, sent(batch.tokens, model.device), columns, stop_at, options)
+
+
+def _called(
+    model: Model,
+    tokens: Int[Tensor, "batch position"],
+    columns: Int[Tensor, " kept"] | None,
+    stop_at: int | None,
+    options: dict[str, Any],
+) -> Float[Tensor, "batch _ _"]:
+    raw = model.raw
     if not is_bridge(raw):
         out = raw(tokens, stop_at_layer=stop_at, **options)
         return out if columns is None else out[:, sent(columns, out.device)]

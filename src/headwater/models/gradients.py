@@ -16,7 +16,7 @@ computes it eagerly whether or not a hook asks, so one layer's pattern `batch he
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,6 +30,7 @@ from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import sent
 from headwater.models.cache_names import attentions_of, reached
 from headwater.models.edits import Hook, looks, makes
+from headwater.models.rotary import original_length
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 
@@ -64,12 +65,17 @@ def refuse_without_gradients(model: HookedModel) -> None:
         )
 
 
-def refuse_cut_texts(model: HookedModel, what: str) -> None:
-    """Refuse to run texts only up to a token of theirs where what follows changes what is read there.
+def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> None:
+    """Refuse to run texts of these lengths only up to a token where what follows changes what is read there.
 
     Raises:
-        InputError: the model's attention looks ahead.
+        InputError: the model's attention looks ahead, or its rotary embeddings are others in one of the texts.
     """
+    if (longest := max(lengths, default=0)) > (original := original_length(model.rotary_by_length)):
+        raise InputError(
+            f"{what} runs texts up to the token that is read, and past {original} tokens the rotary embeddings of "
+            f"{model.name} depend on the length: the longest text has {longest} tokens. Give shorter ones."
+        )
     if model.looks_ahead:
         raise InputError(f"{what} runs texts up to the token that is read, and {model.name} reads later tokens, too.")
 

@@ -50,6 +50,7 @@ from headwater.models.other_options import GENERATE, HOOKS, RUN, takes_no_more
 from headwater.models.part_names import Heads
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
+from headwater.models.rotary import rotary_by_length
 from headwater.models.run_lock import RunLock
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, hook_name, place_named
@@ -173,6 +174,11 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         cfg = self.raw.cfg
         given = getattr(cfg, "d_vocab_out", -1)
         return given if given > 0 and given != cfg.d_vocab else self.shape.d_vocab
+
+    @cached_property
+    def rotary_by_length(self) -> list[torch.nn.Module]:
+        """What in it makes rotary embeddings that depend on a text's length."""
+        return rotary_by_length(self.raw)
 
     @cached_property
     def spread(self) -> bool:

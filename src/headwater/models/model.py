@@ -45,6 +45,10 @@ class Model(Recorded, Protocol):
         """Where the inputs of the model go."""
 
     @property
+    def rotary_by_length(self) -> Sequence[torch.nn.Module]:
+        """What in it makes rotary embeddings that depend on a text's length."""
+
+    @property
     def spread(self) -> bool:
         """Whether its layers lie on several devices."""
 

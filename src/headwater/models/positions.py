@@ -220,9 +220,11 @@ def positions_of(
     found = _positions(where, prompt)
     outside = [position for position in found if not 0 <= position < len(prompt)]
     if outside or not found:
+        first = outside[0] if outside else 0
+        given = (first - len(prompt) if first < 0 else first) if outside else shown(where)
         raise InputError(
-            f"Position {outside[0] if outside else shown(where)} is not in prompt {example} of {len(prompt)} tokens: "
-            f"{_numbered(prompt)}"
+            f"Position {given} is not in prompt {example} of {len(prompt)} tokens, whose positions are {-len(prompt)} "
+            f"to {len(prompt) - 1}: {_numbered(prompt)}"
         )
     return tuple(sorted(set(found)))
 

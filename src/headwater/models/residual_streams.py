@@ -24,6 +24,7 @@ from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, looks
 from headwater.models.forward import padding_option
 from headwater.models.one_pass import one_pass_attention
+from headwater.models.rotary import angles_by_row
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 from headwater.models.unwrapped import Unwrapped, unwrapped
@@ -81,6 +82,7 @@ def _without_wrappers(
         for layer in layers:
             block = bare.in_place_of(model.raw.blocks[layer])
             hooks.callback(block.register_forward_hook(partial(look, layer=layer)).remove)
+        hooks.enter_context(angles_by_row(bare.rotary_by_length, batch.lengths))
         bare.read(sent(batch.tokens, model.device), **padding_option(model, batch))
     finite_output(model, last[0], batch, None)
     return kept

@@ -38,6 +38,7 @@ from headwater.models.families import family_named
 from headwater.models.forward import LAST
 from headwater.models.model import is_bridge
 from headwater.models.one_pass import is_the_same_in_one_pass
+from headwater.models.rotary import rotary_by_length
 from headwater.models.same_objects import SameModules, SameObjects
 from headwater.models.weights.fingerprint import parameter_reader
 
@@ -59,6 +60,7 @@ class Unwrapped:
     Attributes:
         model: the transformers model.
         kept: the wrappers that stay.
+        rotary_by_length: what in it makes rotary embeddings that depend on a text's length.
         configs: what the configs held that were copied.
     """
 
@@ -68,6 +70,7 @@ class Unwrapped:
         self._made: dict[int, torch.nn.Module] = {}
         configs: dict[int, tuple[Any, Any]] = {}
         self.model = self._without_wrappers(raw.original_model, attention, points, self._made, configs)
+        self.rotary_by_length = rotary_by_length(self.model)
         self.configs = SameObjects(vars(original) for original, _ in configs.values())
         whole = [kept for kept in self.kept if not _is_block(kept)]
         self._attentions = [one for kept in whole for one in kept.modules() if _is_attention(one)]

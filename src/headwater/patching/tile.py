@@ -68,7 +68,7 @@ class Tile:
         self.width = int(rows.length.max())
         """The tokens of the longest row."""
         known = np.stack([rows.start, rows.length, rows.example])
-        self.starts, self.lengths, self._examples = sent(known, device)
+        self.starts, self.lengths, self.examples = sent(known, device)
         self._columns = torch.arange(self.width, device=device)
 
     @cached_property
@@ -129,7 +129,7 @@ class Tile:
         for cache in (recording.keys[layer], recording.values[layer]):
             before = cache[:, :, : self.prefix_length]
             one = before[example : example + 1].expand(len(self.rows), -1, -1, -1)
-            shared.append(before[self._examples] if others else one)
+            shared.append(before[self.examples] if others else one)
         return SharedPrefix(*shared)
 
     @cached_property

@@ -177,9 +177,11 @@ class Walk:
         call, rows = self.recording.calls[layer], tile.padded(residual)
         if self._needs_all(layer, tile, "attention"):
             with self._inside(layer, tile):
-                return tile.packed(self.blocks.attention(layer, rows, call, tile.positions, mask, prefix))
+                return tile.packed(
+                    self.blocks.attention(layer, rows, call, tile.positions, mask, prefix, None, tile.examples)
+                )
         kept = self._kept_columns(tile)
-        read = self.blocks.attention(layer, rows, call, tile.positions, mask, prefix, kept)
+        read = self.blocks.attention(layer, rows, call, tile.positions, mask, prefix, kept, tile.examples)
         return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(read), read))
 
     @contextlib.contextmanager

@@ -291,7 +291,7 @@ def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
     refuse_without_gradients(model)
-    refuse_cut_texts(model, "Saliency")
+    refuse_cut_texts(model, "Saliency", answered.table["tokens"].map(len))
     checked_name("the probe's site", probe.site, PROBE_SITES)
     checked_name("the probe's token", probe.token, PROBE_TOKENS)
     if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):

@@ -26,8 +26,10 @@ from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.generation.steps import keeps_keys, steps_of
 from headwater.models.generation_config import Rules
 from headwater.models.memory import in_halves
+from headwater.models.rotary import original_length
 from headwater.models.tokens import Batch, Offsets, pad_id
 from headwater.options import checked_count
+from headwater.runs.record import HOOKS
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -104,6 +106,12 @@ def generate(
             f"{model.name} ({model.shape.architecture}) runs the whole text anew for every token, so that hooks would "
             "act on other columns than they do elsewhere: it is a HookedTransformer, or keeps a state beside keys and "
             "values. Generate without hooks, or call model.run with them token by token."
+        )
+    longest, original = int(prompts.lengths.max()) + max_new_tokens, original_length(model.rotary_by_length)
+    if longest > original and (listed or HOOKS in model.interventions):
+        raise InputError(
+            f"With hooks {model.name} writes texts of at most {original} tokens: past that its rotary embeddings turn "
+            f"every token otherwise, and prompts and new tokens come to {longest}. Generate fewer, or without hooks."
         )
     way = _Way(max_new_tokens, stop, listed, choose, wrote)
     parts: list[Generated] = []

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -30,6 +30,7 @@ from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, PromptHook, hooks_for
 from headwater.models.generation.standing_hooks import StandingHooks
 from headwater.models.reading import Reading, reads
+from headwater.models.rotary import angles_by_row, original_length
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unwrapped import Unwrapped, unwrapped
 from headwater.runs.record import HOOKS
@@ -55,7 +56,11 @@ def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
 
 def keeps_keys(model: Model) -> bool:
     """Whether keys and values are all that a model keeps of the tokens before; a recurrent state takes in padding."""
-    return takes_cache(model.raw) and not getattr(model.raw.original_model, "_is_stateful", False)
+    original: Any = getattr(model.raw, "original_model", None)
+    config = getattr(original, "config", None)
+    kinds = getattr(config.get_text_config(), "layer_types", None) or () if config is not None else ()
+    recurrent = any("attention" not in kind or "linear" in kind for kind in kinds)
+    return takes_cache(model.raw) and not (recurrent or getattr(original, "_is_stateful", False))
 
 
 class _Cached:
@@ -67,8 +72,9 @@ class _Cached:
         width = prompts.tokens.shape[1]
         self._shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
         self._reads = Batch(prompts.tokens.gather(1, self._shift), prompts.mask.gather(1, self._shift))
-        self._mask = self._reads.mask.long()
+        self._texts, self._mask = self._reads.tokens, self._reads.mask.long()
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        self._original = original_length(model.rotary_by_length)
 
     def __enter__(self) -> _Cached:
         return self
@@ -96,12 +102,13 @@ class _Cached:
     def _run_without_wrappers(self, bare: Unwrapped) -> Float[Tensor, "row d_vocab"]:
         """Run these columns by the model without wrappers."""
         device, tokens = self._model.device, self._reads.tokens
-        out = bare.last_logits(
-            sent(tokens, device),
-            self._cache,
-            attention_mask=sent(self._mask, device) if self._padded else None,
-            position_ids=sent(self._positions, device),
-        )
+        with angles_by_row(bare.rotary_by_length):
+            out = bare.last_logits(
+                sent(tokens, device),
+                self._cache,
+                attention_mask=sent(self._mask, device) if self._padded else None,
+                position_ids=sent(self._positions, device),
+            )
         return self._finite(out, edited=bool(bare.kept))
 
     def _finite(self, out: Float[Tensor, "row d_vocab"], edited: bool = False) -> Float[Tensor, "row d_vocab"]:
@@ -115,15 +122,19 @@ class _Cached:
         """Append to each row the token chosen for it; rows that are not among those going on are forgotten."""
         if len(going) < len(chosen):
             self._cache.batch_select_indices(sent(torch.tensor(going), self._model.device))
-            self._mask, self._positions = self._mask[going], self._positions[going]
+            self._texts, self._mask, self._positions = (x[going] for x in (self._texts, self._mask, self._positions))
         self._append([chosen[i] for i in going])
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Let each row read one more token next."""
         new = torch.ones(len(tokens), 1, dtype=torch.bool)
         self._reads = Batch(torch.tensor(tokens)[:, None], new)
+        self._texts = torch.cat([self._texts, self._reads.tokens], 1)
         self._mask = torch.cat([self._mask, new.to(self._mask)], 1)
         self._positions = self._positions[:, -1:] + 1
+        if bool((self._positions == self._original).any()):  # all keys of the row are turned otherwise from here on
+            self._cache, self._reads = DynamicCache(), Batch(self._texts, self._mask.bool())
+            self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
 
 
 class _Bare(_Cached):
