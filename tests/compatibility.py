@@ -10,8 +10,12 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from headwater.models.families import FAMILIES
-from tests.random_models import CONFIGS
+from tests.random_models import CONFIGS, TAIL, small_config
 from tests.tiny import CONFIGS as TINY_CONFIGS
 
 TINY = tuple(name for name in TINY_CONFIGS if name not in (*CONFIGS, "llama-tied"))
@@ -30,14 +34,39 @@ COLUMNS = {
 NOT_THERE = "(z|pattern) of .* cannot be used in layer 0: nothing passes through blocks.0.attn"
 READ_ONLY = "A knockout did not take effect: .* still has .* on a cut edge"
 NOT_ONE_HEAD = "The heads of .* do not hand on their weight times x W_V in layer 1"
-NO_HEADS = "Deepseek.* has no factors of single heads in layer .: W_V is not available on MLA"
+NOT_ONE_IN_0 = "The heads of .* do not hand on their weight times x W_V in layer 0"
+NO_HEADS = ".* has no factors of single heads in layer .: "
 NO_MLP = "The first block of .* is not attention and an MLP; use embedding='raw' or 'layer0'"
 NO_STREAM = "[Nn]othing passe[sd] through blocks.1.hook_resid_post"  # its blocks give lists
 NO_STEPS = "The edges of .* cannot be computed, because "
 NOT_ALONE = (
     "The heads of layer 0 of .* change with the q of another head: they have no edges of their own"  # one norm of all q
 )
-REFUSED = {
+KINDS = {
+    "falcon_mamba mamba2 nemotron_h recurrent_gemma rwkv": {
+        **dict.fromkeys(("ov", "heads"), NO_HEADS),
+        **dict.fromkeys(("z", "cache", "knockout"), NOT_THERE),
+        "edges": NO_STEPS,
+    },
+    "falcon_mamba mamba2 nemotron_h rwkv": {"mlp0": NO_MLP},
+    "bamba lfm2 lfm2_moe qwen3_5_text qwen3_5_moe_text": {"heads": NO_HEADS, "mlp0": NO_MLP, "edges": NO_STEPS},
+    "qwen3_5_text qwen3_5_moe_text": {"ov": NOT_ONE_HEAD},  # gates after the heads
+    "olmo_hybrid": {"heads": NO_HEADS, "edges": NO_STEPS, "knockout": READ_ONLY},
+    "glm4_moe_lite glm_moe_dsa youtu": {"ov": NO_HEADS, "heads": NO_HEADS, "z": "z of .* cannot be used in layer 0"},
+    "glm4_moe_lite youtu": {"edges": "z of .* cannot be used in layer 0"},
+    "glm_moe_dsa": {"edges": NO_STEPS + "its attention keeps an index"},
+    "afmoe laguna": {"ov": NOT_ONE_HEAD, "heads": NOT_ONE_IN_0, "edges": NOT_ONE_IN_0},  # gates after the heads
+    "jetmoe": {"ov": NO_HEADS, "heads": NO_HEADS, "z": NOT_THERE, "edges": NOT_THERE},
+    "flex_olmo minimax_m2": {"edges": NOT_ALONE},
+    "llama4_text": {"edges": NO_STEPS, "knockout": READ_ONLY},
+    "internlm3 iquestcoder": dict.fromkeys(
+        ("statistics", "heads", "patch", "z", "cache", "edges", "generate", "knockout"),
+        "The model type .* is not supported; headwater reads",
+    ),
+}
+"""What is refused of several models alike."""
+REFUSED = {(what, name): says for names, kind in KINDS.items() for name in names.split() for what, says in kind.items()}
+REFUSED |= {
     ("load", "gpt2-unscaled"): "TransformerLens computes other logits than GPT2LMHeadModel itself",
     ("load", "phi-qk-norm"): "TransformerLens cannot wrap PhiForCausalLM .*q_layernorm",
     ("statistics", "gpt1"): "OpenAIGPTLMHeadModel has no norm in front of its unembedding",
@@ -112,10 +141,19 @@ REFUSED_HERE = REFUSED | (
 )
 """What is refused with the installed transformers: from 5.24 on CodeGen keeps its positions elsewhere."""
 WHOLE_RUNS = frozenset(
+<<<<<<< HEAD
     "bloom deepseek-v2 falcon-h1 falcon-rw gemma4 granite4 jamba lfm2 mamba mpt mpt-clipped opt-350m qwen3-next".split()  # noqa: SIM905
+=======
+    (
+        "bamba bloom deepseek-v2 falcon-h1 falcon-rw falcon_mamba gemma4 glm_moe_dsa granite4 jamba lfm2 lfm2_moe "
+        "llama4_text mamba mamba2 mpt mpt-clipped nemotron_h olmo_hybrid opt-350m qwen3-next qwen3_5_moe_text "
+        "qwen3_5_text recurrent_gemma rwkv"
+    ).split()
+>>>>>>> 0016460 (The table of models covers the families of transformers that TransformerLens wraps, and names those that have no row; models without one residual stream are refused at load, GLM with a sparse index is swept and continued by whole runs)
 )
 """Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"
+FAMILIES_BEGIN, FAMILIES_END = "<!-- families: python tools/compatibility.py -->", "<!-- end of the families -->"
 PYTHONS_BEGIN, PYTHONS_END = (
     "<!-- table of Pythons: python tools/compatibility.py run -->",
     "<!-- end of the Pythons -->",
@@ -147,12 +185,61 @@ def pythons() -> str:
 def table() -> str:
     """The table, in Markdown."""
     lines = ["| model | from its folder | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for name in (*TINY, *CONFIGS):
-        config = (TINY_CONFIGS[name](300) if name in TINY else CONFIGS[name]()).get_text_config(decoder=True)
+    for name in (*TINY, *CONFIGS, *TAIL):
+        config = config_of(name).get_text_config(decoder=True)
         cells = [_cell(name, column) for column in COLUMNS]
         folder = "yes" if config.model_type in FAMILIES and _cell(name, "heads") == "right" else "refused"
         lines.append(f"| {name} | {folder} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def config_of(name: str) -> PretrainedConfig:
+    """The configuration of a row."""
+    if name in TAIL:
+        return small_config(name, **TAIL[name])
+    return TINY_CONFIGS[name](300) if name in TINY else CONFIGS[name]()
+
+
+NOT_COMPARED = {
+    "bert": "a model for masked words",
+    "deepseek_v4": "refused at load: its blocks hand on several residual streams",
+    "gemma3n": "needs timm",
+    "gemma4": "as its text model, gemma4_text",
+    "gemma4_unified": "as gemma4",
+    "gpt-sw3": "as gpt2",
+    "hrm_text": "refused at load: it has two stacks of blocks",
+    "llama4": "as llama4_text",
+    "modernbert-decoder": "loaded; what it is compared with is not written",
+    "nanochat": "loaded; its first and last norm are one module, which the comparison does not tell apart",
+    "qwen3_5": "as qwen3_5_text",
+    "qwen3_5_moe": "as qwen3_5_moe_text",
+    "zamba2": "its blocks share one attention",
+}
+"""Families that TransformerLens wraps and that have no row, and why."""
+
+
+def families() -> dict[str, str]:
+    """Every family of the installed transformers that has a causal language model: its row, or why it has none."""
+    rows = {name: config_of(name) for name in (*TINY, *CONFIGS, *TAIL)}
+    types = {one.model_type: name for name, config in rows.items() for one in (config, config.get_text_config())}
+    said = {}
+    for family, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        wrapped = {names} if isinstance(names, str) else {*names}
+        unwrapped = "" if wrapped & {*SUPPORTED_ARCHITECTURES} else "refused at load: TransformerLens does not wrap it"
+        said[family] = types.get(family) or NOT_COMPARED.get(family) or unwrapped
+    return said
+
+
+def families_told() -> str:
+    """What `families` says, in Markdown."""
+    said, rows = families(), {*TINY, *CONFIGS, *TAIL}
+    unwrapped = [family for family, why in said.items() if why.startswith("refused at load: TransformerLens")]
+    others = [f"{family} ({why})" for family, why in said.items() if why not in rows and family not in unwrapped]
+    return (
+        f"transformers {version('transformers')} has {len(said)} families with a causal language model. "
+        f"{sum(why in rows for why in said.values())} have a row above. {len(unwrapped)} are refused at load, because "
+        f"TransformerLens does not wrap them: {', '.join(unwrapped)}. Without a row: {', '.join(others)}."
+    )
 
 
 def _cell(name: str, column: str) -> str:
@@ -166,7 +253,12 @@ def _cell(name: str, column: str) -> str:
 
 def page(text: str) -> str:
     """A page with the tables between their marks."""
-    for begin, filled, end in ((PYTHONS_BEGIN, pythons(), PYTHONS_END), (BEGIN, table(), END)):
+    parts = (
+        (PYTHONS_BEGIN, pythons(), PYTHONS_END),
+        (BEGIN, table(), END),
+        (FAMILIES_BEGIN, families_told(), FAMILIES_END),
+    )
+    for begin, filled, end in parts:
         before, after = text.split(begin)[0], text.split(end)[1]
         text = f"{before}{begin}\n\n{filled}\n\n{end}{after}"
     return text

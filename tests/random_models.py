@@ -1,10 +1,12 @@
 """Small random models of over forty configurations, most of which headwater has no table for."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as tf
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.tiny import tiny_tokenizer
 
@@ -227,9 +229,50 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
 }
 
 
+RECIPE = EXPERTS | {
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "shared_expert_intermediate_size": 16,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 8,
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "state_size": 8, "lru_width": 32,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+}  # fmt: skip
+"""Small values of what configurations call otherwise, each taken where a configuration has it."""
+LOW_RANK = {"num_key_value_heads": 4, "head_dim": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "v_head_dim": 8} | {
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8
+}  # fmt: skip
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+PLAIN = (
+    "afmoe apertus arcee ernie4_5 ernie4_5_moe falcon_mamba flex_olmo glm glm4 glm4_moe gpt_bigcode granitemoe "  # noqa: SIM905
+    "hunyuan_v1_dense internlm3 iquestcoder jais2 jetmoe laguna llama4_text minimax_m2 ministral3 nemotron nemotron_h "
+    "rwkv seed_oss vaultgemma"
+).split()
+TAIL: dict[str, dict[str, Any]] = {name: {} for name in PLAIN} | {
+    "bamba": {"attn_layer_indices": [1]},
+    "glm4_moe_lite": LOW_RANK,
+    "glm_moe_dsa": LOW_RANK,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
+    "olmo_hybrid": LINEAR,
+    "qwen3_5_moe_text": LINEAR,
+    "qwen3_5_text": LINEAR,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "youtu": LOW_RANK,
+}
+"""Further families of transformers that TransformerLens wraps, by model type, and what the recipe does not say of each."""
+
+
+def small_config(model_type: str, **special: Any) -> tf.PretrainedConfig:
+    """A small configuration of any model type, by the recipe."""
+    kind = CONFIG_MAPPING[model_type]
+    known = inspect.signature(kind.__init__).parameters
+    return kind(**{name: value for name, value in RECIPE.items() if name in known} | special)
+
+
 def random_model(name: str, seed: int = 0) -> tf.PreTrainedModel:
     """Return a model whose every parameter, norms and biases too, is drawn afresh."""
-    config = CONFIGS[name]()
+    config = CONFIGS[name]() if name in CONFIGS else small_config(name, **TAIL.get(name, {}))
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.bos_token_id = part.eos_token_id = 0
         part.pad_token_id = 1

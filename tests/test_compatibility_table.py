@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from tests.compatibility import COLUMNS, REFUSED, WHOLE_RUNS, page, table
+import pytest
+
+from tests.compatibility import COLUMNS, NEWER, NOT_COMPARED, REFUSED, WHOLE_RUNS, families, page, table
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 
@@ -21,3 +23,10 @@ def test_what_is_refused_or_slow_is_of_a_model_and_a_test_that_there_are():
 def test_a_model_that_cannot_be_loaded_is_refused_everywhere():
     (row,) = (line for line in table().splitlines() if line.startswith("| phi-qk-norm |"))
     assert "right" not in row
+
+
+@pytest.mark.skipif(NEWER, reason="the table is of transformers 5.23")
+def test_every_family_of_transformers_with_a_causal_model_has_a_row_or_a_reason_for_none():
+    said = families()
+    assert not [family for family, row in said.items() if not row]
+    assert {*NOT_COMPARED} <= {*said}

@@ -16,7 +16,7 @@ from headwater.heads.relations import Relation
 from headwater.models.tokens import single_token_id
 from headwater.models.weights.opening import open_weights
 from tests.compatibility import REFUSED_HERE, TINY, WHOLE_RUNS
-from tests.random_models import CONFIGS, random_model
+from tests.random_models import CONFIGS, TAIL, random_model
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -24,7 +24,7 @@ TEXT = "the capital of France is Paris"
 TOLERANCE = 1e-4
 READ = 17
 """The token whose logit is measured."""
-ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn")
 OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
 SOME = (
     "cohere",
@@ -41,13 +41,13 @@ SOME = (
 )
 """Those that the quick tests of the last rows of the table go through."""
 every_model = pytest.mark.parametrize(
-    "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY)]
+    "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in (*TINY, *TAIL))]
 )
 some_models = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in (*CONFIGS, *TINY)]
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in (*CONFIGS, *TINY, *TAIL)]
 )
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "layer_norm", "norm_f")
-MULTIPLIED = dict.fromkeys(("granite", "granite4", "granite-moe"), 12.0)
+MULTIPLIED = dict.fromkeys(("granite", "granite4", "granite-moe"), 12.0) | {"recurrent_gemma": 5.65625}
 """What transformers multiplies the embedding with outside of its embedding module."""
 
 
@@ -93,7 +93,7 @@ def layers_of(hf):
     """The decoder's layers."""
     decoder = hf.get_decoder()
     n_layers = hf.config.get_text_config().num_hidden_layers
-    lists = [m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n_layers]
+    lists = [m for m in (decoder or hf).modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n_layers]
     return lists[0]
 
 
@@ -205,10 +205,10 @@ def embeddings_of(hf, name, tokens):
         raw = hf.transformer.word_embeddings_layernorm(raw)
     if attention_of(first) is None or raw.shape[-1] != hf.config.get_text_config().hidden_size:
         return raw, None
-    silent, out = output_of(attention_of(first)), []
+    silent, out = attention_of(first), []
 
     def nothing(module, args, result):
-        return torch.zeros_like(result)
+        return (torch.zeros_like(result[0]), *result[1:]) if isinstance(result, tuple) else torch.zeros_like(result)
 
     def take(module, args, result):
         out.append(first_output(result)[:, 0].clone())

@@ -184,7 +184,9 @@ def test_layers_predict_what_the_models_own_norm_and_head_read_from_them(real):
     first = found[found["top"] == 1]
     assert_close(first["kl"], (log_p[-1].exp() * (log_p[-1] - log_p)).sum(-1).flatten())
     chosen = log_p[:, :-1].gather(-1, torch.tensor(real.base[1:]).expand(len(states), -1)[..., None])
-    assert first["rank"].dropna().tolist() == (log_p[:, :-1] > chosen).sum(-1).flatten().tolist()
+    above, near = ((log_p[:, :-1] > chosen + off).sum(-1).flatten() for off in (1e-4, -1e-4))
+    ranks = torch.tensor(first["rank"].dropna().to_numpy(int))
+    assert ((above <= ranks) & (ranks <= near)).all(), "a rank is exact but for logits that are as good as equal"
 
 
 @torch.no_grad()

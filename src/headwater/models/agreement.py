@@ -30,6 +30,7 @@ from torch import Tensor
 from headwater.errors import ModelError
 from headwater.models.model import is_bridge
 from headwater.models.sites import SITES, STATES, Site, hook_name
+from headwater.models.weights.checkpoint import one_line
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -63,14 +64,14 @@ def see(hf: Any, name: str) -> Seen:
         ModelError: it cannot be run on tokens, or gives no logits.
     """
     config = hf.config.get_text_config(decoder=True)
-    n_ctx = getattr(config, "max_position_embeddings", None) or N_TOKENS
+    n_ctx = max(getattr(config, "max_position_embeddings", None) or 0, 0) or N_TOKENS  # XLNet says -1
     tokens = few_tokens(config.vocab_size, n_ctx, next(iter(hf.parameters())).device)
     with watched(hf) as calls:
         try:
             with torch.no_grad():
                 logits = hf(tokens).logits
         except FAULTS as error:
-            raise ModelError(f"{name} gives no logits for token ids alone: {error}") from None
+            raise ModelError(f"{name} gives no logits for token ids alone: {one_line(error)}") from None
     return Seen(tokens, logits, calls)
 
 
@@ -121,11 +122,16 @@ def agree(model: Model, seen: Seen | None) -> None:
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
     sites = Sites(model.shape, len(rows), tokens.shape[1], experts, beside)
     known = model.raw.hook_dict  # put together anew whenever it is asked for
+    if (last := hook_name("resid_post", model.shape.n_layers - 1)) not in known:
+        raise ModelError(
+            f"{model.name} ({model.shape.architecture}) has no residual stream that goes from block to block here: "
+            f"there is no activation named {last!r}. Run it with transformers."
+        )
     with watched(model.raw.original_model if seen else torch.nn.Module()) as calls:
         try:
             logits = _logits(model, rows, [hook for hook in sites.hooks() if hook[0] in known])
         except FAULTS as error:
-            raise ModelError(f"{model.name} cannot be run by TransformerLens: {error}") from None
+            raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
     sites.judge()
     model.misfits, model.read_only = sites.misfits, sites.read_only
     if seen is not None and not same_but_for_rounding(seen.logits, logits[:1]):

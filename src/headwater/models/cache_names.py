@@ -61,8 +61,13 @@ def attentions_of(raw: Any) -> list[Any]:
 
 
 def takes_cache(raw: Any) -> bool:
-    """Whether a model, and every attention in it, takes a cache under a name that is known."""
-    return is_bridge(raw) and _nameless(raw) is None
+    """Whether a model, and every attention in it, takes a cache under a name that is known, and needs nothing else."""
+    return is_bridge(raw) and _nameless(raw) is None and not keeps_an_index(raw)
+
+
+def keeps_an_index(raw: Any) -> bool:
+    """Whether attention chooses its keys by an index that it keeps beside them (DeepSeek's sparse attention)."""
+    return is_bridge(raw) and any(hasattr(module, "indexer") for module in raw.original_model.modules())
 
 
 def cache_options(model: Model, cache: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headwater.models.cache_names import keeps_an_index
 from headwater.models.families import FAMILIES, family_of
 from headwater.models.model import is_bridge
 from headwater.models.sites import STATES
@@ -29,6 +30,8 @@ def cannot_step(model: HookedModel) -> str | None:
             return f"its blocks have no {' or '.join(missing)}"
     if any(not _is_wiring(hook) for point in raw.hook_dict.values() for hook in point.fwd_hooks):
         return "it carries hooks of its own"
+    if keeps_an_index(raw):
+        return "its attention keeps an index of tokens beside keys and values"
     known = is_bridge(raw) and getattr(model.config, "model_type", None) in FAMILIES
     if known and family_of(model.config).positions_by_place:
         return "its attention reads positions from where tokens stand (ALiBi), and is given them for whole rows"
