@@ -141,15 +141,11 @@ REFUSED_HERE = REFUSED | (
 )
 """What is refused with the installed transformers: from 5.24 on CodeGen keeps its positions elsewhere."""
 WHOLE_RUNS = frozenset(
-<<<<<<< HEAD
-    "bloom deepseek-v2 falcon-h1 falcon-rw gemma4 granite4 jamba lfm2 mamba mpt mpt-clipped opt-350m qwen3-next".split()  # noqa: SIM905
-=======
-    (
+    (  # noqa: SIM905
         "bamba bloom deepseek-v2 falcon-h1 falcon-rw falcon_mamba gemma4 glm_moe_dsa granite4 jamba lfm2 lfm2_moe "
         "llama4_text mamba mamba2 mpt mpt-clipped nemotron_h olmo_hybrid opt-350m qwen3-next qwen3_5_moe_text "
         "qwen3_5_text recurrent_gemma rwkv"
     ).split()
->>>>>>> 0016460 (The table of models covers the families of transformers that TransformerLens wraps, and names those that have no row; models without one residual stream are refused at load, GLM with a sparse index is swept and continued by whole runs)
 )
 """Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"
