@@ -47,9 +47,13 @@ KINDS = {
         **dict.fromkeys(("ov", "heads"), NO_HEADS),
         **dict.fromkeys(("z", "cache", "knockout"), NOT_THERE),
         "edges": NO_STEPS,
+        "mlp0": NO_MLP,
     },
-    "falcon_mamba mamba2 nemotron_h rwkv": {"mlp0": NO_MLP},
-    "bamba lfm2 lfm2_moe qwen3_5_text qwen3_5_moe_text": {"heads": NO_HEADS, "mlp0": NO_MLP, "edges": NO_STEPS},
+    "bamba lfm2 lfm2_moe qwen3_5_text qwen3_5_moe_text": {
+        "heads": NO_HEADS,
+        "mlp0": NO_MLP,
+        "edges": NO_STEPS,
+    },
     "qwen3_5_text qwen3_5_moe_text": {"ov": NOT_ONE_HEAD},  # gates after the heads
     "olmo_hybrid": {"heads": NO_HEADS, "edges": NO_STEPS, "knockout": READ_ONLY},
     "glm4_moe_lite glm_moe_dsa youtu": {"ov": NO_HEADS, "heads": NO_HEADS, "z": "z of .* cannot be used in layer 0"},
@@ -145,7 +149,7 @@ WHOLE_RUNS = frozenset(
         "bamba bloom deepseek-v2 falcon-h1 falcon-rw falcon_mamba gemma4 glm_moe_dsa granite4 jamba lfm2 lfm2_moe "
         "llama4_text mamba mamba2 mpt mpt-clipped nemotron_h olmo_hybrid opt-350m qwen3-next qwen3_5_moe_text "
         "qwen3_5_text recurrent_gemma rwkv"
-    ).split()
+    ).split()  # noqa: SIM905
 )
 """Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"

@@ -242,15 +242,15 @@ LOW_RANK = {"num_key_value_heads": 4, "head_dim": 4, "kv_lora_rank": 16, "q_lora
 }  # fmt: skip
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 PLAIN = (
-    "afmoe apertus arcee ernie4_5 ernie4_5_moe falcon_mamba flex_olmo glm glm4 glm4_moe gpt_bigcode granitemoe "  # noqa: SIM905
-    "hunyuan_v1_dense internlm3 iquestcoder jais2 jetmoe laguna llama4_text minimax_m2 ministral3 nemotron nemotron_h "
-    "rwkv seed_oss vaultgemma"
-).split()
+    "afmoe", "apertus", "arcee", "ernie4_5", "ernie4_5_moe", "falcon_mamba", "flex_olmo", "glm", "glm4",
+    "glm4_moe", "gpt_bigcode", "hunyuan_v1_dense", "internlm3", "iquestcoder", "jais2", "jetmoe",
+    "laguna", "llama4_text", "minimax_m2", "ministral3", "nemotron", "nemotron_h", "rwkv", "seed_oss",
+    "vaultgemma",
+)  # fmt: skip
 TAIL: dict[str, dict[str, Any]] = {name: {} for name in PLAIN} | {
     "bamba": {"attn_layer_indices": [1]},
     "glm4_moe_lite": LOW_RANK,
     "glm_moe_dsa": LOW_RANK,
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
@@ -260,7 +260,7 @@ TAIL: dict[str, dict[str, Any]] = {name: {} for name in PLAIN} | {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "youtu": LOW_RANK,
 }
-"""Further families of transformers that TransformerLens wraps, by model type, and what the recipe does not say of each."""
+"""Further families that TransformerLens wraps, by model type, and what the recipe does not say of each."""
 
 
 def small_config(model_type: str, **special: Any) -> tf.PretrainedConfig:
