@@ -149,7 +149,7 @@ WHOLE_RUNS = frozenset(
         "bamba bloom deepseek-v2 falcon-h1 falcon-rw falcon_mamba gemma4 glm_moe_dsa granite4 jamba lfm2 lfm2_moe "
         "llama4_text mamba mamba2 mpt mpt-clipped nemotron_h olmo_hybrid opt-350m qwen3-next qwen3_5_moe_text "
         "qwen3_5_text recurrent_gemma rwkv"
-    ).split()  # noqa: SIM905
+    ).split()
 )
 """Those that are patched with whole runs."""
 BEGIN, END = "<!-- table of models: python tools/compatibility.py -->", "<!-- end of the table -->"
