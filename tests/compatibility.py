@@ -49,7 +49,7 @@ KINDS = {
         "edges": NO_STEPS,
         "mlp0": NO_MLP,
     },
-    "bamba lfm2 lfm2_moe qwen3_5_text qwen3_5_moe_text": {
+    "bamba lfm2_moe qwen3_5_text qwen3_5_moe_text": {
         "heads": NO_HEADS,
         "mlp0": NO_MLP,
         "edges": NO_STEPS,

@@ -251,7 +251,6 @@ TAIL: dict[str, dict[str, Any]] = {name: {} for name in PLAIN} | {
     "bamba": {"attn_layer_indices": [1]},
     "glm4_moe_lite": LOW_RANK,
     "glm_moe_dsa": LOW_RANK,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
     "olmo_hybrid": LINEAR,
