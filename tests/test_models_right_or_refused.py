@@ -208,7 +208,8 @@ def embeddings_of(hf, name, tokens):
     silent, out = attention_of(first), []
 
     def nothing(module, args, result):
-        return (torch.zeros_like(result[0]), *result[1:]) if isinstance(result, tuple) else torch.zeros_like(result)
+        zeros = torch.zeros_like(first_output(result))
+        return zeros if isinstance(result, torch.Tensor) else type(result)([zeros, *result[1:]])
 
     def take(module, args, result):
         out.append(first_output(result)[:, 0].clone())
