@@ -1,7 +1,8 @@
 """Effective embeddings: what the heads of later layers read for a token, made from the first block alone.
 
     raw          E                     what the residual stream starts from (Gemma: times √d_model)
-    mlp0         MLP₀(LN(E))           the first MLP alone, reading the embedding through its own norm (MAPS, published)
+    mlp0         MLP₀(LN(E))           the first MLP alone, reading the embedding through its own norm (MAPS, published);
+                                       where a norm follows the MLP (Gemma 2 and 3) it is in, which MAPS's code leaves out
     embed+mlp0   E + MLP₀(LN(E))
     layer0       resid_post of block 0 at the token in the sequence [BOS, token]
 
