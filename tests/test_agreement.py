@@ -288,12 +288,14 @@ def test_neurons_of_a_dense_layer_beside_mixtures_of_experts_are_ablated_right()
         hw.ablate(model, [IDS], neurons=[(1, 3)], metric=METRIC, progress=False)
 
 
-def test_an_activation_of_fewer_tokens_than_the_run_reads_is_refused():
+def test_an_activation_of_fewer_tokens_than_the_run_reads_is_refused(monkeypatch):
     model, name = hw.load(random_model("gemma4"), tokenizer=tiny_tokenizer()), "blocks.3.hook_resid_post"
     look = (name, lambda activation, hook: None)
     model.run([IDS], [look])
+    cut = {"logits_to_keep": 1, "use_cache": False}  # an int cuts the sequence in layers that share keys and values
+    monkeypatch.setattr("headwater.models.hooked.forward", lambda model, batch, *_: model.raw(batch.tokens, **cut))
     with pytest.raises(InterventionError, match=f"{name} holds 1 texts of 1 tokens in a run of 1 texts of 5"):
-        model.run([IDS], [look], logits_to_keep=1)
+        model.run([IDS], [look])
 
 
 @pytest.mark.parametrize("make", [lambda: tf.GPT2Model(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=300))])
@@ -361,7 +363,7 @@ def test_attention_that_looks_ahead_is_found_by_what_changes_whatever_the_config
     torch.testing.assert_close(found[1], alone[1], rtol=1e-4, atol=1e-4)
     sweep = hw.patch(
         model, [short, IDS], [[2, 40, 71], [*IDS[:4], 71]], sites="resid_pre", layers=[0], positions="last",
-        metric=lambda logits: logits[:, 0, 5], progress=False,
+        metric=hw.Metric("first token", lambda logits: logits[:, 0, 5], at="all"), progress=False,
     )  # fmt: skip
     assert sweep.table["effect"].abs().min() > 1e-4, "an edit of the last token is felt at the first"
 

@@ -48,7 +48,7 @@ def angles_by_row(modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row
 
 def _angles(
     module: Any, lengths: list[int] | None, x: Tensor, position_ids: Int[Tensor, "_ position"], **options: Any
-) -> tuple[Float[Tensor, "row position angle"], ...]:
+) -> tuple[Float[Tensor, "row position d_head"], ...]:
     """Return the angles of each row, at the positions of all: those of short texts up to the original length."""
     lengths = (position_ids.max(1).values + 1).tolist() if lengths is None else lengths
     original = int(original_length([module]))

@@ -10,8 +10,9 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.3 (Eq. 1); after Wang 
 2. A ∂L/∂A = A ⟨g, v⟩ (`kernels.attention`), g the gradient at the head's output, from `models.gradients`: no gradient
    of a pattern is formed, layers above l* and positions after the probe's token are not run, and positions before the
    first edge are run without gradients, those that all texts begin with once.
-3. S(E_Q→E_A): the mean over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token,
-   i = j among them, which the released code of label words sets to 0 (up to 7.5 % of the mean). Both are averaged over the layers up to l*.
+3. S(E_Q→E_A): the mean over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token, i = j
+   among them, which the released code of label words sets to 0 (up to 7.5 % of the mean). Both are averaged over the
+   layers up to l*.
 4. p and the gradient of an example come from coefficients of the probe that were not fitted on it (`Probe.folds`): of
    examples that it has seen a probe of many coordinates is sure and right, whether or not there is anything to know.
 

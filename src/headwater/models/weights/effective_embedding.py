@@ -1,14 +1,14 @@
 """Effective embeddings: what the heads of later layers read for a token, made from the first block alone.
 
     raw          E                     what the residual stream starts from (Gemma: times √d_model)
-    mlp0         MLP₀(LN(E))           the first MLP alone, reading the embedding through its own norm (MAPS, published);
-                                       where a norm follows the MLP (Gemma 2 and 3) it is in, which MAPS's code leaves out
+    mlp0         MLP₀(LN(E))           the first MLP alone, reading the embedding through its own norm (MAPS, published)
     embed+mlp0   E + MLP₀(LN(E))
     layer0       resid_post of block 0 at the token in the sequence [BOS, token]
 
-MLP₀(LN(E)) includes biases, the norm in full, and, where the architecture has one, the norm behind the MLP (Gemma), so
-that it is what the MLP adds to the residual stream. In parallel blocks the MLP reads through its own norm
-(GPT-NeoX: post_attention_layernorm; Phi: the block's only norm). GPT-2's positional embedding is in `layer0` only.
+MLP₀(LN(E)) includes biases, the norm in full, and, where the architecture has one, the norm after the MLP (Gemma), so
+that it is what the MLP adds to the residual stream; MAPS's code leaves that norm out. In parallel blocks the MLP reads
+through its own norm (GPT-NeoX: post_attention_layernorm; Phi: the block's only norm). GPT-2's positional embedding is
+in `layer0` only.
 
 One block is built from transformers' own modules and given the first block's tensors; no other block is loaded.
 """
