@@ -20,9 +20,9 @@ from tests.tiny import CONFIGS, WORDS, tiny_tokenizer
 
 LISTED = (
     "bloom", "cohere", "cohere2", "falcon", "falcon-2", "falcon-new-decoder",
-    "falcon-rw", "gemma1", "gemma3-with-vision", "gpt-neo", "gpt-oss", "gptj",
-    "granite", "llava", "mixtral", "mpt", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2-moe", "qwen3-moe",
-    "smollm3", "stablelm", "stablelm-parallel",
+    "falcon-rw", "gemma1", "gemma3-with-vision", "gpt-neo", "gpt-oss", "gptj", "granite",
+    "granite-moe", "llava", "mixtral", "mpt", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2-moe",
+    "qwen3-moe", "smollm3", "stablelm", "stablelm-parallel",
 )  # fmt: skip
 """Random models of the families whose folders other tests do not read."""
 EXAONE_4 = Family(
@@ -83,7 +83,7 @@ BY_EDGES = {
 def test_every_row_is_that_of_a_model_that_is_read_in_these_tests():
     there = {random_model(name).config.get_text_config().model_type for name in LISTED}
     there |= {config(10).model_type for config in CONFIGS.values()}
-    assert there == set(FAMILIES)
+    assert there | {"granitemoehybrid"} == set(FAMILIES)  # a folder with layers that have no attention is not read
 
 
 @of_all

@@ -22,7 +22,7 @@ from headwater.models import pretrained
 from headwater.models.unread import NothingUnread
 from headwater.models.weights.checkpoint import read_config
 from headwater.models.weights.opening import open_weights
-from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer, tokenizer_of
 
 TEXTS = ["the capital of France is Paris", "one two three", "Paris"]
 
@@ -390,7 +390,7 @@ def test_the_saved_tokenizer_is_read_as_it_was_saved_whatever_the_model_type(fam
     """AutoTokenizer would pick the model type's class, several of which rebuild the rules from the vocabulary."""
     words = [WORDS[i] for i in torch.randperm(len(WORDS))[:20].tolist()]
     tiny_folder(tmp_path, family)
-    tokenizer = tiny_tokenizer()
+    tokenizer = tokenizer_of(family)
     loaded = hw.load(tmp_path).tokenizer
     for text in (" ".join(words), "unknown Words, 1234 and ünïcode", " " + words[0]):
         assert loaded(text).input_ids == tokenizer(text).input_ids

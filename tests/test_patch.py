@@ -338,14 +338,15 @@ def test_a_pair_of_which_one_prompt_alone_begins_with_bos_is_refused(models):
     for clean, corrupted in (
         ([ids[:-1]], [ids[1:]]),
         ([ids[1:]], [ids[:-1]]),
-        (" see the cat of Paris", [[*ids[1:], 300]]),
+        (" see the cat of Paris", [[*ids[1:], 100]]),
     ):
         for call in (hw.patch, hw.edges, hw.path_patch):
-            more = {"senders": ["head 0.0"], "receivers": ["logits"]} if call is hw.path_patch else {}
+            ends = {"senders": ["head 0.0"], "receivers": ["logits"]}
+            more = {hw.patch: {"sites": "z"}, hw.path_patch: ends}.get(call, {})
             with pytest.raises(InputError, match="of its prompts one begins with '<s>' and the other does not"):
                 call(model, clean, corrupted, **more, **options)
     with pytest.raises(InputError, match="of its prompts one begins with '<s>'"):
-        hw.patch(model, [ids], [ids[1:]], positions={"end": "last"}, **options)
+        hw.patch(model, [ids], [ids[1:]], sites="z", positions={"end": "last"}, **options)
 
 
 def test_a_text_that_falls_on_different_tokens_is_shown_side_by_side(models):
@@ -567,7 +568,7 @@ def test_iterators_may_name_sites_axes_layers_and_heads_of_several_pairs(models)
 
 def test_a_metric_that_edits_what_it_is_given_spoils_no_other(models):
     def spoiler(logits):
-        return logits.zero_()[:, 0, 0]
+        return logits.zero_()[:, -1, 0]
 
     clean, corrupted = random_pairs([6])
     metrics = [spoiler, hw.kl_divergence(), hw.log_probability(5)]

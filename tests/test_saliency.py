@@ -257,7 +257,15 @@ def test_the_summary_tells_saturation_from_absence():
     entropy = np.where(np.arange(n) < 10, 1e-6, logit)
     rows = [
         pd.DataFrame(
-            {"dataset": "PopQA", "example": range(n), "target": name, "z": 1, "logit": 0.0, "probability": 0.5}
+            {
+                "dataset": "PopQA",
+                "example": range(n),
+                "target": name,
+                "z": 1,
+                "logit": 0.0,
+                "probability": 0.5,
+                "fold": 0,
+            }
             | dict.fromkeys(COLUMNS, values)
         )
         for name, values in (("cross_entropy", entropy), ("logit", logit))

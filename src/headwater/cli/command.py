@@ -73,6 +73,7 @@ LOAD = Of(
         "trust_remote_code": "code of others is run by those who write so themselves",
         "pickled": "for checkpoints of TransformerLens, in Python",
         "merge_adapters": "for models in memory",
+        "bos": "what a text begins with follows from the tokenizer; in Python it can be chosen",
     },
 )
 
