@@ -28,7 +28,7 @@ CHAT = (
 
 
 def tiny(family="llama", words=WORDS, chat=None):
-    tokenizer = tiny_tokenizer(words)
+    tokenizer = tiny_tokenizer(words, bos=family != "neox")
     tokenizer.chat_template = chat
     return hw.load(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
 

@@ -314,10 +314,10 @@ def test_a_word_or_a_position_for_each_text_is_found_in_each(llama):
 @pytest.mark.parametrize(
     ("positions", "said"),
     [
-        ({"name": " Rome"}, "The role 'name' in prompt 0: The text ' Rome' stands 0 times"),
+        ({"name": " Rome"}, "The role 'name' in prompt 0: The text ' Rome' does not occur"),
         ({"name": [" France"]}, "one entry per prompt; 1 were given for 2"),
         ({}, "does not map names of roles"),
-        (" Rome", "stands 0 times"),
+        (" Rome", "does not occur"),
         (9, "No sequence has a position 9"),
     ],
 )

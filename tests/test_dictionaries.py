@@ -283,7 +283,9 @@ OVER = {
 
 
 @pytest.mark.parametrize("corrupted", [[15, 16, 7, 18, 19], None], ids=["pair", "one run"])
-@pytest.mark.parametrize("site", OVER)
+@pytest.mark.parametrize(
+    "site", [pytest.param(name, marks=pytest.mark.slow if "head" in axes else ()) for name, axes in OVER.items()]
+)
 def test_a_sweep_over_any_axes_has_a_figure_a_view_and_a_form_in_notebooks(models, site, corrupted):
     """Or one line that says how to have them: of three axes and more, one is to be chosen."""
     own, (model, _) = Random(32), models("llama")

@@ -97,7 +97,7 @@ for use, given in (
         "folder=3 must be",
         "source=3 must be",
         "k=True must be a whole number, at least 1",
-        "layer='1' must be a whole number",
+        "('1', 0) is not one head",
         "A set was given as an answer: give a token, or a list with a token for each prompt.",
         "Relation 'r': pairs={'ja': 'nein'} is no list of pairs",
         "Relation 'r': 'ja' is no pair",

@@ -101,7 +101,7 @@ def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
         (["patch", *PAIR, *ANSWERS, "--window", "wide"], "neither a number of layers nor 'cumulative'"),
         (["patch", *PAIR[:2], *ANSWERS], "there are no corrupted prompts"),
         (["patch", "--pairs", "nowhere.csv", *ANSWERS], "The file of pairs of prompts nowhere.csv does not exist"),
-        (["knockout", "--prompt", "The capital is", "--key", "Spain", *ANSWERS], "stands 0 times in the prompt"),
+        (["knockout", "--prompt", "The capital is", "--key", "Spain", *ANSWERS], "does not occur in the prompt"),
         (["patch"], "Give the prompts with --clean and --corrupted"),
         (["knockout", "--prompt", "a cat"], "with --key what must not be read"),
     ],

@@ -99,7 +99,7 @@ class Metric:
         Raises:
             InputError: the numbers differ, or it indexes other positions than the last, which alone is read.
         """
-        if self.at == "last":
+        if self.at == "last" and type(values) is Tensor:  # a tensor of another kind cannot be marked as well
             own = None if clean is None else _Last.of(clean[:1].float())
             self.measure(_Last.of(values[:1].float()), [ids[:1] for ids in answers], own)
         both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
