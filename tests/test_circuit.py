@@ -165,7 +165,7 @@ def test_a_circuit_says_what_it_is(found):
     ("names", "said"),
     [
         (["head 1.1 -> q 1.3"], r"head 1\.1 cannot feed q 1\.3"),
-        (["head 9.9 -> logits"], "The layers are 0 to 2"),
+        (["head 9.9 -> logits"], "There is no layer 9; they are 0 to 2"),
         (["embed -> k 1.3"], "key-value heads"),
         (["embed"], "names no edge"),
         ([3], "names no edge"),

@@ -102,7 +102,7 @@ def test_a_site_that_is_not_of_the_size_its_axes_say_is_refused_by_name(checkpoi
     wrong = Site("narrow", NEURONS.hook, ("position", "d_model"), Stage.NEURONS, within="mlp")
     with SITES.with_row("narrow", wrong):
         model = hw.load(checkpoint("gpt2"))
-        with pytest.raises(InputError, match=r"narrow of GPT2LMHeadModel cannot be used: .* holds \(1, 5, 128\)"):
+        with pytest.raises(InputError, match=r"narrow of GPT2LMHeadModel cannot be used in layer 0: .* \(2, 5, 128\)"):
             model.cache(PROMPT, residual="narrow", attention=False)
         with pytest.raises(InterventionError, match="narrow of GPT2LMHeadModel cannot be used"):
             model.run(PROMPT, [(hook_name("narrow", 1), lambda activation, hook: None)])

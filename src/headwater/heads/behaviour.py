@@ -42,7 +42,7 @@ from headwater.heads.patterns import (
 from headwater.models.embedded import is_embedded, world_folder
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
-from headwater.models.tokens import Batch, Inputs, by_length
+from headwater.models.tokens import Batch, Inputs, by_length, encode
 from headwater.models.weights.effective_embedding import KINDS, published_embedding
 from headwater.names import EmbeddingName
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
@@ -256,12 +256,12 @@ def _copying(
     return {name: values.flatten().numpy() for name, values in zip(names, by_head, strict=True)}
 
 
-def _own_texts(model: HookedModel) -> list[str] | None:
-    """Return texts of the embedded models' world for these models; None for others."""
+def _own_texts(model: HookedModel) -> list[list[int]] | None:
+    """Return the tokens of texts of the embedded models' world for these models; None for others."""
     if not is_embedded(model.name):
         return None
     lines = read_texts(world_folder() / "texts.jsonl", "text")
-    return [text for text in islice(lines, OWN_TEXTS) if text]
+    return [encode(model.tokenizer, text, model.bos)[0] for text in islice(lines, OWN_TEXTS) if text]  # type: ignore[arg-type]
 
 
 def _summed(
