@@ -195,6 +195,7 @@ def test_saliency_is_autograd_through_transformers_patterns(real):
     compare(hw.saliency(real.model, answered, probe, **QUIET), answered, real.hf, probe)
 
 
+@pytest.mark.filterwarnings("ignore:.*reads plain text without it")
 def test_likelihoods_are_those_of_transformers_and_min_k_their_lowest(real):
     """The tokens are headwater's: what stands before a text has a test of its own."""
     statistics = hw.token_statistics(real.model, TEXTS[0], **QUIET)
