@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-fresh test-slow test-gpu test-browser test-tl39 test-real check types notebooks notebooks-write figures docs build bench clean
+.PHONY: demo test test-shapes test-fresh test-slow test-gpu test-browser test-tl39 test-real check types notebooks notebooks-write figures docs build bench clean
 
 demo: $(DEMO)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
 	$(DEMO)/bin/headwater demo --out runs/demo
@@ -15,9 +15,12 @@ demo: $(DEMO)/ready            ## run the main job on the embedded model; figure
 test: $(VENV)/ready            ## the whole suite
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-fresh: $(VENV)/ready      ## the whole suite on random inputs drawn anew; prints the seed that repeats them
+test-shapes: $(VENV)/ready     ## a result of every class, with the shapes of all modules checked (tests/typed.py)
+	SHAPES=everywhere $(BIN)/python -m pytest -q tests/test_typed.py tests/test_every_result.py -k "typed or the_walk"
+
+test-fresh: $(VENV)/ready      ## the whole suite, with all shapes checked, on random inputs drawn anew; prints the seed that repeats them
 	@seed=$$($(BIN)/python -c "import random; print(random.randrange(1, 10**6))"); \
-	echo "random inputs of this run: pytest --seed $$seed"; $(BIN)/python -m pytest -q -n 2 --dist loadfile --seed $$seed
+	echo "random inputs of this run: pytest --seed $$seed"; SHAPES=everywhere $(BIN)/python -m pytest -q -n 2 --dist loadfile --seed $$seed
 
 test-slow: $(VENV)/ready       ## the checks that take minutes
 	$(BIN)/python -m pytest -q -m slow

@@ -1,4 +1,4 @@
-"""The commands edges and circuit, on the embedded model."""
+"""The commands edges and circuit: the numbers of the functions, on a small checkpoint and on the embedded model."""
 
 import json
 
@@ -9,17 +9,21 @@ from tests.test_sweep_cli import run
 
 PAIR = ("--clean", "The capital of France is", "--corrupted", "The capital of Italy is")
 ANSWERS = ("--tokens", " Paris", " Rome")
+SMALL = ("--clean", " the cat is in France", "--corrupted", " the cat is in Italy")
+"""Of words that the small checkpoint has."""
 
 
-def test_edges_are_those_of_the_function_with_figure_and_table(capsys, monkeypatch, tmp_path):
+def test_edges_are_those_of_the_function_with_figure_and_table(checkpoint, capsys, monkeypatch, tmp_path):
+    folder = checkpoint("llama")
+    capsys.readouterr()
     some = ("--senders", "embed", "--receivers", "mlp", "--receivers", "logits")
     where = ("--out", tmp_path / "run")
-    code, out, err = run(capsys, monkeypatch, "edges", *PAIR, *ANSWERS, *some, *where, "--json", "--quiet")
+    code, out, err = run(capsys, monkeypatch, "edges", folder, *SMALL, *ANSWERS, *some, *where, "--json", "--quiet")
     assert (code, err) == (0, "")
     found, metric = json.loads(out), hw.logit_difference(" Paris", " Rome")
     options = {"senders": "embed", "receivers": ["mlp", "logits"], "progress": False}
-    expected = hw.edges(hw.load(), PAIR[1], PAIR[3], metric=metric, **options).top(10)
-    assert found["edges"] == 7
+    expected = hw.edges(hw.load(folder), SMALL[1], SMALL[3], metric=metric, **options).top(10)
+    assert found["edges"] == 4
     assert [row["edge"] for row in found["strongest"]] == expected["edge"].tolist()
     assert [row["effect"] for row in found["strongest"]] == pytest.approx(expected["effect"].tolist(), abs=1e-5)
     assert {file.name for file in (tmp_path / "run").iterdir()} >= {"edges.png", "edges.pdf", "summary.csv"}
@@ -36,17 +40,19 @@ def test_a_circuit_is_chosen_drawn_and_kept_and_says_what_it_is_not(capsys, monk
     assert (tmp_path / "run" / "circuit.png").stat().st_size > 10_000
 
 
-def test_a_search_is_that_of_the_function_with_its_budget(capsys, monkeypatch, tmp_path):
-    search = ("--threshold", "0.5", "--budget", "40", "--placebos", "3", "--by", "signed")
+def test_a_search_is_that_of_the_function_with_its_budget(checkpoint, capsys, monkeypatch, tmp_path):
+    folder = checkpoint("llama")
+    capsys.readouterr()
+    search = ("--threshold", "0.5", "--budget", "12", "--placebos", "3", "--by", "signed", "--out", tmp_path / "run")
     code, out, err = run(
-        capsys, monkeypatch, "circuit", *PAIR, *ANSWERS, *search, "--out", tmp_path / "run", "--json", "--quiet"
-    )
+        capsys, monkeypatch, "circuit", folder, *SMALL, *ANSWERS, *search, "--json", "--quiet"
+    )  # fmt: skip
     assert (code, err) == (0, "")
     found, metric = json.loads(out), hw.logit_difference(" Paris", " Rome")
-    expected = hw.find_circuit(
-        hw.load(), PAIR[1], PAIR[3], metric=metric, threshold=0.5, budget=40, placebos=3, by="signed", progress=False
-    )
-    assert (found["method"], found["edges"]) == ("greedy search", 12988)
+    options = {"threshold": 0.5, "budget": 12, "placebos": 3, "by": "signed", "progress": False}
+    expected = hw.find_circuit(hw.load(folder), SMALL[1], SMALL[3], metric=metric, **options)
+    assert (found["method"], found["edges"]) == ("greedy search", len(expected.table))
+    assert (expected.table["decision"] == "not tried").any()
     assert found["said"] == expected.report()
     assert hw.Circuit.load(tmp_path / "run" / "circuit.parquet") == expected.circuit
     assert {file.name for file in (tmp_path / "run").iterdir()} >= {"search.png", "circuit.png", "table.csv"}
