@@ -15,9 +15,11 @@ from headwater.models.caches import collection
 from headwater.runs import storage
 from headwater.runs.data_hash import hash_of_tensor
 from headwater.runs.processes import processes
+from headwater.runs.shards import Shards
 from tests import chance
+from tests.forking import shared
 from tests.test_cache_sites import run_and_note
-from tests.test_shards import _scripts, files, launch  # noqa: F401
+from tests.test_shards import files
 from tests.tiny import tiny_folder
 
 QUIET = {"progress": False}
@@ -125,6 +127,25 @@ def test_an_interrupted_collection_goes_on_behind_its_last_part(llama, tmp_path,
 
 
 @pytest.mark.usefixtures("small_parts")
+def test_a_part_that_changes_between_two_attempts_to_finish_is_replaced_and_nothing_is_left_over(
+    llama, tmp_path, monkeypatch
+):
+    whole = llama.cache(texts(), sites="z", out=tmp_path / "whole", **QUIET)
+    out, copy = tmp_path / "out", Shards._copy
+    with monkeypatch.context() as patch:
+        patch.setattr(Shards, "_copy", lambda self, number, target: 1 / (number < 2) and copy(self, number, target))
+        with pytest.raises(ZeroDivisionError):
+            llama.cache(texts(), sites="z", out=out, **QUIET)
+    (out / "activations" / ".000002.safetensors.bde0555e03ae.tmp").write_bytes(bytes(12))
+    part = next(piece for piece in (out / "pieces").iterdir() if piece.samefile(out / "activations/000001.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    with pytest.warns(UserWarning, match="is not what this run wrote there: it is computed anew"):
+        again = llama.cache(texts(), sites="z", out=out, **QUIET)
+    assert again.activations == whole.activations
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_parts")
 def test_a_disk_that_fills_up_is_one_clear_line_and_nothing_is_lost(llama, tmp_path, monkeypatch):
     write, written = storage.save_file, []
 
@@ -184,9 +205,8 @@ def test_a_cache_in_files_is_saved_elsewhere_as_a_copy(llama, tmp_path):
     assert len(hw.load_cache(tmp_path / "copy").rows("z", 2)) == len(cache.frame)
 
 
-def collect(checkpoint: str, out: str, die_at: int | None = None) -> None:
-    """Collect in a process of its own; the second process kills itself before its batch `die_at`."""
-    collection.PART_TEXTS = 3
+def collect(checkpoint: Path, out: Path, die_at: int | None = None) -> None:
+    """Collect, and note how many batches this process ran; the second one kills itself before its batch `die_at`."""
     model, made = hw.load(checkpoint), []
     run = model.run
 
@@ -199,20 +219,17 @@ def collect(checkpoint: str, out: str, die_at: int | None = None) -> None:
     model.run = counted
     cache = model.cache(texts(), sites="z", out=out, **QUIET)
     assert len(cache.rows("z", 1)) == len(cache.frame)
-    sys.stdout.write(f"{processes().index} {len(made)}\n")
+    out.with_name(f"made-by-{processes().index}").write_text(str(len(made)))
 
 
-def test_two_processes_share_a_collection_also_when_one_is_killed(llama, tmp_path, monkeypatch):
-    checkpoint = str(tiny_folder(tmp_path / "model", "llama"))
-    monkeypatch.setattr(collection, "PART_TEXTS", 3)
+@pytest.mark.usefixtures("small_parts")
+def test_two_processes_share_a_collection_also_when_one_is_killed(tmp_path):
+    checkpoint = tiny_folder(tmp_path / "model", "llama")
     alone = hw.load(checkpoint).cache(texts(), sites="z", out=tmp_path / "alone", **QUIET)
-    call = f"from tests.test_collection import collect\ncollect({checkpoint!r}, {str(tmp_path / 'out')!r}"
-    killed = launch(2, f"{call}, die_at=2)")
-    assert killed.returncode
-    resumed = launch(2, f"{call})")
-    assert resumed.returncode == 0, resumed.stderr[-2000:]
-    made = dict(line.split() for line in resumed.stdout.splitlines() if line[:1].isdigit())
-    assert made["1"] == "1"  # of its two parts one was there
+    killed = shared(2, lambda: collect(checkpoint, tmp_path / "out", die_at=2), tmp_path / "first meeting")
+    assert killed == [1, -signal.SIGKILL]
+    assert shared(2, lambda: collect(checkpoint, tmp_path / "out"), tmp_path / "second meeting") == [0, 0]
+    assert (tmp_path / "made-by-1").read_text() == "1"  # of its two parts one was there
     assert hw.load_cache(tmp_path / "out").activations == alone.activations
 
 

@@ -14,7 +14,6 @@ import random
 import resource
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.runs.storage import read_sealed
 from tests import chance
+from tests.forking import ended, started
 
 PIECES = 5
 
@@ -86,36 +86,20 @@ def flipped(content: bytes, rng: np.random.Generator) -> bytes:
     return content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :]
 
 
-def started(work: Callable[[], object]) -> int:
-    """Begin some work in a forked process and return its number."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            warnings.simplefilter("ignore")  # that a piece is computed anew
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
 def killed_after(seconds: float, work: Callable[[], object]) -> bool:
     """Begin some work and kill it; return whether it was done before."""
     child = started(work)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFEXITED(status)
+    code = ended(child)
+    assert code in (0, -signal.SIGKILL)
+    return code == 0
 
 
 def kill_at_random(tmp_path: Path, wanted: dict[str, bytes], kills: int) -> None:
     start = time.perf_counter()
-    os.waitpid(started(partial(work, tmp_path / "timed")), 0)
-    duration = (
-        time.perf_counter() - start
-    )  # with the fork, which takes longer than the work in a process with much memory
+    assert ended(started(partial(work, tmp_path / "timed"))) == 0
+    duration = time.perf_counter() - start  # with the fork, the longest part where much memory is in use
     done, run = 0, 0
     while done < kills:
         out = tmp_path / f"run-{run}"
@@ -132,7 +116,7 @@ def test_what_a_killed_writer_left_is_gone_when_the_run_is_done(tmp_path, wanted
     out = tmp_path / "run"
     out.mkdir()
     (out / left).write_bytes(bytes(12))
-    os.waitpid(started(partial(work, out)), 0)
+    assert ended(started(partial(work, out))) == 0
     assert files(out) == wanted
 
 

@@ -19,6 +19,7 @@ from headwater.runs.folder import RunFolder, run_pieces
 from headwater.runs.processes import Processes, processes
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
+from tests.forking import shared
 
 ACCELERATE = (
     sys.executable,
@@ -137,8 +138,8 @@ def test_every_piece_has_one_owner_and_the_shares_differ_by_one_piece_at_most():
 def test_two_processes_one_of_them_killed_and_three_that_resume_give_the_bytes_of_one(tmp_path):
     count_up(tmp_path / "one", tmp_path / "one.log")
     out, log = tmp_path / "many", tmp_path / "many.log"
-    killed = launch(2, f"count_up(Path({str(out)!r}), Path({str(log)!r}), pause=0.05, kill=(1, 3))")
-    assert killed.returncode != 0
+    killed = shared(2, lambda: count_up(out, log, pause=0.05, kill=(1, 3)), tmp_path / "meeting")
+    assert killed == [1, -signal.SIGKILL]
     assert not RunFolder(out, record()).finished
     before = set(log.read_text().split("\n"))
     assert "1 1" in before

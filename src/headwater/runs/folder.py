@@ -163,7 +163,8 @@ class RunFolder:
         about = {"format": FORMAT, "run": record, "finished": False, "writer": here}
         write_sealed(self.path / RUN_FILE, about)
         make_folder(self._pieces)
-        remove_leftovers(self._pieces)
+        for name in self._names:
+            remove_leftovers(self.path / name)
         return earlier or run
 
     def _close(self, result: Result) -> None:

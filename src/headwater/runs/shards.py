@@ -106,7 +106,8 @@ class Shards:
         return names
 
     def _copy(self, number: int, target: Path) -> None:
-        source = self._place(number)
+        piece = self._pieces[number] if self._pieces else None
+        source = piece if piece and piece.exists() else self._place(number)
         if target.exists() and source.samefile(target):
             return
         put = _linked if source in self._pieces else shutil.copyfile
