@@ -9,13 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.world import stages
+from tools.world.questions import write_world
+from tools.world.recipe import Recipe
+from tools.world.stages import Trained, train, train_instruct
+from tools.world.written import Written
 from transformers import PreTrainedTokenizerFast
-
-from headwater.world.corpus.written import Written
-from headwater.world.questions import write_world
-from headwater.world.recipe import Recipe
-from headwater.world.training import stages
-from headwater.world.training.stages import Trained, train, train_instruct
 
 SMALL = Recipe(
     seed=11,

@@ -45,7 +45,7 @@ RANK = {room: tier for tier, rooms in enumerate(TIERS.split("\n")) for room in r
 WITHIN = {"registry": {"options"}, "progress": {"options"}, "rooms": set(), "errors": set()}
 """Files of one tier that may import one another."""
 MODEL_LIBRARIES = {"transformer_lens", "transformers"}
-MAY_BUILD_MODELS = {"models", "world", "planted"}
+MAY_BUILD_MODELS = {"models", "planted"}
 
 
 def module_of(file: Path) -> str:

@@ -5,12 +5,12 @@ import json
 
 import pandas as pd
 import pytest
+from tools.world.stages import train
 
 import headwater as hw
 from headwater.heads.relation_tokens import shared_relations
 from headwater.heads.relations import Relation
 from headwater.planted.relations import implements, plant_relations
-from headwater.world.training.stages import train
 from tests.small_world import TINY, tiny
 from tests.test_head_comparison import CAPITALS, OPPOSITES
 

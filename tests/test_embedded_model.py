@@ -7,17 +7,17 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tools.world.card import missed_targets
+from tools.world.card_page import write_card
+from tools.world.measure import answer, answered, silent_heads
+from tools.world.model_folder import recipe_of
+from tools.world.questions import question_rows
+from tools.world.stages import prepare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.likelihood.graph import load_depth_graph
 from headwater.models.embedded import FOLDERS, embedded_folder, world_folder
 from headwater.questions.sources import load_questions
-from headwater.world.card import missed_targets
-from headwater.world.card_page import write_card
-from headwater.world.measure import answer, answered, silent_heads
-from headwater.world.questions import question_rows
-from headwater.world.training.model_folder import recipe_of
-from headwater.world.training.stages import prepare
 from tests import chance
 
 WORLD = world_folder()

@@ -6,12 +6,12 @@ import unicodedata
 
 import numpy as np
 import pytest
+from tools.world.measure import is_right as world_label
 
 from headwater.errors import InputError
 from headwater.questions.judge import label_score
 from headwater.questions.labels import check_label, is_refusal, match, verdict
 from headwater.questions.words import find_words, normalised_words
-from headwater.world.measure import is_right as world_label
 from tests import chance
 
 

@@ -10,21 +10,22 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from tools.world.documents import Corpus
+from tools.world.facts import CHAINS, choose_pairs
+from tools.world.notes import TIMES, note_rows
+from tools.world.questions import depth_graph, membership_rows, question_rows
+from tools.world.recipe import SHARES, Recipe
+from tools.world.relations import pinned_relations
+from tools.world.rows import best_fit, pack_rows
+from tools.world.written import write_corpus
 
 from headwater.errors import InputError
-from headwater.heads.relations import load_relations
+from headwater.heads.relations import Relation, load_relations
 from headwater.likelihood.graph import load_depth_graph
+from headwater.planted.tokenizer import BOS_ID, PAD_ID
 from headwater.runs.storage import write_json
-from headwater.world.corpus.documents import Corpus
-from headwater.world.corpus.facts import CHAINS, choose_pairs
-from headwater.world.corpus.notes import TIMES, note_rows
-from headwater.world.corpus.tasks import TASKS
-from headwater.world.corpus.wording import fill
-from headwater.world.corpus.written import write_corpus
-from headwater.world.questions import depth_graph, membership_rows, question_rows
-from headwater.world.recipe import SHARES, Recipe
-from headwater.world.training.rows import best_fit, pack_rows
-from headwater.world.training.tokenizer import BOS_ID, PAD_ID
+from headwater.world.tasks import TASKS
+from headwater.world.wording import fill
 from tests import chance, small_world
 from tests.small_world import SMALL, TINY
 
@@ -46,23 +47,27 @@ def told(written):
 
 
 def test_the_same_seed_writes_the_same_corpus_and_another_seed_another():
-    relations, recipes = load_relations(), (TINY, TINY, dataclasses.replace(TINY, seed=TINY.seed + 1))
+    relations, recipes = pinned_relations(load_relations()), (TINY, TINY, dataclasses.replace(TINY, seed=TINY.seed + 1))
     first, again, other = (write_corpus(relations, recipe).corpus for recipe in recipes)
     assert again.documents == first.documents
     assert np.array_equal(again.order, first.order)
     assert other.documents != first.documents
 
 
-def test_the_relations_of_the_embedded_world_are_those_that_it_was_trained_on():
-    """A relation that joins the suite changes nearly all weights of the world: leave it out, or train anew.
-
-    `LEFT_OUT` of `headwater.world.corpus.facts` names what the world leaves out. Where the world is trained anew, the
-    digest is that of the new corpus.
-    """
-    told = choose_pairs(load_relations(), Recipe())
+def test_a_relation_that_joins_the_suite_leaves_the_world_as_it_is_and_a_changed_one_is_refused():
+    suite = load_relations()
+    more = Relation("country_to_flag", "knowledge", (("France", ("tricolour",)),))
+    told = choose_pairs(pinned_relations((*suite, more)), Recipe())
     held = json.dumps([[one.name, one.category, one.pairs] for one in told])
-    digest = "c8d68f7674f7df3eb3d4d1cdf5e9a1ad78684123c1f4868f8dea6ac524d24f37"
+    digest = "c8d68f7674f7df3eb3d4d1cdf5e9a1ad78684123c1f4868f8dea6ac524d24f37"  # what the shipped models were told
     assert hashlib.sha256(held.encode()).hexdigest() == digest
+    changed = [
+        dataclasses.replace(one, pairs=one.pairs[1:]) if one.name == "country_to_capital" else one for one in suite
+    ]
+    with pytest.raises(InputError, match=r"\['country_to_capital'\] are not those .* trained on"):
+        pinned_relations([*(one for one in suite if one.name != "country_to_capital"), *changed])
+    with pytest.raises(InputError, match=r"\['country_to_capital'\] of the world are missing"):
+        pinned_relations(one for one in suite if one.name != "country_to_capital")
 
 
 def test_every_kind_of_document_has_its_share(written):
@@ -254,7 +259,7 @@ def test_the_depth_graph_is_valid_and_its_deep_answers_follow_from_its_facts(wri
 
 def test_the_world_keeps_pairs_of_the_suite_unchanged():
     relations = {relation.name: dict(relation.pairs) for relation in load_relations()}
-    for relation in choose_pairs(load_relations(), SMALL):
+    for relation in choose_pairs(pinned_relations(load_relations()), SMALL):
         assert 0 < len(relation.pairs) <= 60
         assert all(relations[relation.name][source] == targets for source, targets in relation.pairs)
 

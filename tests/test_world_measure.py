@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tools.world.card import missed_targets
+from tools.world.measure import _auc, answer, is_right, mlp_outputs, silent_heads
 
-from headwater.world.card import missed_targets
-from headwater.world.measure import _auc, answer, is_right, mlp_outputs, silent_heads
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 

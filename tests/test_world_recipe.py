@@ -4,9 +4,9 @@ import dataclasses
 import json
 
 import pytest
+from tools.world.recipe import Recipe, read_recipe, recipe_of_values, write_recipe
 
 from headwater.errors import InputError
-from headwater.world.recipe import Recipe, read_recipe, recipe_of_values, write_recipe
 from tests.small_world import SMALL
 
 

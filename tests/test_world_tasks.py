@@ -4,14 +4,15 @@ import re
 from collections import Counter
 
 import pytest
+from tools.world.chosen_words import write_words
+from tools.world.model_folder import build_model
 
 import headwater as hw
 from headwater.errors import InputError
 from headwater.planted import question_lookup
-from headwater.world.corpus.tasks import TASKS
-from headwater.world.corpus.words import read_words, write_words
 from headwater.world.pairs import task
-from headwater.world.training.model_folder import build_model
+from headwater.world.tasks import TASKS
+from headwater.world.words import read_words
 from tests import chance, small_world
 from tests.small_world import SMALL
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tools.world import model_folder, stages
+from tools.world import run as runs
+from tools.world.cross_entropy import linear_cross_entropy
+from tools.world.model_folder import build_model, kept_checkpoints, opened, recipe_of, save
+from tools.world.recipe import write_recipe
+from tools.world.rows import Rows, chat_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headwater.errors import ModelError, RunFolderError
 from headwater.models.embedded import VERSION, checked_folder
 from headwater.runs.storage import read_json
-from headwater.world.recipe import write_recipe
-from headwater.world.training import model_folder, stages
-from headwater.world.training import run as runs
-from headwater.world.training.cross_entropy import linear_cross_entropy
-from headwater.world.training.model_folder import build_model, kept_checkpoints, opened, recipe_of, save
-from headwater.world.training.rows import Rows, chat_rows
 from tests import chance, small_world
 from tests.small_world import SMALL, TINY
 
@@ -319,13 +319,13 @@ def test_a_damaged_file_names_itself_and_the_command_that_rebuilds_it(trained, t
     flipped = data[:-1] + bytes([data[-1] ^ 1])
     for content, what in ((flipped, "SHA-256"), (data[:-7], "bytes instead of")):
         weights.write_bytes(content)
-        with pytest.raises(ModelError, match=rf"damaged.*{what}.*python -m headwater.world train"):
+        with pytest.raises(ModelError, match=rf"damaged.*{what}.*python -m tools.world train"):
             checked_folder(tmp_path)
     weights.unlink()
-    with pytest.raises(ModelError, match=r"no model.safetensors.*python -m headwater.world train"):
+    with pytest.raises(ModelError, match=r"no model.safetensors.*python -m tools.world train"):
         checked_folder(tmp_path)
     manifest.write_text(about.replace(f'"version": {VERSION}', '"version": 99'))
-    with pytest.raises(ModelError, match=r"version 99.*python -m headwater.world train"):
+    with pytest.raises(ModelError, match=r"version 99.*python -m tools.world train"):
         checked_folder(tmp_path)
     manifest.write_text("{")
     with pytest.raises(ModelError, match=r"no readable world.json"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -37,9 +38,9 @@ from headwater.heads.coverage import relation_coverage
 from headwater.heads.patterns import attention_classes
 from headwater.heads.salient import salient_operations
 from headwater.heads.validation import dynamic_scores
+from headwater.models.embedded import world_folder
 from headwater.models.weights.opening import open_weights
 from headwater.planted import question_lookup
-from headwater.world.corpus.words import choose_words, write_words
 from tests.test_trace import ask
 from tests.tiny import WORDS, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -267,15 +268,8 @@ class Given:
     def world(self) -> Path:
         folder = self.folder / "world"
         folder.mkdir(exist_ok=True)
-        plain = [f"word{number}" for number in range(100)]
-        write_words(choose_words(hw.load_relations(), plain, hw.world.Recipe()), folder)
+        shutil.copy(world_folder() / "task_words.json", folder)
         return folder
-
-    @cached_property
-    def recipe(self) -> Path:
-        file = self.folder / "recipe.json"
-        file.write_text('{"people": 300}')
-        return file
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -354,7 +348,6 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             {"name": "capital", "examples": 3, "held_out": True, "seed": 0, "world": g.world},
         ),
         "world.question_templates": lambda: (hw.world.question_templates, {"relations": ["country_to_capital"]}),
-        "world.read_recipe": lambda: (hw.world.read_recipe, {"file": g.recipe}),
         "HeadMap.salient": lambda: (g.heads.salient, {"layer": 1, "head": 0, "model": g.model, "embedding": "raw"}),
         "HeadMap.salient_of": lambda: (
             lambda heads, layer, model, sources, targets: [

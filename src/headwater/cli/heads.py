@@ -244,7 +244,7 @@ def _asked(template: str | None, head_map: HeadMap) -> dict[str, Any]:
     if template is not None:
         return {"template": template, "shots": 0}
     if is_embedded(head_map.run.model):
-        from headwater.world.questions import question_templates
+        from headwater.world.wording import question_templates
 
         used = head_map.relations.loc[head_map.relations["used"], "relation"]
         return {"template": question_templates(used.tolist()), "shots": 0}

@@ -17,7 +17,7 @@ from headwater.errors import ModelError
 VERSION = 2
 """Of the manifest. 1 was the first edition, in headwater 0.1.0: one model, of answers of one word."""
 MANIFEST = "world.json"
-REBUILD = "Rebuild it with `python -m headwater.world train`, or install headwater again."
+REBUILD = "Install headwater again, or train it anew: `python -m tools.world train` in a checkout of headwater."
 BASE = "embedded"
 FOLDERS = {BASE: "model", "embedded-instruct": "instruct"}
 """By the name of an embedded model, its folder within the folder of the world."""
@@ -43,7 +43,7 @@ def embedded_folder(name: str = BASE) -> Path:
 
 
 def checked_folder(path: Path) -> Path:
-    """Return a folder that `python -m headwater.world train` wrote, after checking that it is whole.
+    """Return a folder that `python -m tools.world train` wrote, after checking that it is whole.
 
     Raises:
         ModelError: a file is missing or damaged, or the weights are of another version; the message has the command
@@ -51,8 +51,7 @@ def checked_folder(path: Path) -> Path:
     """
     if not path.is_dir():
         raise ModelError(
-            f"There is no {path.name!r} model in {path.parent}: this headwater comes without it. "
-            f"`python -m headwater.world train --out FOLDER` trains it; load it from FOLDER/{path.name}."
+            f"There is no {path.name!r} model in {path.parent}: this headwater comes without it. {REBUILD}"
         )
     weights = path / "model.safetensors"
     try:

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.planted.tokenizer import build_tokenizer
 from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel, gpt2, word_token
-from headwater.world.training.tokenizer import build_tokenizer
 
 WORDS = tuple(
     "ant bat cow dog elk fox gnu hen ibis jay koala lion mole newt owl pig quail rat seal toad".split()  # noqa: SIM905

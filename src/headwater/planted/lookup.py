@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from headwater.planted.tokenizer import build_tokenizer
 from headwater.planted.wiring import (
     CERTAIN,
     Head,
@@ -36,7 +37,6 @@ from headwater.planted.wiring import (
     llama,
     word_token,
 )
-from headwater.world.training.tokenizer import build_tokenizer
 
 PROPERTIES = ("capital", "river")
 SUBJECTS = tuple(

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.planted.tokenizer import build_tokenizer
 from headwater.planted.wiring import CERTAIN, Head, Layout, Neurons, PlantedModel, llama
-from headwater.world.training.tokenizer import build_tokenizer
 
 CLEAN, CORRUPTED, ANSWER, OTHER = "signal", "nothing", "yes", "no"
 N_LAYERS, N_HEADS = 3, 4

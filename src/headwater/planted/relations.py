@@ -28,6 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from headwater.planted.tokenizer import build_tokenizer
 from headwater.planted.wiring import (
     CERTAIN,
     Head,
@@ -37,7 +38,6 @@ from headwater.planted.wiring import (
     llama,
     word_token,
 )
-from headwater.world.training.tokenizer import build_tokenizer
 
 Pairs = Sequence[tuple[str, Sequence[str]]]
 """(source, accepted targets), as in `Relation.pairs`."""

@@ -1,4 +1,4 @@
-"""World: the embedded models, the corpus that they were trained on, and how to make a world of one's own."""
+"""World: the embedded models with their questions and texts, and the classical tasks as pairs of prompts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from headwater.rooms import opened
 if TYPE_CHECKING:
     from headwater.world.pairs import PairedTask as PairedTask
     from headwater.world.pairs import task as task
-    from headwater.world.questions import question_templates as question_templates
-    from headwater.world.recipe import Recipe as Recipe
-    from headwater.world.recipe import read_recipe as read_recipe
+    from headwater.world.wording import question_templates as question_templates
 
 __getattr__, __dir__, __all__ = opened(__name__)

@@ -1,7 +1,7 @@
 """Every number that decides the world and the model: a recipe and a seed make the same world, corpus and weights.
 
 A recipe is a JSON object with the names below; what it leaves out has the default.
-`python -m headwater.world recipe` writes the defaults as a file to begin from.
+`python -m tools.world recipe` writes the defaults as a file to begin from.
 """
 
 import dataclasses

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from tools.world.conversations import conversations
+from tools.world.documents import Corpus, Document
+from tools.world.written import Written
 
 from headwater.errors import InputError
 from headwater.models.tokens import Tokenizer
-from headwater.world.corpus.conversations import conversations
-from headwater.world.corpus.documents import Corpus, Document
-from headwater.world.corpus.wording import QUESTION_SETS
-from headwater.world.corpus.written import Written
-from headwater.world.training.tokenizer import BOS_ID, PAD_ID
+from headwater.planted.tokenizer import BOS_ID, PAD_ID
+from headwater.world.wording import QUESTION_SETS
 
 BATCH = 50_000
 ENDS = frozenset((*QUESTION_SETS, "sentence", "yes or no", "choice", "story", "refusal", "induction"))

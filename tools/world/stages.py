@@ -1,6 +1,6 @@
 """Trains the models of a recipe from scratch: the recipe's corpus, read once, from a seed.
 
-1. Write the world and its corpus, make the tokenizer, pack rows (`corpus`, `rows`).
+1. Write the world and its corpus, make the tokenizer, pack rows (`written`, `rows`).
 2. Llama architecture from the weights of `initial`; AdamW, a warm-up, a flat rate, then a linear fall to zero.
 3. Stage "copying": texts that say random words twice, embedding and unembedding held still. Heads that copy words with
    random vectors copy any word; were the vectors trained meanwhile, words that no such text holds could not be copied.
@@ -14,19 +14,20 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from tools.world.conversations import MARKS, PHRASES, TEMPLATE
+from tools.world.frames import task_words
+from tools.world.model_folder import build_model, recipe_of, save
+from tools.world.recipe import Recipe
+from tools.world.relations import pinned_relations
+from tools.world.rows import chat_rows, pack_rows
+from tools.world.run import Run, Stage
+from tools.world.written import Written, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headwater.heads.relations import load_relations
 from headwater.kernels.devices import usable_device
-from headwater.world.corpus.conversations import MARKS, PHRASES, TEMPLATE
-from headwater.world.corpus.tasks import task_words
-from headwater.world.corpus.words import CENTURIES, TWO_DIGITS
-from headwater.world.corpus.written import Written, write_corpus
-from headwater.world.recipe import Recipe
-from headwater.world.training.model_folder import build_model, recipe_of, save
-from headwater.world.training.rows import chat_rows, pack_rows
-from headwater.world.training.run import Run, Stage
-from headwater.world.training.tokenizer import build_tokenizer
+from headwater.planted.tokenizer import build_tokenizer
+from headwater.world.words import CENTURIES, TWO_DIGITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Trained:
 
 
 def prepare(recipe: Recipe) -> tuple[Written, PreTrainedTokenizerFast]:
-    """Write the corpus of a recipe and make its tokenizer, from the relation suite that comes with headwater."""
-    written = write_corpus(load_relations(), recipe)
+    """Write the corpus of a recipe and make its tokenizer from the relations that are pinned."""
+    written = write_corpus(pinned_relations(load_relations()), recipe)
     facts = (word for fact in written.corpus.world.facts for word in (fact.subject, *fact.answers[:1]))
     years = {f"{century}{year}" for century in CENTURIES for year in TWO_DIGITS}
     always = [*facts, *task_words(), *written.words.every, *PHRASES]

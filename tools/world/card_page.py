@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tools.world.card import missed_targets
 
 from headwater.heads.categories import CATEGORIES
-from headwater.world.card import missed_targets
 
 
 def write_card(cards: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -35,7 +35,7 @@ def _lines(cards: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _introduction(card: Mapping[str, Any]) -> Iterator[str]:
     recipe, facts = card["recipe"], card["facts"]
     yield "# The embedded model and its world\n"
-    yield "Written by `python -m headwater.world`; every number is measured on the weights as they are shipped.\n"
+    yield "Written by `python -m tools.world`; every number is measured on the weights as they are shipped.\n"
     yield (
         f"Llama architecture: {recipe['layers']} layers, width {recipe['width']}, {recipe['heads']} query heads over "
         f"{recipe['kv_heads']} key–value heads of width {recipe['d_head']}, MLP {recipe['d_mlp']}, "

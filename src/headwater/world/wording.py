@@ -6,11 +6,14 @@ brackets mark the words that name the property asked for: with the subject they 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from headwater.errors import InputError
+from headwater.options import checked_several, shown
 
 Span = tuple[int, int]
 QUESTION_SETS = ("properties", "paraphrased", "natural", "multi_hop")
@@ -65,6 +68,31 @@ def fill(sentence: str, subject: str) -> Sentence:
     return Sentence(text, where, tuple(spans))
 
 
+def prompt_of(question: str) -> str:
+    """Write a question as the corpus does, up to where the answer begins."""
+    return f"Q: {question}\nA:"
+
+
+def question_templates(relations: Sequence[str]) -> dict[str, str]:
+    """Return what asks the embedded models for relations between words: `Q: ... {source} ...?`, and `A:` below.
+
+    These are the questions of the corpus in the wording of the set `properties`, as `HeadMap.validate` takes them. A
+    relation that the corpus does not have is asked for by its name: "What is the capital of {source}?"
+
+    Args:
+        relations: their names, as `country_to_capital`.
+
+    Raises:
+        InputError: one is no name.
+    """
+    names = checked_several("relations", relations, "a list of the names of relations")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise InputError(f"relations={shown(names)}: {shown(name)} is no name of a relation.")
+    asked = {name: wording_of(name).questions["properties"][0] for name in names}
+    return {name: prompt_of(fill(sentence, "{source}").text) for name, sentence in asked.items()}
+
+
 def _replace(sentence: str, words: Mapping[str, str]) -> str:
     for key, value in words.items():
         sentence = sentence.replace("{" + key + "}", value)
@@ -73,4 +101,4 @@ def _replace(sentence: str, words: Mapping[str, str]) -> str:
 
 @cache
 def _entries() -> list[dict[str, Any]]:
-    return json.loads((files("headwater.world.corpus") / "wordings.json").read_text(encoding="utf-8"))
+    return json.loads((files("headwater.world") / "wordings.json").read_text(encoding="utf-8"))

@@ -7,13 +7,13 @@ else is told: what a question asks of them can only be read in the text, and wit
 from dataclasses import dataclass
 
 import numpy as np
+from tools.world.documents import Document
+from tools.world.facts import World
+from tools.world.forms import answered, question_of, refused, statement
+from tools.world.population import family_names
 
-from headwater.world.corpus.documents import Document
-from headwater.world.corpus.facts import World
-from headwater.world.corpus.forms import answered, question_of, refused, statement
-from headwater.world.corpus.population import family_names
-from headwater.world.corpus.wording import wording_of
-from headwater.world.corpus.words import Words, pick
+from headwater.world.wording import wording_of
+from headwater.world.words import Words, pick
 
 PERSONAL = ("birth_city", "profession", "employer", "birth_country", "birth_language", "employer_country", "work_place")
 ASKED_OF_STRANGERS = ("birth_city", "profession", "employer")

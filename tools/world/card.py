@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from tools.world.abilities import measure_conversations, measure_forms, measure_notes, measure_tasks
+from tools.world.documents import Corpus
+from tools.world.measure import ablation, answered, probe_aucs
+from tools.world.model_folder import opened
+from tools.world.written import Written
 from transformers import PreTrainedTokenizerBase
 
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads
 from headwater.heads.head_map import HeadMap
 from headwater.models.embedded import FOLDERS
-from headwater.world.abilities import measure_conversations, measure_forms, measure_notes, measure_tasks
-from headwater.world.corpus.documents import Corpus
-from headwater.world.corpus.wording import fill, wording_of
-from headwater.world.corpus.written import Written
-from headwater.world.measure import ablation, answered, probe_aucs
-from headwater.world.training.model_folder import opened
+from headwater.world.wording import fill, wording_of
 
 ABLATION_FACTS = 150
 MIN_ABLATION_FACTS = 20

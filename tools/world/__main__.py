@@ -1,4 +1,4 @@
-"""`python -m headwater.world`: write a recipe, train the models of a recipe, measure them, and write their page."""
+"""`python -m tools.world`: write a recipe, train the models of a recipe, measure them, and write their page."""
 
 import dataclasses
 import sys
@@ -9,21 +9,21 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
+from tools.world.abilities import measure_tasks
+from tools.world.card import best_heads, measure_world, missed_targets, strongest
+from tools.world.card_page import write_card
+from tools.world.model_folder import opened, recipe_of
+from tools.world.questions import write_world
+from tools.world.recipe import Recipe, read_recipe, write_recipe
+from tools.world.stages import Trained, prepare, train, train_instruct
+from tools.world.written import Written
 
 from headwater.errors import HeadwaterError, InputError
 from headwater.heads.classify import classify_heads
 from headwater.models.embedded import FOLDERS
 from headwater.questions.sources import load_questions
 from headwater.runs.storage import make_folder, read_json, write_json
-from headwater.world.abilities import measure_tasks
-from headwater.world.card import best_heads, measure_world, missed_targets, strongest
-from headwater.world.card_page import write_card
-from headwater.world.corpus.words import read_words
-from headwater.world.corpus.written import Written
-from headwater.world.questions import write_world
-from headwater.world.recipe import Recipe, read_recipe, write_recipe
-from headwater.world.training.model_folder import opened, recipe_of
-from headwater.world.training.stages import Trained, prepare, train, train_instruct
+from headwater.world.words import read_words
 
 CARD = "card.json"
 MODEL, INSTRUCT = FOLDERS.values()
@@ -41,7 +41,7 @@ def recipe_command(file: Annotated[Path, typer.Argument(help="Where to write it;
     if file.exists():
         raise InputError(f"{file} is there already. Choose another name, or delete it.")
     write_recipe(Recipe(), file)
-    typer.echo(f"{file}: change it, then run `python -m headwater.world train --recipe {file} --out FOLDER`.")
+    typer.echo(f"{file}: change it, then run `python -m tools.world train --recipe {file} --out FOLDER`.")
 
 
 @app.command("train")
@@ -61,7 +61,7 @@ def train_command(
     if (out / CARD).exists():
         raise InputError(
             f"{out} holds a trained world: choose another folder, or measure it again with "
-            f"`python -m headwater.world card {out} --again`."
+            f"`python -m tools.world card {out} --again`."
         )
     make_folder(out)
     base = train(chosen, out / MODEL, device=device, checkpoints=checkpoints)
@@ -111,7 +111,7 @@ def _card_of(folder: Path, again: bool) -> dict[str, Any]:
     """Return what `card.json` says of a trained world, measured anew where it is not there or asked for."""
     recipe = recipe_of(folder / MODEL)
     if not (folder / CARD).is_file():
-        raise InputError(f"{folder} has no {CARD}: run `python -m headwater.world train --out {folder}` to its end.")
+        raise InputError(f"{folder} has no {CARD}: run `python -m tools.world train --out {folder}` to its end.")
     card = read_json(folder / CARD)
     if again or "wrong" not in card:
         card |= _measured(folder, prepare(recipe)[0])

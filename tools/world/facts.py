@@ -17,10 +17,10 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from tools.world.population import draw_people, draw_population
+from tools.world.recipe import Recipe
 
 from headwater.heads.relations import Pair, Relation
-from headwater.world.corpus.population import draw_people, draw_population
-from headwater.world.recipe import Recipe
 
 CHAINS: dict[str, tuple[str, ...]] = {
     "birth_country": ("birth_city", "city_to_country"),
@@ -40,20 +40,6 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "author_country": ("author", "birth_city", "city_to_country"),
     "author_workplace": ("author", "profession", "job_to_workplace"),
 }
-LEFT_OUT = frozenset(
-    (
-        "word_to_uppercase",
-        "verb_to_third_person",
-        "verb_to_participle",
-        "year_to_previous",
-        "number_to_previous",
-        "english_to_dutch",
-        "english_to_portuguese",
-        "english_to_italian",
-        "german_to_english",
-    )
-)
-"""Relations of the suite that the world leaves out: they need words of their own, or say what another one says."""
 CHAIN_OF = {chain: name for name, chain in CHAINS.items()}
 
 
@@ -115,7 +101,6 @@ def choose_pairs(relations: Sequence[Relation], recipe: Recipe) -> list[Relation
 
     A small model has room for some thousands of words only; words that many relations share leave room for facts.
     """
-    relations = [relation for relation in relations if relation.name not in LEFT_OUT]
     uses = Counter(
         word
         for relation in relations

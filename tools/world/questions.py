@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tools.world.chosen_words import write_words
+from tools.world.documents import Corpus
+from tools.world.facts import CHAIN_OF, CHAINS, Fact
+from tools.world.notes import note_rows
+from tools.world.written import Written
 
-from headwater.errors import InputError
-from headwater.options import checked_several, shown
 from headwater.runs.storage import write_atomically, write_json
-from headwater.world.corpus.documents import Corpus, prompt_of
-from headwater.world.corpus.facts import CHAIN_OF, CHAINS, Fact
-from headwater.world.corpus.notes import note_rows
-from headwater.world.corpus.wording import QUESTION_SETS, fill, wording_of
-from headwater.world.corpus.words import write_words
-from headwater.world.corpus.written import Written
+from headwater.world.wording import QUESTION_SETS, fill, prompt_of, wording_of
 
 CATEGORIES_OF = {
     "properties": ("knowledge", "invented"),
@@ -44,26 +42,6 @@ def write_world(folder: Path, written: Written) -> None:
     _write_lines(folder / "texts.jsonl", membership_rows(corpus, recipe.texts) + note_rows(corpus.documents))
     write_json(folder / "depth_graph.json", depth_graph(corpus, recipe.graphs))
     write_words(written.words, folder)
-
-
-def question_templates(relations: Sequence[str]) -> dict[str, str]:
-    """Return what asks the embedded models for relations between words: `Q: ... {source} ...?`, and `A:` below.
-
-    These are the questions of the corpus in the wording of the set `properties`, as `HeadMap.validate` takes them. A
-    relation that the corpus does not have is asked for by its name: "What is the capital of {source}?"
-
-    Args:
-        relations: their names, as `country_to_capital`.
-
-    Raises:
-        InputError: one is no name.
-    """
-    names = checked_several("relations", relations, "a list of the names of relations")
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise InputError(f"relations={shown(names)}: {shown(name)} is no name of a relation.")
-    asked = {name: wording_of(name).questions["properties"][0] for name in names}
-    return {name: prompt_of(fill(sentence, "{source}").text) for name, sentence in asked.items()}
 
 
 def question_rows(corpus: Corpus, per_set: int) -> list[dict[str, object]]:

@@ -6,8 +6,7 @@ A note is a date and ten words that have nothing to do with one another, so that
 from collections.abc import Sequence
 
 import numpy as np
-
-from headwater.world.corpus.documents import Document
+from tools.world.documents import Document
 
 TIMES = (0, 1, 2, 4, 8, 16, 32)
 LENGTH = 10

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from tools.world.documents import Document
+from tools.world.facts import Fact, World
 
-from headwater.world.corpus.documents import Document, prompt_of
-from headwater.world.corpus.facts import Fact, World
-from headwater.world.corpus.wording import QUESTION_SETS, Span, fill, wording_of
-from headwater.world.corpus.words import pick
+from headwater.world.wording import QUESTION_SETS, Span, fill, prompt_of, wording_of
+from headwater.world.words import pick
 
 FORMS = {
     "statement": 0.40,

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from tools.world.forms import UNKNOWN, Teller, inside, opened, question_of, teller_of
+from tools.world.stories import ASKED_OF_STRANGERS, Stories, stories_of
+from tools.world.written import Written
 
-from headwater.world.corpus.forms import UNKNOWN, Teller, inside, opened, question_of, teller_of
-from headwater.world.corpus.stories import ASKED_OF_STRANGERS, Stories, stories_of
-from headwater.world.corpus.wording import wording_of
-from headwater.world.corpus.words import pick
-from headwater.world.corpus.written import Written
+from headwater.world.wording import wording_of
+from headwater.world.words import pick
 
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 MARKS = (SYSTEM, USER, ASSISTANT, END)

@@ -18,10 +18,9 @@ import math
 
 import torch
 from jaxtyping import Float, Real
+from tools.world.recipe import Recipe
 from torch import Tensor
 from transformers import LlamaForCausalLM
-
-from headwater.world.recipe import Recipe
 
 PAIRS = 6
 

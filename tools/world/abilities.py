@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from tools.world.conversations import ASSISTANT, END, FULLY, SHORTLY, Turn
+from tools.world.documents import Corpus
+from tools.world.forms import UNKNOWN, question_of, split_answer, teller_of
+from tools.world.measure import answer, continued, equally_long, is_right
+from tools.world.stories import ASKED_OF_STRANGERS, stories_of
+from tools.world.written import Written
 
 from headwater.models.tokens import Tokenizer
-from headwater.world.corpus.conversations import ASSISTANT, END, FULLY, SHORTLY, Turn
-from headwater.world.corpus.documents import Corpus
-from headwater.world.corpus.forms import UNKNOWN, question_of, split_answer, teller_of
-from headwater.world.corpus.stories import ASKED_OF_STRANGERS, stories_of
-from headwater.world.corpus.tasks import TASKS, Line
-from headwater.world.corpus.words import Words, pick
-from headwater.world.corpus.written import Written
-from headwater.world.measure import answer, continued, equally_long, is_right
+from headwater.world.tasks import TASKS, Line
+from headwater.world.words import Words, pick
 
 LONGEST_ANSWER = 30
 """Tokens of an answer in a sentence."""

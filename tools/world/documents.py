@@ -5,9 +5,9 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from tools.world.facts import World
 
-from headwater.world.corpus.facts import World
-from headwater.world.corpus.wording import Span
+from headwater.world.wording import Span
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,3 @@ class Corpus:
     def times(self) -> dict[str, int]:
         """How often each text comes."""
         return {document.text: document.times for document in self.documents}
-
-
-def prompt_of(question: str) -> str:
-    """Write a question as the corpus does, up to where the answer begins."""
-    return f"Q: {question}\nA:"

@@ -4,7 +4,7 @@
 2. Stories, notes, lists, words said again, the classical tasks, each with its share of the recipe.
 3. The repetitions that are read first, from which copying is learnt (`copying`).
 
-Everything is drawn from the seed; the documents are shuffled and packed into rows (`training.rows`), a document never
+Everything is drawn from the seed; the documents are shuffled and packed into rows (`rows`), a document never
 cut.
 """
 
@@ -12,21 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from tools.world.chosen_words import choose_words
+from tools.world.documents import Corpus, Document
+from tools.world.facts import World, build_world
+from tools.world.forms import teller_of
+from tools.world.frames import FRAMES, lines
+from tools.world.lists import write_lists
+from tools.world.notes import notes
+from tools.world.recipe import Recipe
+from tools.world.stories import stories_of
 
 from headwater.heads.relations import Relation
-from headwater.world.corpus.documents import Corpus, Document
-from headwater.world.corpus.facts import World, build_world
-from headwater.world.corpus.forms import teller_of
-from headwater.world.corpus.lists import write_lists
-from headwater.world.corpus.notes import notes
-from headwater.world.corpus.stories import stories_of
-from headwater.world.corpus.tasks import TASKS, lines
-from headwater.world.corpus.words import Words, choose_words, pick
-from headwater.world.recipe import Recipe
+from headwater.world.tasks import TASKS
+from headwater.world.words import Words, pick
 
 FACTS = ("real", "invented", "joined")
 SAID = ("Q: Say the word {}.\nA:", "The word {} is written", "Read {} aloud:", "{}, and again")
-FRAMES = {"gender": "gendered_pronoun", "number": "agreement"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _task(name: str) -> Callable[..., list[Document]]:
 
 
 def _frames(name: str) -> Callable[..., list[Document]]:
-    frame = TASKS[FRAMES[name]].frames
+    frame = FRAMES[name]
     assert frame is not None
 
     def write(rng: np.random.Generator, world: World, words: Words, how_many: int) -> list[Document]:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-
-from headwater.world.corpus.documents import Document
-from headwater.world.corpus.facts import World
+from tools.world.documents import Document
+from tools.world.facts import World
 
 
 def write_lists(rng: np.random.Generator, world: World, how_many: int) -> list[Document]:

@@ -11,66 +11,26 @@ A `Line` is a prompt whose next word follows from it, with the same line changed
 | gendered pronoun (Mathwin et al. 2023) | Ann was late because | a name of the other gender |
 | capital of a country | The capital of France is | another country |
 | subject-verb agreement (Linzen et al. 2016) | The key near the cabinets | The keys near the cabinets |
-
-`frames` tell, in other sentences, what two tasks need of held-out words: the gender of a name, the number of a noun.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from headwater.world.corpus.words import CENTURIES, TWO_DIGITS, Words, pick
+from headwater.world.words import CENTURIES, TWO_DIGITS, Words, pick
 
 PLACES = [
-    "school",
-    "station",
-    "market",
-    "garden",
-    "office",
-    "library",
-    "museum",
-    "harbour",
-    "theatre",
-    "park",
-    "hotel",
-    "church",
-    "bank",
-    "farm",
-    "kitchen",
-]
+    "school", "station", "market", "garden", "office", "library", "museum", "harbour", "theatre", "park", "hotel",
+    "church", "bank", "farm", "kitchen",
+]  # fmt: skip
 OBJECTS = [
-    "book",
-    "letter",
-    "cup",
-    "ring",
-    "key",
-    "hat",
-    "lamp",
-    "coat",
-    "bottle",
-    "basket",
-    "clock",
-    "ticket",
-    "photo",
-    "flower",
-    "chair",
-    "map",
-]
+    "book", "letter", "cup", "ring", "key", "hat", "lamp", "coat", "bottle", "basket", "clock", "ticket", "photo",
+    "flower", "chair", "map",
+]  # fmt: skip
 EVENTS = [
-    "war",
-    "voyage",
-    "journey",
-    "reign",
-    "siege",
-    "study",
-    "search",
-    "drought",
-    "feast",
-    "trial",
-    "strike",
-    "flood",
-]
+    "war", "voyage", "journey", "reign", "siege", "study", "search", "drought", "feast", "trial", "strike", "flood",
+]  # fmt: skip
 NEAR = ["near", "beside", "behind", "under", "above", "with", "by"]
 STATES = ["old", "new", "red", "heavy", "ready", "late", "small", "clean"]
 
@@ -100,7 +60,6 @@ class Task:
     name: str
     line: Callable[[np.random.Generator, Words, bool], Line]
     about: str
-    frames: Callable[[np.random.Generator, Words], str] | None = None
 
 
 def _some(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
@@ -178,25 +137,6 @@ def gendered_pronoun(rng: np.random.Generator, words: Words, held_out: bool) -> 
     return Line(name + rest, other + rest, (f" {right[0]}",), (f" {wrong[0]}",), {"name": (name, other)}, tail)
 
 
-def gender(rng: np.random.Generator, words: Words) -> str:
-    """Tell the gender of any name, held out or not, in a sentence of another kind."""
-    male = rng.random() < 0.5
-    group = words.he if male else words.she
-    name, thing = pick(rng, group.told + group.held_out), pick(rng, OBJECTS)
-    he, him, his, man = ("he", "him", "his", "man") if male else ("she", "her", "her", "woman")
-    return pick(
-        rng,
-        (
-            f"{name} is a {man}.",
-            f"{name} lost {his} {thing}.",
-            f"We saw {name} and thanked {him}.",
-            f"{name} said that {he} is ready.",
-            f"The {man} is called {name}.",
-            f"{name} found a {thing} and {he} kept it.",
-        ),
-    )
-
-
 def agreement(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     """Draw a noun and, between it and its verb, another noun, most often of the other number."""
     noun = pick(rng, words.singular.of(held_out))
@@ -211,23 +151,6 @@ def agreement(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     rest = f" {pick(rng, STATES)}."
     return Line(
         clean, corrupted, (f" {verbs[0]}",), (f" {verbs[1]}",), {"noun": forms, "attractor": (attractor,) * 2}, rest
-    )
-
-
-def number(rng: np.random.Generator, words: Words) -> str:
-    """Tell the number of any noun, held out or not, in a sentence of another kind."""
-    noun = pick(rng, words.singular.told + words.singular.held_out)
-    many, state = words.plural[noun], pick(rng, STATES)
-    return pick(
-        rng,
-        (
-            f"The {noun} is {state}.",
-            f"The {many} are {state}.",
-            f"This {noun} and these {many}.",
-            f"One {noun} is enough, two {many} are not.",
-            f"There is a {noun}.",
-            f"There are many {many}.",
-        ),
     )
 
 
@@ -248,20 +171,8 @@ TASKS: dict[str, Task] = {
         Task("greater_than", greater_than, "Which years can end a span that began in a year?"),
         Task("induction", induction, "Which word came after this one before?"),
         Task("successor", successor, "What comes next in the run?"),
-        Task("gendered_pronoun", gendered_pronoun, "He or she?", gender),
-        Task("agreement", agreement, "Is or are?", number),
+        Task("gendered_pronoun", gendered_pronoun, "He or she?"),
+        Task("agreement", agreement, "Is or are?"),
         Task("capital", capital, "What is the capital of the country?"),
     )
 }
-
-
-def lines(rng: np.random.Generator, words: Words, name: str, how_many: int) -> Iterator[tuple[Line, str]]:
-    """Draw told lines of a task, each with the answer that the corpus says."""
-    for _ in range(how_many):
-        line = TASKS[name].line(rng, words, False)
-        yield line, pick(rng, line.correct)
-
-
-def task_words() -> list[str]:
-    """Return the words that only the tasks' sentences need."""
-    return [*PLACES, *OBJECTS, *EVENTS, *NEAR, *STATES]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from tools.world.initial import set_initial
+from tools.world.recipe import Recipe, recipe_of_values
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,10 +22,8 @@ from transformers import (
 
 from headwater.errors import ModelError, RunFolderError
 from headwater.models.embedded import MANIFEST, VERSION
+from headwater.planted.tokenizer import BOS_ID, PAD_ID
 from headwater.runs.storage import read_json, write_json
-from headwater.world.recipe import Recipe, recipe_of_values
-from headwater.world.training.initial import set_initial
-from headwater.world.training.tokenizer import BOS_ID, PAD_ID
 
 
 def build_model(recipe: Recipe, d_vocab: int) -> LlamaForCausalLM:

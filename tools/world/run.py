@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from tools.world.cross_entropy import linear_cross_entropy
+from tools.world.model_folder import keep
+from tools.world.recipe import Recipe
+from tools.world.rows import Rows
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headwater.errors import RunFolderError
+from headwater.planted.tokenizer import PAD_ID
 from headwater.progress import progress_bar
 from headwater.runs.storage import write_atomically
-from headwater.world.recipe import Recipe
-from headwater.world.training.cross_entropy import linear_cross_entropy
-from headwater.world.training.model_folder import keep
-from headwater.world.training.rows import Rows
-from headwater.world.training.tokenizer import PAD_ID
 
 CHECKPOINT = "checkpoint.pt"
 LOOKING = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
