@@ -21,12 +21,12 @@ import transformers
 from tools import scaling as arithmetic
 
 import headwater as hw
+from benchmarks.hardware import REACHED, SIZES, STREAMED, Sizes
 from benchmarks.machine import Machine, Work, on_gpu, seconds
 from benchmarks.report import Row
 from headwater.models.generation.loop import generate
 from headwater.models.hooked import HookedModel
 from headwater.questions.answers import AnsweredQuestions
-from headwater.reference.hardware import REACHED, SIZES, STREAMED, Sizes
 
 LLAMA_8B = SIZES[arithmetic.LLAMA_8B]
 SMALL = Sizes(layers=8, d_model=512, heads=8, kv_heads=2, d_head=64, d_mlp=1792, d_vocab=32_000)

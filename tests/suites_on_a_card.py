@@ -34,10 +34,10 @@ from benchmarks import (
     toys,
 )
 from benchmarks.edge_task import model_with_gradients
+from benchmarks.hardware import Sizes
 
 import headwater as hw
 from headwater.kernels import devices
-from headwater.reference.hardware import Sizes
 from tests.second_device import Elsewhere, move, second_device
 
 GPT2 = {"n_layer": 3, "n_embd": 24, "n_head": 2, "vocab_size": 1100, "n_positions": 260}

@@ -23,11 +23,10 @@ from benchmarks import (
     scaling,
     table,
 )
+from benchmarks.hardware import BANDWIDTH, PEAK
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
 from benchmarks.report import Row
 from tools import scaling as arithmetic
-
-from headwater.reference.hardware import BANDWIDTH, PEAK
 
 TINY = heads.HeadsShape(
     name="tiny", n_layers=2, n_heads=3, d_model=12, d_head=4, d_vocab=700, pairs=(30, 11, 5), k=(10, 1, 3)

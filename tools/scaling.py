@@ -1,9 +1,9 @@
 """Count what a 70B pathway run and a trillion-token scoring would cost: bytes and operations; only probes are timed.
 
-    python tools/scaling.py             prints the tables of docs/scaling.md
-    python tools/scaling.py probe       times the fit of one probe on this machine's processor
-    python tools/scaling.py reads       counts how often pathways and detection read an answer of the embedded model
-    python tools/scaling.py host        times what a layer of one short pass takes on this machine's processor, and of
+    python -m tools.scaling             prints the tables of docs/scaling.md
+    python -m tools.scaling probe       times the fit of one probe on this machine's processor
+    python -m tools.scaling reads       counts how often pathways and detection read an answer of the embedded model
+    python -m tools.scaling host        times what a layer of one short pass takes on this machine's processor, and of
                                         a step of generation
 
 2 · parameters operations per token and forward; time = operations ÷ (peak × share reached), and for generation
@@ -20,8 +20,7 @@ import time
 from typing import Any
 
 import numpy as np
-
-from headwater.reference.hardware import BANDWIDTH, DISK, GIB, PEAK, REACHED, SIZES, STREAMED, Sizes
+from benchmarks.hardware import BANDWIDTH, DISK, GIB, PEAK, REACHED, SIZES, STREAMED, Sizes
 
 LLAMA_70B, LLAMA_8B = "meta-llama/Meta-Llama-3.1-70B", "meta-llama/Meta-Llama-3.1-8B"
 SETS, EXAMPLES, PROMPT, NEW, BATCH = 4, 8000, 24, 32, 64

@@ -109,7 +109,8 @@ def reproduce(
     plan: Annotated[
         bool,
         typer.Option(
-            "--plan", help="List every command, its data, its hardware and the published numbers; run nothing."
+            "--plan",
+            help="List every command, its data, the size of its weights and the published numbers; run nothing.",
         ),
     ] = False,
     runs: Annotated[Path, typer.Option(help="With --plan: the folder whose finished runs are shown beside.")] = Path(
@@ -139,8 +140,7 @@ def _show_plan(found: dict[str, Any], console: Console) -> None:
         console.print(f"[bold]{plain(line['command'])}[/]")
         for one in line["data"]:
             console.print(f"  data: {plain(one)}")
-        gpus = "GPU" if line["gpus"] == 1 else "GPUs"
-        console.print(f"  takes {line['gpus']} {gpus} of 80 GB, {line['weights']:.0f} GiB of weights, {_time(line)}")
+        console.print(f"  weights: {line['weights']:.1f} GiB")
         for one in line["limits"]:
             console.print(f"  limit: {plain(one)}")
         if line["numbers"]:
@@ -151,7 +151,6 @@ def _show_plan(found: dict[str, Any], console: Console) -> None:
                 named = plain(f"{row['quantity']}, {row['of']}")
                 console.print(f"  {named}: {published} | {measured}{ends} | {difference}")
         console.print("")
-    console.print("Hardware is computed, not measured: see the documentation on large models.")
 
 
 @app.command()
@@ -274,11 +273,6 @@ def _show(found: dict[str, Any], console: Console) -> None:
     for note in found["notes"]:
         console.print(f"Note: {plain(note)}")
     console.print(f"Published numbers: {plain(found['source'])}")
-
-
-def _time(line: dict[str, Any]) -> str:
-    hours = line["hours"]
-    return f"about {hours:.1f} h" if hours >= 1 else f"about {max(1, round(60 * hours))} min"
 
 
 def _number(value: float | None) -> str:

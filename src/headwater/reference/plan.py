@@ -1,11 +1,7 @@
-"""What it takes to measure every published number again: a command per model, its data, its hardware, its numbers.
+"""What measures every published number again: a command per model, its data, the size of its weights, its numbers.
 
-1. A line per analysis and published model: the command, the files that it wants, GPUs and memory, hours.
-2. Hardware is computed, not measured (`hardware`): float32 weights for head maps that run the model, bf16 elsewhere.
-   Counted are loading, forwards, generation, and of head maps the products of every head with the vocabulary; fits on
-   the processor and waiting are not.
-3. What the command cannot measure, or not as published (`limits`): whoever reads a difference must know it.
-4. The published numbers of a line, beside what a finished run of the command measured, where its folder is there.
+What the command cannot measure, or not as published (`limits`), stands beside: whoever reads a difference must know it.
+So do the numbers that a finished run of the command measured, where its folder is there.
 """
 
 from __future__ import annotations
@@ -20,26 +16,29 @@ import pandas as pd
 
 from headwater.errors import RunFolderError
 from headwater.options import checked_path
-from headwater.reference.hardware import GIB, SIZES, MambaSizes, Sizes
 from headwater.reference.maps import IN_SENTENCES, LONGER, REMOVALS
 from headwater.reference.membership import BEST, JOINED, QUANTITIES
 from headwater.reference.published import NUMBERS, Reproduction, compared, published_numbers
 
 RUNS = "runs"
-SOURCES, SENTENCES, LONGER_SOURCES, ABLATED_ITEMS, ABLATIONS, TASK_TOKENS = 3177, 4, 2800, 1300, 60, 24
-"""Of head maps: distinct words of the published relations; sentences per word; sources of several tokens, at
-most; items of the ablated relations, how often each is run, and tokens of its prompt."""
-SETS, QUESTIONS, PROMPT, NEW, READ, READS, ANSWER_BATCH = 4, 4000, 24, 32, 48, 24, 64
-"""Of detection: sets; questions of each; tokens of a prompt, new ones, and of both as they are read; how often an
-answer is read (`tools/scaling.py reads`); prompts at a time."""
-DEPTH_QUESTIONS, DEPTH_TOKENS, DEPTH_NEW, DEPTH_BATCH = 1571, 345_000, 1024, 16
-"""Of question depth: different questions; tokens of questions and accepted answers; new tokens at most; prompts at a
-time."""
-TEXTS, TEXT_TOKENS, MIMIR_TEXTS, MIMIR_TOKENS = 776, 48, 14_000, 300
-"""Of membership, read as they are and in lower case: texts of WikiMIA and their tokens (put together, assumed
-to be as many); of MIMIR, assumed."""
-
-
+BILLIONS = {
+    "gpt2-xl": 1.55, "microsoft/phi-2": 2.78, "state-spaces/mamba-1.4b-hf": 1.37,
+    "EleutherAI/pythia-160m": 0.16, "EleutherAI/pythia-1.4b": 1.41, "EleutherAI/pythia-2.8b": 2.77,
+    "EleutherAI/pythia-6.9b": 6.86, "EleutherAI/pythia-12b": 11.84,
+    "huggyllama/llama-13b": 13.02, "huggyllama/llama-30b": 32.53, "huggyllama/llama-65b": 65.28,
+    "meta-llama/Llama-2-7b-chat-hf": 6.74, "meta-llama/Llama-2-13b-chat-hf": 13.02,
+    "meta-llama/Llama-2-70b-chat-hf": 68.98, "meta-llama/Llama-3.2-1B": 1.24,
+    "meta-llama/Llama-3.2-3B": 3.21, "meta-llama/Llama-3.2-3B-Instruct": 3.21,
+    "meta-llama/Meta-Llama-3-8B": 8.03, "meta-llama/Meta-Llama-3-8B-Instruct": 8.03,
+    "meta-llama/Meta-Llama-3-70B": 70.55, "meta-llama/Meta-Llama-3-70B-Instruct": 70.55,
+    "meta-llama/Meta-Llama-3.1-8B": 8.03, "meta-llama/Meta-Llama-3.1-70B": 70.55,
+    "mistralai/Mistral-7B-v0.1": 7.24, "mistralai/Mistral-7B-Instruct-v0.1": 7.24,
+    "mistralai/Mistral-7B-v0.3": 7.25, "mistralai/Mistral-7B-Instruct-v0.3": 7.25,
+    "Qwen/Qwen3-8B": 8.19, "Qwen/Qwen3-32B": 32.76,
+}  # fmt: skip
+"""Parameters of every published model, by its name on the hub."""
+ONE_GPU = 70
+"""GiB that weights may take of a GPU of 80 GB."""
 NO_NUMBERS = "the publication lists this model; none of its numbers are held here"
 LIMITS = {
     "maps": (
@@ -70,11 +69,8 @@ class Line:
     command: str
     data: tuple[str, ...]
     """The files and folders that the command names, and what they are."""
-    gpus: int
-    """Of 80 GB, for one copy."""
     weights: float
-    """GiB."""
-    hours: float
+    """GiB, in the dtype that the command names: float32 for head maps and membership, otherwise bfloat16."""
     folder: str
     """Where the command leaves its run, below `runs`."""
     limits: tuple[str, ...]
@@ -107,45 +103,26 @@ def _line(
     model: str,
     words: str,
     data: Mapping[str, str],
-    cost: _Cost,
     limits: Sequence[str],
     part: str = "",
 ) -> Line:
     folder = runs / "-".join(filter(None, (kind, model.rpartition("/")[2], part)))
-    spread = " --device auto" if cost.gpus > 1 else ""
+    weights = BILLIONS[model] * 1e9 * (4 if kind in ("maps", "membership") else 2) / 2**30
+    spread = " --device auto" if weights > ONE_GPU else ""
     command = f"headwater reproduce {kind} {model} {words}{spread} --out {folder}"
     listed = tuple(f"{name}: {what}" for name, what in data.items())
     numbers = _with_measured(published_rows(kind, model, part), folder)
     known = (*limits, *([] if len(numbers) else [NO_NUMBERS]))
-    return Line(kind, model, command, listed, cost.gpus, cost.weights, cost.hours, str(folder), known, numbers)
-
-
-@dataclass(frozen=True)
-class _Cost:
-    gpus: int
-    weights: float
-    hours: float
-
-    @classmethod
-    def of(cls, sizes: Sizes, seconds: float, bytes_each: int = 2) -> _Cost:
-        held = bytes_each * sizes.parameters
-        return cls(sizes.gpus(bytes_each), held / GIB, (sizes.load_seconds() + seconds) / 3600)
+    return Line(kind, model, command, listed, weights, str(folder), known, numbers)
 
 
 def _maps(runs: Path, kind: str) -> Iterator[Line]:
     data = {"MAPS/datasets": "the published relations, a folder of NAME/NAME.json (github.com/amitelhelo/MAPS)"}
     for model, numbers in published_numbers(kind).models.items():
-        sizes = SIZES[model]
-        ablated, longer = (
-            any(part in one for one in numbers["relations"].values()) for part in ("ablation", "multi_token")
-        )
-        rows = SOURCES + 2 * SOURCES * SENTENCES + 2 * longer * LONGER_SOURCES
-        tokens = (
-            SOURCES * SENTENCES + longer * LONGER_SOURCES
-        ) * 10 + ablated * ABLATED_ITEMS * ABLATIONS * TASK_TOKENS
-        seconds = sizes.map_seconds(rows) + sizes.forward_seconds(tokens)
+        relations = numbers["relations"].values()
+        ablated, longer = (any(part in one for one in relations) for part in ("ablation", "multi_token"))
         words = f"--datasets MAPS/datasets{' --ablations' * ablated}{' --multi-token' * longer}"
-        yield _line(runs, kind, model, words, data, _Cost.of(sizes, seconds, bytes_each=4), LIMITS[kind])
+        yield _line(runs, kind, model, words, data, LIMITS[kind])
 
 
 def _pathways(runs: Path, kind: str) -> Iterator[Line]:
@@ -157,19 +134,13 @@ def _pathways(runs: Path, kind: str) -> Iterator[Line]:
     }
     words = " ".join(f"--questions {name}" for name in files) + " --extract rules --dtype bfloat16"
     for model in published_numbers(kind).models:
-        sizes, examples = SIZES[model], SETS * QUESTIONS
-        seconds = sizes.forward_seconds(examples * (PROMPT + READS * READ))
-        seconds += sizes.generation_seconds(math.ceil(examples / ANSWER_BATCH) * NEW)
-        yield _line(runs, kind, model, words, files, _Cost.of(sizes, seconds), LIMITS[kind])
+        yield _line(runs, kind, model, words, files, LIMITS[kind])
 
 
 def _depth(runs: Path, kind: str) -> Iterator[Line]:
     data = {"depthqa": "questions, nodes and node_to_q of kaist-ai/DepthQA; answers with their scores where there are"}
     for model in published_numbers(kind).models:
-        sizes = SIZES[model]
-        steps = math.ceil(DEPTH_QUESTIONS / DEPTH_BATCH) * DEPTH_NEW
-        seconds = sizes.generation_seconds(steps) + sizes.forward_seconds(DEPTH_TOKENS)
-        yield _line(runs, kind, model, "--data depthqa --dtype bfloat16", data, _Cost.of(sizes, seconds), LIMITS[kind])
+        yield _line(runs, kind, model, "--data depthqa --dtype bfloat16", data, LIMITS[kind])
 
 
 def _membership(runs: Path, kind: str) -> Iterator[Line]:
@@ -181,14 +152,11 @@ def _membership(runs: Path, kind: str) -> Iterator[Line]:
         "mimir": {f"mimir/{one}.jsonl": "MIMIR, ngram_13_0.8, rows of text and member" for one in of_mimir.split()},
     }
     for model, numbers in published_numbers(kind).models.items():
-        sizes = SIZES[model]
         for benchmark in (one for one in files if one in numbers):
-            texts = MIMIR_TEXTS * MIMIR_TOKENS if benchmark == "mimir" else TEXTS * TEXT_TOKENS
             named = " ".join(f"--texts {name}" for name in files[benchmark])
             words = f"{named} --benchmark {benchmark} --dtype float32"
-            cost = _Cost.of(sizes, sizes.forward_seconds(2 * texts), bytes_each=4)
-            limits = (*LIMITS[kind], *([BEGUN] if isinstance(sizes, MambaSizes) else []))
-            yield _line(runs, kind, model, words, files[benchmark], cost, limits, benchmark)
+            limits = (*LIMITS[kind], *([BEGUN] if "mamba" in model else []))
+            yield _line(runs, kind, model, words, files[benchmark], limits, benchmark)
 
 
 _LINES: dict[str, Callable[[Path, str], Iterator[Line]]] = {
