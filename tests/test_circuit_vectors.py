@@ -7,7 +7,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.circuit_vectors import decomposed, singular_vectors
 from headwater.models.weights.opening import open_weights
-from headwater.planted import implements, plant_relations
+from tests.planted_heads import implements, plant_relations
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 

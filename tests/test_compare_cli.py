@@ -10,7 +10,7 @@ from tools.world.stages import train
 import headwater as hw
 from headwater.heads.relation_tokens import shared_relations
 from headwater.heads.relations import Relation
-from headwater.planted.relations import implements, plant_relations
+from tests.planted_heads import implements, plant_relations
 from tests.small_world import TINY, tiny
 from tests.test_head_comparison import CAPITALS, OPPOSITES
 

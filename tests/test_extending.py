@@ -9,7 +9,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, Category
 from headwater.likelihood.formulas import SCORES, Score
-from headwater.planted import implements, plant_relations
+from tests.planted_heads import implements, plant_relations
 from tests.planted_relations import relation
 
 TEXTS = ["the red house stands on the hill", "a dog and a cat", "Paris is the capital of France"]

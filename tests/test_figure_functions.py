@@ -11,9 +11,9 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.fonts import ticks
 from headwater.figures.style import figure_of
-from headwater.planted import question_lookup
 from headwater.runs.result import Result
 from tests import chance
+from tests.planted_lookup import question_lookup
 from tests.test_depth_figures import made_up
 from tests.test_head_map_figure import random_map
 from tests.test_saliency_figure import made

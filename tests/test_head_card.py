@@ -13,7 +13,7 @@ from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.card import HeadCard, relations_of_head
 from headwater.heads.salient import salient_operations
 from headwater.models.weights.opening import open_weights
-from headwater.planted import implements, plant_relations, suppresses
+from tests.planted_heads import implements, plant_relations, suppresses
 from tests.planted_relations import relation
 from tests.test_validation import TEMPLATES
 

@@ -14,8 +14,8 @@ from headwater.heads import scores
 from headwater.heads.classify import classify_heads
 from headwater.heads.comparison import sentences_of_words
 from headwater.heads.relation_tokens import shared_relations, tokenize_relations
-from headwater.planted.relations import ignores_source, implements, plant_relations, suppresses
 from headwater.stats.significance import mcnemar_p, q_values
+from tests.planted_heads import ignores_source, implements, plant_relations, suppresses
 
 QUIET = {"progress": False}
 SUITE = {one.name: one for one in hw.load_relations()}

@@ -19,9 +19,9 @@ from headwater.heads.relation_tokens import TokenRelation
 from headwater.heads.relations import Relation
 from headwater.heads.scores import score_layer, score_table, suite_pairs
 from headwater.kernels.ov import OVMaps
-from headwater.planted import implements, plant_relations, suppresses
 from headwater.stats.significance import permutation_moments, permutation_p_values, q_values
 from tests import chance
+from tests.planted_heads import implements, plant_relations, suppresses
 from tests.planted_relations import relation, word
 from tests.tiny import tiny_tokenizer
 

@@ -14,10 +14,10 @@ from headwater.heads import use
 from headwater.heads.ablation import removal
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
 from headwater.heads.use import COLUMNS, Asking, head_use, other_heads
-from headwater.planted import implements, plant_relations
 from headwater.stats.resample import Draws
 from headwater.stats.significance import sign_flip_p
 from tests import chance
+from tests.planted_heads import implements, plant_relations
 from tests.planted_relations import relation
 from tests.test_validation import TEMPLATES, random_words
 from tests.tiny import tiny_model

@@ -6,16 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from headwater.planted import (
-    answer_lookup,
-    ignores_source,
-    implements,
-    induction,
-    name_mover,
-    plant_relations,
-    question_lookup,
-    suppresses,
-)
+from headwater.planted import induction, name_mover
 from headwater.planted.circuits import (
     DUPLICATE_NAME_HEAD,
     INDUCTION_HEAD,
@@ -25,7 +16,8 @@ from headwater.planted.circuits import (
     PREVIOUS_TOKEN_HEAD,
     WORDS,
 )
-from headwater.planted.lookup import PROPERTIES, SUBJECTS
+from tests.planted_heads import ignores_source, implements, plant_relations, suppresses
+from tests.planted_lookup import PROPERTIES, SUBJECTS, answer_lookup, question_lookup
 
 pytestmark = pytest.mark.planted
 

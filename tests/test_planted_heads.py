@@ -5,7 +5,7 @@ import torch
 
 import headwater as hw
 from headwater.heads.relations import Relation
-from headwater.planted import ignores_source, implements, plant_relations, suppresses
+from tests.planted_heads import ignores_source, implements, plant_relations, suppresses
 from tests.planted_relations import relation
 
 pytestmark = pytest.mark.planted

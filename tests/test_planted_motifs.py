@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 import headwater as hw
-from headwater.planted import motifs
+from tests import planted_motifs as motifs
 
 pytestmark = pytest.mark.planted
 KINDS = ("serial", "parallel", "redundant", "suppressing")

@@ -7,7 +7,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.salient import salient_operations, source_gains
 from headwater.models.weights.opening import open_weights
-from headwater.planted import implements, plant_relations, suppresses
+from tests.planted_heads import implements, plant_relations, suppresses
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

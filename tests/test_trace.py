@@ -19,12 +19,12 @@ from headwater.pathways.interventions import (
     other_question_tokens,
 )
 from headwater.pathways.summary import survives
-from headwater.planted import answer_lookup, question_lookup
 from headwater.probes.linear import fit_linear
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_states
 from headwater.runs.record import RunRecord
 from tests import chance
+from tests.planted_lookup import answer_lookup, question_lookup
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

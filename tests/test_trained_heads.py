@@ -11,9 +11,9 @@ from torch import Tensor
 
 import headwater as hw
 from headwater.heads.relation_tokens import tokenize_relations
-from headwater.planted.relations import implements, plant_relations
 from headwater.planted.wiring import PlantedModel
 from tests import chance
+from tests.planted_heads import implements, plant_relations
 from tests.test_head_comparison import CAPITALS, CHOSEN, OPPOSITES, QUIET, WORDS
 
 CAPITAL, OPPOSITE = CAPITALS.name, OPPOSITES.name

@@ -10,8 +10,8 @@ from headwater.errors import InputError, ModelError
 from headwater.heads.ablation import HeadAblation, ablate_heads, layer_matched, removal
 from headwater.heads.prompts import relations_of, source_prompts, task_prompts
 from headwater.heads.validation import DynamicScores, correlate, dynamic_scores, last_values
-from headwater.planted import implements, plant_relations, suppresses
 from tests import chance
+from tests.planted_heads import implements, plant_relations, suppresses
 from tests.planted_relations import relation
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -40,7 +40,7 @@ from headwater.heads.salient import salient_operations
 from headwater.heads.validation import dynamic_scores
 from headwater.models.embedded import world_folder
 from headwater.models.weights.opening import open_weights
-from headwater.planted import question_lookup
+from tests.planted_lookup import question_lookup
 from tests.test_trace import ask
 from tests.tiny import WORDS, tiny_folder, tiny_model, tiny_tokenizer
 
