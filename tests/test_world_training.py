@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -357,8 +358,8 @@ def made(tmp_path_factory):
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "headwater.world", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tools.world", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
 
 
 @pytest.mark.slow
