@@ -1,5 +1,6 @@
 """Shared fixtures: no test reaches the network."""
 
+import collections
 import functools
 import os
 import shutil
@@ -53,6 +54,31 @@ def pytest_terminal_summary(terminalreporter, config):
     """Say how to repeat a run that drew afresh."""
     if chance.seed:
         terminalreporter.write_line(f"Random inputs were drawn from --seed {chance.seed}.")
+
+
+def values_of(item):
+    """The values that a test is given, each with the name of its parameter."""
+    return [(name, id(value)) for name, value in item.callspec.params.items()]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test marked `diagonal`, run cases in which each value of each parameter occurs; its other cases are slow."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("diagonal"):
+            cases.setdefault((item.parent, item.originalname), []).append(item)
+    for left in cases.values():
+        used = collections.Counter()
+        while new := max(sum(not used[value] for value in values_of(item)) for item in left):
+            best = [item for item in left if sum(not used[value] for value in values_of(item)) == new]
+            chosen = min(best, key=lambda item: sum(used[value] for value in values_of(item)))
+            used.update(values_of(chosen))
+            left.remove(chosen)
+            if not left:
+                break
+        for item in left:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -83,6 +83,7 @@ def test_a_part_of_the_callers_own_that_transformer_lens_calls_is_kept():
     torch.testing.assert_close(model.run([IDS]), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_supported_model_agrees_with_itself_in_every_precision(family, dtype):
     model = hw.load(tiny_model(family, dtype=dtype), tokenizer=tiny_tokenizer())

@@ -45,6 +45,7 @@ def rerun(code, board, **more):
     return eval(code.removesuffix(")") + ", progress=False)", names).table
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_click_has_the_effect_that_its_code_gives(family, how):

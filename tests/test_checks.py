@@ -115,6 +115,7 @@ def test_a_model_in_training_mode_is_found_out(checkpoint):
         checks.evaluation_mode(model)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_weight_that_is_no_number_is_found_and_named(family, value):
     hf = tiny_model(family)

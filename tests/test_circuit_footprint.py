@@ -49,6 +49,7 @@ def pair(length: int, start: int) -> tuple[list[list[int]], list[list[int]]]:
     return [clean], [clean[:start] + other[start:]]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("length", "start"), [(12, 4), (40, 0)])
 @pytest.mark.parametrize("shape", ["GPT-2", "Llama"])
 def test_what_tensors_hold_is_within_the_estimate(shape, length, start):
@@ -84,6 +85,7 @@ def test_what_tensors_hold_is_within_the_estimate(shape, length, start):
     assert all(0.7 <= ratio <= 1.5 for ratio in ratios.values()), ratios
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("n_pairs", [1, 5])
 @pytest.mark.parametrize("shape", ["GPT-2", "Llama"])
 def test_what_a_search_holds_is_within_the_estimate(shape, n_pairs):

@@ -55,6 +55,7 @@ def test_random_circuits_equal_runs_put_together_by_hand(family):
     assert max(expected.values()) - min(expected.values()) > 1e-3
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("values", ["zero", "mean"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "neox"])
 def test_other_edges_may_carry_nothing_or_the_mean(family, values):
@@ -94,6 +95,7 @@ def test_the_full_circuit_less_one_edge_is_that_edges_effect_and_the_empty_one_t
     assert found[2:] - clean == pytest.approx(edges.effects[0, 0, :, 0].numpy(), abs=1e-5)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("values", ["mean", "resample", "zero"])
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "neox"])
 def test_the_full_circuit_less_one_edge_is_that_edges_effect_under_other_values_too(family, values):

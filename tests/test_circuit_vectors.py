@@ -20,6 +20,7 @@ def test_the_product_of_the_parts_is_the_product_of_the_factors():
         torch.testing.assert_close(vectors.T @ vectors, torch.eye(4).double(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("circuit", ["ov", "qk"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "neox"])

@@ -103,6 +103,7 @@ def default_k(relation: Relation) -> int:
     return 1 if "copying" in relation.name else 10
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_published_table_equals_the_naive_formula_in_every_architecture(family, tmp_path, suite, dtype):
     model = tiny_folder(tmp_path / "model", family, seed=random.randrange(10**6), dtype=dtype)

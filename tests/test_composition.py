@@ -16,6 +16,7 @@ def scored(model, **options):
     return composition_scores(model, progress=False, **options)
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("norm_gain", [True, False])
 @pytest.mark.parametrize("family", ["gpt2", "neox", "llama", "qwen2", "gemma2"])

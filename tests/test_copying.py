@@ -24,6 +24,7 @@ def tiny(family):
     return hw.load(tiny_model(family, seed=7), tokenizer=tiny_tokenizer())
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("embedding", ["raw", "mlp0", "embed+mlp0", "layer0"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "neox"])

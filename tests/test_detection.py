@@ -141,6 +141,7 @@ def test_with_one_planted_mode_the_mixture_is_the_single_probe_in_all_but_the_co
     assert (np.argsort(scores["mop"]) == np.argsort(scores["probe"])).all()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("site", ["mlp_out", "attn_out", "resid_post"])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_reweighted_states_are_those_of_patterns_multiplied_edge_by_edge(checkpoint, family, site, layer):

@@ -104,6 +104,7 @@ def edited(dictionary, activation, value, units, at, keep_error):
     return found
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", list(PARTS))
 @pytest.mark.parametrize("keep_error", [True, False])
@@ -201,6 +202,7 @@ def test_the_planted_direction_alone_carries_what_the_whole_activation_carries()
     assert linear["effect"].abs().idxmax() == 0
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("keep_error", [True, False])
 @pytest.mark.parametrize("site", SITES)
 def test_attribution_by_feature_is_the_derivative_through_decode(models, site, keep_error):
@@ -282,6 +284,7 @@ OVER = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("corrupted", [[15, 16, 7, 18, 19], None], ids=["pair", "one run"])
 @pytest.mark.parametrize(
     "site", [pytest.param(name, marks=pytest.mark.slow if "head" in axes else ()) for name, axes in OVER.items()]

@@ -37,6 +37,7 @@ def prompts() -> tuple[list[list[int]], list[list[int]]]:
     return [clean], [clean[:8] + other[8:]]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("receivers", [None, ["q 2", "mlp 2", "logits"]])
 @pytest.mark.parametrize("method", ["exact", "sublayer", "eap", "eap-ig"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

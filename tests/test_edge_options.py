@@ -62,6 +62,7 @@ def outputs(family: str, *texts: str) -> list[dict[str, torch.Tensor]]:
     return [Reference(tiny_model(family), one, one).sent for one in ids]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("values", ["zero", "mean", "mean over tokens", "resample"])
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "llama"])
 def test_values_of_other_kinds_equal_hooked_runs_with_these_outputs(family, values):

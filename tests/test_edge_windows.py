@@ -62,6 +62,7 @@ def test_the_prompts_reach_past_the_window(family):
     assert float((without.effects - edges_of(family).effects).abs().max()) > 0.02
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("through", ["direct", "mlps"])
 @pytest.mark.parametrize("family", WINDOWED)
 def test_paths_equal_three_hooked_runs(family, through):

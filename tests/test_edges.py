@@ -27,6 +27,7 @@ def difference(logits: torch.Tensor, at: int = -1) -> torch.Tensor:
     return logits[at, 5] - logits[at, 9]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("direction", ["noise", "denoise"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_edge_equals_a_hooked_run_of_its_own(family, direction):

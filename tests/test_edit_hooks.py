@@ -59,6 +59,7 @@ def continued_plainly(hf, family, site, prompt, act):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("site", ["resid_post", "mlp_out"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -72,6 +72,7 @@ def transformers_logits(family, site):
     return logits
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("site", list(SITES))
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,6 +171,7 @@ def resized(activation):
     activation.resize_(0)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("wipe", [wiped, wiped_as_numpy, wiped_behind_autograd, resized])
 @pytest.mark.parametrize("name", ["blocks.1.hook_resid_pre", "blocks.1.hook_resid_mid", "blocks.1.attn.hook_pattern"])

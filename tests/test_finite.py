@@ -178,6 +178,7 @@ def spoilt(checkpoint):
     return model
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("engine", SWEEPS)
 @pytest.mark.parametrize(("sides", "name"), [(PAIRS, "2 (corrupted prompt)"), (PAIRS[::-1], "2 (clean prompt)")])
 @pytest.mark.parametrize("direction", ["denoise", "noise"])

@@ -105,6 +105,7 @@ def drawn(cfg: dict[str, Any], group: int) -> tuple[dict[str, float], set[str]]:
     return scores, {name for name in names if ours(name, group) in chosen}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("layout", ["json", "first json", "pt", "pt of all neurons"])
 @pytest.mark.parametrize(("cfg", "n_kv_heads"), [(SIZES, 4), (SIZES, 2), (PARALLEL, 4)])
 def test_files_as_eap_ig_writes_them_are_read_edge_by_edge(cfg, n_kv_heads, layout, tmp_path):
@@ -162,6 +163,7 @@ def test_files_of_other_tools_are_refused_by_their_ending_or_by_what_is_missing(
         read_graph_file(tmp_path / "missing.json", graph)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
 @pytest.mark.parametrize("ending", ["json", "pt"])
 def test_what_is_written_is_read_back(family, ending, tmp_path):

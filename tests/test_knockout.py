@@ -84,6 +84,7 @@ def zeroed_forward(hf, prompt, edges, layers, monkeypatch):
         [handle.remove() for handle in handles]
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("variant", ["mask", "zero"])
 @pytest.mark.parametrize("window", [None, 3, "cumulative"])
@@ -116,6 +117,7 @@ def test_knockouts_equal_hugging_face_eager_attention(twins, family, window, var
         assert table.loc[("kl_divergence", layer), "effect"] == pytest.approx(float(kl), abs=1e-4)
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("variant", ["mask", "zero"])
 def test_padded_batches_heads_and_residual_metrics_equal_whole_runs(twins, family, variant, monkeypatch):
@@ -151,6 +153,7 @@ def test_a_prompt_in_a_batch_gives_what_it_gives_alone(twins, family):
     assert (together["effect"] - alone["effect"]).abs().max() < 1e-4
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("site", ["mlp_out", "attn_out", "resid_post"])
 def test_one_pass_gives_every_layer_what_a_loop_of_cumulative_runs_gives(twins, family, site):

@@ -39,6 +39,7 @@ def rows_of(family: str) -> Rows:
         return Rows(runs, runs.start)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kept", [[5], [1, 4]], ids=["the last position", "two before it"])
 @pytest.mark.parametrize("family", [*FAMILIES, "plain", "rotary", "capped"])
 def test_attention_where_it_is_read_is_that_of_all_positions_there(family, kept, monkeypatch):
@@ -79,6 +80,7 @@ def test_the_last_layer_takes_keys_and_values_of_all_positions_and_the_rest_wher
     assert found == 2 * n_rows * (n * a_key + a_key + a_query + queries_of_first)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi"])
 @pytest.mark.parametrize("sites", ["resid_pre", "z", ["q", "attn_out"]])
 def test_a_sweep_is_what_it_was_in_fewer_operations(family, sites, monkeypatch):

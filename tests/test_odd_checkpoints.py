@@ -39,6 +39,7 @@ def rewrite(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("opened", OPENERS)
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_git_lfs_pointer_says_how_to_fetch_the_file(folder, file, opened):
@@ -48,6 +49,7 @@ def test_a_git_lfs_pointer_says_how_to_fetch_the_file(folder, file, opened):
     assert str(folder / file) in str(caught.value)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("opened", OPENERS)
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -91,6 +93,7 @@ def test_a_width_that_no_model_can_be_outlined_with_is_refused_with_the_embeddin
     assert str(path / "model.safetensors") in str(caught.value)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("opened", OPENERS)
 @pytest.mark.parametrize("said", [[1, 2], "fp8", 8])
 def test_an_entry_on_quantization_that_is_no_object_is_refused_with_its_file(folder, said, opened):
@@ -219,6 +222,7 @@ def test_a_tensor_in_two_shards_is_refused_with_both(folder, opened):
         opened(folder)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("opened", OPENERS)
 @pytest.mark.parametrize("file", ["model.safetensors.index.json", "tokenizer_config.json"])
 def test_a_pointer_in_place_of_a_file_beside_them_is_told_as_one(folder, file, opened):

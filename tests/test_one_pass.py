@@ -30,6 +30,7 @@ def residuals(model, batch):
     return torch.stack(kept)[:, batch.mask].float()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_layer_has_the_residual_stream_it_has_with_the_bridges_attention(checkpoint, family, dtype, passes):
     model = hw.load(checkpoint(family, dtype=dtype))

@@ -137,6 +137,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("name", ["rotary", "looks ahead"])
 def test_an_own_model_whose_attention_gives_something_else_is_noticed_and_served_by_whole_runs(name, other):

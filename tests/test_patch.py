@@ -177,6 +177,7 @@ def test_windows_of_attention_edges_equal_whole_runs(models, monkeypatch):
     assert gradients.agreement(fast)["cells"].tolist() == [3 * (7 + 5)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("window", [None, 2, "cumulative"])
 def test_padded_batches_of_different_lengths_equal_one_whole_run_per_cell(models, family, window, monkeypatch):

@@ -67,6 +67,7 @@ def patched(model: hw.HookedModel, senders, receivers, **options) -> hw.PathEffe
     return hw.path_patch(model, senders=senders, receivers=receivers, **(pairs | options))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("direction", ["noise", "denoise"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_path_equals_three_hooked_runs(family, direction):

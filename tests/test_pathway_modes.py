@@ -110,6 +110,7 @@ def test_a_population_with_one_mode_is_reported_as_one_though_the_published_spli
     assert components(found.delta_logit.ravel())["verdict"].startswith("one peak")
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("population", ["normal", "laplace", "exponential", "lognormal", "standard_t"])
 @pytest.mark.parametrize("n", [60, 600])
 def test_skewed_and_heavy_tailed_populations_have_one_peak(population, n):

@@ -19,6 +19,7 @@ def planted(kind: str) -> tuple[motifs.Motif, hw.HookedModel]:
     return motif, hw.load(motif.planted.model, tokenizer=motif.planted.tokenizer)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("options", [{"method": "exact"}, {"method": "screened", "verify": 12}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_exactly_the_wired_edges_are_recovered_with_their_effects(kind, options):

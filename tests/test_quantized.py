@@ -90,6 +90,7 @@ def test_one_scale_for_a_whole_weight_is_read():
     assert dequantized(stored, torch.tensor([0.5]), BLOCK, "w").tolist() == [[0.5, -1.0]]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("opened", [hw.load, open_weights])
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq"])
 def test_packed_weights_are_refused_by_the_name_of_their_method(folder, method, opened):

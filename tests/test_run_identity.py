@@ -245,6 +245,7 @@ WEIGHT_EDITS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("hashed", [fingerprint.HASHED, frozenset()], ids=["on the host", "as on a card"])
 @pytest.mark.parametrize("edit", WEIGHT_EDITS)
 def test_weights_edited_after_loading_are_other_weights(edit, hashed, tmp_path, monkeypatch):

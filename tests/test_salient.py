@@ -11,6 +11,7 @@ from tests.planted_heads import implements, plant_relations, suppresses
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["gpt2", "neox", "llama", "gemma2"])
 @pytest.mark.parametrize("embedding", ["raw", "mlp0"])

@@ -71,6 +71,7 @@ def name_of(text):
     return {"answer": text.split(" is ")[1].split(",")[0]}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("extractor", [None, lambda question, text: name_of(text)], ids=["whole answer", "extractor"])
 @pytest.mark.parametrize("token", ["exact_answer_last", "before_answer"])
 def test_a_probe_on_answers_right_by_coin_flip_is_at_chance(model, coin_flips, token, extractor):

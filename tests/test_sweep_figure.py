@@ -102,6 +102,7 @@ def test_layers_that_cannot_see_the_edges_are_gaps_in_the_curve():
     assert ax.get_ylabel() == "Effect on logit difference"
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("length", [5, 20, 60, 300, 1000])
 @pytest.mark.parametrize("axes", [("layer", "position"), ("position",)])
 def test_labels_of_tokens_and_positions_never_touch(length, axes):

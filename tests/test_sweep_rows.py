@@ -82,6 +82,7 @@ def effects(sweep):
     return torch.tensor(sweep.table["effect"].to_numpy(), dtype=torch.float32)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("site", [NEURONS, SOMEWHERE], ids=lambda site: site.name)
 def test_a_site_of_ones_own_is_swept_as_plain_hooks_on_the_transformers_model_do(loaded, family, site):
     model = loaded(family)
@@ -98,6 +99,7 @@ def test_a_site_of_ones_own_is_swept_as_plain_hooks_on_the_transformers_model_do
     assert any("where somewhere lies in a block is not known" in text for text in texts) is not known
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("options", [{"window": 2}, {"window": "cumulative"}, {"values": "zero"}, {"values": "mean"}])
 def test_windows_and_values_at_a_site_of_ones_own_equal_whole_runs(loaded, family, options, monkeypatch):
     model, pairs = loaded(family), ([*CLEAN, [8, 3, 9, 4]], [*CORRUPTED, [8, 3, 2, 4]])

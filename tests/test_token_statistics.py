@@ -88,6 +88,7 @@ def in_float64(model, hidden):
     return 30 * torch.tanh(logits / 30) if unembedding_head(model)[1].softcap else logits
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_of_a_half_precision_model_the_statistics_are_those_of_what_it_multiplies_itself(family, dtype, load, rng):
     """Which states these are, to the last bit of so coarse a type, depends on the processor: read the same way."""
@@ -225,6 +226,7 @@ def test_a_model_that_wants_bos_gets_exactly_one_and_the_first_token_is_scored_o
     assert_close(given[given["text"] == 0], given[given["text"] == 1])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", ["llama", "neox"])
 @pytest.mark.parametrize("stride", [1, 7, 32, 63, None])
 def test_windows_score_every_token_once_with_all_the_context_that_fits(family, stride, load, rng):

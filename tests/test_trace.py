@@ -202,6 +202,7 @@ def test_one_pass_equals_a_loop_of_runs_with_ever_more_layers_blocked(family):
                 assert rows.loc[layer, "flipped"] == ((after > 0) != (before > 0))
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("edges", ["after", "answer"])
 def test_states_of_a_run_severed_in_every_layer_equal_those_of_the_walk(family, edges, monkeypatch):
@@ -228,6 +229,7 @@ def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):
     torch.testing.assert_close(after_states(model, one, setup), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["gpt2", "phi", "qwen3", "gemma3"])
 @pytest.mark.parametrize("edges", ["after", "answer"])

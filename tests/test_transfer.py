@@ -83,6 +83,7 @@ def assert_same(found, expected):
                 assert torch.equal(one, other), (name, layer, example)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_cache_filled_through_buffers_is_bit_for_bit_the_plain_one(asked, batch_size, checkpoint, through):

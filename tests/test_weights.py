@@ -251,6 +251,7 @@ def assert_same_parameters(one, other) -> None:
         assert torch.equal(getattr(one, read)(), getattr(other, read)()), read
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_streamed_checkpoint_equals_the_loaded_model(checkpoint, family, dtype):
     folder = checkpoint(family, dtype=dtype)
