@@ -7,13 +7,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-shapes test-fresh test-slow test-gpu test-browser test-tl39 test-real check types notebooks notebooks-write figures docs build bench clean
+.PHONY: demo test quick test-shapes test-fresh test-slow test-gpu test-browser test-tl39 test-real check types notebooks notebooks-write figures docs build bench clean
 
 demo: $(DEMO)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
 	$(DEMO)/bin/headwater demo --out runs/demo
 
 test: $(VENV)/ready            ## the whole suite
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+quick: $(VENV)/ready           ## for a minute, the tests nearest to what differs from git's HEAD, or to ROOM=patching
+	$(BIN)/python tools/quick.py $(ROOM)
 
 test-shapes: $(VENV)/ready     ## a result of every class, with the shapes of all modules checked (tests/typed.py)
 	SHAPES=everywhere $(BIN)/python -m pytest -q tests/test_typed.py tests/test_every_result.py -k "typed or the_walk"

@@ -5,6 +5,7 @@ import functools
 import os
 import shutil
 import sys
+import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -38,8 +39,9 @@ settings.register_profile("fresh", **PATIENT)
 
 
 def pytest_addoption(parser):
-    """`--seed N`: what the tests draw at random (see `tests.chance`)."""
+    """`--seed N`: what the tests draw at random (see `tests.chance`); `--seconds N`: see `tools/quick.py`."""
     parser.addoption("--seed", type=int, default=0, help="seed of the tests' random inputs; 0 in `make test`")
+    parser.addoption("--seconds", type=float, default=float("inf"), help="of processor time: then no test is begun")
 
 
 def pytest_configure(config):
@@ -94,8 +96,10 @@ def pytest_fixture_setup(fixturedef, request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Begin each test with chance of its own; skip what needs a CUDA device where there is none."""
+    """Begin each test with chance of its own; skip it where time is over, or a CUDA device is needed and not there."""
     chance.begin(item.nodeid)
+    if time.process_time() > item.config.getoption("seconds"):
+        pytest.skip("no time was left")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 

@@ -18,12 +18,10 @@ def commands(command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]
 
 
 COMMANDS = dict(commands(typer.main.get_command(cli.app)))
-OPTIONS = [
-    pytest.param(name, option, id=f"{name} {option.opts[0]}")
+OPTIONS = {
+    name: [option for option in command.params if option.param_type_name == "option"]
     for name, command in COMMANDS.items()
-    for option in command.params
-    if option.param_type_name == "option"
-]
+}
 
 
 def examples(command) -> list[str]:
@@ -32,20 +30,22 @@ def examples(command) -> list[str]:
     return [part for part in joined.split("`")[1::2] if part.startswith("headwater ")]
 
 
-@pytest.mark.parametrize(("name", "option"), OPTIONS)
-def test_every_option_says_what_it_is_where_it_is_not_given(name, option):
-    has_value = option.default not in (None, [], ()) and option.show_default
-    said = (option.help or "").lower()
-    assert said
-    assert has_value or option.is_flag or option.required or "default" in said or said.endswith("needed.")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_is_where_it_is_not_given(name):
+    for option in OPTIONS[name]:
+        has_value = option.default not in (None, [], ()) and option.show_default
+        said = (option.help or "").lower()
+        assert said, option.opts
+        is_said = has_value or option.is_flag or option.required or "default" in said or said.endswith("needed.")
+        assert is_said, option.opts
 
 
-@pytest.mark.parametrize(("name", "option"), OPTIONS)
-def test_every_option_that_takes_words_without_a_default_shows_some(name, option):
-    if option.type_descriptor.annotation not in (str, list[str]) or option.default not in (None, [], ()):
-        return
-    shown = any(opt in words.split() for words in examples(COMMANDS[name]) for opt in option.opts)
-    assert shown or any(mark in option.help for mark in ('"', "`", "{", "--", "as ")), option.help
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_that_takes_words_without_a_default_shows_some(name):
+    for option in OPTIONS[name]:
+        if option.type_descriptor.annotation in (str, list[str]) and option.default in (None, [], ()):
+            shown = any(opt in words.split() for words in examples(COMMANDS[name]) for opt in option.opts)
+            assert shown or any(mark in option.help for mark in ('"', "`", "{", "--", "as ")), option.help
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -145,17 +145,6 @@ def test_a_size_or_a_title_that_cannot_be_is_refused(results):
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
-def test_the_title_of_a_figure_says_the_model_and_what_is_shown(results, kind):
-    drawn = results[kind].plot()
-    figure = drawn if isinstance(drawn, plt.Figure) else drawn.figure
-    own = next(title for ax in figure.axes for place in ("left", "center") if (title := ax.get_title(place)) or True)
-    model, colon, shown = (figure.get_suptitle() or own).partition(": ")
-    expected = SEVERAL_MODELS.get(kind.__name__) or results[kind].run.model.rstrip("/").rsplit("/", 1)[-1]
-    assert (model, colon) == (expected, ": ")
-    assert len(re.findall(r"[^\W\d]{2,}", shown)) >= 2
-
-
-@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
 def test_a_summary_is_a_small_table_and_a_report_is_sentences(results, kind):
     summary, said = results[kind].summary(), results[kind].report()
     assert isinstance(summary, pd.DataFrame)
@@ -171,9 +160,17 @@ def test_a_summary_is_a_small_table_and_a_report_is_sentences(results, kind):
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
-def test_a_result_is_drawn_on_axes_of_its_own_or_says_that_it_has_several(results, kind):
+def test_a_result_is_drawn_under_its_model_and_what_is_shown_on_axes_of_its_own_or_says_that_it_has_several(
+    results, kind
+):
     drawn = results[kind].plot()
     assert isinstance(drawn, plt.Axes | plt.Figure)
+    figure = drawn if isinstance(drawn, plt.Figure) else drawn.figure
+    own = next(title for ax in figure.axes for place in ("left", "center") if (title := ax.get_title(place)) or True)
+    model, colon, shown = (figure.get_suptitle() or own).partition(": ")
+    expected = SEVERAL_MODELS.get(kind.__name__) or results[kind].run.model.rstrip("/").rsplit("/", 1)[-1]
+    assert (model, colon) == (expected, ": ")
+    assert len(re.findall(r"[^\W\d]{2,}", shown)) >= 2
     ax = plt.figure().add_subplot()
     try:
         assert results[kind].plot(ax) is ax

@@ -1,8 +1,6 @@
 """Options: what is no choice, no count or no number in range is one line; what numpy calls a number is one."""
 
 import json
-import subprocess
-import sys
 from functools import reduce
 from pathlib import Path
 
@@ -11,7 +9,11 @@ import pandas as pd
 import pytest
 import torch
 
+import headwater as hw
 from headwater.errors import InputError
+from headwater.heads.relations import load_relations
+from headwater.heads.salient import salient_operations
+from headwater.models.weights.opening import open_weights
 from headwater.options import (
     LONGEST_SHOWN,
     checked_count,
@@ -25,7 +27,9 @@ from headwater.options import (
     shown,
     whole_numbers,
 )
+from headwater.patching.metrics import answer_ids
 from headwater.runs.identity import describe
+from tests.typed import EVERYWHERE
 
 
 def test_what_can_be_used_is_returned_as_python_has_it():
@@ -62,35 +66,29 @@ def test_what_cannot_be_used_is_one_line(check, arguments, message):
         check(*arguments)
 
 
+@pytest.mark.skipif(EVERYWHERE, reason="beartype refuses these calls where all modules are wrapped")
 def test_a_caller_without_a_type_checker_is_told_too():
-    code = """
-import headwater as hw
-from headwater.heads.relations import load_relations
-from headwater.heads.salient import salient_operations
-from headwater.models.weights.opening import open_weights
-from headwater.patching.metrics import answer_ids
-model = hw.load()
-weights = open_weights(model)
-for use, given in (
-    (load_relations, 3),
-    (load_relations, [None, 3.5]),
-    (hw.Sweep.load, 3),
-    (hw.load_depth_graph, 3),
-    (lambda k: hw.classify_heads(model, k=k, progress=False), True),
-    (lambda layer: salient_operations(weights, layer, 0), "1"),
-    (lambda answer: answer_ids(answer, model.tokenizer, 2, 300), {5, 9}),
-    (lambda pairs: hw.Relation("r", None, pairs), {"ja": "nein"}),
-    (lambda pairs: hw.Relation("r", None, pairs), ["ja"]),
-    (lambda lens: hw.token_statistics(model, " a b", lens=lens, progress=False), {0: 1}),
-    (lambda lens: hw.token_statistics(model, " a b", lens=lens, progress=False), {"a": (1, 2)}),
-    (lambda labels: hw.membership(hw.token_statistics(model, [" a b", " c d"], progress=False), labels), {0: 0, 1: 1}),
-):
-    try:
-        use(given)
-    except hw.HeadwaterError as error:
-        print(error)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    model = hw.load()
+    weights, quiet = open_weights(model), {"progress": False}
+    two = hw.token_statistics(model, [" a b", " c d"], **quiet)
+    lines = []
+    for use, given in (
+        (load_relations, 3),
+        (load_relations, [None, 3.5]),
+        (hw.Sweep.load, 3),
+        (hw.load_depth_graph, 3),
+        (lambda k: hw.classify_heads(model, k=k, **quiet), True),
+        (lambda layer: salient_operations(weights, layer, 0), "1"),
+        (lambda answer: answer_ids(answer, model.tokenizer, 2, 300), {5, 9}),
+        (lambda pairs: hw.Relation("r", None, pairs), {"ja": "nein"}),
+        (lambda pairs: hw.Relation("r", None, pairs), ["ja"]),
+        (lambda lens: hw.token_statistics(model, " a b", lens=lens, **quiet), {0: 1}),
+        (lambda lens: hw.token_statistics(model, " a b", lens=lens, **quiet), {"a": (1, 2)}),
+        (lambda labels: hw.membership(two, labels), {0: 0, 1: 1}),
+    ):
+        with pytest.raises(hw.HeadwaterError) as told:
+            use(given)
+        lines.append(str(told.value))
     starts = (
         "relations=3 is no",
         "relations=3.5 is no",
@@ -105,7 +103,6 @@ for use, given in (
         "A tuned lens has a translator for each layer, a whole number; found 'a'.",
         "A dict was given as labels: give a list with a label for each text.",
     )
-    lines = ended.stdout.splitlines()
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == list(starts)
 
 
