@@ -1,5 +1,7 @@
 """A model is compared with the one it wraps when it is loaded, and its activations with what their names say."""
 
+import warnings
+
 import pytest
 import torch
 import transformers as tf
@@ -7,6 +9,7 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
+from headwater.likelihood.gradient_norms import gradient_norms
 from headwater.models.agreement import Sites, agree
 from headwater.models.edits import makes
 from headwater.models.gradients import refuse_cut_texts
@@ -218,7 +221,7 @@ def test_a_middle_that_is_no_sum_of_what_comes_before_can_be_read_and_not_edited
 )
 def test_a_layer_of_a_hybrid_that_has_no_attention_is_not_edited_as_if_it_had(edit):
     model = hw.load(random_model("jamba"), tokenizer=tiny_tokenizer())
-    with pytest.raises(HeadwaterError, match=r"^(resid_mid|z|pattern) of Jamba.* in layer 0|runs the whole text anew"):
+    with pytest.raises(HeadwaterError, match=r"^(resid_mid|z|pattern) of Jamba.* in layer 0"):
         edit(model, {"metric": METRIC, "progress": False})
 
 
@@ -397,3 +400,16 @@ def test_analyses_that_run_texts_only_up_to_the_token_read_refuse_attention_that
     model = hw.load(LOOK_AHEAD["gemma3"](), tokenizer=tiny_tokenizer())
     with pytest.raises(InputError, match=r"Saliency runs texts up to the token .* reads later tokens"):
         refuse_cut_texts(model, "Saliency", [5])
+    texts = [" the cat of France"]
+    for score in (hw.token_statistics, gradient_norms):
+        with pytest.raises(InputError, match=r"no next-token likelihoods: its attention reads later tokens"):
+            score(model, texts, progress=False)
+    with pytest.warns(UserWarning, match=r"has seen the token whose rank is given\. Give answer="):
+        hw.lens(model, [IDS], progress=False)
+    with warnings.catch_warnings(action="error"):
+        hw.lens(model, [IDS], positions="last", progress=False)
+    for method in ("exact", "eap", "eap-ig", "screened", "sublayer"):
+        with pytest.raises(hw.HeadwaterError, match=r"^The edges of .* its attention reads later tokens\.$"):
+            hw.edges(model, [IDS], [OTHER_IDS], metric=METRIC, method=method, progress=False)
+    with pytest.raises(hw.HeadwaterError, match=r"its attention reads later tokens\.$"):
+        hw.path_patch(model, [IDS], [OTHER_IDS], senders="head", receivers="logits", metric=METRIC, progress=False)

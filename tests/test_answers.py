@@ -13,7 +13,8 @@ from headwater.errors import InputError, RunFolderError
 from headwater.models.generation.loop import Generated, generate
 from headwater.models.generation_config import end_tokens
 from headwater.models.reading import now_reading
-from headwater.models.tokens import chat_text
+from headwater.models.tokens import chat_text, encode
+from headwater.pathways.interventions import prompts_of
 from headwater.questions import answers, asking
 from headwater.questions.extract import exact_words, extractor_of
 from tests import chance
@@ -357,6 +358,21 @@ def test_a_chat_template_gives_one_beginning_and_the_question_stands_where_it_sa
     assert len(second["exact_answer_tokens"]) == 1
     plain = hw.answer(model, questions, prompt="one two: {question} =", progress=False)
     assert plain.table.at[0, "text"] == "one two: small cat = Paris"
+
+
+def test_a_question_in_a_chat_template_that_writes_no_bos_begins_without_one_also_where_its_prompt_is_read_again(
+    monkeypatch,
+):
+    model = tiny(chat=CHAT.replace("{{ bos_token }}", ""))
+    scripted(monkeypatch, {"small cat": " Paris\n"})
+    answered = hw.answer(model, asked(("small cat", "Paris")), progress=False)
+    (prompt,), (tokens,) = prompts_of(answered), answered.table["tokens"]
+    begun = model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "small cat"}], add_generation_prompt=True, return_dict=False
+    )
+    assert model.bos[0] not in begun
+    assert begun == list(tokens[: len(begun)]) == encode(model.tokenizer, prompt, model.bos)[0]
+    assert answered.run.options["messages"]
 
 
 def test_a_chat_template_says_the_same_every_day_and_does_not_think_aloud():

@@ -329,7 +329,7 @@ def test_a_name_is_refused_before_anything_is_loaded(run, monkeypatch):
     def load(*_, **__):
         raise InputError("a model is loaded")
 
-    monkeypatch.setattr("headwater.models.loading._embedded", load)
+    monkeypatch.setattr("headwater.models.loading.embedded_folder", load)
     prompts = ["--clean", "a", "--corrupted", "b", "--tokens", " a", " b"]
     for command, name in [
         (["patch", *prompts, "--sites", "resid_per"], "resid_per"),

@@ -1,5 +1,6 @@
 """What a model writes: transformers' tokens where no hook is given, and with hooks those of plain hooks of torch."""
 
+from functools import partial
 from inspect import signature
 
 import numpy as np
@@ -9,6 +10,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
+from headwater.models.generation.loop import generate
 from headwater.models.generation.sampling import Sampling, drawn_with, draws
 from headwater.models.generation.writing import ANCHOR, SETTLED, Written
 from headwater.models.reading import now_reading
@@ -190,10 +192,67 @@ def test_a_hook_that_never_fires_or_does_not_fit_is_an_error(llama):
         llama.generate(PROMPTS, [("blocks.1.hook_resid_post", lambda x, hook: x[:, :1])], max_new_tokens=2)
 
 
-def test_hooks_on_a_model_that_runs_every_step_anew_are_refused(llama, monkeypatch):
-    monkeypatch.setattr("headwater.models.generation.steps.takes_cache", lambda raw: False)
-    with pytest.raises(InputError, match="runs the whole text anew for every token"):
-        llama.generate(PROMPTS, [("blocks.1.hook_resid_post", newest)])
+ROWS = [[0, 40, 41, 42, 43], [0, 51, 60], [0, *range(100, 112)]]
+DIRECTION = torch.linspace(-3, 3, 32)
+
+
+def at_fixed(positions, prompt):
+    return (positions == 1) | (positions == prompt - 1)
+
+
+STEERED = {
+    "everywhere": (hw.edit("resid_post", 0, hw.add(DIRECTION)), lambda x, at: x + DIRECTION, lambda p, n: p >= 0),
+    "positions": (
+        hw.edit("resid_post", 0, hw.add(DIRECTION), positions=[{1, 4}, {1, 2}, {1, 12}]),
+        lambda x, at: x + DIRECTION,
+        at_fixed,
+    ),
+    "function": (("blocks.0.hook_resid_post", newest), lambda x, at: shrunk(x), lambda p, n: p >= n - 1),
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", STEERED)
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "lfm2", "qwen3-next", "bamba", "phi3-longrope"])
+def test_texts_of_models_that_run_every_step_anew_are_steered_as_plain_hooks_of_torch_do(name, kind):
+    hf = random_model(name, seed=2)
+    hf.generation_config.eos_token_id = hf.config.eos_token_id = None
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    hook, edited, where = STEERED[kind]
+    calls: list[tuple[int, ...]] = []
+    watch = ("blocks.0.hook_resid_post", lambda x, hook: calls.append(tuple(now_reading().positions.shape)))
+    batch, options = model.tokenize(ROWS), {"max_new_tokens": 5}
+    made = generate(model, batch, hooks=[hook, watch], stop=lambda token: token % 3 == 0, **options)
+    steps = [(3, 13), *[(3, 1)] * (int(made.lengths.max()) - 1)]
+    assert calls == steps or name == "phi3-longrope"
+    blocks = next(m for m in hf.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == model.shape.n_layers)
+
+    def act(module, args, out, prompt):
+        states = out[0] if isinstance(out, tuple) else out
+        at = where(torch.arange(states.shape[1]), prompt)
+        states[:, at] = edited(states, at)[:, at]
+
+    plain = generate(model, batch, **options)
+    for row, (ids, new, log_probs) in enumerate(zip(ROWS, made.tokens.tolist(), made.log_probs.tolist(), strict=True)):
+        handle = blocks[0].register_forward_hook(partial(act, prompt=len(ids)))
+        for step in range(int(made.lengths[row])):
+            with torch.no_grad():
+                logits = hf(torch.tensor([ids + new[:step]]), use_cache=False).logits[0, -1].log_softmax(-1)
+            assert float(logits[new[step]]) == float(logits.max()) == pytest.approx(log_probs[step], abs=1e-4)
+        handle.remove()
+    assert float((made.log_probs[:, 0] - plain.log_probs[:, 0]).abs().max()) > 1e-2
+
+
+def test_hooks_that_cannot_act_on_one_token_of_a_whole_text_are_refused():
+    model = hw.load(random_model("jamba"), tokenizer=tiny_tokenizer())
+    with (
+        model.hooks([hw.edit("resid_post", 0, "zero")]),
+        pytest.raises(InputError, match="would act on all of it each time: give them to generate, as hooks="),
+    ):
+        model.generate(ROWS)
+    model = hw.load(random_model("granite4"), tokenizer=tiny_tokenizer())
+    with pytest.raises(InterventionError, match=r"blocks\.1\.attn\.hook_pattern cannot act while this model writes"):
+        model.generate(ROWS, [("blocks.1.attn.hook_pattern", lambda x, hook: x)])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -128,10 +128,11 @@ def test_behaviour_is_taken_from_any_table_with_the_columns_and_shown_the_strong
 
 def test_a_head_that_does_not_exist_is_refused(planted):
     _, heads = planted
-    with pytest.raises(InputError, match=r"Head 4 of layer 1 was asked for; .* has 3 layers of 4 heads"):
+    with pytest.raises(InputError, match=r"There is no head 4 in layer 1; they are 0 to 3"):
         heads.head(1, 4)
-    with pytest.raises(InputError, match="Head 0 of layer -1 was asked for"):
-        heads.head(-1, 0)
+    with pytest.raises(InputError, match=r"There is no layer -4; they are 0 to 2"):
+        heads.head(-4, 0)
+    assert heads.head(-1, 0).layer == 2
 
 
 def test_hostile_words_are_text_in_html_and_do_nothing_in_a_terminal(planted):

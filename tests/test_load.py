@@ -20,6 +20,7 @@ from headwater.models import pretrained
 from headwater.models.unread import NothingUnread
 from headwater.models.weights.checkpoint import read_config
 from headwater.models.weights.opening import open_weights
+from tests.random_models import random_model
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer, tokenizer_of
 from tests.typed import EVERYWHERE
 
@@ -97,6 +98,37 @@ def test_a_model_in_memory_can_be_cast_without_casting_the_original():
     model = hw.load(hf, tokenizer=tiny_tokenizer(), dtype="bfloat16")
     assert model.dtype == torch.bfloat16
     assert hf.dtype == torch.float32
+
+
+@pytest.mark.parametrize("source", ["folder", "memory"])
+def test_what_texts_begin_with_is_checked_before_a_weight_is_read(source, checkpoint, monkeypatch):
+    def read(*_, **__):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("headwater.models.loading.read_pretrained", read)
+    monkeypatch.setattr("headwater.models.loading.twin", read)
+    what, options = (
+        (checkpoint("llama"), {}) if source == "folder" else (tiny_model("llama"), {"tokenizer": tiny_tokenizer()})
+    )
+    for bos in ("<no such token>", 10**9, 3.5, []):
+        with pytest.raises(InputError, match="names no token of the tokenizer"):
+            hw.load(what, bos=bos, **options)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["olmo", "olmo2", "olmo3", "flex_olmo"])
+def test_olmo_runs_and_is_swept_in_bfloat16_as_transformers_runs_it(name):
+    hf, ids = random_model(name).to(torch.bfloat16), [[2, 40, 41, 42, 43, 44], [2, 50, 41, 42, 43, 44]]
+    model = hw.load(hf, tokenizer=tiny_tokenizer())
+    with torch.inference_mode():
+        expected = hf(torch.tensor(ids)).logits
+    assert torch.equal(model.run(ids), expected)
+    effects = (expected[0, -1] - expected[1, -1]).float()
+    most = int(effects.abs().argmax())
+    metric = hw.Metric("logit", lambda logits: logits[:, -1, most])
+    sweep = hw.patch(model, ids[:1], ids[1:], sites="resid_pre", layers=[0], positions=1, metric=metric, progress=False)
+    assert sweep.table["effect"].item() == pytest.approx(float(effects[most]), abs=0.02)
+    assert float(effects.abs().max()) > 0.05
 
 
 def test_a_model_in_training_mode_is_evaluated_without_changing_the_original():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.models.weights.opening import open_weights
-from tests.random_models import random_model
+from tests.random_models import HEADS, VISION, random_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 POINTER = (
@@ -277,6 +277,48 @@ def test_a_multimodal_checkpoint_is_read_as_the_text_model_it_holds(name, tmp_pa
     for source in (open_weights(folder), open_weights(memory)):
         assert torch.equal(source.ov(1).W_V, streamed.ov(1).W_V)
     assert {type(m).__name__ for m in hf.modules()} & {"SiglipVisionModel", "CLIPVisionModel"}
+
+
+def with_sight(config, text, **vision):
+    config = config(text_config=HEADS | text, vision_config=VISION | {"num_heads": 2, "depth": 1} | vision)
+    config._attn_implementation = "eager"
+    return tf.AutoModelForImageTextToText.from_config(config).eval()
+
+
+THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+WITH_SIGHT = {
+    "llama4": lambda: with_sight(
+        tf.Llama4Config, {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+        vision_output_dim=16, projector_input_dim=16, projector_output_dim=16,
+    ),
+    "qwen2-vl": lambda: with_sight(tf.Qwen2VLConfig, THREE_AXES, embed_dim=16),
+    "qwen2.5-vl": lambda: with_sight(tf.Qwen2_5_VLConfig, THREE_AXES, out_hidden_size=32),
+    "qwen3-vl": lambda: with_sight(tf.Qwen3VLConfig, THREE_AXES, out_hidden_size=32, deepstack_visual_indexes=[0]),
+}  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", WITH_SIGHT)
+def test_a_multimodal_model_is_run_by_the_class_of_its_text_model_or_by_one_that_turns_texts_alike(name, tmp_path):
+    hf = WITH_SIGHT[name]()
+    hf.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    folder, memory = hw.load(tmp_path), hw.load(hf, tokenizer=tiny_tokenizer())
+    tokens = folder.tokenize("the capital of France is Paris").tokens
+    block, ablated = hf.get_decoder().get_submodule("model.layers" if name == "llama4" else "layers")[0], []
+    for scale in (1.0, 0.0):
+        handle = block.get_submodule("feed_forward" if name == "llama4" else "mlp").register_forward_hook(
+            lambda module, args, out, scale=scale: (out[0] * scale, *out[1:]) if type(out) is tuple else out * scale
+        )
+        with torch.inference_mode():
+            ablated.append(hf(tokens).logits)
+        handle.remove()
+    assert not torch.allclose(*ablated, atol=1e-2)
+    for model in (folder, memory):
+        torch.testing.assert_close(model.run(tokens), ablated[0], rtol=0, atol=1e-5)
+        hooks = [hw.edit("mlp_out", 0, "zero")]
+        torch.testing.assert_close(model.run(tokens, hooks), ablated[1], rtol=0, atol=1e-5)
+    assert folder.fingerprint == memory.fingerprint
 
 
 def test_a_model_without_unembedding_is_refused():

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import transformers as tf
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
@@ -93,6 +94,35 @@ def test_adapters_of_peft_are_refused_and_what_it_merges_is_right():
         assert not torch.allclose(expected, tiny_model("llama")(tokens).logits)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(hw.load(merged, tokenizer=tiny_tokenizer()).run(tokens), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_rows_and_modules_that_peft_trained_themselves_are_merged(name):
+    peft = pytest.importorskip("peft")
+    trained = {"trainable_token_indices": [5, 60]} | ({} if name == "llama-tied" else {"modules_to_save": ["lm_head"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = peft.get_peft_model(tiny_model(name), peft.LoraConfig(r=2, target_modules=["q_proj"], **trained))
+    for key, parameter in wrapped.named_parameters():
+        if "lora_B" in key or "trainable_tokens_delta" in key or "modules_to_save" in key:
+            parameter.data += torch.randn_like(parameter)
+    tokens = torch.tensor([[5, 60, 270, 281]])
+    with torch.inference_mode():
+        expected = wrapped.eval()(tokens).logits
+    found = hw.load(wrapped, tokenizer=tiny_tokenizer(), merge_adapters=True).run(tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert not torch.allclose(expected, tiny_model(name)(tokens).logits, atol=0.1)
+
+
+def test_weights_that_are_not_in_memory_are_refused_by_the_name_of_the_first():
+    offloaded = tiny_model("llama")
+    offloaded.model.layers[1].to("meta")  # as accelerate leaves what it moves to a disk
+    with torch.device("meta"):
+        nowhere = tf.AutoModelForCausalLM.from_config(offloaded.config)
+    for model, name in ((offloaded, r"model\.layers\.1\.self_attn\.q_proj"), (nowhere, r"model\.embed_tokens")):
+        with pytest.raises(ModelError, match=rf"^{name}\.weight of this LlamaForCausalLM is not in memory: "):
+            hw.load(model, tokenizer=tiny_tokenizer())
 
 
 class MergingLinear(LoraLinear):

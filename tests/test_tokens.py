@@ -405,12 +405,30 @@ def test_chats_are_the_tokens_of_the_tokenizers_own_template_wherever_prompts_ar
         lambda one: hw.patch(chatty, one, other, sites="resid_post", metric=metric, **quiet),
     ):
         of_chat, of_ids = read(CHATS[0]).run, read(expected[:1]).run
-        assert of_chat.options.pop("messages") == "written out by the tokenizer's chat template"
+        assert of_chat.options.pop("messages").startswith("written out by the tokenizer's chat template")
         of_ids.options.pop("messages", None)  # of the other prompt of a pair
         assert of_chat.options == of_ids.options
     scored = hw.token_statistics(chatty, CHATS[:1], **quiet)
     assert scored.run.options["messages"]
     assert scored.table["token"].tolist() == list(chatty.token_strings(expected[0][1:]))
+
+
+def test_a_chat_whose_template_writes_no_bos_begins_without_one_wherever_it_is_read():
+    tokenizer, quiet = tiny_tokenizer(), {"progress": False}
+    tokenizer.chat_template = CHAT.replace("{{ bos_token }}", "")
+    model = hw.load(tiny_model("llama"), tokenizer=tokenizer)
+    chat = CHATS[0]
+    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert model.bos
+    assert expected[0] not in model.bos
+    assert model.tokenize(chat).tokens.tolist() == [expected]
+    model.hinted.add("template")
+    assert model.tokenize(" the dog").tokens[0, 0] == model.bos[0]
+    assert model.generate(chat, max_new_tokens=3, **quiet) == model.generate([expected], max_new_tokens=3, **quiet)
+    table = hw.token_statistics(model, chat, **quiet).table
+    assert table["token_id"].tolist() == expected[1:]
+    log_p = model.run([expected])[0].log_softmax(-1)
+    assert table["log_probability"].iloc[-1] == pytest.approx(float(log_p[-2, expected[-1]]), abs=1e-4)
 
 
 def test_a_last_message_of_the_assistant_is_continued(chatty):

@@ -227,8 +227,7 @@ def p_true(
     chat = [chat_text(model.tokenizer, text) for text in plain] if model.tokenizer is not None else []
     is_chat = bool(chat) and chat[0] is not None
     true, false = truth_tokens(model, words)
-    texts = [str(text) for text in chat] if is_chat else plain
-    prompts = [encode(model.tokenizer, text, model.bos)[0] for text in texts]  # type: ignore[arg-type]
+    prompts = [encode(model.tokenizer, text, model.bos)[0] for text in (chat if is_chat else plain)]  # type: ignore[arg-type]
     odds = np.empty(len(prompts))
     for rows in by_length([len(prompt) for prompt in prompts], batch_size):
         logits = next_logits(model, model.tokenize([prompts[row] for row in rows])).double().cpu()

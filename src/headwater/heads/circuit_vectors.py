@@ -128,7 +128,7 @@ def singular_vectors(
     weights = weights_of(model, device)
     shape = weights.shape
     vectors = checked_count("vectors", vectors, most=shape.d_head)
-    layer, head = head_named(layer, head, shape, weights.name)
+    layer, head = head_named(layer, head, shape)
 
     @torch.inference_mode()
     def work(run: Run) -> SingularVectors:

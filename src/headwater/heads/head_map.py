@@ -185,7 +185,7 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or it or the behaviour is of another one.
             InputError: the head does not exist, or the behaviour is no such table.
         """
-        layer, head = head_named(layer, head, self._sizes, self.title)
+        layer, head = head_named(layer, head, self._sizes)
         sources, targets = checked_count("sources", sources, least=0), checked_count("targets", targets)
         named = self.categories[(self.categories["layer"] == layer) & (self.categories["head"] == head)]
         if isinstance(behaviour, AttentionBehaviour) and behaviour.run.fingerprint != self.run.fingerprint:
@@ -223,7 +223,7 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or is another one.
             InputError: the head or the embedding does not exist.
         """
-        layer, head = head_named(layer, head, self._sizes, self.title)
+        layer, head = head_named(layer, head, self._sizes)
         if embedding is None:
             embedding = self.read_by(layer)
         weights = self._weights(model)

@@ -64,7 +64,7 @@ def salient_operations(
     """
     table = salient_of_heads(
         weights,
-        [head_named(layer, head, weights.shape, weights.name)],
+        [head_named(layer, head, weights.shape)],
         embedding=embedding,
         sources=sources,
         targets=targets,
@@ -97,7 +97,7 @@ def salient_of_heads(
     """
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
-    asked = [head_named(one, None, weights.shape, weights.name) for one in heads]
+    asked = [head_named(one, None, weights.shape) for one in heads]
     with torch.inference_mode():
         factors = [_factors(weights, *one) for one in asked]
         tables = [

@@ -17,6 +17,7 @@ with the model's own final norm, unembedding, its bias and its soft cap. lens(h)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,7 +204,14 @@ def _targets(
         warn_of_missing_spaces([answer], [prompt.strings[-1] for prompt in prompts], model.tokenizer)
         return [one.repeat(len(places)) for one, places in zip(ids, where, strict=True)]
     following = [(*prompt.ids[1:], NONE) for prompt in prompts]
-    return [torch.tensor([after[place] for place in places]) for after, places in zip(following, where, strict=True)]
+    targets = [torch.tensor([after[place] for place in places]) for after, places in zip(following, where, strict=True)]
+    if model.looks_ahead and any(bool((ids != NONE).any()) for ids in targets):
+        warnings.warn(
+            f"The attention of {model.name} reads later tokens: at all positions but the last it has seen the token "
+            "whose rank is given. Give answer= or positions='last'.",
+            stacklevel=3,
+        )
+    return targets
 
 
 class _Layers:

@@ -216,7 +216,12 @@ def token_statistics(
 
 
 def check_texts(model: HookedModel, texts: Sequence[Any]) -> None:
-    """Refuse what no model can read: no text at all, something else than a string, a model without a tokenizer."""
+    """Refuse what cannot be scored: no text, no string, a model without a tokenizer or that reads the token itself."""
+    if model.looks_ahead:
+        raise InputError(
+            f"{model.name} has no next-token likelihoods: its attention reads later tokens, so that each token is "
+            "seen before it is predicted. Score texts with a causal model."
+        )
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer to read texts with: pass tokenizer= to hw.load.")
     if not texts:
@@ -244,7 +249,7 @@ def _windows(
     for index, text in enumerate(texts):
         span = _checked_span(spans[index], text, index) if spans is not None else None
         content = as_unicode(text)
-        ids, wanted = _tokens(model, content, span, index) if content == text else ([], [])
+        ids, wanted = _tokens(model, text, span, index) if content == text else ([], [])
         found = _cut(model, index, ids, wanted, long, stride)
         n_tokens = len(ids) - _begun(model, ids)
         note = ""

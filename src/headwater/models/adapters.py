@@ -1,4 +1,4 @@
-"""What is set right in TransformerLens's adapters, which say how a model is wrapped, before they are used.
+"""What is set right in TransformerLens's adapters, which say how a model is wrapped, and in what they wrap.
 
 Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): each key-value head stands with its query heads in one
 matrix (`weights.fused`), whatever `multi_query` says; TransformerLens 4.3 takes it for queries, keys and
@@ -6,6 +6,9 @@ values one after the other, and its one norm, where there is one, for two.
 
 Granite 4 without positions (`position_embedding_type` is not "rope"): TransformerLens 4.3 looks for a rotary
 embedding, which transformers does not make.
+
+OLMo 1 to 3 and FlexOlmo turn queries and keys in float32 and go on in the dtype of the weights; TransformerLens 4.3
+goes on in float32, and fails in bfloat16 and float16.
 """
 
 from __future__ import annotations
@@ -44,6 +47,19 @@ def setter_right(config: Any) -> Callable[[Any], None] | None:
         parts["attn"].split_qkv_matrix = lambda attention: _split(attention.query_key_value, family.fused, shape)
 
     return set_right
+
+
+def keep_dtype_when_turned(raw: Any, hf: Any) -> None:
+    """Let queries and keys of OLMo have the dtype of the weights, as in transformers, once they are turned."""
+    if hf.config.model_type not in ("olmo", "olmo2", "olmo3", "flex_olmo"):
+        return
+
+    def cast(point: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(one.to(hf.dtype) for one in given)
+
+    for block in raw.blocks:
+        for point in (block.attn.hook_rot_q, block.attn.hook_rot_k):
+            point.register_forward_pre_hook(cast)
 
 
 def _without_positions(adapter: Any) -> None:

@@ -30,6 +30,7 @@ from headwater.models.transformer_lens_ways import WAYS
 from headwater.options import shown
 
 if TYPE_CHECKING:
+    from headwater.models.shape import ModelShape
     from headwater.models.tokens import Batch
 
 HookFunction: TypeAlias = Callable[..., Tensor | None]
@@ -65,26 +66,25 @@ class PromptHook(ABC):
         Args:
             model: the model.
             batch: the prompts; None stands for whatever goes through the model.
-            goes_on: whether these are tokens that follow the prompts, whose keys and values are kept.
+            goes_on: whether these are tokens that follow the prompts.
 
         Raises:
             InputError: the model or the prompts do not allow it, or it needs to know them.
         """
 
 
-def hooks_for(model: Any, hooks: Any, batch: Batch | None, past: Any = None) -> list[Hook]:
+def hooks_for(model: Any, hooks: Any, batch: Batch | None, goes_on: bool = False) -> list[Hook]:
     """Return hooks as a list, those made that wait for the prompts.
 
     Args:
         model: the model.
         hooks: pairs and `PromptHook`s.
         batch: what the model runs, if that is known.
-        past: the keys and values of what it ran before these tokens.
+        goes_on: whether these are tokens that follow the prompts.
 
     Raises:
         InputError: they are no list, or one cannot be made or is none.
     """
-    goes_on = past is not None and past.get_seq_length() > 0
     return [
         hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed_hooks(hooks)
     ]
@@ -345,30 +345,51 @@ def reporters(raw: Any) -> list[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def discarded_edits_raise(attentions: Sequence[torch.nn.Module], architecture: str) -> Iterator[None]:
+def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Iterator[None]:
     """TransformerLens only warns when it throws an edit away; an experiment must not go on then.
 
     The warning is not made an error by a filter: filters belong to the process, and so to other threads' models.
+    Knockouts before the softmax are made nevertheless: in the mask, which is what such attention adds to its scores.
     """
 
+    def severing(attention: Any) -> Callable[..., Any]:
+        def act(module: object, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            mask, point = options.get("attention_mask"), attention.hook_attn_scores
+            if not (isinstance(mask, Tensor) and mask.ndim == 4 and mask.is_floating_point() and _are_knockouts(point)):
+                return None
+            rows = len(args[0] if args else options["hidden_states"])
+            return args, options | {"attention_mask": point(mask.expand(rows, shape.n_heads, -1, -1))}
+
+        return act
+
     def report(point: Any, activation: Tensor, label: str) -> Tensor:
+        if label == "hook_attn_scores" and _are_knockouts(point):
+            return activation
         result = point(activation)
         same = result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))
         if not same:
             raise InterventionError(
-                f"An edit of {label} did not take effect: {architecture} computes its attention by itself, and this "
-                "activation can only be read."
+                f"An edit of {label} did not take effect: {shape.architecture} computes its attention by itself, and "
+                "this activation can only be read."
             )
         return cast("Tensor", result)
 
     ours = [module for module in attentions if REPORT not in module.__dict__]
-    try:
+    with contextlib.ExitStack() as stack:
         for module in ours:
             module.__dict__[REPORT] = report
+            stack.callback(module.__dict__.pop, REPORT, None)
+            if module.original_component is not None:
+                before = module.original_component.register_forward_pre_hook(severing(module), with_kwargs=True)
+                stack.callback(before.remove)
         yield
-    finally:
-        for module in ours:
-            module.__dict__.pop(REPORT, None)
+
+
+def _are_knockouts(point: Any) -> bool:
+    """Whether the hooks at attention scores are this package's own, which sever edges or see which there are."""
+    places = [handle.user_hook for handle in point.fwd_hooks]
+    ours = [place.hooks if isinstance(place, _Place) else [None] for place in places]
+    return bool(places) and all(one is not None and isinstance(one.function, Trusted) for own in ours for one in own)
 
 
 def _append(held: list[Any], one: Any, stack: contextlib.ExitStack) -> None:

@@ -259,6 +259,8 @@ for _model_type, _family in {
     ),
     "phi3": Family("Phi3ForCausalLM", fused=FusedQKV("qkv_proj", "parts")),
     "llama": Family("LlamaForCausalLM"),
+    "internlm3": Family("LlamaForCausalLM"),
+    "iquestcoder": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM"),

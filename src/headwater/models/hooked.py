@@ -85,6 +85,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         config: the transformers config, or TransformerLens's own for models that have no other.
         tokenizer: may be None.
         bos: the ids that every text begins with; `hw.load(..., bos=)` chooses others.
+        default_bos: those that it would begin with by default.
         lock: held while the model runs; hold it to make several runs one.
         hinted: which hints were given that are given once.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
@@ -116,7 +117,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         self.shape = shape
         self.config = config
         self.tokenizer = tokenizer
-        self.bos = self.resolve_bos(None)
+        self.bos = self.default_bos = self.resolve_bos(None)
         self.lock = RunLock()
         self.hinted = set[str]()
         self.steps_checked = False
@@ -257,7 +258,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         past = past_key_values
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         options = {name: value for name, value in given.items() if value is not None}
-        listed = hooks_for(self, hooks, batch, past)
+        listed = hooks_for(self, hooks, batch, past is not None and past.get_seq_length() > 0)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else columns_kept(keep, batch)
@@ -294,7 +295,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             with self.lock:
                 yield
             return
-        with self.lock, discarded_edits_raise(self._reporters, self.shape.architecture):
+        with self.lock, discarded_edits_raise(self._reporters, self.shape):
             known = self.raw.hook_dict
             attached = [self._attached(name, function, known) for name, function in listed]
             ran = Attached(hook_name("resid_pre"), looks(lambda activation, hook: None))

@@ -46,7 +46,7 @@ class Identified(Surface):
         """A hash of the tokenizer and of how texts begin; "none" without one."""
         if self._held:
             return self._held[1]
-        begins = "" if self.bos == self.resolve_bos(None) else f", texts begin with {self.bos}"
+        begins = "" if self.bos == self.default_bos else f", texts begin with {self.bos}"
         return tokenizer_digest(self.tokenizer) + begins
 
     @property

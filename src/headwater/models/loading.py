@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models import checks
-from headwater.models.adapters import config_for_adapter, setter_right
+from headwater.models.adapters import config_for_adapter, keep_dtype_when_turned, setter_right
 from headwater.models.agreement import Seen, agree, see
 from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedded
 from headwater.models.families import FAMILIES, text_config
@@ -30,7 +30,7 @@ from headwater.models.other_options import LOAD, takes_no_more
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.pretrained import read_pretrained, refuse_unless_it_fits
 from headwater.models.shape import ModelShape, shape_of
-from headwater.models.tokenizers import Bos, load_tokenizer
+from headwater.models.tokenizers import Bos, load_tokenizer, resolve_bos
 from headwater.models.unread import NothingUnread
 from headwater.models.weights.checkpoint import (
     checkpoint_folder,
@@ -84,7 +84,8 @@ def load(
         bos: what every text begins with. By default what the tokenizer itself writes there, or, where it writes
             nothing, the token by which TransformerLens begins texts if it is the end token too (GPT-2's
             `<|endoftext|>`). False for nothing, True for the tokenizer's BOS token, "tokenizer", "transformer_lens", a
-            token by its text or id, or ids. `model.bos` has the ids; a line says so where these rules differ.
+            token by its text or id, or ids. `model.bos` has the ids; a line says so where these rules differ. Chats
+            begin as their template writes them, whatever this says.
 
     Raises:
         ModelError: the model cannot be found or read, its parts do not fit together, or its weights are quantized.
@@ -100,7 +101,24 @@ def load(
     kind = _dtype(dtype)
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
-    model = _found(what, tokenizer, device, kind, revision, trust_remote_code, pickled, merge_adapters)
+    if tokenizer is not None and bos is not None:
+        resolve_bos(bos, tokenizer, True)
+    name = str(what or BASE) if what is None or is_embedded(what) else None
+    source = what if name is None else embedded_folder(name)
+    if not isinstance(source, str | Path):
+        model = _from_memory(source, tokenizer, device, kind, merge_adapters)
+    elif is_lens_checkpoint(path := checked_path("what", source)):
+        _refuse_spread(device, "the state dict of a HookedTransformer")
+        raw = read_lens_checkpoint(path, tokenizer, device or _default_device(), kind, pickled=pickled)
+        model = _from_lens(raw, tokenizer, None, None, name=str(source))
+    else:
+        folder = _folder(str(source), revision)
+        config = _config(folder, trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        if bos is not None:
+            resolve_bos(bos, tokenizer, True)
+        model = _boot(_read(folder, config, kind, device, trust_remote_code), tokenizer, name or str(source))
+        model.revision = None if path.expanduser().is_dir() else folder.name
     if bos is None:
         warn_of_other_beginnings(model)
     else:
@@ -108,26 +126,14 @@ def load(
     return model
 
 
-def _found(
+def _from_memory(
     what: object,
     tokenizer: PreTrainedTokenizerBase | None,
     device: str | torch.device | None,
     kind: torch.dtype | None,
-    revision: str | None,
-    trust_remote_code: bool,
-    pickled: bool,
     merge_adapters: bool,
 ) -> HookedModel:
-    """Load what was asked for, from wherever it is."""
-    if what is None or is_embedded(what):
-        return _embedded(what or BASE, tokenizer, device, kind)
-    if isinstance(what, str | Path):
-        path = checked_path("what", what)
-        if is_lens_checkpoint(path):
-            _refuse_spread(device, "the state dict of a HookedTransformer")
-            raw = read_lens_checkpoint(path, tokenizer, device or _default_device(), kind, pickled=pickled)
-            return _from_lens(raw, tokenizer, None, None, name=str(what))
-        return _from_checkpoint(str(what), tokenizer, device, kind, revision, trust_remote_code)
+    """Wrap a model that the caller has loaded, which stays as it is."""
     _refuse_spread(device, f"a {type(what).__name__} in memory")
     if isinstance(what, torch.nn.Module):
         what = with_adapters_merged(what) if merge_adapters else what
@@ -143,41 +149,32 @@ def _found(
     )
 
 
-def _embedded(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    device: str | torch.device | None,
-    dtype: torch.dtype | None,
-) -> HookedModel:
-    model = _from_checkpoint(str(embedded_folder(name)), tokenizer, device, dtype, None, False)
-    model.name = name
-    return model
-
-
-def _from_checkpoint(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    device: str | torch.device | None,
-    dtype: torch.dtype | None,
-    revision: str | None,
-    trust_remote_code: bool,
-) -> HookedModel:
-    path, spread = Path(source).expanduser(), device == "auto"
-    folder = _folder(source, revision)
+def _config(folder: Path, trust_remote_code: bool) -> Any:
+    """Read the config of a checkpoint that can be run, its files seen to belong together."""
     config = read_config(folder, trust_remote_code)
     refuse_to_run(folder, config)
     if text_config(config).model_type in FAMILIES:
         open_checkpoint(folder, trust_remote_code)
     else:
         stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
-    tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    there = None if spread else torch.device(device or _default_device())
+    return config
+
+
+def _read(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Read a checkpoint's language model to where it will run."""
+    there = None if device == "auto" else torch.device(device or _default_device())
     if there is not None:
         refuse_unless_it_fits(folder, config, dtype, there)
     hf = language_model(read_pretrained(folder, config, dtype, trust_remote_code, there))
     if there is not None:
         hf.to(there)
-    return _boot(hf, tokenizer, source, None if path.is_dir() else folder.name)
+    return hf
 
 
 def _from_transformers(
@@ -192,7 +189,9 @@ def _from_transformers(
     if device is not None or dtype is not None:
         ours.to(device=device, dtype=dtype)
     name = hf.name_or_path or type(hf).__name__
-    return _boot(ours, tokenizer, name, getattr(hf.config, "_commit_hash", None))
+    model = _boot(ours, tokenizer, name)
+    model.revision = getattr(hf.config, "_commit_hash", None)
+    return model
 
 
 def _from_lens(
@@ -234,9 +233,7 @@ def _as_published(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokeni
     return tokenizer
 
 
-def _boot(
-    hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str | None
-) -> HookedModel:
+def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> HookedModel:
     """Wrap a transformers model that is ours to change."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -265,8 +262,8 @@ def _boot(
         shape=_shape(hf.config, raw.cfg),
         config=hf.config,
         tokenizer=tokenizer,
-        revision=revision,
     )
+    keep_dtype_when_turned(raw, hf)
     raw.requires_grad_(False)  # the parts into which TransformerLens split a fused matrix
     model.begin_graphs_at(embedding)
     return _checked(model, seen)

@@ -27,6 +27,7 @@ class Model(Recorded, Protocol):
     name: str
     revision: str | None
     bos: tuple[int, ...]
+    default_bos: tuple[int, ...]
     shape: ModelShape
     misfits: Mapping[tuple[str, int], str]
     read_only: Mapping[tuple[str, int], str]

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import pandas as pd
 
@@ -197,7 +197,7 @@ def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]
     return found
 
 
-def head_named(layer: Any, head: Any, sizes: Sizes, model: str) -> tuple[int, int]:
+def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:
     """Return one head, given as two numbers or, with `head` left out, by its name.
 
     Raises:
@@ -207,12 +207,8 @@ def head_named(layer: Any, head: Any, sizes: Sizes, model: str) -> tuple[int, in
     part = read_part(name)
     if part is None or part.kind != "head" or part.layer is None or part.head is None:
         raise InputError(f"{shown(name)} is not one head: give its layer and head, or a name such as '9.2'.")
-    if not (0 <= part.layer < sizes.n_layers and 0 <= part.head < sizes.n_heads):
-        raise InputError(
-            f"Head {part.head} of layer {part.layer} was asked for; {model} has {sizes.n_layers} layers of "
-            f"{sizes.n_heads} heads."
-        )
-    return part.layer, part.head
+    _, layer, head, _ = part_named(part, sizes)
+    return cast("tuple[int, int]", (layer, head))
 
 
 def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None = None) -> tuple[Any, Any]:

@@ -3,19 +3,23 @@
 adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused,
              or added to the weights of a copy
 quantized    weights that are no float numbers, or are unpacked on the way; refused
-multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava)
+multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava); or
+             the same parameters in a text model that has their names (Qwen 2.5 VL, Qwen 3 VL)
 """
 
 from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from headwater.errors import InputError, ModelError
 from headwater.models.families import text_config
 
 MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
+
+SAME_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Types of text models that turn texts without images as another type does, by whose class they are run."""
 
 WEIGHT_BUFFERS = (".weight", ".qweight")
 """What buffers that hold packed weights are called."""
@@ -61,7 +65,11 @@ def with_adapters_merged(model: Any) -> Any:
         return model
     copy = twin(whole).eval()
     for name, module in list(copy.named_modules()):
-        if _is_a(module, "BaseTunerLayer"):
+        if _is_a(module, "AuxiliaryTrainingWrapper"):  # around what is trained itself, or rows of it
+            merge = not module.disable_adapters
+            module = module.unload_and_optionally_merge_module(merge, safe_merge=True, adapter_names=None)
+            copy.set_submodule(name, module)
+        elif _is_a(module, "BaseTunerLayer") and module in copy.modules():
             if not module.disable_adapters:
                 module.merge(safe_merge=True)
             copy.set_submodule(name, module.get_base_layer())
@@ -82,10 +90,10 @@ def twin(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_quantized(model: Any) -> None:
-    """Refuse weights that are not held as float numbers.
+    """Refuse weights that are not held as float numbers, or not in memory.
 
     Raises:
-        ModelError: naming the first module that holds others.
+        ModelError: naming the first module or weight that is so.
     """
     advice = "headwater reads float weights: load the model without quantization, or save a dequantized copy."
     for name, module in model.named_modules():
@@ -93,6 +101,11 @@ def refuse_quantized(model: Any) -> None:
             raise ModelError(f"{name} of this {type(model).__name__} is a quantized {type(module).__name__}; {advice}")
     packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(WEIGHT_BUFFERS)]
     for name, held in [*model.named_parameters(), *packed]:
+        if held.is_meta:
+            raise ModelError(
+                f"{name} of this {type(model).__name__} is not in memory: it was offloaded, to the host or to disk, or "
+                "never loaded (device 'meta'). Load the whole model on one device; hw.load(folder) does."
+            )
         if type(held.data) is not torch.Tensor or not held.is_floating_point():
             kind = str(held.dtype).removeprefix("torch.")
             raise ModelError(
@@ -103,7 +116,7 @@ def refuse_quantized(model: Any) -> None:
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, or the text model inside a multimodal one: the same modules under their own head.
+    """The model itself, or the text model inside a multimodal one, seen to give the same logits.
 
     Raises:
         ModelError: there is no unembedding, no such text model, or it gives other logits.
@@ -114,18 +127,36 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
     if not hasattr(model.config, "text_config"):
         return model
     config = text_config(model.config)
-    try:
-        with torch.device("meta"):
-            text = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    except ValueError:
-        raise ModelError(
-            f"{name} is multimodal, and transformers has no text model of its type {config.model_type!r} by itself."
-        ) from None
-    setattr(text, text.base_model_prefix, model.get_decoder())
-    text.set_output_embeddings(model.get_output_embeddings())
+    decoder: Any = model.get_decoder()
+    if (plain := SAME_TEXT_MODELS.get(config.model_type)) is not None:
+        text = _with_parameters_of(decoder, plain, config)
+        text.set_output_embeddings(model.get_output_embeddings())
+    elif decoder.get_output_embeddings() is not None:  # a language model by itself (Llama 4)
+        text = decoder
+    else:
+        try:
+            with torch.device("meta"):
+                text = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        except ValueError:
+            raise ModelError(
+                f"{name} is multimodal, and transformers has no text model of its type {config.model_type!r} by "
+                "itself: give a language model, or run this one with transformers."
+            ) from None
+        setattr(text, text.base_model_prefix, decoder)
+        text.set_output_embeddings(model.get_output_embeddings())
     text.name_or_path = model.name_or_path
     text.eval()
     _same_logits(model, text, f"The text model of this {name}, {type(text).__name__},")
+    return text
+
+
+def _with_parameters_of(decoder: Any, plain: str, config: Any) -> Any:
+    """Return a language model of another type that holds a decoder's parameters under the same names."""
+    like = CONFIG_MAPPING[plain].from_dict({**config.to_dict(), "model_type": plain})
+    with torch.device("meta"):
+        text = AutoModelForCausalLM.from_config(like, attn_implementation="eager")
+    text.model.rotary_emb = type(text.model.rotary_emb)(like).to(decoder.device)  # its numbers are in no state
+    text.model.load_state_dict(decoder.state_dict(), assign=True)
     return text
 
 

@@ -2,7 +2,8 @@
 
 1. A text becomes the tokenizer's ids without its special tokens, after the ids that texts of the model begin with
    (`model.bos`, by `headwater.models.tokenizers`); a text that already begins with these does not get them twice.
-2. Messages of a chat become the text that the tokenizer's chat template writes, up to where the answer begins.
+2. Messages of a chat become the text that the tokenizer's chat template writes, up to where the answer begins. How it
+   begins is the template's own, as in transformers: nothing is put before it.
 3. Token ids given by the caller are used as they are.
 4. A `Batch` is right-padded: the real tokens of every row begin at position 0, whatever padding they came with.
 5. A character span is mapped to tokens by the tokenizer's offsets, never by searching in decoded text.
@@ -162,7 +163,7 @@ def make_batch(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = ()) -> tuple[list[int], Offsets | None]:
-    """Return a text's token ids, which begin with `bos` exactly once, and the characters of each token.
+    """Return a text's token ids and the characters of each token; all but a chat begin with `bos`, exactly once.
 
     Raises:
         InputError: the text holds half a character.
@@ -173,7 +174,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = (
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(found["input_ids"])
     offsets = tuple((int(start), int(end)) for start, end in found["offset_mapping"]) if fast else None
-    if ids[: len(bos)] == list(bos):
+    if isinstance(text, ChatText) or ids[: len(bos)] == list(bos):
         return ids, offsets
     return [*bos, *ids], ((0, 0),) * len(bos) + offsets if offsets is not None else None
 
@@ -240,7 +241,7 @@ def chats_written(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None) -
 def said_of_chats(texts: Iterable[str | None]) -> dict[str, str]:
     """Return what the record of a run says of prompts that were given as messages; nothing of others."""
     are_chats = any(isinstance(text, ChatText) for text in texts)
-    return {"messages": "written out by the tokenizer's chat template"} if are_chats else {}
+    return {"messages": "written out by the tokenizer's chat template, from the first token on"} if are_chats else {}
 
 
 def token_span(offsets: Offsets, start: int, end: int) -> range:

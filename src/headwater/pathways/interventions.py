@@ -24,7 +24,7 @@ from headwater.patching.edge_knockout import Edges, windowed_states
 from headwater.pathways.severed import severed_states
 from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
-from headwater.questions.asking import SLOT
+from headwater.questions.asking import SLOT, Frame
 from headwater.questions.states import probe_positions, states_at
 
 UNTOUCHED = "as answered"
@@ -149,7 +149,8 @@ def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Pl
 def prompts_of(answered: AnsweredQuestions) -> list[str]:
     """Return the prompt of every row."""
     before, after = prompt_parts_of(answered)
-    return [before + question + after for question in answered.table["question"]]
+    frame = Frame(before, after, "", is_chat="messages" in answered.run.options)
+    return list(map(frame.asking, answered.table["question"]))
 
 
 def prompt_parts_of(answered: AnsweredQuestions) -> tuple[str, str]:

@@ -47,7 +47,7 @@ def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup,
             continue
         drawn = np.random.default_rng([seed, example]).choice(len(donors[example]), 2, replace=False)
         words = next(donors[example][i] for i in drawn if donors[example][i] != subjects[example])
-        swapped = replace_spans(prompt, spans[example], words)
+        swapped = type(prompt)(replace_spans(prompt, spans[example], words))
         tokens, _ = encode(model.tokenizer, swapped, model.bos)  # type: ignore[arg-type]
         start = int(starts[example])
         moved = (*tokens, *given[example][start:])

@@ -32,7 +32,7 @@ from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.generation_config import end_tokens
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.tokens import Batch, encode
+from headwater.models.tokens import Batch, encode, said_of_chats
 from headwater.options import checked_count
 from headwater.questions.asking import SLOT, Frame, ask, question_frame
 from headwater.questions.endpoint import Silence
@@ -209,6 +209,7 @@ def answer(
         "ends": end_tokens(model),
         "label": label,
         "hooks": listed,
+        **said_of_chats([frame.asking(SLOT)]),
     }
 
     def work(run: Run) -> AnsweredQuestions:

@@ -23,10 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
-from headwater.models.generation.steps import keeps_keys, steps_of
+from headwater.models.generation.steps import steps_of, steps_with_hooks
 from headwater.models.generation_config import Rules
 from headwater.models.memory import in_halves
-from headwater.models.rotary import original_length
 from headwater.models.tokens import Batch, Offsets, pad_id
 from headwater.options import checked_count
 from headwater.runs.record import HOOKS
@@ -101,17 +100,10 @@ def generate(
     """
     max_new_tokens, listed = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
     check_room(model, prompts, max_new_tokens)
-    if listed and not keeps_keys(model):
+    if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
         raise InputError(
-            f"{model.name} ({model.shape.architecture}) runs the whole text anew for every token, so that hooks would "
-            "act on other columns than they do elsewhere: it is a HookedTransformer, or keeps a state beside keys and "
-            "values. Generate without hooks, or call model.run with them token by token."
-        )
-    longest, original = int(prompts.lengths.max()) + max_new_tokens, original_length(model.rotary_by_length)
-    if longest > original and (listed or HOOKS in model.interventions):
-        raise InputError(
-            f"With hooks {model.name} writes texts of at most {original} tokens: past that its rotary embeddings turn "
-            f"every token otherwise, and prompts and new tokens come to {longest}. Generate fewer, or without hooks."
+            f"{model.name} ({model.shape.architecture}) runs the whole text anew for every token here, and hooks that "
+            "`with model.hooks(...)` attached would act on all of it each time: give them to generate, as hooks=."
         )
     way = _Way(max_new_tokens, stop, listed, choose, wrote)
     parts: list[Generated] = []
@@ -144,7 +136,7 @@ def _continue(model: Model, prompts: Batch, way: _Way, first: int) -> Generated:
     stopped = torch.zeros(len(prompts), dtype=torch.bool)
     rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
     rules = Rules(model, rows, way.max_new_tokens)
-    with model.lock, steps_of(model, prompts, way.hooks) as steps:
+    with model.lock, steps_of(model, prompts, way.hooks, way.max_new_tokens) as steps:
         live, numbers = list(range(len(prompts))), torch.arange(len(prompts)) + first
         for step in range(way.max_new_tokens):
             with torch.inference_mode():

@@ -11,26 +11,33 @@
    right, each from column 0 on; in every step after it one column, each row's newest token (`models.reading` says at
    which position). Keys and values are pushed to the right after the first step, and rows that have ended stay, so that
    a row is the same prompt to the end.
+5. Models that take no cache or have a state, and rows that grow past the length at which longrope turns every token
+   otherwise while hooks act, run their whole texts at every step. Hooks see the same as in 4: each is called with the
+   prompts and with every new token once, and what it wrote there is written again in the steps after it. Only where
+   the angles change, or attention looks ahead, what stood there is no longer what it was, and it is called with all of
+   these again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from headwater.errors import InterventionError
 from headwater.kernels.devices import sent
 from headwater.models.cache_names import takes_cache
 from headwater.models.checks import finite_output
-from headwater.models.edits import Hook, PromptHook, hooks_for
+from headwater.models.edits import Attached, Hook, HookFunction, PromptHook, Trusted, hooks_for, makes
 from headwater.models.generation.standing_hooks import StandingHooks
-from headwater.models.reading import Reading, reads
+from headwater.models.reading import Reading, now_reading, reads
 from headwater.models.rotary import angles_by_row, original_length
+from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unwrapped import Unwrapped, unwrapped
 from headwater.runs.record import HOOKS
@@ -39,10 +46,10 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
-def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]) -> _Cached | _Rerun:
+def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int) -> _Cached | _Rerun:
     """Begin to continue prompts; the model's lock is held until the last step."""
-    if not keeps_keys(model):
-        return _Rerun(model, prompts)
+    if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
+        return _Rerun(model, prompts, hooks)
     if (bare := None if hooks else unwrapped(model)) is not None:
         return _Bare(model, prompts, bare)
     return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
@@ -50,7 +57,7 @@ def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]) -
 
 def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
     """Return the logits of the token that follows each prompt, as in the first step of generation."""
-    with model.lock, torch.inference_mode(), steps_of(model, prompts, ()) as steps:
+    with model.lock, torch.inference_mode(), steps_of(model, prompts, (), 1) as steps:
         return steps.logits()
 
 
@@ -61,6 +68,12 @@ def keeps_keys(model: Model) -> bool:
     kinds = getattr(config.get_text_config(), "layer_types", None) or () if config is not None else ()
     recurrent = any("attention" not in kind or "linear" in kind for kind in kinds)
     return takes_cache(model.raw) and not (recurrent or getattr(original, "_is_stateful", False))
+
+
+def steps_with_hooks(model: Model, prompts: Batch, max_new_tokens: int) -> bool:
+    """Whether hooks can act on one new token at a time: what they wrote before must stay in keys and values."""
+    shortest, longest = int(prompts.lengths.min()), int(prompts.lengths.max()) + max_new_tokens
+    return keeps_keys(model) and not shortest <= original_length(model.rotary_by_length) < longest
 
 
 class _Cached:
@@ -187,7 +200,7 @@ class _Watched(_Cached):
 
     def _next(self) -> Float[Tensor, "row d_vocab"]:
         """Run one new column, with hooks made for it."""
-        listed = hooks_for(self._model, self._hooks, self._reads, self._cache)
+        listed = hooks_for(self._model, self._hooks, self._reads, goes_on=True)
         if self._cache.get_seq_length() == self._prompts.tokens.shape[1]:  # the first column after the prompts
             self._bare = unwrapped(self._model, [name for name, _ in listed]) if listed else None
             self._standing = StandingHooks(self._model, listed) if self._bare is not None else None
@@ -209,11 +222,16 @@ class _Watched(_Cached):
 
 
 class _Rerun:
-    """The same without a cache, for models that take none or have a state: every step runs the rows anew."""
+    """The same by whole texts, without a cache. Where hooks act, rows that have ended stay and read padding."""
 
-    def __init__(self, model: Model, prompts: Batch):
-        self._model = model
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
+        self._model, self._hooks = model, hooks
         self._rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
+        self._live, self._first = list(range(len(prompts))), Reading.of(prompts)
+        self._original = original_length(model.rotary_by_length)
+        self._in_parts = [_InParts(name, function) for name, function in hooks_for(model, hooks, prompts)]
+        for part in self._in_parts:
+            part.reads.append((part.function, self._first))
 
     def __enter__(self) -> _Rerun:
         return self
@@ -222,9 +240,59 @@ class _Rerun:
         """There is nothing to leave behind."""
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
-        tokens = pad_sequence(list(map(torch.tensor, self._rows)), True, pad_id(self._model.tokenizer))
-        real = torch.arange(tokens.shape[1]) < torch.tensor(list(map(len, self._rows)))[:, None]
-        return self._model.run(Batch(tokens, real), keep="last")[:, -1]
+        texts = Batch.of(self._rows, pad_id(self._model.tokenizer))
+        if not self._hooks:
+            return self._model.run(texts.take(self._live), keep="last")[:, -1]
+        return self._model.run(texts, [part.hook for part in self._in_parts], keep="last")[self._live, -1]
 
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
-        self._rows = [[*self._rows[i], chosen[i]] for i in going]
+        self._live = [self._live[i] for i in going]
+        new = [pad_id(self._model.tokenizer)] * len(self._rows)
+        for row, i in zip(self._live, going, strict=True):
+            new[row] = chosen[i]
+        self._rows = [[*row, token] for row, token in zip(self._rows, new, strict=True)]
+        lengths = torch.tensor([len(row) for row in self._rows])
+        reading = Reading(lengths[:, None] - 1, self._first.prompts, self._first.rows)
+        listed = hooks_for(self._model, self._hooks, Batch.of([[token] for token in new], 0), goes_on=True)
+        for part, (_, function) in zip(self._in_parts, listed, strict=True):
+            part.reads.append((function, reading))
+            if self._model.looks_ahead or bool((lengths == self._original + 1).any()):
+                part.wrote.clear()
+
+
+class _InParts:
+    """A hook in runs of whole texts, which acts on the prompts and on each new token by itself."""
+
+    def __init__(self, name: str, function: HookFunction):
+        self.name, self.function = name, function
+        self.reads: list[tuple[HookFunction, Reading]] = []
+        self.wrote: list[Tensor | None] = []
+
+    @property
+    def hook(self) -> Hook:
+        """What is attached."""
+        own = self.function
+        return self.name, replace(own, function=self._act) if isinstance(own, Trusted) else makes(self._act)
+
+    def _act(self, activation: Any, hook: object) -> Tensor | None:
+        """Write what the hook wrote in earlier steps, and let it act on what is new."""
+        whole, place = now_reading(), place_named(self.name)
+        assert whole is not None, "a run reads"
+        columns_first = place is None or place[0].axes[0] == "position"
+        if not columns_first or getattr(activation, "shape", ())[:2] != whole.positions.shape:
+            raise InterventionError(
+                f"A hook at {self.name} cannot act while this model writes: it runs the whole text anew for every "
+                "token, and there no column is one token. Use another site."
+            )
+        edited: Tensor | None = None
+        for step, (function, reading) in enumerate(self.reads):
+            at = sent(reading.positions, activation.device)
+            if step == len(self.wrote):
+                rows = torch.arange(len(at), device=at.device)[:, None]
+                with reads(reading):
+                    self.wrote.append(Attached(self.name, function).act(activation[rows, at], hook))
+            if (wrote := self.wrote[step]) is not None:
+                edited = activation.clone() if edited is None else edited
+                row, column = (at >= 0).nonzero(as_tuple=True)
+                edited[row, at[row, column]] = wrote[row, column]
+        return edited
