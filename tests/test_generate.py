@@ -243,6 +243,16 @@ def test_texts_of_models_that_run_every_step_anew_are_steered_as_plain_hooks_of_
     assert float((made.log_probs[:, 0] - plain.log_probs[:, 0]).abs().max()) > 1e-2
 
 
+def test_where_attention_looks_ahead_what_was_read_before_is_edited_as_it_is_now(monkeypatch):
+    monkeypatch.setattr("headwater.models.generation.steps.takes_cache", lambda raw: False)
+    model = hw.load(random_model("gemma3-looks-ahead"), tokenizer=tiny_tokenizer())
+    hooks = [hw.edit("resid_post", 0, hw.scale(2.0))]
+    made = generate(model, model.tokenize(ROWS), max_new_tokens=4, hooks=hooks)
+    for ids, new, found in zip(ROWS, made.tokens.tolist(), made.log_probs.tolist(), strict=True):
+        runs = [model.run([ids + new[:step]], hooks, keep="last")[0, 0].log_softmax(-1) for step in range(4)]
+        assert found == pytest.approx([float(run[token]) for run, token in zip(runs, new, strict=True)], abs=1e-4)
+
+
 def test_hooks_that_cannot_act_on_one_token_of_a_whole_text_are_refused():
     model = hw.load(random_model("jamba"), tokenizer=tiny_tokenizer())
     with (

@@ -132,7 +132,7 @@ def test_a_head_that_does_not_exist_is_refused(planted):
         heads.head(1, 4)
     with pytest.raises(InputError, match=r"There is no layer -4; they are 0 to 2"):
         heads.head(-4, 0)
-    assert heads.head(-1, 0).layer == 2
+    assert heads.head(-1, 0, sources=0).layer == 2
 
 
 def test_hostile_words_are_text_in_html_and_do_nothing_in_a_terminal(planted):
