@@ -1,5 +1,7 @@
 """Dynamic scores and ablation: against the running model written out, and on planted models."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -247,9 +249,10 @@ def test_random_heads_come_from_the_same_layers_and_are_never_the_relations_own(
 
 
 def test_a_prompt_that_the_model_does_not_answer_at_all_is_said():
-    model = hw.load()
-    numbers = hw.classify_heads(model, relations=["number_to_next"], progress=False)
-    given = {"relations": ["number_to_next"], "top": 1, "draws": 1, "controls": [], "progress": False}
+    model, (whole,) = hw.load(), [one for one in hw.load_relations() if one.name == "number_to_next"]
+    few = [dataclasses.replace(whole, pairs=whole.pairs[:30])]
+    numbers = hw.classify_heads(model, relations=few, progress=False)
+    given = {"relations": few, "top": 1, "draws": 1, "controls": [], "progress": False}
     with pytest.warns(
         UserWarning, match=r"answers none of the \d+ items of 'number_to_next' rightly when asked 'Input"
     ):
