@@ -1,4 +1,4 @@
-"""Run the notebooks: `python tools/notebooks.py [--write] [NAME ...]`.
+"""Run the notebooks, two at a time: `python tools/notebooks.py [--write] [NAME ...]`.
 
 A notebook is written as a script, notebooks/NAME.py, in jupytext's percent format. This runs each in a fresh kernel of
 this very Python, from the folder notebooks/, and fails where a cell fails or writes to stderr. With --write the
@@ -9,6 +9,8 @@ import argparse
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import jupytext
@@ -21,6 +23,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 LARGEST = 300_000
+AT_ONCE = 2
 METADATA = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
 
@@ -45,7 +48,7 @@ def execute(name: str) -> nbformat.NotebookNode:
     """Run a notebook and return it with its outputs; progress bars, which are of the moment, are left out."""
     notebook = source(name)
     manager = AsyncKernelManager(kernel_spec_manager=ThisPython())
-    NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(notebook, km=manager, timeout=600, resources={"metadata": {"path": str(FOLDER)}}).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.metadata = nbformat.from_dict({})
@@ -57,6 +60,15 @@ def execute(name: str) -> nbformat.NotebookNode:
     return notebook
 
 
+def finished(name: str) -> tuple[str, str, float]:
+    """Run a notebook; return its name, its text with outputs, and the seconds that it took."""
+    start = time.monotonic()
+    text = nbformat.writes(execute(name)) + "\n"
+    if len(text.encode()) > LARGEST:
+        raise RuntimeError(f"{name}: {len(text.encode()):,} bytes with its outputs, more than {LARGEST:,}")
+    return name, text, time.monotonic() - start
+
+
 def main() -> None:
     """Run the notebooks named, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,16 +77,13 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if sys.platform == "linux":
-        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    for name in options.names or sorted(file.stem for file in FOLDER.glob("*.py")):
-        start = time.monotonic()
-        notebook = execute(name)
-        text = nbformat.writes(notebook) + "\n"
-        if len(text.encode()) > LARGEST:
-            raise RuntimeError(f"{name}: {len(text.encode()):,} bytes with its outputs, more than {LARGEST:,}")
-        if options.write:
-            (FOLDER / f"{name}.ipynb").write_text(text, encoding="utf-8")
-        print(f"{name}: {time.monotonic() - start:.0f} s, {len(text.encode()):,} bytes", flush=True)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // AT_ONCE)))
+    names = options.names or sorted(file.stem for file in FOLDER.glob("*.py"))
+    with ProcessPoolExecutor(AT_ONCE, get_context("spawn")) as pool:
+        for name, text, seconds in pool.map(finished, names):
+            if options.write:
+                (FOLDER / f"{name}.ipynb").write_text(text, encoding="utf-8")
+            print(f"{name}: {seconds:.0f} s, {len(text.encode()):,} bytes", flush=True)
 
 
 if __name__ == "__main__":
