@@ -84,13 +84,13 @@ def test_chosen_layers_heads_and_positions_are_cut_from_the_whole(model):
     texts = random_texts(5)
     whole = model.cache(texts)
     part = model.cache(texts, layers=[2, 0], heads=[3, 1], positions=[-1, 0], batch_size=2, progress=False)
-    assert (part.layers, part.heads) == ((2, 0), (3, 1))
+    assert (part.layers, part.heads) == ((0, 2), (1, 3))
     last = whole.batch.lengths - 1
     rows = torch.arange(5)
     close = {"rtol": 1e-5, "atol": 5e-5}
-    torch.testing.assert_close(part.residual[:, :, 0], whole.residual[[2, 0]][:, rows, last], **close)
-    torch.testing.assert_close(part.residual[:, :, 1], whole.residual[[2, 0], :, 0], **close)
-    heads = whole.attention[[2, 0]][:, :, [3, 1]]
+    torch.testing.assert_close(part.residual[:, :, 0], whole.residual[[0, 2]][:, rows, last], **close)
+    torch.testing.assert_close(part.residual[:, :, 1], whole.residual[[0, 2], :, 0], **close)
+    heads = whole.attention[[0, 2]][:, :, [1, 3]]
     torch.testing.assert_close(part.attention[:, :, :, 0], heads[:, rows, :, last].movedim(0, 1), **close)
     torch.testing.assert_close(part.attention[:, :, :, 1], heads[:, :, :, 0], **close)
     assert part.positions.tolist() == [[n, 0] for n in last.tolist()]

@@ -130,3 +130,27 @@ def test_a_name_that_fits_nothing_is_one_line_with_the_range(model, call, said):
         call(model)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, layers: hw.patch(m, *PAIR, sites="z", layers=layers, **QUIET).table["layer"],
+        lambda m, layers: hw.knockout(m, PAIR[0], block=hw.Edges("last", 1), layers=layers, **QUIET).table["layer"],
+        lambda m, layers: hw.lens(m, PAIR[0], layers=layers, progress=False).table["layer"],
+        lambda m, layers: m.cache(PAIR[0], sites="z", layers=layers, progress=False).layers,
+        lambda m, layers: hw.token_statistics(m, PAIR[0], layers=layers, progress=False).run.options["layers"],
+    ],
+    ids=["patch", "knockout", "lens", "cache", "token_statistics"],
+)
+def test_layers_have_one_rule_in_every_call(models, call):
+    model = models("llama")
+    assert list(dict.fromkeys(call(model, [-1, 0]))) == list(dict.fromkeys(call(model, [2, 0]))) == [0, 2]
+    for wrong, message in (
+        ([1, 1], "each once"),
+        ([1, -2], "each once"),
+        ([], "each once"),
+        (3, "There is no layer 3"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call(model, wrong)

@@ -137,6 +137,33 @@ def whole_numbers(value: Any) -> list[int]:
         return [whole_number(part) for part in value]
 
 
+def resolve_indices(values: Any, size: int, axis: str, option: str | None = None) -> tuple[int, ...]:
+    """Return indices along an axis, ascending: None is all of them, negative ones count from the end.
+
+    Args:
+        values: a whole number, or several.
+        size: of the axis.
+        axis: its name, such as "layer".
+        option: what the values were given as; default: the name of the axis with an s.
+
+    Raises:
+        InputError: one is no whole number or does not exist, one is named twice, or there is none.
+    """
+    option = option or f"{axis}s"
+    if values is None:
+        return tuple(range(size))
+    try:
+        given = whole_numbers(values)
+    except TypeError:
+        raise InputError(f"{option}={shown(values)} are not whole numbers; they are 0 to {size - 1}.") from None
+    if outside := [index for index in given if not -size <= index < size]:
+        raise InputError(f"There is no {axis} {outside[0]}; they are 0 to {size - 1}.")
+    found = sorted({index % size for index in given})
+    if not found or len(found) < len(given):
+        raise InputError(f"{option}={shown(given)} must name at least one {axis}, each once.")
+    return tuple(found)
+
+
 def checked_count(option: str, value: object, least: int = 1, most: int | None = None) -> int:
     """Return a whole number, of whatever library, that is neither too small nor too large.
 

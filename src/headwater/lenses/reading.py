@@ -21,7 +21,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.lenses.tuned_lens import load_tuned_lens
 from headwater.models.memory import failures_named
-from headwater.options import shown, whole_numbers
+from headwater.options import resolve_indices
 from headwater.runs.identity import digest
 
 Lens: TypeAlias = str | Path | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
@@ -42,17 +42,7 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
         if layers not in ("final", "all"):
             raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
         return (n_layers - 1,) if layers == "final" else tuple(range(n_layers))
-    try:
-        asked = whole_numbers(layers)
-    except TypeError:
-        raise InputError(f"layers={shown(layers)} are not whole numbers; the layers are 0 to {n_layers - 1}.") from None
-    for layer in asked:
-        if not -n_layers <= layer < n_layers:
-            raise InputError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
-    chosen = tuple(sorted({layer % n_layers for layer in asked}))
-    if not chosen or len(chosen) < len(asked):
-        raise InputError(f"layers={asked} must name at least one layer, each once.")
-    return chosen
+    return resolve_indices(layers, n_layers, "layer")
 
 
 def opened_lens(lens: Lens, n_layers: int) -> Lens:

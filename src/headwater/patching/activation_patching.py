@@ -30,7 +30,7 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, kv_site_of, sites_named
 from headwater.names import AxisName, DirectionName, MethodName, SiteName, SpansName, ValueName
-from headwater.options import checked_name, checked_seed, shown
+from headwater.options import checked_name, checked_seed, resolve_indices, shown
 from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
 from headwater.patching.cells import Cells, Kind
@@ -41,7 +41,7 @@ from headwater.patching.prompts import Prompts, Spot
 from headwater.patching.runners import Wave
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.sweep_axes import Asked, Step, Window, chosen, covered, kinds_of, lasting
+from headwater.patching.sweep_axes import Asked, Step, Window, covered, kinds_of, lasting
 from headwater.patching.together import patch_together
 from headwater.patching.values import Recipe, TensorLike, recorded
 from headwater.runs.analysis import Run, carry_out
@@ -180,9 +180,9 @@ def patch(
         "sites": [site.described for site in named],
         "over": {site.name: ask.axes(site) for site in named},
         "window": {site.name: ask.sizes(site) for site in named},
-        "layers": chosen(layers_asked, model.shape.n_layers, "layer"),
+        "layers": resolve_indices(layers_asked, model.shape.n_layers, "layer"),
         "positions": _covered(planned[:: len(named)], base),
-        "heads": {s.name: chosen(heads_asked, s.n_heads(model.shape), "head") for s in named if s.has_heads},
+        "heads": {s.name: resolve_indices(heads_asked, s.n_heads(model.shape), "head") for s in named if s.has_heads},
         "direction": direction,
         "from_layer": ask.sources(model) if from_layer is not None else None,
         "values": recorded(source),

@@ -32,7 +32,7 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, sites_named
 from headwater.names import AxisName, SiteName, VariantName
-from headwater.options import checked_name, shown
+from headwater.options import checked_name, resolve_indices, shown
 from headwater.patching.call import check_call, metric_options, prompt_options
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.measure import collect_states, measure
@@ -44,7 +44,6 @@ from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import (
     Window,
     axes_of,
-    chosen,
     grid,
     labels_of,
     lasting,
@@ -165,7 +164,7 @@ def knockout(
             for i, p in enumerate(base)
             for _, e in named
         ],
-        "heads": [chosen(heads, model.shape.n_heads, "head") for _, heads in where],
+        "heads": [resolve_indices(heads, model.shape.n_heads, "head") for _, heads in where],
         "layers": of_layers[0] if len(set(of_layers)) == 1 else of_layers,
         "window": sizes,
         "variant": variant,
@@ -257,7 +256,7 @@ def _kinds(
     matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead)
     first, there = int(matrix.any(-1).int().argmax()), sent(matrix, model.device)
     layers, heads_asked = layers_and_heads(layers, edges.heads, shape)
-    heads = chosen(heads_asked, shape.n_heads, "head")
+    heads = resolve_indices(heads_asked, shape.n_heads, "head")
     listed = {
         "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),
         "layer": steps(layers, "layer" in axes, sizes.get("layer"), False),
@@ -276,7 +275,7 @@ def _kinds(
 def _layers_cut(layers: Iterable[int] | int | None, model: HookedModel) -> tuple[int, ...]:
     """Return the layers asked for in which there is attention to cut."""
     (pattern,) = sites_named("pattern", model)
-    return pattern.among(chosen(layers, model.shape.n_layers, "layer"), model)
+    return pattern.among(resolve_indices(layers, model.shape.n_layers, "layer"), model)
 
 
 def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, ...]:

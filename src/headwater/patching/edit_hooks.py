@@ -20,11 +20,11 @@ from headwater.models.positions import Prompt, Where, is_all, positions_of, role
 from headwater.models.sites import SITES, Site, kv_site_of
 from headwater.models.tokens import Batch
 from headwater.names import SiteName, ValueName
-from headwater.options import checked_count, checked_layer, shown
+from headwater.options import checked_count, checked_layer, resolve_indices, shown
 from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
 from headwater.patching.rows import Values
-from headwater.patching.sweep_axes import chosen, lasting, seen_positions
+from headwater.patching.sweep_axes import lasting, seen_positions
 from headwater.patching.values import VALUES, Recipe, Roles, TensorLike, Wanted, asked_source, recipe_of, values_of
 from headwater.patching.variants import Replace
 from headwater.runs.identity import digest
@@ -101,7 +101,7 @@ class EditHook(PromptHook):
     ) -> Callable[[Tensor], Tensor]:
         """Return what writes the edit into an activation of these prompts."""
         _, asked = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
-        heads = None if asked is None else chosen(asked, site.n_heads(model.shape), "head")
+        heads = None if asked is None else resolve_indices(asked, site.n_heads(model.shape), "head")
         units = None if site.units is None or len(site.units) == site.width(model.shape, 1) else tuple(site.units)
         edits = []
         for example, prompt in enumerate(prompts):

@@ -19,7 +19,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site
 from headwater.names import SpansName
-from headwater.options import checked_count, checked_name, one_or_several, shown, whole_numbers
+from headwater.options import checked_count, checked_name, one_or_several, resolve_indices, shown
 from headwater.patching.cells import Kind
 from headwater.patching.prompts import Spot, role_spots, spots_of
 from headwater.patching.values import Source
@@ -85,31 +85,13 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
     return by_axis
 
 
-def chosen(indices: Iterable[int] | int | None, count: int, what: str) -> tuple[int, ...]:
-    """Return the layers or heads asked for, in order; negative ones count from the end.
-
-    Raises:
-        InputError: one does not exist.
-    """
-    if indices is None:
-        return tuple(range(count))
-    try:
-        asked = whole_numbers(indices)
-    except TypeError:
-        raise InputError(f"{what}s={shown(indices)} are not whole numbers; they are 0 to {count - 1}.") from None
-    outside = [i for i in asked if not -count <= i < count]
-    if outside or not asked:
-        raise InputError(f"There is no {what} {outside[0] if outside else 'asked for'}; they are 0 to {count - 1}.")
-    return tuple(sorted({i % count for i in asked}))
-
-
 def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
     """Return the layers of a site that were asked for.
 
     Raises:
         InputError: the model has no such layer, or the site is of others, or can be edited in others only.
     """
-    asked, own = chosen(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
+    asked, own = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
     found = tuple(layer for layer in asked if layer in own)
     if not found:
         raise InputError(f"layers={shown(indices)}, but {site.name} is of layer {', '.join(map(str, own))}.")
@@ -228,7 +210,11 @@ class Asked:
 
     def sources(self, model: HookedModel) -> tuple[int | None, ...]:
         """Return the layers that values come from, in turn; None is the layer that is written."""
-        return (None,) if self.from_layer is None else chosen(self.from_layer, model.shape.n_layers, "from_layer")
+        return (
+            (None,)
+            if self.from_layer is None
+            else resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
+        )
 
     def axes(self, site: Site) -> tuple[str, ...]:
         """The axes that run; roles are told apart unless `over` leaves positions out."""
@@ -260,7 +246,7 @@ class Asked:
         among: dict[str, Sequence[int]] = {
             "layer": layers_of(self.layers, site, model),
             "position": at,
-            "head": chosen(self.heads, n_heads, "head") if site.has_heads else (),
+            "head": resolve_indices(self.heads, n_heads, "head") if site.has_heads else (),
             "key": _places(keys),
             "feature": units,
         }

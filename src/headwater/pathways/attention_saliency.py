@@ -40,8 +40,7 @@ from headwater.models.gradients import KeysValues, keys_values, refuse_cut_texts
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
 from headwater.names import EdgeSetName, LossName, OverHeadsName, OverPairsName
-from headwater.options import checked_count, checked_name, shown
-from headwater.patching.sweep_axes import chosen
+from headwater.options import checked_count, checked_name, resolve_indices, shown
 from headwater.pathways.edge_saliency import WORTH_A_RUN, SaliencyRow, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.saliency_report import (
     COLUMNS,
@@ -280,7 +279,7 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
     last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
     if last < 0:
         raise InputError(f"No head of {model.name} comes before the MLP of layer 0: attention runs beside it.")
-    asked = tuple(range(last + 1)) if layers is None else tuple(chosen(layers, model.shape.n_layers, "layer"))
+    asked = tuple(range(last + 1)) if layers is None else tuple(resolve_indices(layers, model.shape.n_layers, "layer"))
     above = [layer for layer in asked if layer > last]
     if above:
         raise InputError(f"layers={above} cannot reach the probe, which reads {probe.site} of layer {probe.layer}.")

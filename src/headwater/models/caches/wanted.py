@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Where
 from headwater.models.sites import SITES
 from headwater.models.tokens import Inputs
-from headwater.options import checked_flag, one_or_several, shown, whole_numbers
+from headwater.options import checked_flag, one_or_several, resolve_indices, shown
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -81,22 +81,6 @@ class Wanted:
         return room
 
 
-def _choose(axis: str, wanted: Iterable[int] | None, size: int) -> tuple[int, ...]:
-    """Resolve negative numbers and check the range."""
-    if wanted is None:
-        return tuple(range(size))
-    try:
-        chosen = tuple(whole_numbers(wanted))
-    except TypeError:
-        raise InputError(f"{axis}s={shown(wanted)} does not name {axis}s by whole numbers.") from None
-    for i in chosen:
-        if not -size <= i < size:
-            raise InputError(f"There is no {axis} {i}; the model has {axis}s 0 to {size - 1}.")
-    if not chosen or len({i % size for i in chosen}) < len(chosen):
-        raise InputError(f"{axis}s={list(chosen)} must name at least one {axis}, each once.")
-    return tuple(i % size for i in chosen)
-
-
 def names_asked(sites: object, residual: Any, attention: object, model: Model) -> list[Any]:
     """Return the names of what is kept, whichever way it was asked for.
 
@@ -141,8 +125,8 @@ def wanted_of(
     """
     shape = model.shape
     of_layers, numbers = layers_and_heads(layers, heads, shape)
-    chosen_layers = _choose("layer", of_layers, shape.n_layers)
-    chosen_heads = _choose("head", numbers, shape.n_heads)
+    chosen_layers = resolve_indices(of_layers, shape.n_layers, "layer")
+    chosen_heads = resolve_indices(numbers, shape.n_heads, "head")
     sequences = sequences_of(inputs, model)
     activations = activations_named(names, chosen_layers, model)
     refuse_misread_heads(activations, heads, model)
