@@ -195,9 +195,9 @@ def test_the_last_token_of_each_text_is_one_row_of_a_batch(llama, positions):
 def test_a_frame_for_probes_has_a_column_for_every_number(llama):
     cache = llama.cache(TEXTS, sites=["z", "resid_post"], layers=[1], heads=[3, 1], **QUIET)
     frame, numbers = cache.to_frame("z", 1), cache.to_numpy("z", 1)
-    assert frame.columns[:5].tolist() == ["example", "position", "token", "z.3.0", "z.3.1"]
+    assert frame.columns[:5].tolist() == ["example", "position", "token", "z.1.0", "z.1.1"]
     assert numbers.shape == (len(cache.frame), 16)
-    assert np.array_equal(frame["z.1.7"], cache.rows("z", 1)[:, 1, 7])
+    assert np.array_equal(frame["z.1.7"], cache.rows("z", 1)[:, 0, 7])
     assert cache.to_frame("resid_post", 1).columns[-1] == "resid_post.31"
 
 

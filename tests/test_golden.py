@@ -7,6 +7,7 @@ import pytest
 
 from tests.golden_calls import MODELS, calls, changed, fingerprints, kept_of, same
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of few prompts: the numbers are what is compared
 HERE = tuple(name for name in MODELS if name != "smollm2")
 
 
