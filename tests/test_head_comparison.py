@@ -5,11 +5,13 @@ import dataclasses
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import transformers
 from scipy.stats import binomtest
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.heads import comparison as heads_comparison
 from headwater.heads import scores
 from headwater.heads.classify import classify_heads
 from headwater.heads.comparison import sentences_of_words
@@ -146,6 +148,38 @@ def test_scores_are_those_of_each_model_classified_by_itself(changed, comparison
         assert hit.any()
         assert rows["excess"][hit].tolist() == alone["excess"][hit].tolist()
         assert rows["found"].tolist() == alone["implemented"].tolist()
+
+
+def test_where_a_model_could_be_called_the_table_is_that_of_chance_computed_everywhere(monkeypatch):
+    """Of the embedded model and one with noise in its weights, so that heads score in one of them alone."""
+    model, other, few = hw.load(), hw.load(), [SUITE[name] for name in ("country_to_nationality", "name_copying")]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in (weight for name, weight in other.raw.named_parameters() if ".o_proj." in name):
+            weight += 0.5 * weight.std() * torch.randn(weight.shape, generator=generator)
+    swept, sweep = [], scores._sweep
+
+    def counted(maps, suite, wanted, *rest):
+        swept.append(int(wanted.sum()))
+        return sweep(maps, suite, wanted, *rest)
+
+    monkeypatch.setattr(scores, "_sweep", counted)
+    asked = {"models": {"a": model, "b": other}, "relations": few, **QUIET}
+    found, cells = hw.compare_heads(**asked).table, sum(swept)
+    swept.clear()
+    monkeypatch.setattr(heads_comparison, "callable_from", lambda threshold: 0.0)
+    everywhere = hw.compare_heads(**asked).table
+    assert cells < sum(swept) / 4
+    key = ["layer", "head", "relation", "sign"]
+    called = found.groupby(key)["share"].transform("max") >= 0.10
+    one_alone = called & (found["share"] < 0.10)
+    assert one_alone.any()
+    assert found.loc[~called & (found["share"] > 0), ["expected", "excess"]].isna().all(axis=None)
+    chance = ["expected", "excess", "difference"]
+    pd.testing.assert_frame_equal(found.loc[called, chance], everywhere.loc[called, chance], check_exact=True)
+    rest = [name for name in found.columns if name not in chance]
+    pd.testing.assert_frame_equal(found[rest], everywhere[rest], check_exact=True)
+    assert found["found"].any()
 
 
 def test_a_long_run_goes_on_where_it_was_interrupted(changed, comparison, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from headwater.errors import InputError
@@ -29,7 +30,7 @@ from headwater.heads.head_map import HeadMap
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relation_tokens import MIN_PAIRS, TokenRelation, tokenize_relations
 from headwater.heads.relations import Relation, Relations, load_relations
-from headwater.heads.scores import LayerScorer, relation_table, score_table, suite_pairs
+from headwater.heads.scores import MOMENTS, LayerScorer, relation_table, score_table, suite_pairs
 from headwater.heads.sensitivity import THRESHOLDS
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of, weights_of
@@ -112,8 +113,8 @@ def classify_heads(
     }
 
     def work(run: Run) -> HeadMap:
-        callable_from = min(threshold, *THRESHOLDS) if rule == "controlled" else None
-        layers = scored_layers(weights, usable, options, run, null_from=callable_from)
+        null_from = callable_from(threshold) if rule == "controlled" else None
+        layers = scored_layers(weights, usable, options, run, null_from=null_from)
         table = score_table(layers, [relation for relation, _ in usable])
         table = table.assign(**apply_rule(table, rule, threshold))
         categories = head_categories(table)
@@ -122,6 +123,11 @@ def classify_heads(
         return HeadMap(table, categories, relation_table(tokenized, ks), run.record)
 
     return carry_out(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
+
+
+def callable_from(threshold: float) -> float:
+    """Return the score from which on a head is called at some threshold of the sensitivity table, or at this one."""
+    return min(threshold, *THRESHOLDS)
 
 
 Usable: TypeAlias = Sequence[tuple[TokenRelation, int]]
@@ -168,6 +174,39 @@ def scored_layers(
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", n_layers) as bar:
         scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), null_from, options, items)
         return list(run.pieces("layer", range(n_layers), scorer, bar))
+
+
+def with_moments(
+    weights: WeightSource,
+    usable: Usable,
+    options: Mapping[str, object],
+    run: Run,
+    layers: list[dict[str, Tensor]],
+    wanted: Bool[Tensor, "layer sign head relation"],
+    desc: str,
+) -> list[dict[str, Tensor]]:
+    """Return what `scored_layers` returned, with the moments under shuffled targets of what is wanted besides.
+
+    Args:
+        weights: the model.
+        usable: what was scored.
+        options: `embedding` and `norm_gain`.
+        run: keeps the pieces and shows the bar.
+        layers: what `scored_layers` returned.
+        wanted: by layer, of which signs, heads and relations; those that have moments are not made again.
+        desc: what the bar says.
+    """
+    missing = wanted & torch.stack([torch.stack([one[name][..., 0].isnan() for name in MOMENTS]) for one in layers])
+    there = [layer for layer in range(len(layers)) if missing[layer].any()]
+    with LayersAhead(weights) as read_layer, run.bar(desc, "layer", len(there)) as bar:
+        scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), None, options)
+        pieces = run.pieces("null", there, lambda layer: scorer.moments(layer, missing[layer]), bar)
+        found = dict(zip(there, pieces, strict=True))
+    for layer, piece in found.items():
+        layers[layer] = layers[layer] | {
+            name: torch.where(layers[layer][name].isnan(), piece[name], layers[layer][name]) for name in MOMENTS
+        }
+    return layers
 
 
 def hits_of(relation: Relation, weights: WeightSource, k: int | None) -> int:

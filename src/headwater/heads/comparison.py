@@ -10,7 +10,8 @@ The same head, relation by relation, in two models. Both are scored on the same 
    are one source, because a head reads them alike. McNemar's exact test: were gains and losses equally likely, how
    often would the two numbers be this far apart? q: false-discovery control over heads, relations and signs.
 4. The effect is the difference of the excess, the chance-corrected score: a head that only changed its favourite answer
-   gains and loses items, and its excess stays where it was.
+   gains and loses items, and its excess stays where it was. What chance would give is computed where any of the models
+   scores high enough to be called; elsewhere `expected`, `excess` and `difference` are NaN.
 5. A change is named where q is at most 5 %: `gained` and `lost` where the rule says so of one model only, `stronger`
    and `weaker` where it says so of both.
 """
@@ -32,10 +33,12 @@ from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, PREFIXES, apply_rule
 from headwater.heads.classify import (
     Usable,
+    callable_from,
     checked_scoring,
     hits_of,
     scored_layers,
     usable_relations,
+    with_moments,
 )
 from headwater.heads.relation_tokens import shared_relations, tokenize_relations, word_tokens
 from headwater.heads.relations import Relation, Relations, load_relations
@@ -72,10 +75,10 @@ class HeadComparison(Result):
 
     `model, layer, head, relation, category, sign`; `pairs`, the number of items, `sources`, of distinct sources among
     them; `share`, the share of items that hit; `expected`, that share under shuffled targets; `excess`, the
-    chance-corrected share; `found`, whether the controlled rule says that the head implements (suppresses) the
-    relation. Against the first model: `difference` of the excess; `gained, lost`, the numbers of sources that hit more
-    and less often; `p_value` (McNemar) and `q_value`; `change`, one of gained, lost, stronger, weaker, or empty. The
-    rows of the first model have none of these.
+    chance-corrected share (both NaN where no model's share is large enough to be called); `found`, whether the
+    controlled rule says that the head implements (suppresses) the relation. Against the first model: `difference` of
+    the excess; `gained, lost`, the numbers of sources that hit more and less often; `p_value` (McNemar) and `q_value`;
+    `change`, one of gained, lost, stronger, weaker, or empty. The rows of the first model have none of these.
     """
     relations: pd.DataFrame
     """A row per relation: `relation, category, pairs, shared, used`: how many of its pairs every tokenizer has; and
@@ -233,10 +236,17 @@ def compare_heads(
     }
 
     def work(run: Run) -> HeadComparison:
+        parts = {name: run.part(f"model-{number:03d}") for number, name in enumerate(compared)}
+        null_from, scored = callable_from(threshold), dict[str, list[dict[str, Tensor]]]()
+        for name, weights in compared.items():
+            asked = weights, usable[name], options, parts[name]
+            scored[name] = scored_layers(*asked, null_from=null_from, items=True, desc=f"Scoring {name}")
+        shares = [[torch.stack([one["score"], one["suppression"]]) for one in layers] for layers in scored.values()]
+        wanted = (torch.stack([torch.stack(one) for one in shares]) >= null_from).any(0)
         tables, hits = [], []
-        for number, (name, weights) in enumerate(compared.items()):
-            part, desc = run.part(f"model-{number:03d}"), f"Scoring {name}"
-            layers = scored_layers(weights, usable[name], options, part, null_from=0.0, items=True, desc=desc)
+        for name, weights in compared.items():
+            asked, desc = (weights, usable[name], options, parts[name]), f"Chance for {name}"
+            layers = with_moments(*asked, scored[name], wanted, desc)
             hits.append(torch.stack([layer["hits"] for layer in layers], dim=1))
             tables.append(_signs(score_table(layers, [one for one, _ in usable[name]]), name, threshold))
         changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]

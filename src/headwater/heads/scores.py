@@ -151,6 +151,7 @@ def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePa
     )
 
 
+MOMENTS = ("moments", "suppression_moments")
 EXPECTED_FROM = 0.5
 """Where a first glance leaves this share of a relation's items, most are hits."""
 
@@ -287,14 +288,24 @@ class LayerScorer:
     def __call__(self, layer: int) -> dict[str, Tensor]:
         """Return what `LayerScores` holds of one layer, by name."""
         with torch.inference_mode():
-            factors = self.read_layer(layer)
-            x = self._later_embeddings if layer > 0 else self._raw_embeddings
-            if self.options["norm_gain"]:
-                x = x * factors.norm_gain
-            W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
-            maps = OVMaps(x, W_V, W_O, self._unembedding, self._longest, self._first)
-            scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items)
+            scores = score_layer(self._maps(layer), self.suite, null_from=self.null_from, items=self.items)
         return {name: value for name, value in vars(scores).items() if value is not None}
+
+    def moments(self, layer: int, wanted: Bool[Tensor, "sign head relation"]) -> dict[str, Tensor]:
+        """Return the moments under shuffled targets of some heads and relations of one layer, whatever their scores."""
+        found = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64)
+        with torch.inference_mode(), full_float32():
+            hits = torch.zeros(*wanted.shape[:2], len(self.suite.pair_item), dtype=torch.bool)
+            _sweep(self._maps(layer), self.suite, wanted, hits, found)
+        return dict(zip(MOMENTS, found, strict=True))
+
+    def _maps(self, layer: int) -> OVMaps:
+        factors = self.read_layer(layer)
+        x = self._later_embeddings if layer > 0 else self._raw_embeddings
+        if self.options["norm_gain"]:
+            x = x * factors.norm_gain
+        W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
+        return OVMaps(x, W_V, W_O, self._unembedding, self._longest, self._first)
 
     def _as_stored(self, factor: Tensor) -> Tensor:
         """On a CUDA device a factor of a bfloat16 or float16 model as the model stores it: so tensor cores take it."""

@@ -32,11 +32,12 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
+from headwater.errors import InputError
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
 from headwater.heads.prompts import TaskPrompts, task_prompts
 from headwater.heads.relation_tokens import TokenRelation
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_name, checked_repeats
+from headwater.options import checked_count, checked_name, checked_repeats, shown
 from headwater.patching.ablation import ablate
 from headwater.patching.metrics import Metric
 from headwater.progress import progress_bar
@@ -74,6 +75,10 @@ class Asking:
         """
         if isinstance(template, Mapping):
             template = {checked_name("template", name, known): text for name, text in template.items()}
+        elif not isinstance(template, str):
+            raise InputError(
+                f"template={shown(template)} is no text with {{source}}, nor a mapping of relations to these."
+            )
         shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
         return cls(template, shots, checked_repeats("draws", draws), seed)
 
