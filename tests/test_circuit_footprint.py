@@ -95,9 +95,9 @@ def test_what_a_search_holds_is_within_the_estimate(shape, n_pairs):
     )
     hw.edges(model, clean[:1], corrupted[:1], receivers="logits", **OPTIONS)  # what is checked once is checked
     footprint = Footprint(model, 40, 40)
-    every = np.arange(hw.Circuit.of([], model).graph.n_edges)
-    estimate = footprint.circuits([every], greedy.MOST, batch) + (n_pairs - 1) * footprint.walk()
-    options = {"threshold": 0.02, "budget": 40, "placebos": 0, "batch_size": batch, **OPTIONS}
+    full = ~hw.Circuit.of([], model)
+    estimate = footprint.circuits([full.edges], greedy.MOST, batch) + (n_pairs - 1) * footprint.walk()
+    options = {"threshold": 0.02, "budget": 40, "start": full, "placebos": 0, "batch_size": batch, **OPTIONS}
     held = live_bytes(model, lambda: hw.find_circuit(model, clean, corrupted, **options))
     assert 0.7 <= held / estimate <= 1.5, held / estimate
 

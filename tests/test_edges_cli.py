@@ -52,7 +52,7 @@ def test_a_search_is_that_of_the_function_with_its_budget(checkpoint, capsys, mo
     options = {"threshold": 0.5, "budget": 12, "placebos": 3, "by": "signed", "progress": False}
     expected = hw.find_circuit(hw.load(folder), SMALL[1], SMALL[3], metric=metric, **options)
     assert (found["method"], found["edges"]) == ("greedy search", len(expected.table))
-    assert (expected.table["decision"] == "not tried").any()
+    assert (expected.table["decision"] == "left out").any()
     assert found["said"] == expected.report()
     assert hw.Circuit.load(tmp_path / "run" / "circuit.parquet") == expected.circuit
     assert {file.name for file in (tmp_path / "run").iterdir()} >= {"search.png", "circuit.png", "table.csv"}

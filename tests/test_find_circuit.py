@@ -90,7 +90,10 @@ def test_it_leaves_what_hugging_face_runs_of_one_edge_at_a_time_leave(family):
     names = (~hw.Circuit.of([], model)).names
     left, effects = one_at_a_time(names, lambda some: difference(naive.alone(some)), threshold, tries=tries)
     assert nothing_is_near(effects.values(), threshold)
-    found = hw.find_circuit(model, CLEAN, CORRUPTED, threshold=threshold, budget=tries, placebos=0, **QUIET)
+    start = ~hw.Circuit.of([], model)
+    found = hw.find_circuit(
+        model, CLEAN, CORRUPTED, threshold=threshold, budget=tries, start=start, placebos=0, **QUIET
+    )
     table = found.table.set_index("edge")
     assert table.index[:tries].tolist() == list(effects)
     assert table["effect"][:tries].to_numpy() == pytest.approx(list(effects.values()), abs=1e-5)
@@ -115,7 +118,7 @@ def test_the_whole_search_is_that_of_one_circuit_at_a_time_on_all_pairs(family, 
     left, effects = one_at_a_time(tried, value, threshold)
     assert nothing_is_near(effects.values(), threshold)
     found = hw.find_circuit(
-        model, clean, corrupted, threshold=threshold, values=values, budget=len(tried), placebos=0, **QUIET
+        model, clean, corrupted, threshold=threshold, values=values, budget=len(tried), start=full, placebos=0, **QUIET
     )
     table = found.table.set_index("edge").loc[tried[::-1]]
     assert table["effect"].to_numpy() == pytest.approx(list(effects.values()), abs=1e-5)
@@ -151,7 +154,8 @@ def test_a_planted_circuit_is_found(by):
 
 
 def test_what_a_budget_leaves_untried_stays_in_and_is_said():
-    found = hw.find_circuit(loaded("gpt2"), CLEAN, CORRUPTED, threshold=0.05, budget=30, placebos=0, **QUIET)
+    asked = {"threshold": 0.05, "budget": 30, "start": ~hw.Circuit.of([], loaded("gpt2")), "placebos": 0, **QUIET}
+    found = hw.find_circuit(loaded("gpt2"), CLEAN, CORRUPTED, **asked)
     counts = found.table["decision"].value_counts()
     assert counts["kept"] + counts["removed"] == 30
     assert len(found.circuit) == counts["kept"] + counts["not tried"]
@@ -160,12 +164,46 @@ def test_what_a_budget_leaves_untried_stays_in_and_is_said():
     )
     assert f"{counts['not tried']:,} not tried" in repr(found)
     all_at_once, few_at_once = (
-        hw.find_circuit(
-            loaded("gpt2"), CLEAN, CORRUPTED, threshold=0.05, budget=30, placebos=0, batch_size=size, **QUIET
-        )
-        for size in (50, 1)
+        hw.find_circuit(loaded("gpt2"), CLEAN, CORRUPTED, batch_size=size, **asked) for size in (50, 1)
     )
     assert all_at_once.circuit == few_at_once.circuit == found.circuit
+
+
+@pytest.mark.parametrize("values", ["other run", "zero"])
+def test_a_budget_below_the_number_of_edges_begins_from_the_strongest_and_tries_them_all(values):
+    model, threshold, budget = loaded("llama"), 0.02, 25
+    clean, corrupted = [CLEAN, " Paris is in A"], [CORRUPTED, " Rome is in A"] if values == "other run" else None
+    exact = hw.edges(model, clean, corrupted, values=values, method="exact", **QUIET)
+    strongest = exact.circuit(budget)
+    asked = {"threshold": threshold, "values": values, "placebos": 2, **QUIET}
+    found = hw.find_circuit(model, clean, corrupted, budget=budget, **asked)
+    begun = found.table[found.table["decision"] != "left out"]
+    assert len(begun) == budget
+    assert not (begun["decision"] == "not tried").any()
+    assert len(set(begun["edge"]) & set(strongest.names)) >= 0.8 * budget  # the rest the screen ranked otherwise
+    runner = CircuitRunner(Outcome.of(model, clean, corrupted, metric=QUIET["metric"], values=values), keep=2)
+
+    def value(names) -> float:
+        edges = hw.Circuit.of(list(names), model).edges
+        return np.mean([runner.measure(pair, [edges])["values"].item() for pair in range(2)])
+
+    names = begun["edge"].tolist()[::-1]
+    left, effects = one_at_a_time(names, value, threshold)
+    assert nothing_is_near([effect for effect in effects.values() if effect], threshold)
+    assert set(found.circuit.names) == {name for name in left if abs(effects[name]) >= threshold}
+    baselines = found.alone[found.alone["placebo"].isna()][["clean", "corrupted"]].mean()
+    gap = baselines["clean"] - baselines["corrupted"]
+    first = (value(names) - baselines["corrupted"]) / gap
+    assert found.faithfulness_at_first == pytest.approx(first, abs=1e-4)
+    said = found.report()
+    assert said[0].startswith(f"The search began from {budget} edges (strongest in the whole model")
+    assert f"faithfulness {first:.2f}" in said[0]
+    assert (said[1].startswith("These hold no circuit")) == (first < 0.5)
+    given = hw.find_circuit(model, clean, corrupted, start=hw.Circuit.of(names, model), **asked)
+    assert given.circuit == found.circuit
+    assert "(given)" in given.report()[0]
+    with pytest.raises(InputError, match="start= has no edges"):
+        hw.find_circuit(model, clean, corrupted, start=hw.Circuit.of([], model), **asked)
 
 
 def test_a_stopped_search_goes_on_where_it_stopped(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ An edge is tried in the circuit C that is left when its turn comes:
     effect(e) = m(C - e) - m(C)          e stays out if |effect| < threshold (or: if the answer loses less than that)
 
 so that what was decided before is in every later effect. An edge into a receiver from which no edge of C leads to the
-logits changes nothing: it goes without a run.
+logits changes nothing: it goes without a run. C is all edges at first, or those that are given.
 
 Many edges are tried in one batch: those that come next, each in the circuit that is left if all before it turn out as
 guessed. What is measured decides them one by one up to the first wrong guess, whose own run was the right one; the
@@ -25,8 +25,8 @@ from jaxtyping import Bool, Float, Int8
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.reach import driven
 
-DECISIONS = ("kept", "removed", "leads nowhere", "not tried")
-KEPT, REMOVED, NOWHERE, NOT_TRIED = range(4)
+DECISIONS = ("kept", "removed", "leads nowhere", "not tried", "left out")
+KEPT, REMOVED, NOWHERE, NOT_TRIED, LEFT_OUT = range(5)
 FIRST, LEAST, MOST = 8, 4, 128
 """How many edges are tried in the first batch, and in any."""
 Evaluate = Callable[[Sequence[Indices]], Float[np.ndarray, " circuit"]]
@@ -73,14 +73,13 @@ class Trace:
 class _Left:
     """The circuit that is left, and which senders have an edge in it that leads to the logits."""
 
-    def __init__(self, graph: Graph, together: bool):
-        self.graph, self.together = graph, together
-        self.inside: Bool[np.ndarray, " edge"] = np.ones(graph.n_edges, dtype=bool)
+    def __init__(self, graph: Graph, together: bool, inside: Bool[np.ndarray, " edge"]):
+        self.graph, self.together, self.inside = graph, together, inside.copy()
         self.heard: Bool[np.ndarray, " sender"] = np.zeros(len(graph.senders), dtype=bool)
 
     def copy(self) -> _Left:
-        other = _Left(self.graph, self.together)
-        other.inside[:], other.heard[:] = self.inside, self.heard
+        other = _Left(self.graph, self.together, self.inside)
+        other.heard[:] = self.heard
         return other
 
     def leads(self, receiver: int) -> bool:
@@ -110,19 +109,29 @@ class Greedy:
         rule: when an edge stays out.
         evaluate: runs circuits.
         decided: is told how many edges are decided.
+        start: the edges that it begins from; default: all.
     """
 
-    def __init__(self, graph: Graph, rule: Rule, evaluate: Evaluate, decided: Callable[[int], object]):
+    def __init__(
+        self,
+        graph: Graph,
+        rule: Rule,
+        evaluate: Evaluate,
+        decided: Callable[[int], object],
+        start: Indices | None = None,
+    ):
         self.graph, self.rule, self.evaluate, self.decided = graph, rule, evaluate, decided
-        self.left = _Left(graph, rule.together)
+        self.start = np.arange(graph.n_edges) if start is None else start
+        inside = np.isin(np.arange(graph.n_edges), self.start)
+        self.left = _Left(graph, rule.together, inside)
         self.guessed_in: Bool[np.ndarray, " edge"] = np.zeros(graph.n_edges, dtype=bool)
-        self.decision = np.full(graph.n_edges, NOT_TRIED, dtype=np.int8)
+        self.decision = np.where(inside, NOT_TRIED, LEFT_OUT).astype(np.int8)
         self.effect, self.value = np.full((2, graph.n_edges), np.nan)
         self.next, self.runs, self.tried = graph.n_edges - 1, 0, 0
 
     def search(self) -> Trace:
         """Try all edges, or as many as the budget allows."""
-        self.now = float(self.evaluate([np.arange(self.graph.n_edges)])[0])
+        self.now = float(self.evaluate([self.start])[0])
         self.runs, width = 1, FIRST
         while self.next >= 0 and (batch := self._ahead(width)):
             trials = [left for _, left in batch if left is not None]
@@ -138,7 +147,7 @@ class Greedy:
         if self.rule.budget is not None:
             width = min(width, self.rule.budget - self.tried)
         leads: dict[int, bool] = {}
-        for edge in range(self.next, -1, -1):
+        for edge in self.start[self.start <= self.next][::-1].tolist():
             receiver = int(self.graph.receiver[edge])
             if receiver not in leads:
                 leads[receiver] = left.leads(receiver)

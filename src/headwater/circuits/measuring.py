@@ -33,6 +33,7 @@ from headwater.circuits.senders import Exchanged, refuse_other_kinds
 from headwater.errors import InputError, ModelError
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import available_memory, refuse_too_large
+from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
@@ -60,6 +61,8 @@ class Outcome:
     """What gives the values outside of circuits; None where it is the other prompt's run."""
     options: dict[str, Any]
     """What of it decides a result."""
+    given: dict[str, Any]
+    """The prompts as ids, and the values, as `hw.edges` takes them."""
 
     @classmethod
     def of(
@@ -85,6 +88,7 @@ class Outcome:
         if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
             raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; circuits are read at the logits.")
         options = {**prompt_options(first, second), "values": "other run"}
+        given: dict[str, Any] = {"clean": _ids(first), "corrupted": None if second is None else _ids(second)}
         source: Source | None = None
         if isinstance(values, str) and values == "other run":
             if second is None:
@@ -102,13 +106,15 @@ class Outcome:
                     "Outside of a circuit values cannot depend on what they replace: use 'zero', 'mean', ..."
                 )
             refuse_other_kinds(source)
-            options |= prompt_options(first, source.given.dataset) | {"values": recorded(source), "seed": seed}
+            pool = source.given.dataset
+            given |= {"values": values, "dataset": None if pool is None else _ids(pool)}
+            options |= prompt_options(first, pool) | {"values": recorded(source), "seed": seed}
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
         second = first if source is not None or second is None else second
         cells = Cells.unedited(len(first))
         plan = Plan(model, first, second, True, cells, metrics, batch_size=batch_size)
-        return cls(plan, source, options | {"metrics": metric_options(plan)})
+        return cls(plan, source, options | {"metrics": metric_options(plan)}, given)
 
     def refuse_what_is_too_much(self, circuits: Sequence[Indices], each: int = 1) -> None:
         """Refuse circuits that would not fit in memory, and warn of those that take more than an hour.
@@ -253,6 +259,10 @@ class CircuitRunner:
                 f"The circuit of all edges of {self.plan.model.name} is not its clean run: {float(full[0]):.4g} "
                 f"against {float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
             )
+
+
+def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:
+    return [list(prompt.ids) for prompt in prompts]
 
 
 def _largest_logit(walk: CircuitWalk) -> float:

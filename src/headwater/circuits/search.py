@@ -1,7 +1,8 @@
 """Find a circuit by taking edges out one after the other, by their exact effects in what is left.
 
 What is tried in which order, and when an edge stays out, is `headwater.circuits.greedy`; the circuits are run as
-`hw.run_circuits` runs them, on all pairs, and the mean over pairs decides. Each batch of edges is a stage of its own,
+`hw.run_circuits` runs them, on all pairs, and the mean over pairs decides. Where not all edges can be tried, the search
+begins from the strongest, as `hw.edges(..., method="screened")` finds them. Each batch of edges is a stage of its own,
 whose pieces are the pairs: a search that was stopped goes on where it stopped, and processes share the pairs.
 """
 
@@ -19,11 +20,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.circuits.circuit import Circuit, graph_of, made
+from headwater.circuits.circuit import Circuit, checked_circuits, graph_of, made
 from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, ran
+from headwater.circuits.edge_effects import edges as measured_edges
 from headwater.circuits.faithfulness import summarized
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.greedy import DECISIONS, KEPT, MOST, NOT_TRIED, Greedy, Rule, Trace
+from headwater.circuits.greedy import DECISIONS, KEPT, MOST, NOT_TRIED, NOWHERE, REMOVED, Greedy, Rule, Trace
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.circuits.result import RANKED_BY
 from headwater.errors import InputError
@@ -36,6 +38,7 @@ from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
 from headwater.runs.findings import said_number
+from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
 
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
 FOUND = "found"
 """What the circuit is named among its placebos."""
+ENOUGH = 0.5
+"""A beginning that has less of the answer than this part holds no circuit."""
 WALKS = 256
 """The runs of at most so many pairs are kept between batches; those of others are made again."""
 
@@ -56,8 +61,9 @@ class CircuitSearch(Result):
     table: pd.DataFrame
     """A row per edge, in the order in which they were tried: `edge` (its name), `sender, sender_layer, sender_head,
     receiver, receiver_layer, receiver_head`; `decision`: `kept`, `removed`, `leads nowhere` (taken out without a run),
-    or `not tried` (the budget was spent: it stays in); `effect`, the metric of the circuit that was left without this
-    edge less that with it, the mean over pairs; `value`, the metric after the decision."""
+    `not tried` (the budget was spent: it stays in), or `left out` (the search did not begin with it); `effect`, the
+    metric of the circuit that was left without this edge less that with it, the mean over pairs; `value`, the metric
+    after the decision."""
     run: RunRecord
     alone: pd.DataFrame
     """The circuit that was left and its placebos on each pair: the table of `hw.run_circuits`."""
@@ -91,14 +97,22 @@ class CircuitSearch(Result):
 
         Returns:
             The columns of the summary of `hw.run_circuits` for the circuit that is left, on the pairs of the search;
-            how many edges were `removed`, led `nowhere` or were `not_tried`; and `runs`.
+            how many edges were `removed`, led `nowhere`, were `not_tried` or were `left_out`; and `runs`.
         """
         level = checked_number("level", level, above=0.0, below=1.0)
         joined = self.alone.merge(self.shapes, on=["circuit", "placebo"], how="left")
         found = summarized(joined, level, checked_seed(seed))
         counts = self.table["decision"].value_counts()
-        removed, nowhere, left = (int(counts.get(name, 0)) for name in DECISIONS[1:])
-        return found.assign(removed=removed, nowhere=nowhere, not_tried=left, runs=self.runs)
+        removed, nowhere, left, out = (int(counts.get(name, 0)) for name in DECISIONS[1:])
+        return found.assign(removed=removed, nowhere=nowhere, not_tried=left, left_out=out, runs=self.runs)
+
+    @property
+    def faithfulness_at_first(self) -> float:
+        """How faithful all the edges are from which the search began."""
+        first = self.table[self.table["decision"].isin([DECISIONS[d] for d in (KEPT, REMOVED, NOWHERE)])].iloc[0]
+        value = first["value"] - (first["effect"] if first["decision"] == DECISIONS[REMOVED] else 0.0)
+        clean, corrupted = self.alone[self.alone["placebo"].isna()][["clean", "corrupted"]].mean()
+        return float((value - corrupted) / (clean - corrupted)) if clean != corrupted else np.nan
 
     def report(self) -> list[str]:
         """Return what is left, how faithful it is beside random circuits, and what was not tried."""
@@ -109,9 +123,18 @@ class CircuitSearch(Result):
         if row["not_tried"]:
             said.append(
                 f"This is no circuit yet: {row['not_tried']:,} of {len(self.table):,} edges were not tried, since the "
-                f"budget of {options['budget']:,} was spent, and stay in. Give a larger budget=, or take the strongest "
-                "edges: hw.edges(...).circuit(n)."
+                f"budget of {options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller start=: "
+                "hw.edges(...).circuit(n)."
             )
+        if row["left_out"]:
+            begun, first = len(self.table) - row["left_out"], self.faithfulness_at_first
+            which = "given" if options["start"] else "strongest in the whole model, as hw.edges screens them"
+            said.append(
+                f"The search began from {begun:,} edges ({which}), which alone have faithfulness {first:.2f}; the "
+                f"other {row['left_out']:,} were left out at once."
+            )
+            if not first >= ENOUGH:
+                said.append("These hold no circuit: they do less than half of what all do. Give a larger budget=.")
         said += [
             f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); {rule} "
             f"{options['threshold']:g} of {metric} or more without any of them in what was left when it was tried. "
@@ -159,6 +182,7 @@ def find_circuit(
     threshold: float | int,
     by: RankName = "size",
     budget: int | None = None,
+    start: Circuit | None = None,
     values: Any = "other run",
     dataset: Prompts | None = None,
     placebos: int = 10,
@@ -180,8 +204,12 @@ def find_circuit(
         metric: one of `hw.logit_difference(...)` and its relatives, or a function; see `hw.run_circuits`.
         threshold: an edge stays out where the mean of the metric over pairs changes by less than this.
         by: `size` lets any change count; `signed` only what the answer loses, so that edges that work against it go.
-        budget: how many edges are tried at most, each one run of every pair; the others stay in. Edges that lead
-            nowhere are not counted. Default: as many as there are.
+        budget: how many edges are tried at most, each one run of every pair; edges that lead nowhere are not counted.
+            Where there are more edges, the search begins from so many of the strongest, which
+            `hw.edges(..., method="screened")` finds at about the same price; the others are left out at once. Default:
+            as many as there are.
+        start: the circuit that it begins from; what is outside is left out. What a budget leaves untried of it stays
+            in.
         values: what edges that are out carry; see `hw.run_circuits`.
         dataset: the prompts of `mean` and `resample`.
         placebos: how many random circuits of the shape of what is left are run beside it.
@@ -211,12 +239,24 @@ def find_circuit(
     if len(outcome.metrics) > 1:
         raise InputError(f"One metric decides which edges stay; {len(outcome.metrics)} were given.")
     tries = graph.n_edges if budget is None else min(budget, graph.n_edges)
+    begun = None if start is None else next(iter(checked_circuits(start, graph).values()))
+    if begun is not None and not len(begun):
+        raise InputError("start= has no edges: there is nothing to search.")
+    screens = begun is None and tries < graph.n_edges
     outcome.refuse_too_long_a_search(tries, min(MOST, tries), hours)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
-    options["discovery"] = {FOUND: []}
+    options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
+
+    def strongest(_: object) -> dict[str, Tensor]:
+        asked: dict[str, Any] = {"metric": metric, "method": "screened", "verify": tries, "batch_size": batch_size}
+        found = measured_edges(model, **outcome.given, **asked, seed=seed, progress=progress)
+        return {"edges": torch.from_numpy(found.circuit(tries, by=by).edges)}
 
     def work(run: Run) -> CircuitSearch:
-        trace = searched(outcome, run)
+        first = None if begun is None else begun.edges
+        if screens:
+            first = next(iter(run.pieces("start", [0], strongest)))["edges"].numpy()
+        trace = searched(outcome, run, first)
         inside = made(graph, trace.inside)
         alone = ran(outcome, Lineup.of({FOUND: inside}, placebos, seed), run.part("alone"))
         return CircuitSearch(tabulated(graph, trace), run.record, alone.table, alone.shapes, alone.sizes, trace.runs)
@@ -224,8 +264,8 @@ def find_circuit(
     return carry_out(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def searched(outcome: Outcome, run: Run) -> Trace:
-    """Search with the options of a run, whose record says them."""
+def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Trace:
+    """Search with the options of a run, whose record says them, from all edges or from some."""
     keep = outcome.pairs_to_keep(WALKS)
     asked, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep)
     pairs, steps = range(len(outcome)), count()
@@ -243,7 +283,7 @@ def searched(outcome: Outcome, run: Run) -> Trace:
     together = any(attention_post_norm(outcome.plan.model, layer) is not None for layer in layers)
     rule = Rule(float(asked["threshold"]), sign, asked["budget"], together)
     with run.bar("edges decided", "edge", runner.graph.n_edges) as bar:
-        return Greedy(runner.graph, rule, evaluate, lambda decided: bar.update(decided - bar.n)).search()
+        return Greedy(runner.graph, rule, evaluate, lambda decided: bar.update(decided - bar.n), start).search()
 
 
 def tabulated(graph: Graph, trace: Trace) -> pd.DataFrame:

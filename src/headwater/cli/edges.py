@@ -77,7 +77,8 @@ SEARCH = Of(
         ),
     ),
     filled="clean corrupted metric by",
-    left_out={name: EDGES.left_out[name] for name in ("batch_size", "values", "dataset")},
+    left_out={name: EDGES.left_out[name] for name in ("batch_size", "values", "dataset")}
+    | {"start": "the strongest edges, where not all can be tried"},
 )
 SHOWN, SIZE = 10, 20
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.curve import CircuitCurve
-from headwater.circuits.greedy import DECISIONS, KEPT, NOT_TRIED
+from headwater.circuits.greedy import DECISIONS, KEPT, LEFT_OUT, NOT_TRIED
 from headwater.circuits.search import CircuitSearch
 from headwater.figures.fonts import label, ticks
 from headwater.figures.style import legend_above, model_title, style
@@ -78,9 +78,10 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
 @DRAWINGS.add(CircuitSearch)
 def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes | Figure:
     """Draw a search: what `CircuitSearch.plot` says."""
-    tried = search.table[search.table["decision"] != DECISIONS[NOT_TRIED]]
+    begun = search.table[search.table["decision"] != DECISIONS[LEFT_OUT]]
+    tried = begun[begun["decision"] != DECISIONS[NOT_TRIED]]
     kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
-    left = len(search.table) - np.cumsum(~kept)
+    left = len(begun) - np.cumsum(~kept)
     own = search.alone[search.alone["placebo"].isna()]
     with style():
         if ax is None:
