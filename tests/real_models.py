@@ -3,6 +3,7 @@
 transformers reads the four-bit GGUF files of the packages; what is saved are the same weights in float32.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -26,7 +27,8 @@ def real_folder(name: str) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as made:
             _write(_file_of(name, Path(made)), Path(made) / name)
-            (Path(made) / name).rename(cache / name)
+            with contextlib.suppress(OSError):  # another process has made it meanwhile
+                (Path(made) / name).rename(cache / name)
     return cache / name
 
 

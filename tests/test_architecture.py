@@ -22,7 +22,7 @@ from headwater.rooms import homes_of
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
 TIERS = """
 axes colors elsewhere errors names version waiting
-rooms options registry progress
+calls rooms options registry progress
 kernels stats data
 runs
 models
@@ -42,7 +42,7 @@ __init__
 __main__
 """
 RANK = {room: tier for tier, rooms in enumerate(TIERS.split("\n")) for room in rooms.split()}
-WITHIN = {"registry": {"options"}, "progress": {"options"}, "rooms": set(), "errors": set()}
+WITHIN = {"registry": {"options"}, "progress": {"options"}, "rooms": {"calls"}, "calls": set(), "errors": set()}
 """Files of one tier that may import one another."""
 MODEL_LIBRARIES = {"transformer_lens", "transformers"}
 MAY_BUILD_MODELS = {"models", "planted"}

@@ -1,15 +1,20 @@
 """Names and options of other libraries: what is said of them exists, and none of them is one of headwater's."""
 
+import importlib
 import inspect
+import pkgutil
 import re
 
 import pytest
+import torch
 
 import headwater as hw
 from headwater import elsewhere
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models import other_options, transformer_lens_ways
 from headwater.runs.result import Result
+from tests.wrong_calls import deep_list
 
 SAID = [
     *elsewhere.WAYS.items(),
@@ -94,7 +99,7 @@ def test_a_run_refuses_what_is_not_its_option_and_says_what_was_meant(llama):
 
 
 def test_a_function_that_takes_any_option_hands_it_to_one_that_does_not():
-    """The others have signatures: Python refuses what is not in them."""
+    """The others have signatures: what is not in them is refused (`headwater.calls`)."""
     public = {name: getattr(hw, name) for name in dir(hw) if not name.startswith("_")}
     classes = {name: kind for name, kind in public.items() if inspect.isclass(kind)}
     members = {f"{name}.{part}": getattr(kind, part) for name, kind in classes.items() for part in public_parts(kind)}
@@ -121,3 +126,46 @@ def takes_any_option(function):
     except (TypeError, ValueError):
         return False
     return function.__module__.startswith("headwater") and any(one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def public_calls():
+    """Every function that a room offers, and every public method of models, circuits and results that takes options."""
+    rooms = [room.name for room in pkgutil.iter_modules(hw.__path__, "headwater.") if room.ispkg]
+    for room in map(importlib.import_module, ["headwater", *rooms]):
+        for name in getattr(room, "__all__", ()):
+            if inspect.isfunction(one := getattr(room, name)):
+                yield f"{room.__name__}.{name}", one
+    classes = [hw.HookedModel, hw.HookedModel.__mro__[2], hw.Circuit, *Result.__subclasses__()]
+    for kind in (kind for kind in classes if kind.__module__.startswith("headwater.")):
+        for name, member in vars(kind).items():
+            if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod)):
+                yield f"{kind.__name__}.{name}", getattr(kind, name)
+
+
+def test_every_public_function_says_of_an_option_that_it_does_not_have_which_was_meant():
+    refused = 0
+    for name, call in public_calls():
+        if not takes_any_option(call):
+            with pytest.raises(InputError, match=rf"^{name.split('.')[-1]} has no option no_such_option=\."):
+                call(no_such_option=1)
+            refused += 1
+    assert refused > 150
+    model, asked = hw.load(), {"sites": "z", "metric": hw.probability(" a"), "progress": False}
+    with pytest.raises(InputError, match=r"patch has no option layer=\. Did you mean 'layers'"):
+        hw.patch(model, " the cat", " the dog", layer=[0], **asked)
+    with pytest.raises(InputError, match=r"cache has no option head=\. Did you mean 'heads'"):
+        model.cache(" the cat", head=[0])
+
+
+def test_an_argument_that_nothing_can_read_is_named_and_an_error_of_another_cause_is_not_touched():
+    endless: list = []
+    endless.append(endless)
+
+    def fails(value):
+        raise RecursionError("of another cause")
+
+    for value, flaw in ((endless, "holds itself"), (deep_list(), "deep in one"), ([torch.eye(2).to_sparse()], "dense")):
+        with pytest.raises(InputError, match=rf"^value= of fails .*{flaw}"):
+            checked_call(fails)(value)
+    with pytest.raises(RecursionError, match="of another cause"):
+        checked_call(fails)([1, [2, 3]])

@@ -8,6 +8,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import random
@@ -25,6 +26,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import RunFolderError
+from headwater.likelihood.graph import DepthGraph
 from headwater.models.caches import collection
 from headwater.runs import storage
 from headwater.runs.folder import RunFolder, run_pieces
@@ -144,6 +146,21 @@ def circuit_of(model: hw.HookedModel) -> hw.Circuit:
     return hw.edges(model, *PAIR, method="eap", **ASKED).circuit(20)
 
 
+@functools.cache
+def answered_by(model: hw.HookedModel) -> hw.AnsweredQuestions:
+    return hw.answer(model, hw.load_questions("natural", sample=60), **QUIET)
+
+
+def few_nodes() -> DepthGraph:
+    graph = hw.load_depth_graph()
+    return dataclasses.replace(graph, table=graph.table.head(60))
+
+
+@functools.cache
+def probe_of(model: hw.HookedModel) -> hw.Probe:
+    return hw.trace_pathways(model, answered_by(model), token="before_answer", seeds=1, controls=False, **QUIET).probe
+
+
 CALLS = {
     "edges": lambda m, out: hw.edges(m, *PAIR, receivers=["mlp", "logits"], out=out, **ASKED),
     "path_patch": lambda m, out: hw.path_patch(
@@ -155,12 +172,29 @@ CALLS = {
     ),
     "run_circuits": lambda m, out: hw.run_circuits(m, *PAIR, circuit_of(m), placebos=4, out=out, **ASKED),
     "find_circuit": lambda m, out: hw.find_circuit(m, *PAIR, threshold=1.0, budget=40, placebos=2, out=out, **ASKED),
+    "find_circuit to its end": lambda m, out: hw.find_circuit(
+        m, *PAIR, threshold=2.0, by="signed", placebos=2, out=out, **ASKED
+    ),
+    "circuit_curve": lambda m, out: hw.circuit_curve(
+        m, hw.edges(m, *PAIR, method="eap", **ASKED), *PAIR, sizes=(0.1, 0.5), placebos=2, out=out, **ASKED
+    ),
+    "attribution": lambda m, out: hw.direct_logit_attribution(
+        m, list(PAIR) * 20, tokens=(" Paris", " Rome"), batch_size=4, out=out, **QUIET
+    ),
     "cache": lambda m, out: cached(m, out=out, **QUIET),
     "patch": lambda m, out: hw.patch(m, *([one] * 12 for one in PAIR), sites=["z", "mlp_out"], out=out, **ASKED),
     "knockout": lambda m, out: hw.knockout(m, [PAIR[0]] * 12, block=("last", (1, 2)), window=2, out=out, **ASKED),
     "classify_heads": lambda m, out: hw.classify_heads(m, relations=hw.load_relations()[:2], out=out, **QUIET),
     "answer": lambda m, out: hw.answer(m, hw.load_questions("natural", sample=40), batch_size=8, out=out, **QUIET),
     "token_statistics": lambda m, out: hw.token_statistics(m, list(PAIR) * 20, batch_size=4, out=out, **QUIET),
+    "memorization": lambda m, out: hw.memorization(m, few_nodes(), controls=False, out=out, **QUIET),
+    "trace_pathways": lambda m, out: hw.trace_pathways(
+        m, answered_by(m), token="before_answer", seeds=2, out=out, **QUIET
+    ),
+    "saliency": lambda m, out: hw.saliency(m, answered_by(m), probe=probe_of(m), out=out, **QUIET),
+    "detect": lambda m, out: hw.detect(
+        m, answered_by(m), methods=("question", "probe"), token="before_answer", seeds=1, out=out, **QUIET
+    ),
 }
 """Calls that work in pieces, on the embedded model."""
 
@@ -168,8 +202,9 @@ CALLS = {
 def attack(name: str, tmp_path: Path, kills: int) -> int:
     """Kill a call at random moments and change a byte of a piece now and then; return how many kills there were."""
     model, rng, call = hw.load(), chance.rng(), CALLS[name]
-    start = time.perf_counter()
     call(model, tmp_path / "whole")
+    start = time.perf_counter()
+    os.waitpid(started(partial(call, model, tmp_path / "timed")), 0)
     duration = time.perf_counter() - start
     expected, done, run = records(tmp_path / "whole"), 0, 0
     while done < kills:
@@ -298,3 +333,22 @@ def test_the_systems_own_limit_on_a_write_is_the_same_error(tmp_path, wanted):
     assert "File too large" in message
     work(out)
     assert files(out) == wanted
+
+
+def test_a_circuit_file_in_which_a_bit_was_changed_is_refused_or_the_same_circuit(tmp_path):
+    """Bytes that say nothing of the circuit, such as what wrote the file, may differ."""
+    model, rng = hw.load(), chance.rng()
+    circuit = circuit_of(model)
+    file = circuit.save(tmp_path / "circuit.parquet")
+    whole, refused = file.read_bytes(), 0
+    for _ in range(300):
+        file.write_bytes(flipped(whole, rng))
+        try:
+            again = hw.Circuit.load(file)
+        except RunFolderError:
+            refused += 1
+        else:
+            assert again == circuit
+            assert (again.seen, again.model) == (circuit.seen, circuit.model)
+            np.testing.assert_array_equal(again.effects, circuit.effects)
+    assert refused > 100

@@ -31,18 +31,36 @@ import torch
 from safetensors.torch import save_file
 
 import headwater as hw
-from headwater.heads.ablation import ablate_heads
-from headwater.heads.circuit_vectors import singular_vectors
-from headwater.heads.composition import composition_scores
-from headwater.heads.coverage import relation_coverage
-from headwater.heads.patterns import attention_classes
-from headwater.heads.salient import salient_operations
-from headwater.heads.validation import dynamic_scores
+from headwater.heads import (
+    ablate_heads,
+    attention_classes,
+    composition_scores,
+    dynamic_scores,
+    relation_coverage,
+    salient_operations,
+    singular_vectors,
+)
+from headwater.models import open_weights
 from headwater.models.embedded import world_folder
-from headwater.models.weights.opening import open_weights
 from tests.planted_lookup import question_lookup
 from tests.test_trace import ask
 from tests.tiny import WORDS, tiny_folder, tiny_model, tiny_tokenizer
+
+
+def deep_list() -> list[Any]:
+    """3,000 lists in one another."""
+    within: list[Any] = [1]
+    for _ in range(3000):
+        within = [within]
+    return within
+
+
+def list_of_itself() -> list[Any]:
+    """A list that holds itself."""
+    within: list[Any] = []
+    within.append(within)
+    return within
+
 
 WRONG: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
@@ -78,9 +96,13 @@ WRONG: dict[str, Callable[[], Any]] = {
     "[3]": lambda: [3],
     "tensor of 2.5": lambda: torch.tensor(2.5),
     "module": lambda: hw,
+    "deep list": deep_list,
+    "list of itself": list_of_itself,
+    "sparse tensor": lambda: torch.eye(2).to_sparse(),
 }
 FEW = (
     "object", "10**30", "text", "long text", "['x', 3]", "{'a': 1}", "class", "array", "tensor of 2.5", "empty frame",
+    "deep list", "list of itself", "sparse tensor",
 )  # fmt: skip
 """Those that found what the others did not."""
 FEWER = ("object", "array")

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from headwater.calls import checked_calls
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.reach import on_a_path
 from headwater.errors import InputError, RunFolderError
@@ -37,8 +38,9 @@ from headwater.options import (
 )
 from headwater.registry import Registry
 from headwater.runs.claim import Claim
+from headwater.runs.identity import digest
 from headwater.runs.result import DRAWINGS, bundle_of, shown_by
-from headwater.runs.storage import make_folder, write_atomically
+from headwater.runs.storage import SEAL, make_folder, write_atomically
 from headwater.runs.view import View
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ CLAIMS: Registry[str, Callable[..., Claim]] = Registry("claim", "headwater.circu
 Prompts = tuple[tuple[int, ...], ...]
 
 
+@checked_calls
 @dataclass(frozen=True, eq=False, repr=False)
 class Circuit:
     """A set of edges of a graph. `|`, `&`, `-`, `~` and `==` are those of sets; `name in circuit`, `len(circuit)`."""
@@ -143,7 +146,7 @@ class Circuit:
         """
         file, graph = checked_path("path", path), self.graph
         sizes = [graph.n_layers, graph.n_heads, graph.n_kv_heads, int(graph.parallel)]
-        about = {"graph": sizes, "seen": self.seen, "model": self.model}
+        about = {"graph": sizes, "seen": self.seen, "model": self.model, SEAL: self._hash()}
         table = pa.Table.from_pandas(self.table, preserve_index=False)
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), METADATA: json.dumps(about).encode()})
         make_folder(file.parent)
@@ -166,11 +169,13 @@ class Circuit:
             edges = [graph.edge_named(name) for name in table["edge"].to_pylist()]
             seen = tuple(tuple(int(i) for i in ids) for ids in about["seen"])
             effects = np.asarray(table["effect"].to_numpy(), dtype=np.float64)
-            model = str(about.get("model", ""))
+            loaded = made(graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen, str(about["model"]))
+            if about[SEAL] != loaded._hash():
+                raise ValueError("it was changed since it was written")
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
             reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise RunFolderError(f"{file} holds no circuit that Circuit.save wrote ({reason}).") from None
-        return made(graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen, model)
+        return loaded
 
     def claim(
         self,
@@ -302,6 +307,10 @@ class Circuit:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str | bytes]:
         return bundle_of(self) if len(self) else {"text/plain": repr(self), "text/html": self._repr_html_()}
+
+    def _hash(self) -> str:
+        """Hash all that is kept of it."""
+        return digest([said(self.graph), self.seen, self.model, self.table])
 
     @cached_property
     def _effect_of(self) -> dict[int, float]:

@@ -30,6 +30,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.calls import checked_calls
 from headwater.detection.reweighting import Reweighted, Strength
 from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.models.generation.steps import next_logits
@@ -52,6 +53,7 @@ QUESTION_NUMBERS = ("popularity", "depth")
 TENSORS, DESCRIPTION = "detector.safetensors", "detector.json"
 
 
+@checked_calls
 @dataclass(frozen=True, eq=False)
 class Detector:
     """What was fitted on the answers to one question set; scores new answers of the same model."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headwater.calls import checked_calls, takes_no_more
 from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.kernels.devices import sent
 from headwater.models.cache_names import attentions_of, cache_options, reached
@@ -46,7 +47,7 @@ from headwater.models.generation.sampling import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
 from headwater.models.hints import warn_of_no_template, warn_of_two_beginnings
 from headwater.models.identified import Identified
-from headwater.models.other_options import GENERATE, HOOKS, RUN, takes_no_more
+from headwater.models.other_options import GENERATE, HOOKS, RUN
 from headwater.models.part_names import Heads
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
@@ -74,6 +75,7 @@ class _WithAdvice(type):
             raise AttributeError(what_a_class_would_use(cls, name))
 
 
+@checked_calls
 class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
     """A transformer with hooks, in evaluation mode, its weights exactly as the checkpoint stores them.
 

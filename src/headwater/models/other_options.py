@@ -1,16 +1,5 @@
 """Options of `generate`, `from_pretrained` and `hooks` elsewhere, and what is used in their place here."""
 
-from __future__ import annotations
-
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
-
-from headwater.errors import InputError, did_you_mean
-
-P = ParamSpec("P")
-R = TypeVar("R")
 BEGINS = "hw.load(..., bos=) says what texts begin with (model.bos)"
 GENERATE = {
     "input": "the first argument is prompts",
@@ -77,27 +66,3 @@ HOOKS = {
     "clear_contexts": ENDS,
 }
 """By option of `hooks` elsewhere: what to use here."""
-
-
-def takes_no_more(ways: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function say of an option that it does not have what to use in its place.
-
-    Args:
-        ways: by option of another library, what is used here.
-    """
-
-    def wrap(function: Callable[P, R]) -> Callable[P, R]:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
-
-        @functools.wraps(function)
-        def call(*args: P.args, **options: P.kwargs) -> R:
-            for name in options:
-                if name not in known:
-                    here = f"{function.__name__} has no option {name}="
-                    way = ways.get(name)
-                    raise InputError(f"{here}: {way}." if way else f"{here}.{did_you_mean(name, known)}")
-            return function(*args, **options)
-
-        return call
-
-    return wrap

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwater.calls import checked_calls
 from headwater.errors import InputError
 from headwater.kernels.devices import usable_device
 from headwater.models.edits import Hook, HookFunction, looks
@@ -44,6 +45,7 @@ SWITCHED = {
 RETURNS = ("logits", "loss", "both")
 
 
+@checked_calls
 class TransformerLensNames(ParametersByHead):
     """The names that TransformerLens's users know; every one runs through headwater's own."""
 

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headwater.calls import checked_calls
 from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.options import checked_path, shown
 from headwater.registry import Registry
@@ -70,6 +71,7 @@ class Result:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        checked_calls(cls)
         if "report" in vars(cls):
             cls.report = _printable(cls.report)  # type: ignore[method-assign]
 
