@@ -21,7 +21,8 @@ from headwater.rooms import homes_of
 
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
 TIERS = """
-axes colors elsewhere errors names version waiting
+axes colors errors names version waiting
+foreign_names
 calls rooms options registry progress
 kernels stats data
 runs

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from headwater.errors import InputError, did_you_mean
+from headwater.foreign_names import hint_for
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,13 +21,8 @@ DEEPEST = 100
 """Lists in one another beyond which nothing is meant."""
 
 
-def checked_call(function: Callable[P, R], ways: Mapping[str, str] | None = None) -> Callable[P, R]:
-    """Let a function say which option was meant, and which of its arguments cannot be read.
-
-    Args:
-        function: a public function or method.
-        ways: by option of another library, what is used here.
-    """
+def checked_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a public function or method say which option was meant, and which of its arguments cannot be read."""
     if hasattr(function, "is_checked"):
         return function
     parameters = inspect.signature(function).parameters.values()
@@ -38,8 +34,8 @@ def checked_call(function: Callable[P, R], ways: Mapping[str, str] | None = None
     def call(*args: P.args, **options: P.kwargs) -> R:
         for name in () if takes_any else options:
             if name not in known:
-                here, way = f"{function.__name__} has no option {name}=", (ways or {}).get(name)
-                raise InputError(f"{here}: {way}." if way else f"{here}.{did_you_mean(name, known)}")
+                here, hint = f"{function.__name__} has no option {name}=", hint_for(function.__name__, name)
+                raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
         try:
             return function(*args, **options)
         except (RuntimeError, TypeError, ValueError):
@@ -50,11 +46,6 @@ def checked_call(function: Callable[P, R], ways: Mapping[str, str] | None = None
 
     call.is_checked = True  # type: ignore[attr-defined]
     return call
-
-
-def takes_no_more(ways: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return the decorator that checks a function's calls, with what is used here for options of another library."""
-    return functools.partial(checked_call, ways=ways)
 
 
 def checked_calls(kind: C) -> C:

@@ -42,11 +42,11 @@ def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             return found
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
-        from headwater.elsewhere import what_to_use
         from headwater.errors import did_you_mean
+        from headwater.foreign_names import hint_for
 
-        way = what_to_use(name)
-        said = f": {way}." if way else f".{did_you_mean(name, {*homes, *modules})}"
+        hint = hint_for("package", name)
+        said = f": {hint}." if hint else f".{did_you_mean(name, {*homes, *modules})}"
         if _asked_by_import(sys._getframe(1)):
             raise ImportError(f"cannot import name {name!r} from {package!r}{said}", name=package)
         raise AttributeError(f"module {package!r} has no attribute {name!r}{said}")

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
+from headwater.foreign_names import hint_for
 from headwater.models.reading import now_reading
 from headwater.models.sites import SITES, Carrier, place_named
-from headwater.models.transformer_lens_ways import WAYS
 from headwater.options import shown
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ class Attachments:
                     raise InterventionError(f"TransformerLens refused a hook at {named}: {error}") from None
                 raise InterventionError(
                     f"A hook at {named} cannot be used: models make no copies of what heads and MLPs read or write; "
-                    f"{WAYS['set_use_attn_result']}; hw.path_patch changes what a receiver reads."
+                    f"{hint_for('model', 'set_use_attn_result')}; hw.path_patch changes what a receiver reads."
                 ) from None
             yield
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headwater.calls import checked_calls, takes_no_more
+from headwater.calls import checked_calls
 from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.foreign_names import missing
 from headwater.kernels.devices import sent
 from headwater.models.cache_names import attentions_of, cache_options, reached
 from headwater.models.caches.cache import Cache
@@ -47,7 +48,6 @@ from headwater.models.generation.sampling import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
 from headwater.models.hints import warn_of_no_template, warn_of_two_beginnings
 from headwater.models.identified import Identified
-from headwater.models.other_options import GENERATE, HOOKS, RUN
 from headwater.models.part_names import Heads
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
@@ -58,7 +58,6 @@ from headwater.models.sites import Site, hook_name, place_named
 from headwater.models.tokenizers import said_tokens
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
-from headwater.models.transformer_lens_ways import what_a_class_would_use, what_to_use
 from headwater.models.unwrapped import Remembered
 from headwater.names import SiteName
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
@@ -72,7 +71,7 @@ class _WithAdvice(type):
         def __getattr__(cls, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-            raise AttributeError(what_a_class_would_use(cls, name))
+            raise AttributeError(missing(f"The class {cls.__name__}", "model", name, dir(cls)))
 
 
 @checked_calls
@@ -139,7 +138,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):
                 return object.__getattribute__(self, name)
-            raise AttributeError(what_to_use(self, name))
+            raise AttributeError(missing("A HookedModel", "model", name, dir(type(self)), vars(self).get("raw")))
 
     def __repr__(self) -> str:
         shape = self.shape
@@ -220,7 +219,6 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {self.shape.d_vocab}.")
         return token_strings(self.tokenizer, ids)
 
-    @takes_no_more(RUN)
     def run(
         self,
         inputs: Inputs,
@@ -280,7 +278,6 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             out = out[torch.arange(len(out), device=out.device), here][:, None]
         return out
 
-    @takes_no_more(HOOKS)
     @contextlib.contextmanager
     def hooks(self, hooks: Iterable[Hook | PromptHook]) -> Iterator[None]:
         """Attach hooks for as long as the context lasts; no other thread can run the model meanwhile.
@@ -337,7 +334,6 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             progress=progress,
         )
 
-    @takes_no_more(GENERATE)
     def generate(
         self,
         prompts: Inputs,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headwater.calls import takes_no_more
+from headwater.calls import checked_call
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models import checks
@@ -27,7 +27,6 @@ from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedde
 from headwater.models.families import FAMILIES, text_config
 from headwater.models.hints import warn_of_other_beginnings
 from headwater.models.hooked import HookedModel
-from headwater.models.other_options import LOAD
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.pretrained import read_pretrained, refuse_unless_it_fits
 from headwater.models.shape import ModelShape, shape_of
@@ -50,7 +49,7 @@ NATIVE = "TransformerLensNative"
 """What TransformerLens calls its own models behind a bridge; their blocks are serial, whatever their config says."""
 
 
-@takes_no_more(LOAD)
+@checked_call
 def load(
     what: object = None,
     *,

@@ -1,7 +1,7 @@
 """What TransformerLens's users type: its names and shapes on a headwater model, through headwater's hooks and checks.
 
 `run_with_cache`, `run_with_hooks`, `model(tokens)`, `to_tokens` and its like. `cfg` is in
-`headwater.models.transformer_lens_ways`, the parameters are in `headwater.models.weights.parameters_by_head`. Weights
+`headwater.foreign_names`, the parameters are in `headwater.models.weights.parameters_by_head`. Weights
 are those of the checkpoint, unprocessed. Hooks follow the rules of `headwater.models.edits`: a hook gets a copy and
 must return what it wrote, a name that does not exist or that nothing passes through is an error, and an edit of
 `hook_resid_mid` reaches the skip connection.
@@ -23,7 +23,7 @@ from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import failures_named
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
-from headwater.models.transformer_lens_ways import Config
+from headwater.models.transformer_lens_config import Config
 from headwater.models.weights.parameters_by_head import ParametersByHead
 from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
 

@@ -9,24 +9,15 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater import elsewhere
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.models import other_options, transformer_lens_ways
+from headwater.foreign_names import HINTS, hint_for
 from headwater.runs.result import Result
 from tests.wrong_calls import deep_list
 
-SAID = [
-    *elsewhere.WAYS.items(),
-    *transformer_lens_ways.WAYS.items(),
-    *other_options.GENERATE.items(),
-    *other_options.LOAD.items(),
-]
 
-
-@pytest.mark.parametrize(("name", "said"), SAID, ids=[f"{name}-{number}" for number, (name, _) in enumerate(SAID)])
-def test_what_is_said_of_other_names_exists(name, said, llama):
-    text = said.format(name=name)
+def test_what_is_said_of_other_names_exists(llama):
+    text = " ".join(hint_for(place, name) for place, name in HINTS)
     for path in re.findall(r"\bhw\.(\w+(?:\.[a-z]\w*|\.[A-Z]\w*)*)", text):
         found = hw
         for part in path.split("."):
@@ -38,9 +29,9 @@ def test_what_is_said_of_other_names_exists(name, said, llama):
 
 
 def test_none_of_them_is_a_name_or_an_option_of_headwater():
-    assert not {name for name in elsewhere.WAYS if name in dir(hw)}
-    assert not set(other_options.GENERATE) & set(inspect.signature(hw.HookedModel.generate).parameters)
-    assert not set(other_options.LOAD) & set(inspect.signature(hw.load).parameters)
+    functions = {"load": hw.load, **{name: getattr(hw.HookedModel, name) for name in ("generate", "run", "hooks")}}
+    for place, name in HINTS:
+        assert name not in (inspect.signature(functions[place]).parameters if place in functions else dir(hw))
 
 
 @pytest.mark.parametrize(

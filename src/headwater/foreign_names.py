@@ -1,0 +1,146 @@
+"""Names and options of other libraries, and what does the same here: errors say it.
+
+A table for each place where such a name is met: in the package, of a model, and as an option of a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headwater.errors import did_you_mean
+
+LOAD_IT = "hw.load(name) loads a model: a hub name, a folder, or a model in memory"
+HOOKS_END = "hooks end with the run, or with the context `with model.hooks([(name, function)]):`"
+BEGINS = "hw.load(..., bos=) says what texts begin with (model.bos)"
+AS_STORED = "weights stay as the checkpoint stores them: nothing is folded or centred"
+EVALUATES = "a model is always in evaluation mode"
+DRAWS = "temperature, top_p and top_k are what draws take"
+KEPT = "keys and values are always kept"
+AUTO = "device='auto' spreads the layers over all CUDA devices"
+
+PACKAGE = {
+    "HookedTransformer TransformerBridge load_model from_pretrained get_model Model model LanguageModel NNsight "
+    "IntervenableModel ReplacementModel AutoModel AutoModelForCausalLM": f"{LOAD_IT}; it has TransformerLens's names",
+    "ActivationCache": "model.run_with_cache(tokens) returns TransformerLens's, model.cache(texts) a hw.Cache",
+    "HookPoint HookedRootModule add_hook hooks": HOOKS_END,
+    "FactoredMatrix SVDInterpreter": "hw.heads.singular_vectors(model, layer, head), hw.heads.composition_scores",
+    "utils get_act_name": "a hook's name is hw.models.SITES['z'].hook_name(layer)",
+    "test_prompt": "model.generate(prompt); hw.log_probability(answer) and hw.rank(answer) are metrics of hw.patch",
+    "head_detector detect_head": "hw.classify_heads(model), hw.attention_behaviour(model)",
+    "run run_with_cache run_with_hooks to_tokens to_str_tokens tokenize cache generate": "a model has it: model = "
+    "hw.load(name), then model.{name}(...)",
+    "activation_patching activation_patch causal_tracing": "hw.patch(model, clean, corrupted, sites=..., metric=...)",
+    "attribution_patching": "hw.patch(..., method='attribution'); of edges, hw.edges(..., method='eap')",
+    "path_patching": "hw.path_patch(model, clean, corrupted, senders=..., receivers=..., metric=...)",
+    "ablation zero_ablation mean_ablation": "hw.ablate(model, prompts, heads=..., values='zero' or 'mean', metric=...)",
+    "logit_lens tuned_lens LogitLens TunedLens": "hw.lens(model, prompts)",
+    "steer steering": "model.generate(prompts, [hw.edit(site, layer, hw.add(vector))])",
+    "SAE Transcoder": "hw.load_sae(folder), or hw.features(encode, decode, at=..., layer=...)",
+    "plot view summary report": "every result has it: result.{name}()",
+    "load_dataset datasets": "hw.load_questions, hw.load_member_texts and hw.load_relations read data",
+}
+MODEL = {
+    "add_hook add_perma_hook": HOOKS_END,
+    "reset_hooks remove_all_hook_fns": f"there is nothing to reset: {HOOKS_END}",
+    "blocks": "activations: model.run_with_cache(tokens) or model.cache(...); parameters: model.W_Q ... model.W_O",
+    "W_in": "headwater.models.open_weights(model) has heads and embeddings; MLPs are under model.raw.blocks[layer].mlp",
+    "ln_final": "its gain is headwater.models.open_weights(model).final_norm_gain(); its hook ln_final.hook_normalized",
+    "unembed": "use model.W_U and model.b_U",
+    "embed": "use model.W_E",
+    "W_pos": "some families alone learn positions: model.raw.pos_embed.W_pos; rotary ones turn queries and keys",
+    "parameters": "headwater.models.open_weights(model) has them by name, layer by layer",
+    "QK": "multiply model.W_Q[layer, head] @ model.W_K[layer, head].T",
+    "OV": "multiply model.W_V[layer, head] @ model.W_O[layer, head]",
+    "tokens_to_residual_directions": "use model.W_U[:, token]",
+    "set_use_attn_result": "what each head writes is cache['z', layer] times model.W_O[layer]; see also "
+    "hw.direct_logit_attribution(model, prompts, tokens=...)",
+    "eval train": EVALUATES,
+    "to cuda half bfloat16 float double": "choose it when the model is loaded: hw.load(name, device=..., dtype=...)",
+    "from_pretrained load from_pretrained_no_processing": "hw.load(name)",
+    "load_and_process_state_dict fold_layer_norm center_writing_weights center_unembed": AS_STORED,
+    "enable_compatibility_mode": AS_STORED,
+    "loss_fn": "model(tokens, return_type='loss', loss_per_token=True)",
+    "hook_points hook_dict": "hooks are given by name, with the run: model.run_with_hooks(tokens, fwd_hooks=[(name, "
+    "function)])",
+}
+LOAD = {
+    "fold_ln center_writing_weights center_unembed fold_value_biases refactor_factored_attn_matrices": AS_STORED,
+    "hf_model model_name": "give it as the first argument: hw.load(name), hw.load(hf_model, tokenizer=...)",
+    "torch_dtype": "it is called dtype=",
+    "device_map n_devices": AUTO,
+    "move_to_device": "device= says where it runs",
+    "default_padding_side": "texts are padded on the right, and masked",
+    "default_prepend_bos": BEGINS,
+    "checkpoint_index checkpoint_value": "revision= names a revision of the hub, such as 'step1000'",
+    "first_n_layers": "model.run(texts, stop_at=layer) runs the layers below one",
+    "cache_dir": "the hub's cache is where HF_HOME says",
+    "token": "`hf auth login` once, or HF_TOKEN",
+    "load_in_8bit load_in_4bit quantization_config": "dtype='bfloat16'; quantized weights are refused",
+}
+GENERATE = {
+    "input": "the first argument is prompts",
+    "verbose": "progress=False shows no bar",
+    "prepend_bos": f"{BEGINS}; otherwise give token ids, model.to_tokens(text, prepend_bos=False).tolist()",
+    "stop_at_eos eos_token_id": "a text ends at the model's end token; stop= ends it at texts, too",
+    "stop_strings": "stop= takes a text or texts",
+    "freq_penalty repetition_penalty": DRAWS,
+    "num_beams": "it is greedy, or draws: do_sample=True",
+    "num_return_sequences": "repeat the prompt: [prompt] * 5 with do_sample=True gives five different texts",
+    "use_past_kv_cache use_cache": KEPT,
+    "padding_side": "prompts are padded on the right, and masked",
+    "return_type return_dict_in_generate": "texts come back; return_tokens=True gives the ids, too",
+    "output_logits": "model.run(texts) gives logits",
+    "max_length": "max_new_tokens= counts what is written",
+}
+RUN = {
+    "fwd_hooks": "the second argument is hooks, pairs (name, function) or hw.edit(...)",
+    "bwd_hooks": "grad=True records gradients",
+    "prepend_bos": f"{BEGINS}; or give token ids, model.to_tokens(text, prepend_bos=False)",
+    "return_type": "logits come back; hw.token_statistics(model, texts) has log-probabilities",
+    "stop_at_layer": "it is called stop_at=",
+    "names_filter": "model.cache(texts, sites=...) keeps activations",
+    "output_hidden_states": "model.cache(texts, residual=True) keeps the residual stream",
+    "output_attentions": "model.cache(texts, attention=True) keeps the patterns",
+    "cache past_kv_cache": "keys and values of the tokens before are past_key_values=",
+    "use_cache": "keys and values are not returned; past_key_values= takes a cache of transformers, and fills it",
+    "batch_size": "all inputs are one batch; model.cache(texts, batch_size=...) takes some at a time",
+}
+HOOKS = {
+    "fwd_hooks": "hooks come first, as in `with model.hooks([(name, function)]):`",
+    "bwd_hooks": "model.run(tokens, hooks, grad=True) records gradients",
+    "reset_hooks_end clear_contexts": "hooks end with the context",
+}
+TABLES = {"package": PACKAGE, "model": MODEL, "load": LOAD, "generate": GENERATE, "run": RUN, "hooks": HOOKS}
+HINTS = {
+    (place, name): hint for place, table in TABLES.items() for names, hint in table.items() for name in names.split()
+}
+
+
+def hint_for(place: str, name: str) -> str | None:
+    """Return what does here what another library has under a name; None for a name that is not known.
+
+    Args:
+        place: where the name was met: "package", "model", or the function that was given it as an option.
+        name: the name.
+    """
+    hint = HINTS.get((place, name))
+    return hint.format(name=name) if hint and place == "package" else hint
+
+
+def missing(owner: str, place: str, name: str, known: Iterable[str], raw: object = None) -> str:
+    """Say of a name that something does not have what to use in its place.
+
+    Args:
+        owner: what does not have it, as the sentence begins.
+        place: of its table of hints.
+        name: the name.
+        known: the names that it has.
+        raw: TransformerLens's own model, which may have it.
+    """
+    hint, here = hint_for(place, name), f"{owner} has no {name!r}"
+    if hasattr(raw, name):
+        own = (
+            f" model.raw.{name} is TransformerLens's own, past headwater's checks (docs: Coming from TransformerLens)."
+        )
+        return f"{here}{f': {hint}' if hint else ''}.{own}"
+    return f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, [one for one in known if one[:1] != '_'])}"
