@@ -78,7 +78,7 @@ def test_a_planted_head_writes_its_targets_along_its_singular_vectors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer": 9}, "has 3 layers of 4 heads"),
+        ({"layer": 9}, "There is no layer 9; they are 0 to 2"),
         ({"circuit": "vo"}, "circuit='vo' is not one of ov, qk"),
         ({"embedding": "mlp"}, "embedding='mlp'"),
         ({"vectors": 9}, "vectors=9 must be from 1 to 8"),

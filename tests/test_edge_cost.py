@@ -29,7 +29,9 @@ def wide(family: str) -> hw.HookedModel:
     sizes = SIZES if family == "gpt2" else SIZES | GROUPED
     config = made(vocab_size=300, **sizes, bos_token_id=0, eos_token_id=0, pad_token_id=1)
     config._attn_implementation = "eager"
-    return hw.load(tf.AutoModelForCausalLM.from_config(config).eval(), tokenizer=tiny_tokenizer())
+    model = hw.load(tf.AutoModelForCausalLM.from_config(config).eval(), tokenizer=tiny_tokenizer())
+    hw.edges(model, *prompts(), metric=DIFFERENCE, receivers="logits", **QUIET)  # what is looked at once of a model
+    return model
 
 
 def prompts() -> tuple[list[list[int]], list[list[int]]]:

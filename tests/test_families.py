@@ -21,8 +21,8 @@ from tests.tiny import CONFIGS, WORDS, tiny_tokenizer
 LISTED = (
     "bloom", "cohere", "cohere2", "falcon", "falcon-2", "falcon-new-decoder",
     "falcon-rw", "gemma1", "gemma3-with-vision", "gpt-neo", "gpt-oss", "gptj", "granite",
-    "granite-moe", "llava", "mixtral", "mpt", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2-moe",
-    "qwen3-moe", "smollm3", "stablelm", "stablelm-parallel",
+    "granite-moe", "internlm3", "iquestcoder", "llava", "mixtral", "mpt", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "phi3", "qwen2-moe", "qwen3-moe", "smollm3", "stablelm", "stablelm-parallel",
 )  # fmt: skip
 """Random models of the families whose folders other tests do not read."""
 EXAONE_4 = Family(

@@ -52,5 +52,5 @@ def test_a_planted_head_is_salient_about_its_sources_and_shows_its_targets():
 
 def test_a_head_that_does_not_exist_is_refused():
     weights = open_weights(hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer()))
-    with pytest.raises(InputError, match="3 layers of 4 heads"):
+    with pytest.raises(InputError, match="There is no layer 3; they are 0 to 2"):
         salient_operations(weights, 3, 0)

@@ -157,7 +157,8 @@ def resolve_indices(values: Any, size: int, axis: str, option: str | None = None
     except TypeError:
         raise InputError(f"{option}={shown(values)} are not whole numbers; they are 0 to {size - 1}.") from None
     if outside := [index for index in given if not -size <= index < size]:
-        raise InputError(f"There is no {axis} {outside[0]}; they are 0 to {size - 1}.")
+        where = f"{option}={shown(given)}: there" if option != f"{axis}s" else "There"
+        raise InputError(f"{where} is no {axis} {outside[0]}; they are 0 to {size - 1}.")
     found = sorted({index % size for index in given})
     if not found or len(found) < len(given):
         raise InputError(f"{option}={shown(given)} must name at least one {axis}, each once.")

@@ -21,7 +21,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.lenses.tuned_lens import load_tuned_lens
 from headwater.models.memory import failures_named
-from headwater.options import resolve_indices
+from headwater.options import resolve_indices, shown
 from headwater.runs.identity import digest
 
 Lens: TypeAlias = str | Path | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]

@@ -247,12 +247,13 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
     """
     metrics = []
     for one in list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]:
+        plain = getattr(one, "__wrapped__", one)  # hw.logit_difference is the function here, with its calls checked
         if isinstance(one, Metric):
             metrics.append(one)
         elif isinstance(one, str) and one in METRICS and not answers_of(one):
             metrics.append(METRICS[one]())
         elif uncalled := next(
-            (name for name, maker in METRICS.items() if maker is one or (isinstance(one, str) and one == name)), None
+            (name for name, maker in METRICS.items() if maker is plain or (isinstance(one, str) and one == name)), None
         ):
             maker = METRICS[uncalled]
             called = f"hw.{uncalled}" if maker.__module__ == __name__ else maker.__name__
