@@ -100,6 +100,15 @@ WITH_GRADIENTS = {
 """The same; the made-up device takes no gradients, so that copies to the device are not counted."""
 
 
+QUICK = ("patch heads", "knockout", "token statistics", "heads", "cache", "estimates of edges")
+"""Those that `make test` counts; the others are in the slow lane."""
+
+
+def of_each(names):
+    """A case for each name."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(scope="module")
 def models():
     """`models(n_layers, n_heads, there)` is a random model of that size, made once, on the device or on the CPU."""
@@ -196,7 +205,7 @@ def test_it_counts_waits_for_the_card_alone():
     assert syncs.count == 6
 
 
-@pytest.mark.parametrize("name", NEVER_MORE)
+@pytest.mark.parametrize("name", of_each(NEVER_MORE))
 def test_waits_do_not_grow_with_layers_heads_tokens_or_examples(name, waits):
     work = NEVER_MORE[name]
     few = waits(work)
@@ -206,7 +215,7 @@ def test_waits_do_not_grow_with_layers_heads_tokens_or_examples(name, waits):
         assert many.total() <= few.total(), (more, many - few)
 
 
-@pytest.mark.parametrize("name", [*PER_LAYER, *WITH_GRADIENTS])
+@pytest.mark.parametrize("name", of_each([*PER_LAYER, *WITH_GRADIENTS]))
 def test_waits_grow_with_layers_by_a_known_number_and_not_with_heads_or_tokens(name, waits):
     per_layer, work = (PER_LAYER | WITH_GRADIENTS)[name]
     waits = partial(waits, work, gradients=name in WITH_GRADIENTS)
