@@ -77,7 +77,7 @@ class Asking:
             template = {checked_name("template", name, known): text for name, text in template.items()}
         elif not isinstance(template, str):
             raise InputError(
-                f"template={shown(template)} is no text with {{source}}, nor a mapping of relations to these."
+                f"template={shown(template)} is neither a text with {{source}} nor a mapping of relations to such."
             )
         shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
         return cls(template, shots, checked_repeats("draws", draws), seed)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
-from headwater.options import has_no_order, is_one, shown, whole_number, whole_numbers
+from headwater.options import has_no_order, is_one, resolve_indices, shown, whole_number
 
 _LAYER, _HEAD, _OF = r"(?P<layer>\d{1,6})", r"(?P<head>\d{1,6})", r"(?:[. ]?<?(?P<of>[qkv])>?)?"
 _AT = rf"(?:[\[. ](?::, ?:, ?)?{_HEAD}\]?)?"
@@ -237,8 +237,7 @@ def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None 
             f"heads={shown(heads)} names query heads, and {kv_site} has key-value heads: give layers={of[0]} and "
             f"heads= as numbers, {numbers[0] // (sizes.n_heads // sizes.n_kv_heads)} for this one."
         )
-    asked = None if layers is None else [within(layer, sizes.n_layers, "layer") for layer in whole_numbers(layers)]
-    if asked is not None and of[0] not in asked:
+    if of[0] not in resolve_indices(layers, sizes.n_layers, "layer"):
         raise InputError(
             f"heads={shown(heads)} is of layer {of[0]}, and layers={shown(layers)} was given: leave it out."
         )

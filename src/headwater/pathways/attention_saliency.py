@@ -279,7 +279,7 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
     last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
     if last < 0:
         raise InputError(f"No head of {model.name} comes before the MLP of layer 0: attention runs beside it.")
-    asked = tuple(range(last + 1)) if layers is None else tuple(resolve_indices(layers, model.shape.n_layers, "layer"))
+    asked = tuple(range(last + 1)) if layers is None else resolve_indices(layers, model.shape.n_layers, "layer")
     above = [layer for layer in asked if layer > last]
     if above:
         raise InputError(f"layers={above} cannot reach the probe, which reads {probe.site} of layer {probe.layer}.")
