@@ -22,6 +22,7 @@ from headwater.detection.fit import AnswerSet, DetectorSetup
 from headwater.detection.methods import CLASSIFIERS, METHODS, Detector, p_true
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
+from headwater.patching.edge_knockout import Edges, knocked_out_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds
 from headwater.questions.states import probe_states
 from tests import chance
@@ -68,6 +69,18 @@ def test_no_question_stands_on_both_sides_of_a_split_and_every_answer_on_one(mod
 def recipe(**changes):
     given = {"methods": METHODS, "site": "mlp_out", "token": "exact_answer_last", "layer": None, "variant": "mask"}
     return DetectorSetup(**given | {"cross_fit": True, "reweighting": QUICK, "batch_size": 64} | changes)
+
+
+def test_states_before_and_after_the_knockout_are_those_of_plain_runs(model, answered):
+    one = AnswerSet.of(model, answered, "natural", recipe())
+    plain = probe_states(model, one.answered, batch_size=8, progress=False)
+    torch.testing.assert_close(one.states, plain, atol=1e-5, rtol=1e-4)
+    exact, table = one.answered.exact_question_tokens(), one.answered.table
+    for row in (0, len(table) - 1):
+        tokens, read = [list(table["tokens"][row])], max(table["exact_answer_tokens"][row])
+        block = Edges("after", [set(exact[row])])
+        _, after = knocked_out_states(model, tokens, block=block, at=[read], progress=False)
+        torch.testing.assert_close(one.severed[:, row], after["mlp_out"][:, 0], atol=1e-5, rtol=1e-4)
 
 
 def test_states_of_the_test_half_do_not_reach_what_is_fitted(model, answered):

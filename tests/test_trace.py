@@ -9,7 +9,7 @@ from sklearn.metrics import roc_auc_score
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import effects as measuring
-from headwater.pathways import handed_on, severed
+from headwater.pathways import severed
 from headwater.pathways.interventions import (
     Setup,
     after_states,
@@ -359,12 +359,15 @@ def test_random_tokens_are_exactly_as_many_and_rows_with_too_few_leave_the_compa
 
 
 @pytest.mark.parametrize("family", ["neox", "gemma3"])
-def test_results_do_not_depend_on_the_batch_and_the_model_is_left_unhooked(family):
+def test_results_do_not_depend_on_the_batch_or_the_pieces_and_the_model_is_left_unhooked(family, monkeypatch):
     model = hw.load(tiny_model(family), tokenizer=TOKENIZER)
     answered = random_answered(model, n=40, datasets=("a",))
     options = {"seeds": 1, "controls": False, "progress": False, "token": "answer_last"}
     before = model.run([[2, 3, 4]])
-    tables = [hw.trace_pathways(model, answered, batch_size=n, **options).table for n in (3, 64)]
+    tables = []
+    for batch_size, chunk in ((3, 20), (64, 256)):
+        monkeypatch.setattr(measuring, "CHUNK", chunk)
+        tables.append(hw.trace_pathways(model, answered, batch_size=batch_size, **options).table)
     for name in ("logit", "probability_after", "delta_logit"):
         np.testing.assert_allclose(tables[0][name], tables[1][name], atol=3e-3)
     assert torch.equal(model.run([[2, 3, 4]]), before)
@@ -374,7 +377,7 @@ def test_a_run_goes_on_where_it_stopped_and_gives_the_same(tmp_path, monkeypatch
     model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
     answered = random_answered(model, datasets=("a",))
     options = {"seeds": 2, "controls": False, "window": 2, "progress": False}
-    monkeypatch.setattr(handed_on, "CHUNK", 20)
+    monkeypatch.setattr(measuring, "CHUNK", 20)
     whole = hw.trace_pathways(model, answered, **options)
     run, calls = measuring.after_windows, []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -134,21 +133,19 @@ def pathways(
     with continues(out):
         from headwater.detection.detection import detect as run_detection
         from headwater.pathways.attention_saliency import saliency as run_saliency
-        from headwater.pathways.handed_on import handing_on
         from headwater.pathways.trace import trace_pathways
 
         loaded, answered = _answered(model, questions, options, not quiet, out)
         found: dict[str, Result] = {"answers": answered}
-        with handing_on() if detection else contextlib.nullcontext():
-            given = options.of("trace_pathways")
-            traced = trace_pathways(loaded, answered, progress=not quiet, out=_part(out, "pathways"), **given)
-            found["pathways"] = traced
-            if saliency:
-                folder = _part(out, "saliency")
-                found["saliency"] = run_saliency(loaded, answered, traced.probe, progress=not quiet, out=folder)
-            if detection:
-                folder, given = _part(out, "detection"), options.of("detect")
-                found["detection"] = run_detection(loaded, answered, progress=not quiet, out=folder, **given)
+        given = options.of("trace_pathways")
+        traced = trace_pathways(loaded, answered, progress=not quiet, out=_part(out, "pathways"), **given)
+        found["pathways"] = traced
+        if saliency:
+            folder = _part(out, "saliency")
+            found["saliency"] = run_saliency(loaded, answered, traced.probe, progress=not quiet, out=folder)
+        if detection:
+            folder, given = _part(out, "detection"), options.of("detect")
+            found["detection"] = run_detection(loaded, answered, progress=not quiet, out=folder, **given)
         _finish(found, out, as_json)
 
 

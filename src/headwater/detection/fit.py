@@ -26,8 +26,7 @@ from headwater.detection.reweighting import Reweighted, Reweighting, train_rewei
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.names import ProbeSiteName, TokenName, VariantName
-from headwater.pathways.handed_on import states_of
-from headwater.pathways.interventions import Setup, block_exact_tokens, untouched
+from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
 from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
 from headwater.stats.discrimination import auc
@@ -77,14 +76,14 @@ class AnswerSet:
     @cached_property
     def states(self) -> States:
         """Of every layer, where the probe reads."""
-        return states_of(self.model, untouched(self.answered, self._setup), self._setup)
+        return after_states(self.model, untouched(self.answered, self._setup), self._setup)
 
     @cached_property
     def severed(self) -> States:
         """The same after the knockout of E_Q; as before where nothing comes between E_Q and the token read."""
         knockout = block_exact_tokens(self.answered, self._setup)
         states = self.states.clone()
-        states[:, torch.from_numpy(knockout.examples)] = states_of(self.model, knockout, self._setup)
+        states[:, torch.from_numpy(knockout.examples)] = after_states(self.model, knockout, self._setup)
         return states
 
     @property

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.pathways.handed_on import chunks, keep
+from headwater.models.tokens import by_length
 from headwater.pathways.interventions import (
-    EXACT,
     Intervention,
     Setup,
     after_states,
@@ -40,6 +39,8 @@ from headwater.runs.analysis import Run
 SWAPS = 3
 """How many times each subject is swapped."""
 FOLDS = 5
+CHUNK = 256
+"""Rows in one piece."""
 Halves = Int[np.ndarray, "seed example"]
 
 
@@ -140,10 +141,7 @@ def measure(
         nothing = np.full((len(half), len(states), half.shape[1]), np.nan)
 
         def everywhere(part: Intervention) -> Logits:
-            after = after_states(model, part, setup)
-            if part.name == EXACT:
-                keep(model, part, setup, after)
-            return fits.logits(after, part.examples)
+            return fits.logits(after_states(model, part, setup), part.examples)
 
         def in_windows(part: Intervention) -> Logits:
             layers = np.unique(fits.best).tolist()
@@ -178,10 +176,9 @@ def _states(run: Run, model: HookedModel, answered: AnsweredQuestions, setup: Se
     def compute(rows: list[int]) -> dict[str, Tensor]:
         return {"states": after_states(model, whole.rows(rows), setup)}
 
-    pieces = chunks(whole)
+    pieces = _chunks(whole)
     for rows, piece in zip(pieces, run.pieces("states", pieces, compute, bar, len), strict=True):
         states[:, rows] = piece["states"]
-        keep(model, whole.rows(rows), setup, piece["states"])
     return states
 
 
@@ -238,7 +235,12 @@ def _after(
     def compute(rows: list[int]) -> dict[str, Tensor]:
         return {"logits": torch.from_numpy(read(intervention.rows(rows)))}
 
-    pieces = chunks(intervention)
+    pieces = _chunks(intervention)
     for rows, piece in zip(pieces, run.pieces(stage, pieces, compute, bar, len), strict=True):
         found[:, :, intervention.examples[rows]] = piece["logits"].numpy()
     return found
+
+
+def _chunks(rows: Intervention) -> list[list[int]]:
+    """Return the rows of each piece."""
+    return by_length([len(tokens) for tokens in rows.tokens], CHUNK)
