@@ -151,7 +151,7 @@ def _compare(shape: StreamedShape, folder: Path, suite: SuitePairs, device: str)
     target = ends[torch.arange(n), torch.randint(4 * k, (n,), generator=torch.Generator().manual_seed(1))]
     theirs_s = seconds(lambda: peer.topk_membership(x, *factors, W_U, target, k), device)
     greater, smaller = peer.ranks_by_tiles(x.double(), *(factor.double() for factor in factors), W_U, target)
-    expected = [((count < k).double().mean().item()) for count in (greater, smaller)]
+    expected = [(count < k).sum().item() / n for count in (greater, smaller)]  # CUDA's mean is one off in the last bit
     alone = SuitePairs(
         source_tokens=source,
         item_source=torch.arange(n),

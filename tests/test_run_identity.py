@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from xxhash import xxh3_128_digest
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
@@ -311,18 +312,21 @@ def test_a_checksum_tells_one_changed_number_and_two_rows_in_another_order(hashe
 
 
 @pytest.mark.parametrize("hashed", [fingerprint.HASHED, frozenset()], ids=["on the host", "as on a card"])
-def test_views_into_a_tensor_that_is_there_are_read_with_it_and_others_by_themselves(hashed, monkeypatch):
+def test_memory_that_tensors_share_is_read_once_and_every_change_in_it_is_seen(hashed, monkeypatch):
     monkeypatch.setattr(fingerprint, "HASHED", hashed)
-    held = torch.randn(70, 60)
-    q, v, tied = held[:, :20], held[:, 40:].T, held[:35]
-    named = [("q", q), ("v", v), ("qkv", held), ("tied", tied)]
-    seen = fingerprint._looks(named)
-    assert [len(seen[name]) for name in ("q", "v", "qkv", "tied")] == [6, 6, 7, 7]
-    v.data[3, 11] += 1e-6
-    assert fingerprint._looks(named)["qkv"] != seen["qkv"]
-    alone = fingerprint._looks([("q", q), ("tied", tied)])
-    q.data[69, 19] += 1e-6  # the last row is not among those of the tensor that is there
-    assert fingerprint._looks([("q", q), ("tied", tied)])["q"] != alone["q"]
+    held = torch.randn(700, 600)
+    q, v, tied = held[:, :20], held[:, 40:].T, held[:350]
+    for named in ([("q", q), ("v", v), ("qkv", held), ("tied", tied)], [("q", q), ("tied", tied)]):
+        read = []
+        monkeypatch.setattr(
+            fingerprint,
+            "xxh3_128_digest",
+            lambda memory, read=read: read.append(memory.nbytes) or xxh3_128_digest(memory),
+        )
+        seen = fingerprint._looks(named)
+        assert read == ([held.nbytes] if hashed else [])
+        q.data[699, 19] += 1e-6
+        assert fingerprint._looks(named) != seen
 
 
 def test_one_row_of_a_large_embedding_changes_the_fingerprint():
@@ -504,6 +508,15 @@ def test_nothing_is_found_in_a_model_that_was_only_used(family):
 
 def doubled_at(activation, hook):
     return activation * 2
+
+
+def test_a_model_that_was_asked_for_its_attentions_by_transformers_is_as_it_was_loaded():
+    hf = tiny_model("gpt2")
+    model = hw.load(hf)
+    hf(torch.tensor([[1, 2]]), output_attentions=True, output_hidden_states=True)
+    assert any(module._forward_hooks for module in hf.modules())
+    assert model.as_loaded() is not None
+    assert not model.interventions
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")

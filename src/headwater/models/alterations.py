@@ -138,8 +138,11 @@ def _held(module: torch.nn.Module) -> Held:
                 values[name] = value
         elif callable(value) and not isinstance(value, torch.nn.Module) and _is_method(module, name, value):
             methods[name] = value
-    hooks = {key: list(kept[key].values()) for key in HOOKS if kept[key]}
-    return Held(kind, values, methods, hooks)
+    # transformers leaves its hooks on a model once somebody asked it for states or attentions: they edit nothing.
+    hooks = {
+        key: [hook for hook in kept[key].values() if _sources(hook) != {"transformers"}] for key in HOOKS if kept[key]
+    }
+    return Held(kind, values, methods, {key: listed for key, listed in hooks.items() if listed})
 
 
 def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import time
@@ -35,7 +34,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub import cached_assets_path
 from torch import Tensor
@@ -57,12 +55,6 @@ HASHED = frozenset(("cpu",))
 """Devices whose tensors are hashed byte by byte; tensors of others are summed where they are."""
 LINE = 1024
 """Words of eight bytes in a line of the checksum."""
-APART = 32
-"""How many lines, far from one another, are summed at a time: faster than all of them in their order."""
-AT_ONCE = 1 << 15
-"""How many lines are summed in one launch."""
-TOGETHER = 2**26
-"""Bytes of sums from which on they come to the host: each copy is waited for."""
 SMALL = 2**16
 """Bytes up to which a tensor's checksum is a hash of all of it."""
 YOUNG = 2.0
@@ -137,7 +129,7 @@ class KnownWeights:
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now."""
         parameters, buffers = self._tensors.named()
-        seen = _looks(parameters), _looks(buffers), self._behaviour()
+        seen = _looks([*parameters, *buffers]), self._behaviour()
         if seen != self._seen:
             changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(_exact(one))]
             self._fingerprint = fingerprint_of_model(self._raw, self._shape, changed)
@@ -317,92 +309,37 @@ def _exact(values: Tensor) -> list[Any]:
     return parts
 
 
-def _looks(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
-    """What tells of each tensor whether it is as it was.
+def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
+    """What tells whether tensors are as they were: where each lies, its version, and a checksum of all their memory.
 
-    A view into a tensor that is here too (queries, keys and values of one matrix) is read with it, not once more.
+    Memory that several tensors share (queries, keys and values of one matrix) is read once.
     """
-    looks: dict[str, tuple[Any, ...]] = {}
-    waiting: dict[str, list[Tensor]] = {}
-    listed = [(name, tensor.detach()) for name, tensor in tensors]
-    whole = _Spans(tensor for _, tensor in listed if tensor.is_contiguous() and not tensor.is_meta)
-    for name, tensor in listed:
+    places, storages = {}, dict[tuple[torch.device, int], torch.UntypedStorage]()
+    for name, tensor in tensors:
         version = None if tensor.is_inference() else tensor._version
-        looks[name] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version)
-        if tensor.is_meta or (not tensor.is_contiguous() and whole.hold(tensor)):
-            continue
-        if tensor.device.type in HASHED:
-            looks[name] += (xxh3_128_digest(_bytes(tensor).numpy().data),)
-            continue
-        waiting[name] = _checksums(tensor)
-        if _is_full(waiting):
-            looks |= {one: (*looks[one], digest) for one, digest in _digests(waiting)}
-            waiting = {}
-    return looks | {one: (*looks[one], digest) for one, digest in _digests(waiting)}
+        storage = tensor.untyped_storage()
+        where = tensor.device, storage.data_ptr()
+        places[name] = (where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version)
+        if not tensor.is_meta:
+            storages[where] = storage
+    words = {where: torch.empty(0, dtype=torch.uint8, device=where[0]).set_(one) for where, one in storages.items()}  # type: ignore[call-overload]
+    on_host = {where: xxh3_128_digest(one.numpy().data) for where, one in words.items() if where[0].type in HASHED}
+    sums = {where: _checksum(one) for where, one in words.items() if where not in on_host}
+    by_device = {device: [one for where, one in sums.items() if where[0] == device] for device, _ in sums}
+    # One copy from each device: every copy waits for all that the device was given before.
+    on_devices = {
+        device: hashlib.sha256(torch.cat(parts).cpu().numpy().data).digest() for device, parts in by_device.items()
+    }
+    return places, on_host, on_devices
 
 
-class _Spans:
-    """The memory that tensors without gaps lie in."""
-
-    def __init__(self, tensors: Iterable[Tensor]):
-        self._spans: dict[int, list[tuple[int, int]]] = {}
-        for tensor in tensors:
-            first = tensor.data_ptr()
-            ends = first, first + tensor.numel() * tensor.element_size()
-            self._spans.setdefault(tensor.untyped_storage().data_ptr(), []).append(ends)
-
-    def hold(self, tensor: Tensor) -> bool:
-        """Whether all elements of a tensor lie in one of them."""
-        steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        first = tensor.data_ptr()
-        last = first + (steps + 1) * tensor.element_size()
-        spans = self._spans.get(tensor.untyped_storage().data_ptr(), ())
-        return tensor.numel() > 0 and any(begin <= first and last <= end for begin, end in spans)
-
-
-def _is_full(waiting: Mapping[str, Sequence[Tensor]]) -> bool:
-    """Whether the sums of several tensors are as much as is brought to the host at once."""
-    sums = [part for parts in waiting.values() for part in parts]
-    return sum(map(len, sums)) >= TOGETHER
-
-
-def _digests(sums: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, bytes]]:
-    """Yield the hash of each tensor's sums, which come to the host in one copy from each device."""
-    devices = dict.fromkeys(parts[0].device for parts in sums.values())
-    for device in devices:
-        here = {name: parts for name, parts in sums.items() if parts[0].device == device}
-        sizes = [sum(map(len, parts)) for parts in here.values()]
-        held = torch.cat([part for parts in here.values() for part in parts]).cpu().numpy()
-        for name, size, end in zip(here, sizes, np.cumsum(sizes).tolist(), strict=True):
-            yield name, hashlib.sha256(held[end - size : end].tobytes()).digest()
-
-
-def _checksums(tensor: Tensor) -> list[Tensor]:
-    """Sum a tensor's words of eight bytes along both axes of lines of `LINE` words; a small tensor is taken whole.
+def _checksum(memory: Tensor) -> Tensor:
+    """Sum memory, as words of eight bytes in lines of `LINE`, along both axes; the end, and a small one, taken whole.
 
     As bytes. One changed word changes one sum along each axis; what leaves all of them as they were has changed at
     least four words, by amounts that cancel exactly.
     """
-    words = _bytes(tensor)
-    size = math.prod(tensor.shape) * tensor.element_size()
-    whole = 0 if size <= SMALL or words.storage_offset() % 8 else size // (8 * LINE) * LINE
-    lines = words[: 8 * whole].view(torch.int64).view(-1, LINE)
-    return [words[8 * whole :], *((sums.view(torch.uint8) for sums in _summed(lines)) if whole else ())]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return all bytes of a tensor in the order of its memory: a view, but of one with gaps."""
-    if tensor.is_contiguous():
-        return tensor.view(-1).view(torch.uint8)
-    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).reshape(-1).view(torch.uint8)
-
-
-def _summed(lines: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum lines over one another, and each of them, some at a time."""
-    down, across = lines.new_zeros(LINE), []
-    for some in lines.split(AT_ONCE):
-        across.append(some.sum(1))
-        whole = len(some) // APART * APART
-        down += some[:whole].view(APART, -1, LINE).sum(0).sum(0) + some[whole:].sum(0)
-    return down, torch.cat(across)
+    whole = 0 if len(memory) <= SMALL else len(memory) // (8 * LINE) * LINE
+    lines = memory[: 8 * whole].view(torch.int64).view(-1, LINE)
+    sums = [lines.sum(0), lines.sum(1)] if whole else []
+    return torch.cat([memory[8 * whole :], *(one.view(torch.uint8) for one in sums)])
