@@ -322,18 +322,19 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
         places[name] = (where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version)
         if not tensor.is_meta:
             storages[where] = storage
-    words = {where: torch.empty(0, dtype=torch.uint8, device=where[0]).set_(one) for where, one in storages.items()}  # type: ignore[call-overload]
-    on_host = {where: xxh3_128_digest(one.numpy().data) for where, one in words.items() if where[0].type in HASHED}
-    sums = {where: _checksum(one) for where, one in words.items() if where not in on_host}
-    by_device = {device: [one for where, one in sums.items() if where[0] == device] for device, _ in sums}
+    on_host, sums = dict[Any, bytes](), dict[torch.device, list[Tensor]]()
+    for (device, first), storage in storages.items():
+        memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+        if device.type in HASHED:
+            on_host[first] = xxh3_128_digest(memory.numpy().data)
+        else:
+            sums.setdefault(device, []).extend(_checksums(memory))
     # One copy from each device: every copy waits for all that the device was given before.
-    on_devices = {
-        device: hashlib.sha256(torch.cat(parts).cpu().numpy().data).digest() for device, parts in by_device.items()
-    }
+    on_devices = [hashlib.sha256(torch.cat(parts).cpu().numpy().data).digest() for parts in sums.values()]
     return places, on_host, on_devices
 
 
-def _checksum(memory: Tensor) -> Tensor:
+def _checksums(memory: Tensor) -> list[Tensor]:
     """Sum memory, as words of eight bytes in lines of `LINE`, along both axes; the end, and a small one, taken whole.
 
     As bytes. One changed word changes one sum along each axis; what leaves all of them as they were has changed at
@@ -342,4 +343,4 @@ def _checksum(memory: Tensor) -> Tensor:
     whole = 0 if len(memory) <= SMALL else len(memory) // (8 * LINE) * LINE
     lines = memory[: 8 * whole].view(torch.int64).view(-1, LINE)
     sums = [lines.sum(0), lines.sum(1)] if whole else []
-    return torch.cat([memory[8 * whole :], *(one.view(torch.uint8) for one in sums)])
+    return [memory[8 * whole :], *(one.view(torch.uint8) for one in sums)]
