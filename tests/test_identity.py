@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 import headwater as hw
 from headwater.models.weights import fingerprint as fingerprints
@@ -260,9 +261,19 @@ def test_an_array_is_described_by_a_digest_and_a_tuple_as_a_list():
 
 def test_every_part_of_a_tokenizer_counts_and_padding_does_not():
     def changed(change):
-        tokenizer = tiny_tokenizer()
+        """What was looked at before, as in a session, has the digest of what is new."""
+        tokenizer, known = tiny_tokenizer(), tiny_tokenizer()
+        assert tokenizer_digest(known) == plain
         change(tokenizer)
+        change(known)
+        assert tokenizer_digest(known) == tokenizer_digest(tokenizer)
         return tokenizer_digest(tokenizer)
+
+    def other_words(tokenizer):
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        words = rules["model"]["vocab"]
+        rules["model"]["vocab"] = [*words[:2], *words[:1:-1]]
+        tokenizer.backend_tokenizer.model = Tokenizer.from_str(json.dumps(rules)).model
 
     plain = tokenizer_digest(tiny_tokenizer())
     assert plain == changed(lambda t: None) == changed(lambda t: t(["a", "a b c"], padding=True, truncation=True))
@@ -272,6 +283,7 @@ def test_every_part_of_a_tokenizer_counts_and_padding_does_not():
         changed(lambda t: setattr(t, "eos_token", "<pad>")),
         changed(lambda t: setattr(t.backend_tokenizer, "normalizer", normalizers.Lowercase())),
         changed(lambda t: setattr(t.backend_tokenizer, "pre_tokenizer", pre_tokenizers.Whitespace())),
+        changed(other_words),
         tokenizer_digest(None),
         tokenizer_digest(object()),
     ]

@@ -61,6 +61,19 @@ UNKNOWN = "identity unknown"
 """The key under which a record says why a value has no identity."""
 CONTAINERS = (list, tuple, set, frozenset, dict, range, slice)
 PLAIN = (bool, int, float, str, type(None))
+SAMPLED = 512
+"""How many words of a vocabulary are looked at whenever a tokenizer is named."""
+MODEL_OPTIONS = (
+    "dropout",
+    "unk_token",
+    "unk_id",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "fuse_unk",
+    "byte_fallback",
+    "ignore_merges",
+    "max_input_chars_per_word",
+)
 AS_THEY_ARE = frozenset({bool, int, str, type(None)})
 """What a record keeps as it is."""
 
@@ -147,39 +160,50 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     vocabulary, added tokens, the SentencePiece model or merges, and its options. Both: special tokens, chat template,
     and whether a beginning and an end of sequence are added.
 
+    A fast one's vocabulary is written out once (a quarter of a million words take a second) and again when the object
+    is another, or its other parts, its size or any of `SAMPLED` words are: its `model` must not be replaced in place by
+    one that is the same in these.
+
     Raises:
         UnknownIdentityError: it is neither.
     """
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise UnknownIdentityError(f"a {_name_of(tokenizer)}, no tokenizer of transformers")
     said = {
-        name: getattr(tokenizer, name, None)
+        name: str(getattr(tokenizer, name, None))
         for name in ("special_tokens_map", "chat_template", "add_bos_token", "add_eos_token", "split_special_tokens")
     }
+    own = type(tokenizer) if not is_library(type(tokenizer).__module__) else None
     backend: Any = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
     if callable(getattr(backend, "to_str", None)):
-        rules = backend.to_str()
-        parts: list[Any] = [rules[rules.index('"added_tokens"') :]]
-    else:
-        model = getattr(tokenizer, "sp_model", None)
-        parts = [
-            sorted(tokenizer.get_vocab().items()),
-            sorted((number, str(token)) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()),
-            model.serialized_model_proto() if model is not None else getattr(tokenizer, "bpe_ranks", None),
-            {key: value for key, value in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(value, PLAIN)},
-            type(tokenizer),
-        ]
-    own = type(tokenizer) if not is_library(type(tokenizer).__module__) else None
-    texts = {key: str(value) for key, value in said.items()}
-    if own is None and all(isinstance(part, str) for part in parts):
-        return _digest_of_texts(tuple(parts), tuple(texts.items()))
-    return digest([parts, texts, own])
+        found = _digest_of_rules(backend, _look_at_rules(backend), tuple(said.items()))
+        return found if own is None else digest([found, own])
+    model = getattr(tokenizer, "sp_model", None)
+    parts = [
+        sorted(tokenizer.get_vocab().items()),
+        sorted((number, str(token)) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()),
+        model.serialized_model_proto() if model is not None else getattr(tokenizer, "bpe_ranks", None),
+        {key: value for key, value in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(value, PLAIN)},
+        type(tokenizer),
+    ]
+    return digest([parts, said, own])
+
+
+def _look_at_rules(backend: Any) -> str:
+    """What tells whether a fast tokenizer is as it was, without writing out its vocabulary."""
+    size = backend.get_vocab_size()
+    sample = [backend.id_to_token(number) for number in range(0, size, max(1, size // SAMPLED))]
+    parts = [getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    states = [part and part.__getstate__() for part in parts]
+    options = [(name, getattr(backend.model, name, None)) for name in MODEL_OPTIONS]
+    return str((size, sample, states, options, type(backend.model), backend.get_added_tokens_decoder()))
 
 
 @functools.lru_cache(maxsize=8)
-def _digest_of_texts(parts: tuple[str, ...], said: tuple[tuple[str, str], ...]) -> str:
-    """Hash a tokenizer that these texts say all of; a vocabulary is some megabytes, which compare faster than hash."""
-    return digest([list(parts), dict(said), None])
+def _digest_of_rules(backend: Any, look: str, said: tuple[tuple[str, str], ...]) -> str:
+    """Hash a fast tokenizer's rules: `tokenizer.json` after padding and truncation."""
+    rules = backend.to_str()
+    return digest([[rules[rules.index('"added_tokens"') :]], dict(said), None])
 
 
 def _name_of(value: object) -> str:
