@@ -28,7 +28,6 @@ from tests.typed import check_shapes
 check_shapes()
 
 import headwater as hw
-from headwater import cli
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tokenizer_of
 
 torch.set_num_threads(1)
@@ -127,6 +126,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """`run("heads", folder)` runs the command and returns (exit code, stdout, stderr)."""
+
+    from headwater import cli
 
     def command(*arguments) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["headwater", *map(str, arguments)])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 import warnings
@@ -141,7 +142,7 @@ BAD = {
     "no relations": (["heads", "MODEL", "--relations", "no/such/relations"], "relations folder no/such/relations does"),
     "no embedding": (
         ["heads", "MODEL", "--relations", "SUITE", "--embedding", "[raw]"],
-        "embedding='[raw]' is not one of",
+        'Invalid value "[raw]" for --embedding. Choose from: "raw", "mlp0"',
     ),
     "threshold": (["heads", "MODEL", "--relations", "SUITE", "--threshold", "15"], "threshold=15.0"),
     "no such device": (["heads", "MODEL", "--relations", "SUITE", "--device", "gpu"], "device='gpu' cannot be used"),
@@ -170,13 +171,16 @@ def test_a_wrong_row_is_reported_with_file_line_and_field(run, checkpoint, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["headz"], "'headz'. Did you mean 'heads'? Help: headwater --help"),
-        (["heads", "--rule", "[publish]"], "'[publish]' is not one of 'controlled', 'published'"),
-        (["heads", "--k", "many"], "Invalid value for '--k'"),
+        (["headz"], 'Unknown command "headz". Did you mean "heads"?'),
+        (
+            ["heads", "--rule", "[publish]"],
+            'Invalid value "[publish]" for --rule. Choose from: "controlled"',
+        ),
+        (["heads", "--k", "many"], "Invalid value for --k"),
         (["heads", "--treshold", "1"], "--threshold"),
-        (["heads", "--modle", "gpt2"], "No such option: --modle. Did you mean '--model'?"),
+        (["heads", "--modle", "gpt2"], "No such option: --modle. Did you mean --model?"),
         (["patch", "--answers", "a"], "No such option: --answers. Help: headwater patch --help"),
-        (["score"], "Missing argument '[MODEL] FILE'"),
+        (["score"], "MODEL-AND-FILE requires an argument"),
     ],
 )
 def test_usage_errors_too_are_one_line_and_exit_code_two(run, arguments, message):
@@ -255,10 +259,10 @@ def test_a_warning_is_a_line_without_its_place_in_the_code(run, checkpoint, suit
     assert warnings.showwarning is before
 
 
-def test_a_group_of_commands_alone_shows_them(run):
-    code, printed, error = run("reproduce")
-    assert (code, error) == (0, "")
-    assert "maps" in printed
+def test_a_group_of_commands_alone_names_them(run):
+    code, _, error = run("reproduce")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "name maps, pathways, depth or membership" in error
 
 
 def test_help_comes_without_loading_torch():
@@ -281,7 +285,7 @@ def test_the_module_runs_as_the_command():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["heads", "gpt2", "--model", "gpt2-xl"], "Two models were given, gpt2 and --model gpt2-xl"),
+        (["heads", "gpt2", "--model", "gpt2-xl"], "Too many words: gpt2."),
         (["score", "gpt2", "no", "such"], "found gpt2 no such"),
         (["score", "no-such.txt"], "The file of texts no-such.txt does not exist"),
     ],
@@ -306,26 +310,32 @@ def test_one_word_behind_score_is_the_file_and_the_model_may_be_left_out(run, ch
     assert (code, json.loads(printed)["model"]) == (0, "embedded")
 
 
-@pytest.mark.parametrize(
-    ("shell", "asked"),
-    [
-        ("bash", {"COMP_WORDS": "headwater behav", "COMP_CWORD": "1"}),
-        ("zsh", {"_TYPER_COMPLETE_ARGS": "headwater behav"}),
-        ("fish", {"_TYPER_COMPLETE_ARGS": "headwater behav", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
-    ],
-)
-def test_shells_complete_commands_and_are_given_what_completes_them(run, monkeypatch, shell, asked):
-    monkeypatch.setenv("_HEADWATER_COMPLETE", f"source_{shell}")
-    code, printed, _ = run()
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_are_given_what_completes_commands_options_and_words(run, shell):
+    code, printed, _ = run("--show-completion", shell)
     assert code == 0
-    assert "_HEADWATER_COMPLETE=complete_" in printed
-    monkeypatch.setenv("_HEADWATER_COMPLETE", f"complete_{shell}")
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
-    assert "behaviour" in run()[1]
+    assert all(word in printed for word in ("behaviour", "threshold", "published"))
 
 
-def test_a_name_is_refused_before_anything_is_loaded(run, monkeypatch):
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [(["behav"], "behaviour"), (["heads", "--thres"], "--threshold"), (["heads", "--rule", "pub"], "published")],
+)
+def test_bash_completes_with_what_it_is_given(run, words, completed, tmp_path):
+    (tmp_path / "completion").write_text(run("--show-completion", "bash")[1])
+    typed = " ".join(["headwater", *words])
+    asked = f"source ./completion; COMP_WORDS=({typed}); COMP_CWORD={len(words)}; "
+    ended = subprocess.run(
+        ["bash", "-c", asked + '_headwater; echo "${COMPREPLY[@]}"'], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert completed in ended.stdout.split(), ended.stderr
+
+
+def test_a_name_is_refused_before_anything_is_loaded(run, monkeypatch, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a\n")
+
     def load(*_, **__):
         raise InputError("a model is loaded")
 
@@ -336,6 +346,11 @@ def test_a_name_is_refused_before_anything_is_loaded(run, monkeypatch):
         (["patch", *prompts, "--dtype", "float3"], "float3"),
         (["patch", *prompts, "--metric", "logit-diff"], "logit-diff"),
         (["patch", *prompts, "--over", "heads"], "heads"),
+        (["patch", *prompts, "--values", "zeros"], "Did you mean 'zero'"),
+        (["patch", *prompts, "--direction", "denoize"], "denoize"),
+        (["patch", *prompts, "--window", "wide"], "window='wide' is neither a number of layers nor 'cumulative'"),
+        (["knockout", "--prompt", "a", "--key", "a", *prompts[-3:], "--window", "wide"], "window='wide'"),
+        (["score", texts, "--k", "3"], "k="),
         (["heads", "--relations", "capitols"], "capitols"),
         (["edges", *prompts, "--method", "eapp"], "eapp"),
         (["pathways", "--extract", "rulez"], "rulez"),

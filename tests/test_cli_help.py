@@ -1,67 +1,231 @@
-"""The help of every command: each option says its default and how it is given, and each example is a command line."""
+"""The options of every command: what they say, which functions they reach, and that each example works."""
 
+import importlib
+import inspect
+import json
+import re
 import shlex
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
-import typer
+from cyclopts import MissingArgumentError
 
+import headwater as hw
 from headwater import cli
+from headwater.reference.plan import reproduction_plan
+
+ROOT = Path(__file__).parents[1]
 
 
-def commands(command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]]:
-    """Every command with what is typed for it."""
-    for name, below in getattr(command, "commands", {}).items():
-        yield from commands(below, (*path, name))
-    if not hasattr(command, "commands"):
-        yield " ".join(path), command
+def commands(app=cli.app, path=()):
+    """Every command by what is typed for it."""
+    for name in app:
+        if not name.startswith("-"):
+            below = dict(commands(app[name], (*path, name)))
+            yield from below.items() if below else [(" ".join((*path, name)), app[name])]
 
 
-COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+COMMANDS = dict(commands())
 OPTIONS = {
-    name: [option for option in command.params if option.param_type_name == "option"]
-    for name, command in COMMANDS.items()
+    name: {
+        one.name.lstrip("-").lower().replace("-", "_"): one
+        for one in app.assemble_argument_collection(
+            default_parameter=cli.app.default_parameter, parse_docstring=True
+        )
+        if not one.children
+    }
+    for name, app in COMMANDS.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_is_and_what_holds_without_it(name):
+    for option, one in OPTIONS[name].items():
+        text, default = " ".join((one.parameter.help or "").split()), one.field_info.default
+        assert text.endswith("."), option
+        assert one.required or default is not None or "efault" in text or text.endswith("Needed."), option
+
+
+LOAD = "headwater.models.loading:load"
+QUESTIONS = ("headwater.questions.sources:load_questions", "headwater.questions.answers:answer", LOAD)
+PAIRED = {"values", "dataset"}  # a pair says what is exchanged for what
+CALLS = {
+    "heads": ("headwater.heads.classify:classify_heads",),
+    "compare": ("headwater.heads.comparison:compare_heads",),
+    "behaviour": ("headwater.heads.behaviour:attention_behaviour", LOAD),
+    "relations": ("headwater.heads.relations:load_relations", "headwater.heads.coverage:relation_coverage"),
+    "pathways": (*QUESTIONS, "headwater.pathways.trace:trace_pathways", "headwater.detection.detection:detect"),
+    "saliency": (
+        *QUESTIONS, "headwater.questions.states:probe_states", "headwater.pathways.attention_saliency:saliency",
+    ),
+    "detect": (*QUESTIONS, "headwater.detection.detection:detect"),
+    "patch": ("headwater.patching.activation_patching:patch", LOAD),
+    "knockout": ("headwater.patching.edge_knockout:knockout", LOAD),
+    "edges": ("headwater.circuits.edge_effects:edges", LOAD),
+    "circuit": ("headwater.circuits.edge_effects:edges", "headwater.circuits.search:find_circuit", LOAD),
+    "memorization": ("headwater.likelihood.graph:load_depth_graph", "headwater.likelihood.profile:memorization", LOAD),
+    "score": ("headwater.likelihood.files:score_file", LOAD),
+    "figure": ("headwater.figures.head_map:head_maps",),
+    "demo": (),
+    "reproduce maps": ("headwater.reference.maps:reproduce_maps",),
+    "reproduce pathways": ("headwater.reference.pathways:reproduce_pathways", LOAD),
+    "reproduce depth": ("headwater.likelihood.graph:load_depth_graph", "headwater.reference.depth:reproduce_depth"),
+    "reproduce membership": ("headwater.reference.membership:reproduce_membership", LOAD),
+}  # fmt: skip
+"""The functions that a command hands its options on to."""
+OTHER_NAMES = {"data": "source", "method": "methods", "extract": "extractor", "as_json": "json"}
+NOT_OFFERED = {
+    "load": {"what", "tokenizer", "revision", "trust_remote_code", "pickled", "merge_adapters", "bos"},
+    "classify_heads": {"norm_gain", "attention"},
+    "compare_heads": {"norm_gain"},
+    "load_questions": {"source", "format"},
+    "answer": {"hooks"},
+    "detect": {"layer", "cross_fit", "reweighting"},
+    "saliency": {"batch_size", "edges", "heads", "pairs", "layers"},
+    "patch": {
+        "layers", "batch_size", "positions", "spans", "heads", "keys", "dataset", "seed", "from_layer", "together",
+    },
+    "knockout": {"layers", "batch_size"},
+    "edges": {"batch_size", "positions", *PAIRED},
+    "circuit edges": {"senders", "receivers", "direction", "through", "over"},  # chosen of all direct edges
+    "pathways detect": {"methods"},
+    "find_circuit": {"batch_size", "start", *PAIRED},
+    "memorization": {"lens", "prompt", "predecessor_prompt", "quartiles"},
+    "head_maps": {"columns", "ax", "title", "figsize"},
+}  # fmt: skip
+"""Parameters that a command fills, or leaves to Python: what takes functions, results or objects, and readings that are
+rarely asked for."""
+OWN_DEFAULTS = {
+    "heads": {"multi_token"}, "compare": {"multi_token"}, "relations": {"multi_token"}, "patch": {"sites"},
+    "detect": {"methods"}, "reproduce pathways": {"methods"}, "reproduce maps": {"templates"},
+}  # fmt: skip
+"""Options that are not handed on as they are."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_are_the_parameters_of_the_functions_with_their_defaults(name):
+    options = OPTIONS[name] | {OTHER_NAMES.get(option, option): one for option, one in OPTIONS[name].items()}
+    for where in CALLS[name]:
+        module, _, function = where.partition(":")
+        parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters.items()
+        given = {key: one.default for key, one in parameters if one.default is not inspect.Parameter.empty}
+        left_out = {"progress", "out", *NOT_OFFERED.get(function, ()), *NOT_OFFERED.get(f"{name} {function}", ())}
+        assert given.keys() - options.keys() - left_out == set(), f"make these options of {name}, or say here why not"
+        for key in given.keys() & options.keys() - OWN_DEFAULTS.get(name, set()) - left_out:
+            assert options[key].field_info.default == given[key], (function, key)
+
+
+CHOICES = {
+    "rule": "headwater.heads.categories:RULES",
+    "site": "headwater.questions.states:PROBE_SITES",
+    "token": "headwater.questions.states:PROBE_TOKENS",
+    "label": "headwater.questions.labels:RULES",
+    "benchmark": "headwater.reference.membership:BENCHMARKS",
+    "predecessors": "headwater.likelihood.contexts:PREDECESSORS",
+    "context": "headwater.questions.asking:CONTEXTS",
+    "precision": "headwater.kernels.likelihood:PRECISIONS",
+    "style": "headwater.figures.published:STYLES",
+    "direction": "headwater.patching.sides:DIRECTIONS",
+    "over": "headwater.patching.sweep_axes:AXES",
+    "variant": "headwater.patching.edge_knockout:VARIANTS",
+    "through": "headwater.circuits.carried:THROUGH",
+    "quadrature": "headwater.circuits.edge_effects:QUADRATURES",
+    "method": "headwater.circuits.edge_effects:METHODS",
+    "patch method": "headwater.patching.activation_patching:METHODS",
+    "edges": "headwater.pathways.interventions:QUERIES",
+    "target": "headwater.pathways.attention_saliency:TARGETS",
+    "span": "headwater.likelihood.framed:SPANS",
+    "aggregate": "headwater.likelihood.profile:AGGREGATES",
+    "answers": "headwater.likelihood.answering:SOURCES",
+    "kind": "headwater.cli.figures:KINDS",
 }
+"""Where the words are that an option takes."""
+WORDS = {"edges over": {"position"}, "by": {"size", "signed"}, "long": {"error", "window"}}
+WORDS["embedding"] = {"raw", "mlp0", "embed+mlp0", "layer0"}
 
 
-def examples(command) -> list[str]:
-    """The lines of a command's help that begin with headwater."""
-    joined = " ".join((command.help or "").split())
-    return [part for part in joined.split("`")[1::2] if part.startswith("headwater ")]
+def choices(hint):
+    """The words that an option takes, of a type that may hold a list or None; none of other types."""
+    return set(get_args(hint)) if get_origin(hint) is Literal else set().union(*map(choices, get_args(hint)))
+
+
+def test_the_words_that_an_option_takes_are_those_of_the_function():
+    for name, options in OPTIONS.items():
+        for option, one in options.items():
+            if words := choices(one.hint):
+                known = {key: WORDS[key] for key in (option, f"{name} {option}") if key in WORDS}
+                where = CHOICES.get(f"{name} {option}") or CHOICES.get(option, ":")
+                module, _, constant = where.partition(":")
+                expected = next(iter(known.values()), None) or set(getattr(importlib.import_module(module), constant))
+                assert words == expected, (name, option)
+
+
+def test_no_word_is_two_options():
+    for name, options in OPTIONS.items():
+        names = [word for one in options.values() for word in one.names]
+        assert len(names) == len(set(names)), name
+
+
+HELP = {
+    name: [" ".join(line.split()) for line in re.findall(rf"`(headwater {name}\b[^`]*)`", app.default_command.__doc__)]
+    for name, app in COMMANDS.items()
+}
+"""The command lines in the help of each command."""
+GROUPS = "|".join(name for name in cli.app if not name.startswith("-"))
+PAGES = [file.read_text(encoding="utf-8") for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+BLOCKS = sorted(
+    {
+        line
+        for page in PAGES
+        for line in re.findall(rf"^ *(?:accelerate .* -m )?(headwater (?:{GROUPS}) [^#\n]+)", page, re.M)
+    }
+)
+"""The command lines that are lines of README and documentation."""
+PROSE = sorted({line for page in PAGES for line in re.findall(rf"`(headwater (?:{GROUPS}) [^`]+)`", page)})
+"""Those within a sentence, which may leave out what is not spoken of."""
+
+
+def parsed(line):
+    """The function of a command line and what it is called with."""
+    words = shlex.split(line.partition(" > ")[0])[1:]
+    return cli.app.parse_args(words, exit_on_error=False, print_error=False)[:2]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_says_what_it_is_where_it_is_not_given(name):
-    for option in OPTIONS[name]:
-        has_value = option.default not in (None, [], ()) and option.show_default
-        said = (option.help or "").lower()
-        assert said, option.opts
-        is_said = has_value or option.is_flag or option.required or "default" in said or said.endswith("needed.")
-        assert is_said, option.opts
+def test_every_example_of_a_command_can_be_read(name):
+    assert HELP[name]
+    for line in HELP[name]:
+        assert parsed(line)[0] is COMMANDS[name].default_command
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_that_takes_words_without_a_default_shows_some(name):
-    for option in OPTIONS[name]:
-        if option.type_descriptor.annotation in (str, list[str]) and option.default in (None, [], ()):
-            shown = any(opt in words.split() for words in examples(COMMANDS[name]) for opt in option.opts)
-            assert shown or any(mark in option.help for mark in ('"', "`", "{", "--", "as ")), option.help
+def test_every_command_line_of_the_pages_and_of_the_plan_can_be_read():
+    assert len(BLOCKS) >= 10
+    assert len(PROSE) >= 10
+    for line in (*BLOCKS, *(one.command for one in reproduction_plan("nowhere"))):
+        assert parsed(line)[0].__name__ in line.split()
+    for line in PROSE:
+        try:
+            parsed(line)
+        except MissingArgumentError:
+            continue
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_takes_an_option_twice(name):
-    names = [opt for option in COMMANDS[name].params for opt in option.opts if opt.startswith("-")]
-    assert len(names) == len(set(names))
+MODELS = ("gpt2", "gpt2-xl", "path/to/checkpoint", "EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")
+FAST = [HELP["heads"][0], HELP["behaviour"][0], *(x for name in ("relations", "patch", "score") for x in HELP[name])]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_example_of_a_command_is_one_that_it_can_read(name):
-    command = COMMANDS[name]
-    found = examples(command)
-    assert found
-    for example in found:
-        words = shlex.split(example.partition(" > ")[0])[1:]
-        own = name.split()
-        assert words[: len(own)] == own
-        context = command.make_context(name, words[len(own) :], ignore_unknown_options=False)
-        assert context.params
+@pytest.mark.parametrize("line", [*FAST, *HELP["knockout"]])
+def test_examples_run_on_the_embedded_model_and_files_as_they_name(line, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.csv").write_text("clean,corrupted\nThe capital of France is,The capital of Italy is\n")
+    Path("texts.txt").write_text("Paris is in France.\nRome is in Italy.\n")
+    Path("unseen.txt").write_text("Berlin is in Germany.\n")
+    Path("texts.jsonl").write_text('{"text": "Paris is in France.", "passage": "Rome is in Italy."}\n')
+    Path("counts.json").write_text(json.dumps([1] * len(hw.load().tokenizer)))
+    named = {"path/to/relations": "country_to_capital"} | dict.fromkeys(MODELS, "embedded")
+    words = [named.get(word, word) for word in shlex.split(line.partition(" > ")[0])[1:]]
+    few = ["--relations", "country_to_capital"] if words[0] in ("heads", "relations") else []
+    code, printed, error = run(*words, *(few if "--relations" not in words else []), *{"--json"} - set(words))
+    assert code == 0, error
+    assert json.loads(printed)["model"] == "embedded"

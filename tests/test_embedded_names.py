@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater import cli
 from headwater.errors import ModelError
 from headwater.models.embedded import FOLDERS, is_embedded, world_folder
 from headwater.models.weights.checkpoint import checkpoint_folder
@@ -77,11 +76,10 @@ def test_both_models_are_read_on_texts_of_their_world(name):
 
 
 @pytest.mark.parametrize("name", [None, *FOLDERS])
-def test_commands_take_the_names(name, capsys):
+def test_commands_take_the_names(name, run):
     given = [] if name is None else [name]
     for command in (["relations", *given], ["heads", *given, "--relations", "name_copying", "--quiet"]):
-        cli.app([*command, "--json"], standalone_mode=False)
-        assert json.loads(capsys.readouterr().out)["model"] == (name or "embedded")
+        assert json.loads(run(*command, "--json")[1])["model"] == (name or "embedded")
 
 
 def test_the_first_edition_in_a_folder_is_of_another_version(world, tmp_path, monkeypatch):

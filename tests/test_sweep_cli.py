@@ -97,7 +97,10 @@ def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
         (["patch", "--clean", "a", "--token", " Paris"], "takes --tokens RIGHT WRONG"),
         (["patch", *PAIR, *ANSWERS, "--sites", "resid_per"], "no site 'resid_per'. Did you mean 'resid_pre'"),
         (["patch", *PAIR, "--tokens", "Parisian", "Rome"], "a metric needs one token"),
-        (["patch", *PAIR, *ANSWERS, "--over", "layer,head"], "over='layer,head' is not one of layer, position"),
+        (
+            ["patch", *PAIR, *ANSWERS, "--over", "layer,head"],
+            'Invalid value "layer,head" for --over. Choose from: "layer"',
+        ),
         (["patch", *PAIR, *ANSWERS, "--window", "wide"], "neither a number of layers nor 'cumulative'"),
         (["patch", *PAIR[:2], *ANSWERS], "there are no corrupted prompts"),
         (["patch", "--pairs", "nowhere.csv", *ANSWERS], "The file of pairs of prompts nowhere.csv does not exist"),

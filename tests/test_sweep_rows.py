@@ -8,10 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import headwater as hw
-from headwater.cli import app
 from headwater.errors import InputError
 from headwater.models.sites import SITES, Site, Stage, register_site
 from headwater.patching import rows, runners
@@ -144,7 +142,7 @@ def certainty(*, at="last"):
     return hw.Metric("certainty", lambda logits: logits.softmax(-1).amax(-1).mean(1), at)
 
 
-def test_a_metric_of_ones_own_stands_in_table_figure_command_and_suggestions(tmp_path):
+def test_a_metric_of_ones_own_stands_in_table_figure_command_and_suggestions(run, tmp_path):
     model = hw.load()
     pair = (" The capital of France is", " The capital of Italy is")
     with METRICS.with_row("certainty", certainty):
@@ -152,10 +150,9 @@ def test_a_metric_of_ones_own_stands_in_table_figure_command_and_suggestions(tmp
         made = hw.patch(model, *pair, sites="resid_pre", metric=certainty(), over="layer", progress=False)
         out = tmp_path / "sweep"
         options = ["--metric", "certainty", "--sites", "resid_pre", "--over", "layer", "--json", "--quiet"]
-        ran = CliRunner().invoke(
-            app, ["patch", "--clean", pair[0], "--corrupted", pair[1], *options, "--out", str(out)]
-        )
-        wrong = CliRunner().invoke(app, ["patch", "--clean", pair[0], "--corrupted", pair[1], "--metric", "certaint"])
+        command = ("patch", "--clean", pair[0], "--corrupted", pair[1])
+        code, printed, _ = run(*command, *options, "--out", out)
+        wrong, _, error = run(*command, "--metric", "certaint")
         with pytest.raises(InputError, match="Did you mean 'certainty'"):
             hw.patch(model, *pair, sites="resid_pre", metric="certaint", progress=False)
     pd.testing.assert_frame_equal(by_name.table, made.table)
@@ -163,10 +160,10 @@ def test_a_metric_of_ones_own_stands_in_table_figure_command_and_suggestions(tmp
     assert by_name.table["effect"].abs().max() > 0
     assert "certainty" in by_name.plot().get_ylabel().lower()
     plt.close("all")
-    assert ran.exit_code == 0
-    assert json.loads(ran.stdout)["strongest"][0]["metric"] == "certainty"
-    assert wrong.exit_code != 0
-    assert "Did you mean 'certainty'" in str(wrong.exception) + wrong.output
+    assert code == 0
+    assert json.loads(printed)["strongest"][0]["metric"] == "certainty"
+    assert wrong == 2
+    assert "Did you mean 'certainty'" in error
     pd.testing.assert_frame_equal(hw.Sweep.load(out).table, made.table, check_dtype=False)
 
 

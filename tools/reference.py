@@ -1,7 +1,6 @@
 """The pages of reference that follow from the code: commands from their parsers, public names from the rooms."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,23 +11,10 @@ LISTED = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 
 def commands_page() -> str:
-    """Return the page of every command, as typer writes it from the parsers."""
-    command = [sys.executable, "-m", "typer", "headwater.cli", "utils", "docs", "--name", "headwater"]
-    page = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return _lists_in_full(page).replace("# `headwater`\n", "# Commands\n", 1)
+    """Return the page of every command, as cyclopts writes it from their functions."""
+    from headwater.cli import app
 
-
-def _lists_in_full(page: str) -> str:
-    """Write out each command's first line in the lists of commands, where typer cuts it, and link to its section."""
-    said = dict(re.findall(r"^#+ `(headwater [\w -]+)`\n\n(.+)$", page, re.MULTILINE))
-    lines, here = [], ""
-    for line in page.splitlines():
-        heading, listed = re.fullmatch(r"#+ `(.+)`", line), re.match(r"\* `([a-z]+)`: ", line)
-        here = heading[1] if heading else here
-        name = f"{here} {listed[1]}" if listed else ""
-        link = f"#{name.replace(' ', '-')}"
-        lines.append(f"* [`{listed[1]}`]({link}): {said[name]}" if listed and name in said else line)
-    return "\n".join(lines) + "\n"
+    return app.generate_docs().replace("# headwater\n", "# Commands\n", 1)
 
 
 def rooms() -> dict[str, dict[str, str]]:

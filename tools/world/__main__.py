@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import pandas as pd
 import torch
-import typer
+from cyclopts import App, Parameter, validators
 from tools.world.abilities import measure_tasks
 from tools.world.card import best_heads, measure_world, missed_targets, strongest
 from tools.world.card_page import write_card
@@ -28,33 +28,41 @@ from headwater.world.words import read_words
 CARD = "card.json"
 MODEL, INSTRUCT = FOLDERS.values()
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="The world of the embedded models, and their training."
-)
-
-World = Annotated[Path, typer.Argument(help="The folder of a trained world.")]
+app = App(name="python -m tools.world", help="The world of the embedded models, and their training.")
+AtLeastZero = validators.Number(gte=0)
 
 
-@app.command("recipe")
-def recipe_command(file: Annotated[Path, typer.Argument(help="Where to write it; a JSON file.")]) -> None:
-    """Write the default recipe as a file to change: how large the world is, what is told, how the model is shaped."""
+@app.command
+def recipe(file: Path) -> None:
+    """Write the default recipe as a file to change: how large the world is, what is told, how the model is shaped.
+
+    Args:
+        file: Where to write it; a JSON file.
+    """
     if file.exists():
         raise InputError(f"{file} is there already. Choose another name, or delete it.")
     write_recipe(Recipe(), file)
-    typer.echo(f"{file}: change it, then run `python -m tools.world train --recipe {file} --out FOLDER`.")
+    print(f"{file}: change it, then run `python -m tools.world train --recipe {file} --out FOLDER`.")
 
 
-@app.command("train")
+@app.command(name="train")
 def train_command(
-    out: Annotated[Path, typer.Option(help="The folder of the world; it may hold an unfinished run.")],
-    recipe: Annotated[Path | None, typer.Option(help="A recipe; default: the embedded model's.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="In place of the recipe's: world, corpus and weights.", min=0)
-    ] = None,
-    checkpoints: Annotated[int, typer.Option(help="Keep the model after every so many steps; 0: none.", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
+    *,
+    out: Path,
+    recipe: Path | None = None,
+    seed: Annotated[int | None, Parameter(validator=AtLeastZero)] = None,
+    checkpoints: Annotated[int, Parameter(validator=AtLeastZero)] = 0,
+    device: str = "cpu",
 ) -> None:
-    """Train base and instruct model from scratch, or go on with the run that the folder holds; then measure them."""
+    """Train base and instruct model from scratch, or go on with the run that the folder holds; then measure them.
+
+    Args:
+        out: The folder of the world; it may hold an unfinished run.
+        recipe: A recipe; default: the embedded model's.
+        seed: In place of the recipe's: world, corpus and weights.
+        checkpoints: Keep the model after every so many steps; 0: none.
+        device: Where to train: cpu or cuda.
+    """
     chosen = read_recipe(recipe) if recipe is not None else Recipe()
     if seed is not None:
         chosen = dataclasses.replace(chosen, seed=seed)
@@ -70,41 +78,43 @@ def train_command(
     card = _about(chosen, base, chat) | _measured(out, base.written)
     write_json(out / CARD, card)
     write_card([card], out / "CARD.md")
-    typer.echo(f"{out}: trained in {card['seconds'] / 60:.0f} minutes. Read {out / 'CARD.md'}. Missed:")
+    print(f"{out}: trained in {card['seconds'] / 60:.0f} minutes. Read {out / 'CARD.md'}. Missed:")
     for line in missed_targets(card) or ["nothing"]:
-        typer.echo(f"- {line}")
+        print(f"- {line}")
 
 
-@app.command("tasks")
-def tasks_command(
-    folder: World, examples: Annotated[int, typer.Option(help="Prompts of each task, told and held out.", min=1)] = 500
-) -> None:
-    """Measure what a long training is decided on: the classical tasks, and how the relations spread over the heads."""
+@app.command
+def tasks(folder: Path, *, examples: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 500) -> None:
+    """Measure what a long training is decided on: the classical tasks, and how the relations spread over the heads.
+
+    Args:
+        folder: The folder of a trained world.
+        examples: Prompts of each task, told and held out.
+    """
     scores = measure_tasks(*opened(folder / MODEL), read_words(folder), examples)
     rows = [
         {"task": name, "words": words, "right": score.right, "right word preferred": score.preferred}
         for name, both in scores.items()
         for words, score in both.items()
     ]
-    typer.echo(pd.DataFrame(rows).to_string(index=False, float_format="{:.3f}".format))
+    print(pd.DataFrame(rows).to_string(index=False, float_format="{:.3f}".format))
     found = strongest(classify_heads(folder / MODEL, progress=False))
-    typer.echo(
+    print(
         f"{len(found)} relations are implemented by some head; their best heads are {best_heads(found)} different ones."
     )
 
 
-@app.command("card")
-def card_command(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(help="Folders of trained worlds; CARD.md goes into the first."),
-    ],
-    again: Annotated[bool, typer.Option("--again", help="Measure again.")] = False,
-) -> None:
-    """Write the page of one or more trained worlds, measured if they are not yet."""
+@app.command
+def card(folders: list[Path], /, *, again: bool = False) -> None:
+    """Write the page of one or more trained worlds, measured if they are not yet.
+
+    Args:
+        folders: Folders of trained worlds; CARD.md goes into the first.
+        again: Measure again.
+    """
     cards = [_card_of(folder, again) for folder in folders]
     write_card(cards, folders[0] / "CARD.md")
-    typer.echo(f"{folders[0] / 'CARD.md'}: {len(cards)} {'run' if len(cards) == 1 else 'runs'}.")
+    print(f"{folders[0] / 'CARD.md'}: {len(cards)} {'run' if len(cards) == 1 else 'runs'}.")
 
 
 def _card_of(folder: Path, again: bool) -> dict[str, Any]:
@@ -140,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except HeadwaterError as error:
-        typer.echo(f"Error: {error}", err=True)
+        print(f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

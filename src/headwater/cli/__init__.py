@@ -1,7 +1,8 @@
-"""The command line: `headwater heads MODEL`, `headwater patch MODEL`, `headwater demo`, ...; a module for each command.
+"""The command line: `headwater heads MODEL`, `headwater patch MODEL`, `headwater demo`, ...
 
-Exit codes: 0 done, 2 something given cannot be used (one clear line says what), 1 a failure, 130 interrupted. Results
-and `--json` go to stdout, everything else to stderr. torch and the models load only when a command needs them.
+Each command is a function; cyclopts makes its options of the parameters and its help of the docstring. Exit codes: 0
+done, 2 something given cannot be used (one line says what), 1 a failure, 130 interrupted. Results and `--json` go to
+stdout, everything else to stderr. torch and the models load only when a command needs them.
 """
 
 from __future__ import annotations
@@ -9,70 +10,92 @@ from __future__ import annotations
 import sys
 import warnings
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Literal
 
-import typer
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
-from headwater.cli import demo as cli_demo
-from headwater.cli import edges as cli_edges
-from headwater.cli import figure as cli_figure
-from headwater.cli import heads as cli_heads
-from headwater.cli import memorization as cli_memorization
-from headwater.cli import patching as cli_patching
-from headwater.cli import pathways as cli_pathways
-from headwater.cli import reproduce as cli_reproduce
-from headwater.cli.command import plain, screen
+from headwater.cli import figures, heads, likelihood, patching, pathways, reproduce
+from headwater.cli.options import Run
+from headwater.cli.printing import plain, screen
 from headwater.errors import HeadwaterError
 from headwater.version import __version__
 
-UsageError: type[Any] = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
-CANNOT_BE_USED = 2
+CANNOT_BE_USED, INTERRUPTED = 2, 130
 
-app = typer.Typer(
+
+def _default(value: object) -> object:
+    """Return a default as the help shows it."""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+app = App(
     name="headwater",
+    version=f"headwater {__version__}",
     help=(
         "Find where an answer's water comes from: what a model's attention heads do, whether its answers depend on "
         "the question, which activations decide, what it memorized.\n\n"
         "Begin with `headwater demo`. MODEL is a checkpoint folder or a hub name; left out, it is the small model that "
         "comes with headwater."
     ),
-    epilog="Help on one command, with examples: headwater COMMAND --help",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    help_epilogue="Help on one command, with examples: headwater COMMAND --help",
+    help_format="markdown",
+    default_parameter=Parameter(negative_iterable=(), negative_none=(), show_default=_default),
 )
+app.register_install_completion_command()
+for command in (
+    heads.heads, heads.compare, heads.behaviour, heads.relations,
+    pathways.pathways, pathways.saliency, pathways.detect,
+    patching.patch, patching.knockout, patching.edges, patching.circuit,
+    likelihood.memorization, likelihood.score, figures.figure, figures.demo, reproduce.app,
+):  # fmt: skip
+    app.command(command)  # type: ignore[arg-type]
+
+
+@app.command(name="--show-completion")
+def _show_completion(shell: Literal["bash", "zsh", "fish"]) -> None:
+    """Print what makes a shell complete this command line."""
+    sys.stdout.write(app.generate_completion(shell=shell))
 
 
 def main() -> None:
     """Run the command line, and turn errors into one line and an exit code."""
-    if len(sys.argv) == 1:
-        sys.argv.append("--help")
     with warnings.catch_warnings():
         warnings.showwarning = _note
-        _run()
+        sys.exit(_run())
 
 
-def _run() -> None:
+def _run() -> int:
     try:
-        sys.exit(app(prog_name="headwater", standalone_mode=False) or 0)
+        command, given, _ = app.parse_args(sys.argv[1:], exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        return _fail(f"{_problem(error)} Help: {' '.join(['headwater', *(error.command_chain or ())])} --help")
+    given.apply_defaults()
+    try:
+        return command(*given.args, **given.kwargs) or 0
     except HeadwaterError as error:
-        _fail(str(error), error.exit_code)
-    except UsageError as error:
-        command = error.ctx.command_path if error.ctx else "headwater"
-        asked = _nearest(error) or error.format_message().replace("Value error, ", "").rstrip(".")
-        if not asked:  # a group without a command has shown its help
-            sys.exit(0)
-        _fail(f"{asked}{'' if asked.endswith('?') else '.'} Help: {command} --help", CANNOT_BE_USED)
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        out = given.arguments.get("out") or given.arguments.get("run", Run()).out
+        kept = (
+            f"The same command continues from {out}."
+            if out
+            else "Nothing was kept; with --out FOLDER a run can be continued."
+        )
+        screen.print(f"\nInterrupted. {plain(kept)}", soft_wrap=True)
+        return INTERRUPTED
 
 
-def _nearest(error: Any) -> str:
-    """Return what to say of an option that does not exist: which one is near; nothing of other errors."""
-    if getattr(error, "possibilities", None) is None:
-        return ""
-    words = {name.lstrip("-"): name for name in error.possibilities}
-    near = get_close_matches(error.option_name.lstrip("-"), words, n=1)  # by words: the dashes make all options alike
-    return f"No such option: {error.option_name}" + (f". Did you mean {words[near[0]]!r}?" if near else "")
+def _problem(error: CycloptsError) -> str:
+    """Say in one line what of a command line cannot be read."""
+    if isinstance(error, UnusedCliTokensError):
+        return f"Too many words: {' '.join(error.unused_tokens or ())}."
+    if isinstance(error, UnknownOptionError):
+        # Compared without the dashes, which make all options alike.
+        asked = error.token.keyword or error.token.value
+        known = {name.lstrip("-"): name for one in error.argument_collection for name in one.names}
+        near = get_close_matches(asked.lstrip("-"), known, n=1)
+        return f"No such option: {asked}." + (f" Did you mean {known[near[0]]}?" if near else "")
+    return " ".join(str(error).split())
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:
@@ -80,40 +103,6 @@ def _note(message: Warning | str, *_: object, **__: object) -> None:
     screen.print(f"[bold]Note:[/] {plain(str(message))}", soft_wrap=True)
 
 
-def _fail(message: str, exit_code: int) -> None:
+def _fail(message: str, exit_code: int = CANNOT_BE_USED) -> int:
     screen.print(f"[bold red]Error:[/] {plain(message)}", soft_wrap=True)
-    sys.exit(exit_code)
-
-
-def _print_version(asked: bool | None) -> None:
-    if asked:
-        typer.echo(f"headwater {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool | None,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
-    ] = None,
-) -> None:
-    pass
-
-
-app.command()(cli_heads.heads)
-app.command()(cli_heads.compare)
-app.command()(cli_heads.behaviour)
-app.command()(cli_heads.relations)
-app.command()(cli_pathways.pathways)
-app.command()(cli_pathways.saliency)
-app.command()(cli_pathways.detect)
-app.command()(cli_patching.patch)
-app.command()(cli_patching.knockout)
-app.command()(cli_edges.edges)
-app.command()(cli_edges.circuit)
-app.command()(cli_memorization.memorization)
-app.command()(cli_memorization.score)
-app.command()(cli_figure.figure)
-app.command()(cli_demo.demo)
-app.add_typer(cli_reproduce.app, name="reproduce")
+    return exit_code

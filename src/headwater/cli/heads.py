@@ -2,121 +2,90 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.command import (
-    LOAD,
-    AsJson,
-    Model,
-    Out,
-    Quiet,
-    columns,
-    continues,
-    is_main,
-    load_model,
-    plain,
-    report,
-    write,
-)
-from headwater.cli.offered import Of, Options, Shaped, command
+from headwater.cli.options import AsJson, Flag, Load, Model, Run
+from headwater.cli.printing import columns, is_main, plain, report, write
 from headwater.errors import InputError
 from headwater.models.embedded import BASE, is_embedded
 
 if TYPE_CHECKING:
     from headwater.heads.head_map import HeadMap
 
-RELATIONS = Shaped(
-    "relations",
-    Path,
-    help="A folder or file of relations, or the name of one of headwater's own suite. Default: the whole suite.",
-)
-MULTI_TOKEN = Shaped(
-    "multi_token",
-    bool,
-    help="Let the first token stand for a word of several, instead of leaving it out.",
-    read=lambda first: "first" if first else None,
-)
-CLASSIFY = Of(
-    "headwater.heads.classify:classify_heads",
-    offers="rule k threshold embedding device",
-    shaped=(RELATIONS, MULTI_TOKEN),
-    choices={"rule": "RULES"},
-    left_out={
-        "norm_gain": "how much the answer hangs on it is a question for a notebook",
-        "attention": "it runs the model, which the command never does",
-    },
-)
-COMPARE = Of(
-    "headwater.heads.comparison:compare_heads",
-    offers="k threshold embedding device",
-    shaped=(RELATIONS, MULTI_TOKEN),
-    filled="models",
-    left_out={"norm_gain": "how much the answer hangs on it is a question for a notebook"},
-)
-
-
-def _texts_in(file: Path) -> list[str]:
-    from headwater.data.rows import check_readable, read_texts
-
-    check_readable(file, "texts")
-    return [text for text in read_texts(file, "text") if text]
-
-
-BEHAVE = Of(
-    "headwater.heads.behaviour:attention_behaviour",
-    offers="sequences length threshold copying embedding batch_size seed",
-    shaped=(
-        Shaped(
-            "texts",
-            Path,
-            help="A text per line, or .jsonl, .csv or .tsv with the texts under `text`. Default: random tokens alone; "
-            "for the embedded model also texts of its world.",
-            read=_texts_in,
-        ),
-    ),
-)
-Distinguishing = Annotated[
-    bool,
-    typer.Option(
-        "--distinguishing",
-        help="Score a target of several tokens by the first that no other target of its relation has, instead of "
-        "leaving it out.",
+Relations = Annotated[
+    Path | None,
+    Parameter(
+        help="A folder or file of relations, or the name of one of headwater's own suite. Default: the whole suite."
     ),
 ]
-SUITE = Of("headwater.heads.relations:load_relations", shaped=(RELATIONS,))
-COVERAGE = Of("headwater.heads.coverage:relation_coverage", shaped=(MULTI_TOKEN,), filled="relations tokenizer")
+Embedding = Annotated[
+    Literal["raw", "mlp0", "embed+mlp0", "layer0"] | None,
+    Parameter(
+        help="What heads from layer 1 on read for a token. Heads of layer 0 read the raw embedding. "
+        'Default: as published, "mlp0", and "raw" for the shape of Llama-3.1-70B.'
+    ),
+]
 
 
-@command(CLASSIFY, summary=CLASSIFY)
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LongTargets:
+    """What becomes of targets of several tokens; without these options they are left out."""
+
+    multi_token: Flag = False
+    """Let the first token stand for a word of several, instead of leaving it out."""
+    distinguishing: Flag = False
+    """Score a target of several tokens by the first that no other target of its relation has, instead of leaving it
+    out."""
+
+    @property
+    def scored(self) -> Literal["first", "distinguishing"] | None:
+        """Which token is scored; None: such targets are left out.
+
+        Raises:
+            InputError: two tokens were asked for.
+        """
+        if self.multi_token and self.distinguishing:
+            raise InputError("--multi-token takes the first token of a word, --distinguishing another: give one.")
+        return "first" if self.multi_token else "distinguishing" if self.distinguishing else None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Scoring:
+    """How heads are scored on relations."""
+
+    k: int | None = None
+    """How many of the largest logits count as a hit. Default: 1 for copying relations and 10 for others, on Llama 3
+    vocabularies 3 and 25."""
+    threshold: float = 0.15
+    """The chance-corrected score (of `headwater heads --rule published`, the score) from which on a head implements a
+    relation."""
+    embedding: Embedding = None
+    device: str | None = None
+    """Where a checkpoint is scored, as "cpu" or "cuda"; scores do not depend on it. Default: a CUDA device if there is
+    one, else the CPU."""
+
+
 def heads(
-    options: Options,
     model: Model = None,
-    distinguishing: Distinguishing = False,
-    validate: Annotated[
-        bool,
-        typer.Option(
-            "--validate",
-            help="Run the model too: does it use the heads that are called? Each is silenced, and others of its layer; "
-            "with --out also a folder validated, whose figure rings what is used.",
-        ),
-    ] = False,
-    template: Annotated[
-        str | None,
-        typer.Option(
-            help="With --validate: what asks for a target, with one {source} behind a space. Default: three examples; "
-            "for the embedded model the questions of its world.",
-            show_default=False,
-        ),
-    ] = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    *,
+    relations: Relations = None,
+    rule: Literal["controlled", "published"] = "controlled",
+    scoring: Scoring = Scoring(),
+    long_targets: LongTargets = LongTargets(),
+    validate: Flag = False,
+    template: str | None = None,
+    run: Run = Run(),
 ) -> None:
-    """Reads the parameters alone (Elhelo & Geva, ACL 2025), streamed from safetensors one layer at a time.
+    """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of them, or none.
+
+    Reads the parameters alone (Elhelo & Geva, ACL 2025), streamed from safetensors one layer at a time.
 
     **Examples**
 
@@ -127,39 +96,49 @@ def heads(
     `headwater heads --validate --out runs/embedded`
 
     `headwater heads path/to/checkpoint --relations path/to/relations --rule published --json`
+
+    Args:
+        rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
+        validate: Run the model too: does it use the heads that are called? Each is silenced, and others of its layer;
+            with --out also a folder validated, whose figure rings what is used.
+        template: With --validate: what asks for a target, with one {source} behind a space. Default: three examples;
+            for the embedded model the questions of its world.
     """
     if template is not None and not validate:
         raise InputError("--template asks the running model: give --validate too.")
-    with continues(out):
-        from headwater.heads.classify import classify_heads
-        from headwater.heads.relations import load_relations
-        from headwater.models.loading import load
+    tokens = long_targets.scored
+    from headwater.heads.classify import classify_heads
+    from headwater.heads.relations import load_relations
+    from headwater.models.loading import load
 
-        given = _told_apart(options.of("classify_heads"), distinguishing)
-        given["relations"] = load_relations(given.get("relations"))
-        is_loaded = validate or is_embedded(model or BASE)
-        loaded = load(model, device=given.pop("device", None)) if is_loaded else None
-        head_map = classify_heads(loaded or str(model), progress=not quiet, out=out, **given)
-        files = write(head_map, out, "head_map") if out else []
-        if validate and loaded is not None:
-            asked = _asked(template, head_map)
-            head_map = head_map.validate(loaded, relations=given["relations"], progress=not quiet, **asked)
-            if out and is_main():
-                head_map.save(out / "validated")
-                files += write(head_map, out / "validated", "head_map")
-    report(head_map.findings() | {"files": files}, as_json, show_heads)
+    suite = load_relations(relations)
+    is_loaded = validate or is_embedded(model or BASE)
+    loaded = load(model, device=scoring.device) if is_loaded else None
+    head_map = classify_heads(
+        loaded or str(model), relations=suite, rule=rule, multi_token=tokens, progress=run.progress, out=run.out,
+        **vars(scoring if loaded is None else replace(scoring, device=None)),
+    )  # fmt: skip
+    files = run.write(head_map, "head_map")
+    if validate and loaded is not None:
+        head_map = head_map.validate(loaded, relations=suite, progress=run.progress, **_asked(template, head_map))
+        if (folder := run.part("validated")) is not None and is_main():
+            head_map.save(folder)
+            files += write(head_map, folder, "head_map")
+    run.report(head_map.findings() | {"files": files}, show_heads)
 
 
-@command(COMPARE, summary=COMPARE)
 def compare(
-    options: Options,
-    models: Annotated[list[str], typer.Argument(help="Two or more checkpoint folders or hub names, the first before.")],
-    distinguishing: Distinguishing = False,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    models: Annotated[list[str], Parameter(help="Two or more checkpoint folders or hub names, the first before.")],
+    /,
+    *,
+    relations: Relations = None,
+    scoring: Scoring = Scoring(),
+    long_targets: LongTargets = LongTargets(),
+    run: Run = Run(),
 ) -> None:
-    """The models have as many layers and heads as one another: base and instruct, or checkpoints of one training.
+    """Say which heads implement or suppress which relations more, or less, than in the first of several models.
+
+    The models have as many layers and heads as one another: base and instruct, or checkpoints of one training.
 
     **Examples**
 
@@ -169,40 +148,71 @@ def compare(
 
     `headwater compare path/to/base path/to/instruct --relations path/to/relations --embedding raw`
     """
-    with continues(out):
-        from headwater.heads.comparison import compare_heads
+    from headwater.heads.comparison import compare_heads
 
-        given = _told_apart(options.of("compare_heads"), distinguishing)
-        comparison = compare_heads(models, progress=not quiet, out=out, **given)
-        files = write(comparison, out, "head_comparison") if out else []
-    report(comparison.findings() | {"files": files}, as_json, _show_changes)
+    comparison = compare_heads(
+        models, relations=relations, multi_token=long_targets.scored, progress=run.progress, out=run.out,
+        **vars(scoring),
+    )  # fmt: skip
+    run.report(comparison.findings() | {"files": run.write(comparison, "head_comparison")}, _show_changes)
 
 
-@command(BEHAVE, LOAD, summary=BEHAVE)
 def behaviour(
-    options: Options, model: Model = None, out: Out = None, as_json: AsJson = False, quiet: Quiet = False
+    model: Model = None,
+    *,
+    texts: Path | None = None,
+    sequences: int = 32,
+    length: int = 24,
+    threshold: float = 0.4,
+    copying: bool = True,
+    embedding: Embedding = None,
+    batch_size: int = 16,
+    seed: int = 0,
+    load: Load = Load(),
+    run: Run = Run(),
 ) -> None:
-    """Runs the model on random tokens said twice, and on texts; each score beside that of keys at shuffled positions.
+    """Say what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
+
+    Runs the model on random tokens said twice, and on texts; each score beside that of keys at shuffled positions.
+    With a large vocabulary, --copying takes much less time with --embedding raw.
 
     **Examples**
 
     `headwater behaviour`
 
     `headwater behaviour gpt2 --texts texts.txt --out runs/behaviour`
+
+    Args:
+        texts: A text per line, or .jsonl, .csv or .tsv with the texts under `text`. Default: random tokens alone; for
+            the embedded model also texts of its world.
+        sequences: How many sequences of random tokens, at most 10,000.
+        length: How many random tokens before they are said again; fewer where the vocabulary or the context is small.
+        threshold: The chance-corrected score from which on a head is called by a behaviour.
+        copying: Whether the eigenvalues of each head's OV circuit are computed, too.
+        batch_size: Sequences in one run of the model; fewer where their patterns would take too much memory.
+        seed: Of the random tokens, the intervals and the random heads.
     """
-    with continues(out):
-        from headwater.heads.behaviour import attention_behaviour
+    from headwater.data.rows import check_readable, read_texts
+    from headwater.heads.behaviour import attention_behaviour
 
-        given = options.of("attention_behaviour")
-        result = attention_behaviour(load_model(model, options), progress=not quiet, out=out, **given)
-        files = write(result, out, "attention_behaviour") if out else []
-    text = "\n".join(result.report())
-    report(result.findings() | {"files": files}, as_json, lambda found, console: _show_behaviour(found, text, console))
+    if texts is not None:
+        check_readable(texts, "texts")
+    read = None if texts is None else [text for text in read_texts(texts, "text") if text]
+    result = attention_behaviour(
+        load.model(model), read, sequences=sequences, length=length, threshold=threshold, copying=copying,
+        embedding=embedding, batch_size=batch_size, seed=seed, progress=run.progress, out=run.out,
+    )  # fmt: skip
+    said = "\n".join(result.report())
+    files = run.write(result, "attention_behaviour")
+    run.report(result.findings() | {"files": files}, lambda found, console: _show_behaviour(found, said, console))
 
 
-@command(SUITE, COVERAGE)
 def relations(
-    options: Options, model: Model = None, distinguishing: Distinguishing = False, as_json: AsJson = False
+    model: Model = None,
+    *,
+    relations: Relations = None,
+    long_targets: LongTargets = LongTargets(),
+    as_json: AsJson = False,
 ) -> None:
     """Show how many pairs of each relation survive a model's tokenizer, and which fall out.
 
@@ -220,23 +230,12 @@ def relations(
     from headwater.models.tokenizers import load_tokenizer
     from headwater.models.weights.checkpoint import checkpoint_folder
 
-    suite = load_relations(**options.of("load_relations"))
+    tokens = long_targets.scored
+    suite = load_relations(relations)
     tokenizer = load_tokenizer(checkpoint_folder(model or BASE))
-    given = _told_apart(options.of("relation_coverage"), distinguishing)
-    coverage = relation_coverage(suite, tokenizer, **given)
+    coverage = relation_coverage(suite, tokenizer, multi_token=tokens)
     rows = coverage.astype(object).where(coverage.notna(), None).to_dict("records")
     report({"model": model or BASE, "relations": rows}, as_json, _show_coverage)
-
-
-def _told_apart(given: dict[str, Any], distinguishing: bool) -> dict[str, Any]:
-    """Return a function's arguments, targets of several tokens scored by the one that tells them apart if asked for.
-
-    Raises:
-        InputError: the first token was asked for too.
-    """
-    if distinguishing and given.get("multi_token"):
-        raise InputError("--multi-token takes the first token of a word, --distinguishing another: give one.")
-    return given | ({"multi_token": "distinguishing"} if distinguishing else {})
 
 
 def _asked(template: str | None, head_map: HeadMap) -> dict[str, Any]:

@@ -1,157 +1,87 @@
-"""The commands `headwater patch` and `headwater knockout`."""
+"""The commands `headwater patch`, `headwater knockout`, `headwater edges` and `headwater circuit`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-import typer
+from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.command import LOAD, AsJson, Model, Out, Quiet, columns, continues, load_model, report, write
-from headwater.cli.offered import Of, Options, Shaped, command
-from headwater.errors import InputError, did_you_mean
+from headwater.cli.options import ANY_TEXT, Direction, Load, Measured, Model, Pairs, Run, Variant, changed, position
+from headwater.cli.printing import columns, is_main
+from headwater.errors import InputError
 
 if TYPE_CHECKING:
-    from headwater.patching.metrics import Metric
+    import pandas as pd
+
+    from headwater.circuits.circuit import Circuit
+    from headwater.circuits.result import EdgeEffects
     from headwater.patching.sweep import Sweep
 
-
-@dataclass(frozen=True)
-class Pairs:
-    """Prompts in pairs: as options, or in a table."""
-
-    clean: Annotated[
-        list[str] | None, typer.Option(help="Clean prompt; repeat for several pairs. Default: those of --pairs.")
-    ] = None
-    corrupted: Annotated[
-        list[str] | None, typer.Option(help="Corrupted prompt of each pair, in order. Default: those of --pairs.")
-    ] = None
-    pairs: Annotated[
-        Path | None,
-        typer.Option(
-            help="CSV, TSV, JSON or JSON Lines file with columns clean and corrupted. Default: --clean, --corrupted.",
-            show_default=False,
-        ),
-    ] = None
-
-    @property
-    def prompts(self) -> list[str] | Path:
-        """The clean prompts, or the file that holds the pairs.
-
-        Raises:
-            InputError: neither was given, or both.
-        """
-        if (self.clean is None) == (self.pairs is None):
-            raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
-        return self.pairs if self.pairs is not None else self.clean or []
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What is measured of each run."""
-
-    metric: Annotated[
-        str, typer.Option(help="logit-difference, log-probability, probability, rank or kl-divergence.")
-    ] = "logit-difference"
-    tokens: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            help="For logit-difference: the right and the wrong token. Mind leading spaces. Default: none.",
-            show_default=False,
-        ),
-    ] = None
-    token: Annotated[
-        str | None,
-        typer.Option(
-            help='For log-probability, probability and rank: the token, as --token " Paris". Default: none.',
-            show_default=False,
-        ),
-    ] = None
-    at: Annotated[str, typer.Option(help="Where the metric reads: last, a position, or a text of the prompt.")] = "last"
-
-    def asked(self) -> Metric:
-        """Return the metric that the options name.
-
-        Raises:
-            InputError: there is none of this name, or it takes other tokens.
-        """
-        from headwater.patching.metrics import METRICS, answers_of
-
-        known = {key.replace("_", "-"): key for key in METRICS}
-        plain = self.metric.replace("_", "-")
-        if plain not in known:
-            raise InputError(f"There is no metric {self.metric!r}.{did_you_mean(plain, known)}")
-        given = [*(self.tokens or ()), *([self.token] if self.token is not None else [])]
-        needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
-        wanted = len(answers_of(known[plain]))
-        if len(given) != wanted:
-            raise InputError(f"The metric {plain} takes {needed[wanted]}; {given or 'no token'} was given.")
-        return METRICS[known[plain]](*given, at=_position(self.at))
-
-
-def _window(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.isdigit() else text
-
-
-WINDOW = Shaped("window", str, help='So many layers at once, as 3, or "cumulative". Default: one.', read=_window)
-PYTHON = {
-    "layers": "all take part",
-    "batch_size": "as many as suit the device",
-}
-PATCH = Of(
-    "headwater.patching.activation_patching:patch",
-    offers="over direction method",
-    shaped=(
-        Shaped(
-            "sites",
-            default=("resid_pre",),
-            help="One or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern.",
-        ),
-        Shaped(
-            "values",
-            help="What is written: other run; zero; mean, over the prompts given; or resample, another of them.",
-        ),
-        WINDOW,
+Axis = Literal["layer", "position", "head", "key", "feature"]
+Window = Annotated[str | None, Parameter(help='So many layers at once, as 3, or "cumulative". Default: one.')]
+Hours = Annotated[
+    float | None,
+    Parameter(
+        help="Refuse to start what would take longer, at the rate at which the device multiplies matrices. Default: "
+        "none; more than an hour is warned of."
     ),
-    choices={"direction": "DIRECTIONS", "method": "METHODS"},
-    filled="clean corrupted metric",
-    left_out=PYTHON
-    | {
-        "positions": "all take part; a choice may be a function",
-        "spans": "of positions by role alone",
-        "heads": "all take part",
-        "keys": "all take part, as positions do",
-        "dataset": "a mean over other prompts than these is a question for a notebook",
-        "seed": "of resample alone",
-        "from_layer": "all layers are written from themselves",
-        "together": "nodes picked by hand, for a notebook or the patch board",
-    },
-)
-KNOCKOUT = Of(
-    "headwater.patching.edge_knockout:knockout",
-    offers="over variant",
-    shaped=(WINDOW,),
-    choices={"variant": "VARIANTS"},
-    filled="prompts block metric",
-    left_out=PYTHON,
-)
+]
+SHOWN, SIZE = 10, 20
 
 
-@command(PATCH, LOAD, summary=PATCH)
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Measuring:
+    """How the effects of edges are measured."""
+
+    method: Literal["exact", "screened", "sublayer", "eap", "eap-ig"] | None = None
+    """`exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates all (as
+    `sublayer`), and recomputes exactly the strongest, as many as --verify says, and 50 of the rest drawn by lot;
+    `sublayer`, `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`)."""
+    verify: int = 500
+    """How many edges `screened` recomputes for their estimate."""
+    steps: int = 5
+    """The runs of `eap-ig` between the two embeddings."""
+    quadrature: Literal["midpoints", "published"] = "midpoints"
+    """Where these are on the way: at the midpoints of the steps; or, as the published code of Hanna et al. has it,
+    k/steps of the way from the corrupted to the clean embeddings, k = 1 ... steps."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Search:
+    """A search for a circuit."""
+
+    threshold: float | None = None
+    """Search instead: take edges out one after the other, in the order of ACDC, where the mean of the metric over pairs
+    changes by less than this. Default: none."""
+    budget: int | None = None
+    """How many edges are tried at most, each one run of every pair; edges that lead nowhere are not counted. Where
+    there are more edges, the search begins from so many of the strongest, which --method screened finds at about the
+    same price; the others are left out at once. Default: as many as there are."""
+    placebos: int = 10
+    """How many random circuits of the shape of what is left are run beside it."""
+
+
 def patch(
     model: Model = None,
     *,
-    pairs: Pairs,
-    measured: Measured,
-    options: Options,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    pairs: Pairs = Pairs(),
+    measured: Measured = Measured(),
+    sites: tuple[str, ...] = ("resid_pre",),
+    over: list[Axis] | None = None,
+    direction: Direction = "denoise",
+    values: str = "other run",
+    window: Window = None,
+    method: Literal["exact", "attribution"] = "exact",
+    load: Load = Load(),
+    run: Run = Run(),
 ) -> None:
-    """Activations of one run are written into another, cell by cell.
+    """Sweep patches over layers, positions and heads.
+
+    Activations of one run are written into another, cell by cell.
 
     **Examples**
 
@@ -159,104 +89,241 @@ def patch(
     --tokens " Paris" " Rome" --sites resid_pre`
 
     `headwater patch gpt2 --pairs pairs.csv --metric kl-divergence --sites z --out runs/patch`
+
+    Args:
+        sites: One or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern.
+        over: The axes to run over: `key` for `pattern` alone, `feature` for a dictionary. What is not run over is
+            patched all at once. Default: layer and head where a site has heads, layer and position otherwise.
+        values: What is written: other run; zero; mean, over the prompts given; or resample, another of them.
+        method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
     """
-    prompts = pairs.prompts
-    with continues(out):
-        from headwater.models.sites import sites_called
-        from headwater.patching.activation_patching import patch as run
-        from headwater.patching.values import recipe_of
+    from headwater.models.sites import sites_called
+    from headwater.patching.activation_patching import patch as sweep
+    from headwater.patching.values import recipe_of
 
-        measure, given = measured.asked(), options.of("patch")
-        sites_called(given["sites"])
-        _check_axes(given)
-        recipe_of(given["values"])
-        loaded = load_model(model, options)
-        sweep = run(loaded, prompts, pairs.corrupted, metric=measure, progress=not quiet, out=out, **given)
-        _report(sweep, out, as_json)
+    prompts, metric, layers = pairs.prompts, measured.read(), _window(window)
+    sites_called(list(sites))  # wrong names are refused before a model is loaded
+    recipe_of(values)
+    found = sweep(
+        load.model(model), prompts, pairs.corrupted, sites=cast(Any, list(sites)), metric=metric, over=over,
+        direction=direction, values=cast(Any, values), window=layers, method=method, progress=run.progress, out=run.out,
+    )  # fmt: skip
+    _report(found, run)
 
 
-@command(KNOCKOUT, LOAD, summary=KNOCKOUT)
 def knockout(
     model: Model = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; repeat for several. Needed.")] = None,
-    query: Annotated[
-        str, typer.Option(help="Who must not read: last, after, all, a position, or a text of the prompt.")
-    ] = "last",
-    key: Annotated[
-        str | None,
-        typer.Option(
-            help='What must not be read: a position, first, or a text of the prompt; " John#2" is the second one. '
-            "Needed.",
-            show_default=False,
-        ),
-    ] = None,
-    heads: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="These heads only, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. "
-            "Default: all.",
-            show_default=False,
-        ),
-    ] = None,
     *,
-    measured: Measured,
-    options: Options,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    prompt: Annotated[list[str] | None, ANY_TEXT] = None,
+    query: Annotated[str, ANY_TEXT] = "last",
+    key: Annotated[str | None, ANY_TEXT] = None,
+    heads: list[str] | None = None,
+    measured: Measured = Measured(),
+    window: Window = None,
+    variant: Variant = "mask",
+    over: list[Axis] | None = None,
+    load: Load = Load(),
+    run: Run = Run(),
 ) -> None:
-    """What must not be read is named by its words; what becomes of the answer says how much it was needed.
+    """Sweep attention knockouts over layers (and heads).
+
+    What must not be read is named by its words; what becomes of the answer says how much it was needed.
 
     **Example**
 
     `headwater knockout gpt2 --prompt "The capital of France is" --key France --query last --window 9
     --tokens " Paris" " Rome"`
+
+    Args:
+        prompt: The prompt; repeat for several. Needed.
+        query: Who must not read: last, after, all, a position, or a text of the prompt.
+        key: What must not be read: a position, first, or a text of the prompt; " John#2" is the second one. Needed.
+        heads: These heads only, by number or, of one layer, by name: --heads 3 --heads 7, or --heads 9.3. Default: all.
+        over: layer, head, or both. Default: layer.
     """
     if not prompt or key is None:
         raise InputError("Give at least one --prompt, and with --key what must not be read.")
-    with continues(out):
-        from headwater.patching.edge_knockout import Edges
-        from headwater.patching.edge_knockout import knockout as run
+    from headwater.patching.edge_knockout import Edges
+    from headwater.patching.edge_knockout import knockout as sweep
 
-        measure, block = (
-            measured.asked(),
-            Edges(_position(query), _position(key), heads and [_position(one) for one in heads]),
-        )
-        given = options.of("knockout")
-        _check_axes(given)
-        loaded = load_model(model, options)
-        sweep = run(loaded, prompt, block=block, metric=measure, progress=not quiet, out=out, **given)
-        _report(sweep, out, as_json)
+    metric, layers = measured.read(), _window(window)
+    block = Edges(position(query), position(key), heads and [position(one) for one in heads])
+    found = sweep(
+        load.model(model), prompt, block=block, metric=metric, window=layers, variant=variant, over=over,
+        progress=run.progress, out=run.out,
+    )  # fmt: skip
+    _report(found, run)
 
 
-def _check_axes(given: Mapping[str, Any]) -> None:
-    """See whether axes and window can be asked for, before a model is loaded.
+def edges(
+    model: Model = None,
+    *,
+    pairs: Pairs = Pairs(),
+    measured: Measured = Measured(),
+    senders: list[str] | None = None,
+    receivers: list[str] | None = None,
+    direction: Direction = "noise",
+    over: Literal["position"] | None = None,
+    through: Literal["direct", "mlps"] = "direct",
+    measuring: Measuring = Measuring(),
+    seed: int = 0,
+    hours: Hours = None,
+    load: Load = Load(),
+    run: Run = Run(),
+) -> None:
+    """Measure what an answer owes to each edge: from each sender to each receiver after it.
+
+    One receiver's input is changed by one sender's output of the other run, and everything after it is rerun.
+
+    **Examples**
+
+    `headwater edges --clean "The capital of France is" --corrupted "The capital of Italy is"
+    --tokens " Paris" " Rome"`
+
+    `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
+
+    Args:
+        senders: Which: names such as "embed", "head 9.9", "mlp 8", of a kind ("head") or a layer ("head 9"). Default:
+            all.
+        receivers: Which: names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of
+            a kind ("q") or a layer ("q 10"). Default: all.
+        over: `position` takes a sender's output at each position by itself. Default: at all positions together.
+        through: `direct`, what a sender writes reaches the receiver unchanged; `mlps`, also by way of the MLPs between
+            them, which are recomputed, all heads frozen (as `hw.path_patch`).
+        seed: Of what `screened` draws.
+    """
+    from headwater.circuits.edge_effects import edges as measure
+
+    prompts, metric = pairs.prompts, measured.read()
+    found = measure(
+        load.model(model), prompts, pairs.corrupted, metric=metric, senders=senders, receivers=receivers,
+        direction=direction, over=over, through=through, seed=seed, hours=hours, progress=run.progress, out=run.out,
+        **vars(measuring),
+    )  # fmt: skip
+    files = run.write(found, "edges")
+    if run.out is not None:
+        found.summary().to_csv(run.out / "summary.csv", index=False, lineterminator="\n")
+        files.append(str(run.out / "summary.csv"))
+    run.report(_edge_summary(found, found.top(SHOWN)) | {"said": found.report(), "files": files}, _show_edges)
+
+
+def circuit(
+    model: Model = None,
+    *,
+    pairs: Pairs = Pairs(),
+    measured: Measured = Measured(),
+    size: int | None = None,
+    by: Literal["size", "signed"] = "size",
+    measuring: Measuring = Measuring(),
+    search: Search = Search(),
+    seed: int = 0,
+    hours: Hours = None,
+    load: Load = Load(),
+    run: Run = Run(),
+) -> None:
+    """Choose the circuit of the strongest edges on pairs of prompts, draw it by layers, and keep it as one file.
+
+    With --threshold the circuit is what a greedy search by exact effects leaves of all edges; --budget bounds it.
+
+    **Examples**
+
+    `headwater circuit --clean "The capital of France is" --corrupted "The capital of Italy is"
+    --tokens " Paris" " Rome" --size 20 --out runs/circuit`
+
+    `headwater circuit gpt2 --pairs pairs.csv --tokens " Paris" " Rome" --threshold 0.1 --budget 2000`
+
+    Args:
+        size: How many edges the circuit has. Default: 20.
+        by: The largest effects, or those that speak most for the clean prompt's answer.
+        seed: Of what `screened` and the search draw.
+    """
+    if search.threshold is not None:
+        useless = changed(measuring) + ["--size"] * (size is not None)
+        reason = "a search runs every edge exactly, and its threshold decides how many are left: leave out --threshold"
+    else:
+        useless, reason = changed(search), "they are of a search: give --threshold"
+    if useless:
+        raise InputError(f"{', '.join(useless)} cannot be used here; {reason}, or these.")
+    prompts, metric = pairs.prompts, measured.read()
+    found: Any
+    if search.threshold is not None:
+        from headwater.circuits.search import find_circuit
+
+        found = find_circuit(
+            load.model(model), prompts, pairs.corrupted, metric=metric, by=by, seed=seed, hours=hours,
+            progress=run.progress, out=run.out, **vars(search),
+        )  # fmt: skip
+        files, chosen, said = run.write(found, "search"), found.circuit, found.report()
+        rows = _strongest(chosen)[["edge", "effect"]].dropna().to_dict("records")
+        counts = {"pairs": int(found.alone["example"].nunique()), "edges": len(found.table), "method": "greedy search"}
+        summary = {"model": found.run.model, **counts, "metric": found.alone["metric"].iloc[0], "strongest": rows}
+    else:
+        from headwater.circuits.edge_effects import edges as measure
+
+        found = measure(
+            load.model(model), prompts, pairs.corrupted, metric=metric, seed=seed, hours=hours,
+            progress=run.progress, out=run.out, **vars(measuring),
+        )  # fmt: skip
+        files, chosen = [], found.circuit(SIZE if size is None else size, by=by)
+        summary = _edge_summary(found, _strongest(chosen))
+        said = [
+            f"Circuit of {len(chosen):,} of {found.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
+            "the embedding to the logits.",
+            "It was chosen on these prompts: what it is worth shows on others.",
+        ]
+    if run.out is not None and is_main():
+        from headwater.demo.written import write_figure
+
+        files += [str(chosen.save(run.out / "circuit.parquet")), *write_figure(chosen.plot(), run.out / "circuit")]
+    run.report(summary | {"said": said, "files": files}, _show_edges)
+
+
+def _window(text: str | None) -> Any:
+    """Read a window, before a model is loaded.
 
     Raises:
-        InputError: there is no such axis, or the window is neither a size nor "cumulative".
+        InputError: it is neither a number of layers nor "cumulative".
     """
-    from headwater.options import checked_name
     from headwater.patching.sweep_axes import AXES, windows_of
 
-    for axis in given.get("over", ()):
-        checked_name("over", axis, AXES)
-    windows_of(given.get("window"), AXES)
+    window = int(text) if text is not None and text.isdigit() else text
+    windows_of(window, AXES)
+    return window
 
 
-def _position(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
+def _strongest(circuit: Circuit) -> pd.DataFrame:
+    return circuit.table.sort_values("effect", key=abs, ascending=False).head(SHOWN)
 
 
-def _report(sweep: Sweep, out: Path | None, as_json: bool) -> None:
+def _edge_summary(found: EdgeEffects, strongest: pd.DataFrame) -> dict[str, object]:
+    rows = []
+    for row in strongest.to_dict("records"):
+        known = [float(row[name]) for name in ("effect", "estimate") if name in row and row[name] == row[name]]
+        rows.append({"edge": row["edge"], "effect": known[0] if known else None})
+    counts = {"pairs": len(found.baselines), "edges": len(found.chosen), "method": found.method}
+    return {"model": found.run.model, **counts, "metric": found.metrics[0], "strongest": rows}
+
+
+def _show_edges(found: dict[str, Any], console: Console) -> None:
+    pairs = f"{found['pairs']} pair{'s' * (found['pairs'] != 1)}"
+    console.print(f"{found['model']}: {found['edges']:,} edges, {found['method']}, {pairs}\n", markup=False)
+    table = columns("edge", "effect")
+    for row in found["strongest"]:
+        table.add_row(row["edge"], f"{row['effect']:.4g}")
+    console.print(table)
+    for sentence in found["said"]:
+        console.print(f"\n{sentence}", markup=False)
+
+
+def _report(sweep: Sweep, run: Run) -> None:
     from headwater.runs.findings import records_of
 
-    files = write(sweep, out, "sweep") if out else []
     summary = sweep.summary()
     felt = summary["mean"].abs().sort_values(ascending=False)
     strongest = summary.loc[felt[felt > 0].index].head(10)
     rows = records_of(strongest)
-    found = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows, "files": files}
-    report(found, as_json, _show)
+    found = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
+    run.report(found | {"files": run.write(sweep, "sweep")}, _show)
 
 
 def _show(found: dict[str, Any], console: Console) -> None:

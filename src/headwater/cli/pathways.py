@@ -2,120 +2,88 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
+from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.asked import EXTRACTOR
-from headwater.cli.command import (
-    LOAD,
-    AsJson,
-    Model,
-    Out,
-    Quiet,
-    continues,
-    is_main,
-    load_model,
-    plain,
-    report,
-    write,
-)
-from headwater.cli.offered import Of, Options, Shaped, command
+from headwater.cli.options import Extract, Load, Model, ProbeToken, Run, Variant, read_extractor
+from headwater.cli.printing import is_main, plain, write
 from headwater.errors import InputError
 from headwater.models.embedded import BASE, is_embedded
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
-    from headwater.probes.linear import Probe
     from headwater.questions.answers import AnsweredQuestions
     from headwater.questions.sources import Questions
     from headwater.runs.result import Result
 
 DEFAULT_SAMPLE = 500
 
-QuestionSets = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Question file (PopQA, TriviaQA, HotpotQA, NQ-open, or a table), or a set of the embedded model's world; "
-        "repeatable. Default: the four sets of its world.",
-        show_default=False,
-    ),
-]
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ProbeAt:
+    """What probes read."""
+
+    site: Literal["mlp_out", "attn_out", "resid_post"] = "mlp_out"
+    """What probes read."""
+    token: ProbeToken = "exact_answer_last"
 
 
-PROBED = {"site": "headwater.questions.states:PROBE_SITES", "token": "headwater.questions.states:PROBE_TOKENS"}
-KNOCKED_OUT = PROBED | {"variant": "VARIANTS"}
-READ = Of(
-    "headwater.questions.sources:load_questions",
-    offers="seed",
-    shaped=(
-        Shaped("sample", help=f"Questions drawn of each set. Default: all; {DEFAULT_SAMPLE} of each of the world's."),
-    ),
-    filled="source",
-    left_out={"format": "told from the first row"},
-)
-ANSWER = Of(
-    "headwater.questions.answers:answer",
-    offers="prompt label max_new_tokens batch_size",
-    shaped=(EXTRACTOR,),
-    choices={"label": "headwater.questions.labels:RULES"},
-    filled="questions",
-    left_out={"hooks": "functions"},
-)
-TRACE = Of(
-    "headwater.pathways.trace:trace_pathways",
-    offers="token site variant edges window seeds controls batch_size",
-    choices=KNOCKED_OUT | {"edges": "QUERIES"},
-    filled="answered",
-)
-STATES = Of(
-    "headwater.questions.states:probe_states", offers="site token batch_size", choices=PROBED, filled="answered"
-)
-SALIENCY = Of(
-    "headwater.pathways.attention_saliency:saliency",
-    offers="target",
-    choices={"target": "TARGETS"},
-    filled="answered probe",
-    left_out={
-        "edges": "both are measured",
-        "heads": "the other reading is a question for a notebook",
-        "pairs": "the other reading is a question for a notebook",
-        "layers": "all are measured",
-        "batch_size": "that of the questions is another; its default suits all devices",
-    },
-)
-BY_HAND = {
-    "layer": "found on the training half",
-    "cross_fit": "the other reading is a question for a notebook",
-    "reweighting": "takes an object",
-}
-DETECT = Of(
-    "headwater.detection.detection:detect",
-    offers="site token variant seeds batch_size",
-    shaped=(Shaped("methods", name="method"),),
-    choices=KNOCKED_OUT,
-    filled="answered",
-    left_out=BY_HAND,
-)
-DETECT_ALL = replace(
-    DETECT, shaped=(), left_out=BY_HAND | {"methods": "all of them; `headwater detect` has the choice"}
-)
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Asked:
+    """Which questions a model is asked, and how."""
+
+    questions: list[str] | None = None
+    """Question file (PopQA, TriviaQA, HotpotQA, NQ-open, or a table), or a set of the embedded model's world;
+    repeatable. Default: the four sets of its world."""
+    sample: int | None = None
+    """Questions drawn of each set. Default: all; 500 of each of the world's."""
+    seed: int = 0
+    """Of the draw of questions."""
+    prompt: str | None = None
+    """A text with one `{question}`, used as it is; may hold examples. Default: the chat template where the tokenizer
+    has one, else "Q: {question}" and "A:" on two lines."""
+    label: Literal["contains", "exact", "starts"] = "contains"
+    """When an answer is right: an accepted answer occurs in it ("contains"), begins it ("starts") or is all of it
+    ("exact"), after normalisation. `headwater.questions.labels` has the sources and limits."""
+    max_new_tokens: int = 32
+    """An answer that has not ended after this many tokens, the line break or end token counted, is cut off, and drops
+    out."""
+    batch_size: int = 64
+    """Prompts in one run."""
+    extract: Extract = None
+
+    def answered(self, model: str | None, load: Load, run: Run) -> tuple[HookedModel, AnsweredQuestions]:
+        """Load the model, and let it answer the questions."""
+        from headwater.questions.answers import answer
+
+        questions, extractor = _questions(model, self), read_extractor(self.extract)
+        loaded = load.model(model)
+        return loaded, answer(
+            loaded, questions, prompt=self.prompt, label=self.label, max_new_tokens=self.max_new_tokens,
+            batch_size=self.batch_size, extractor=extractor, progress=run.progress, out=run.part("answers"),
+        )  # fmt: skip
 
 
-@command(READ, ANSWER, TRACE, DETECT_ALL, LOAD)
 def pathways(
     model: Model = None,
-    questions: QuestionSets = None,
     *,
-    options: Options,
-    saliency: Annotated[bool, typer.Option(help="Measure saliency too.")] = True,
-    detection: Annotated[bool, typer.Option(help="Fit detectors of wrong answers too.")] = True,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    asked: Asked = Asked(),
+    probe: ProbeAt = ProbeAt(),
+    variant: Variant = "mask",
+    edges: Literal["after", "answer"] = "after",
+    window: int | None = None,
+    seeds: int = 3,
+    controls: bool = True,
+    saliency: bool = True,
+    detection: bool = True,
+    load: Load = Load(),
+    run: Run = Run(),
 ) -> None:
     """Ask whether a model's truthfulness signal flows from the question or from its answer.
 
@@ -129,66 +97,97 @@ def pathways(
     `headwater pathways meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/popqa`
 
     `headwater pathways gpt2 --questions triviaqa.json --extract rules --window 9`
+
+    Args:
+        edges: Who may no longer attend to the exact question tokens: every position `after` them, or the exact tokens
+            of the `answer` alone.
+        window: Sever in so many layers around each instead of in all up to it, and read the probe of l*; 1 is each
+            layer alone. One walk serves all windows; each costs what it changes. Default: none.
+        seeds: How many times, at most 1,000, the examples are split and probes fitted; modes are cross-fitted with two
+            and more.
+        controls: Run the controls too (about eight more passes) and compare with baselines.
+        saliency: Measure saliency too.
+        detection: Fit detectors of wrong answers too.
     """
-    with continues(out):
-        from headwater.detection.detection import detect as run_detection
-        from headwater.pathways.attention_saliency import saliency as run_saliency
-        from headwater.pathways.trace import trace_pathways
+    from headwater.detection.detection import detect as run_detection
+    from headwater.pathways.attention_saliency import saliency as run_saliency
+    from headwater.pathways.trace import trace_pathways
 
-        loaded, answered = _answered(model, questions, options, not quiet, out)
-        found: dict[str, Result] = {"answers": answered}
-        given = options.of("trace_pathways")
-        traced = trace_pathways(loaded, answered, progress=not quiet, out=_part(out, "pathways"), **given)
-        found["pathways"] = traced
-        if saliency:
-            folder = _part(out, "saliency")
-            found["saliency"] = run_saliency(loaded, answered, traced.probe, progress=not quiet, out=folder)
-        if detection:
-            folder, given = _part(out, "detection"), options.of("detect")
-            found["detection"] = run_detection(loaded, answered, progress=not quiet, out=folder, **given)
-        _finish(found, out, as_json)
+    loaded, answered = asked.answered(model, load, run)
+    found: dict[str, Result] = {"answers": answered}
+    found["pathways"] = traced = trace_pathways(
+        loaded, answered, variant=variant, edges=edges, window=window, seeds=seeds,
+        controls=controls, batch_size=asked.batch_size, progress=run.progress, out=run.part("pathways"),
+        **vars(probe),
+    )  # fmt: skip
+    if saliency:
+        folder = run.part("saliency")
+        found["saliency"] = run_saliency(loaded, answered, traced.probe, progress=run.progress, out=folder)
+    if detection:
+        found["detection"] = run_detection(
+            loaded, answered, variant=variant, seeds=seeds, batch_size=asked.batch_size,
+            progress=run.progress, out=run.part("detection"),
+            **vars(probe),
+        )  # fmt: skip
+    _finish(found, run)
 
 
-@command(READ, ANSWER, STATES, SALIENCY, LOAD, summary=SALIENCY)
 def saliency(
     model: Model = None,
-    questions: QuestionSets = None,
     *,
-    options: Options,
-    layer: Annotated[
-        int | None, typer.Option(help="Of the probe. Default: the one that does best.", show_default=False)
-    ] = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    asked: Asked = Asked(),
+    probe: ProbeAt = ProbeAt(),
+    target: Literal["cross_entropy", "logit"] = "cross_entropy",
+    layer: int | None = None,
+    load: Load = Load(),
+    run: Run = Run(),
 ) -> None:
-    """How much a truthfulness probe depends on the attention paid to them.
+    """Measure the saliency of the attention edges from the exact question tokens.
+
+    How much a truthfulness probe depends on the attention paid to them.
 
     **Example**
 
     `headwater saliency meta-llama/Meta-Llama-3-8B --questions triviaqa.json --sample 4000 --extract rules
     --out runs/saliency`
+
+    Args:
+        target: What figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are kept.
+        layer: Of the probe. Default: the one that does best.
     """
-    with continues(out):
-        from headwater.pathways.attention_saliency import saliency as run
+    from headwater.pathways.attention_saliency import saliency as measure
+    from headwater.probes.linear import Probe, fit_probes
+    from headwater.questions.states import probe_states
+    from headwater.runs.processes import processes
 
-        loaded, answered = _answered(model, questions, options, not quiet, out)
-        probe, folder = _probe(loaded, answered, options, layer, quiet), _part(out, "saliency")
-        measured = run(loaded, answered, probe, progress=not quiet, out=folder, **options.of("saliency"))
-        _finish({"answers": answered, "saliency": measured}, out, as_json)
+    loaded, answered = asked.answered(model, load, run)
+
+    def fit() -> Probe:
+        """Fit the probe on all answers together."""
+        states = probe_states(loaded, answered, batch_size=asked.batch_size, progress=run.progress, **vars(probe))
+        groups = answered.table["question"].tolist()
+        probes = fit_probes(states, answered.z, groups=groups, **vars(probe))
+        return probes[probes.best if layer is None else layer]
+
+    fitted = processes().on_main("the probe", fit)  # one for all: of two machines the last digits differ
+    measured = measure(loaded, answered, fitted, target=target, progress=run.progress, out=run.part("saliency"))
+    _finish({"answers": answered, "saliency": measured}, run)
 
 
-@command(READ, ANSWER, DETECT, LOAD, summary=DETECT)
 def detect(
     model: Model = None,
-    questions: QuestionSets = None,
     *,
-    options: Options,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    asked: Asked = Asked(),
+    method: list[str] | None = None,
+    probe: ProbeAt = ProbeAt(),
+    variant: Variant = "mask",
+    seeds: int = 3,
+    load: Load = Load(),
+    run: Run = Run(),
 ) -> None:
-    """The detectors are those of Luo et al. (ACL 2026) and their baselines.
+    """Fit detectors of wrong answers on half of each question set, and measure them on the other half.
+
+    The detectors are those of Luo et al. (ACL 2026) and their baselines.
 
     **Examples**
 
@@ -197,42 +196,39 @@ def detect(
     `headwater detect meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/detection`
 
     `headwater detect gpt2 --questions triviaqa.json --extract rules`
+
+    Args:
+        method: Which detectors: question, p_true, logit_mean, logit_min, probe, random_gate, vanilla_experts, mop, pr
+            (`headwater.detection.methods`). Default: all.
+        seeds: How many splits into halves, at most 1,000.
     """
-    with continues(out):
-        from headwater.detection.detection import detect as run
-        from headwater.detection.methods import METHODS, check_methods
+    from headwater.detection.detection import detect as measure
+    from headwater.detection.methods import METHODS, check_methods
 
-        given = options.of("detect")
-        check_methods(given.get("methods", METHODS))
-        loaded, answered = _answered(model, questions, options, not quiet, out)
-        measured = run(loaded, answered, progress=not quiet, out=_part(out, "detection"), **given)
-        _finish({"answers": answered, "detection": measured}, out, as_json)
-
-
-def _answered(
-    model: str | None, sources: list[str] | None, options: Options, progress: bool, out: Path | None
-) -> tuple[HookedModel, AnsweredQuestions]:
-    """Load the model, and let it answer the questions."""
-    from headwater.questions.answers import answer
-
-    questions, given = _questions(model, sources, options), options.of("answer")
-    loaded, folder = load_model(model, options), _part(out, "answers")
-    return loaded, answer(loaded, questions, progress=progress, out=folder, **given)
+    methods = METHODS if method is None else method
+    check_methods(methods)
+    loaded, answered = asked.answered(model, load, run)
+    measured = measure(
+        loaded, answered, methods=methods, variant=variant, seeds=seeds,
+        batch_size=asked.batch_size, progress=run.progress, out=run.part("detection"),
+        **vars(probe),
+    )  # fmt: skip
+    _finish({"answers": answered, "detection": measured}, run)
 
 
-def _questions(model: str | None, sources: list[str] | None, options: Options) -> Questions:
+def _questions(model: str | None, asked: Asked) -> Questions:
     """Read the questions, before a large model is loaded in vain."""
     import pandas as pd
 
     from headwater.questions.sources import WORLD_SETS, Questions, load_questions
 
-    if sources is None and not is_embedded(model or BASE):
+    if asked.questions is None and not is_embedded(model or BASE):
         raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
-    read, given = [], options.of("load_questions")
-    for source in sources or WORLD_SETS:
+    read = []
+    for source in asked.questions or WORLD_SETS:
         of_world = source in WORLD_SETS and not Path(source).exists()
-        drawn = {"sample": DEFAULT_SAMPLE} if of_world else {}
-        read.append(load_questions(source, **drawn | given))
+        sample = DEFAULT_SAMPLE if of_world and asked.sample is None else asked.sample
+        read.append(load_questions(source, sample=sample, seed=asked.seed))
     names = [name for questions in read for name in questions.datasets]
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
@@ -241,38 +237,17 @@ def _questions(model: str | None, sources: list[str] | None, options: Options) -
     return Questions(table, ", ".join(questions.source for questions in read))
 
 
-def _probe(model: HookedModel, answered: AnsweredQuestions, options: Options, layer: int | None, quiet: bool) -> Probe:
-    """Fit the probe whose saliency is measured, on all answers together."""
-    from headwater.probes.linear import fit_probes
-    from headwater.questions.states import probe_states
-    from headwater.runs.processes import processes
-
-    given = options.of("probe_states")
-    where = {"site": given["site"], "token": given["token"]}
-
-    def fit() -> Probe:
-        states = probe_states(model, answered, progress=not quiet, **given)
-        probes = fit_probes(states, answered.z, groups=answered.table["question"].tolist(), **where)
-        return probes[probes.best if layer is None else layer]
-
-    return processes().on_main("the probe", fit)  # one for all: of two machines the last digits differ
-
-
-def _part(out: Path | None, name: str) -> Path | None:
-    return out / name if out is not None else None
-
-
-def _finish(found: dict[str, Result], out: Path | None, as_json: bool) -> None:
+def _finish(found: dict[str, Result], run: Run) -> None:
     """Write figures, tables and the report, and print what was found."""
     if not is_main():
         return
     from headwater.demo.page import write_report
 
     files = []
-    if out is not None:
+    if run.out is not None:
         for name, result in found.items():
-            files += write(result, out / name, name)
-        files.append(str(write_report(found, out / "report.md")))
+            files += write(result, run.out / name, name)
+        files.append(str(write_report(found, run.out / "report.md")))
     summary: dict[str, Any] = {name: result.findings() for name, result in found.items()}
     said = {name: result.report() for name, result in found.items()}
 
@@ -280,4 +255,4 @@ def _finish(found: dict[str, Result], out: Path | None, as_json: bool) -> None:
         for name, lines in said.items():
             console.print(f"[bold]{name}[/]", *map(plain, lines), "", sep="\n")
 
-    report(summary | {"files": files}, as_json, show)
+    run.report(summary | {"files": files}, show)

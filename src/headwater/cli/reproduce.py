@@ -2,136 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from cyclopts import App, Parameter
 from rich.console import Console
 
-from headwater.cli.asked import EXTRACTOR, JUDGE
-from headwater.cli.command import (
-    LOAD,
-    AsJson,
-    Out,
-    Quiet,
-    columns,
-    continues,
-    load_model,
-    plain,
-    report,
-    write,
-)
-from headwater.cli.memorization import GRAPH
-from headwater.cli.offered import Of, Options, Shaped, command
+from headwater.cli.likelihood import Data, Judge, Predecessors, Predictions, read_judge
+from headwater.cli.options import AsJson, Extract, Flag, Load, ProbeToken, Run, read_extractor
+from headwater.cli.printing import columns, plain, report
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
-    from typer import Context
-
     from headwater.reference.published import Reproduction
-else:
-    Context = typer.Context.__mro__[1]  # click's, which is what a callback is given
 
-app = typer.Typer(
-    help="Measure published numbers again: published | measured | difference.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+app = App(name="reproduce", help="Measure published numbers again: published | measured | difference.")
 
-Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub name; `embedded` for the embedded model.")]
+Model = Annotated[str, Parameter(help="Checkpoint folder or hub name; `embedded` for the embedded model.")]
+Published = Annotated[
+    str | None,
+    Parameter(
+        help='The published model to compare with, as "meta-llama/Meta-Llama-3-8B". Default: the one of the model\'s '
+        "name."
+    ),
+]
 
 NUMBERS = ("published", "measured", "low", "high", "difference")
 
 
-def _lines(file: Path) -> tuple[str, ...]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}.") from None
-    return tuple(line for line in lines if line.strip())
+@app.default
+def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = False) -> None:
+    """Measure published numbers again: published | measured | difference.
 
+    **Examples**
 
-def _another(name: str) -> Any:
-    from headwater.models.loading import load
+    `headwater reproduce --plan`
 
-    return load(name)
+    `headwater reproduce --plan --runs path/to/runs --json`
 
-
-MAPS = Of(
-    "headwater.reference.maps:reproduce_maps",
-    offers="published correlations ablations multi_token device",
-    shaped=(
-        Shaped(
-            "templates",
-            Path,
-            help="Sentences for the correlations, one a line, each with {source}. Default: headwater's own.",
-            read=_lines,
-        ),
-    ),
-    filled="datasets",
-)
-PATHWAYS = Of(
-    "headwater.reference.pathways:reproduce_pathways",
-    offers="published token seeds batch_size",
-    shaped=(
-        Shaped("sample", help="Questions drawn of each set; 0 for all.", read=lambda count: count or None),
-        Shaped("methods", name="method"),
-        EXTRACTOR,
-    ),
-    filled="questions",
-)
-DEPTH = Of(
-    "headwater.reference.depth:reproduce_depth",
-    offers="published predecessors batch_size",
-    choices={"predecessors": "headwater.likelihood.contexts:PREDECESSORS"},
-    shaped=(JUDGE,),
-    filled="graph",
-)
-MEMBERSHIP = Of(
-    "headwater.reference.membership:reproduce_membership",
-    offers="published benchmark batch_size",
-    choices={"benchmark": "BENCHMARKS"},
-    shaped=(
-        Shaped(
-            "reference",
-            str,
-            help="Another model, for the score of that name, as EleutherAI/pythia-70m, the published one.",
-            read=_another,
-        ),
-    ),
-    filled="texts",
-)
-
-
-@app.callback(invoke_without_command=True)
-def reproduce(
-    context: Context,
-    plan: Annotated[
-        bool,
-        typer.Option(
-            "--plan",
-            help="List every command, its data, the size of its weights and the published numbers; run nothing.",
-        ),
-    ] = False,
-    runs: Annotated[Path, typer.Option(help="With --plan: the folder whose finished runs are shown beside.")] = Path(
-        "runs"
-    ),
-    as_json: AsJson = False,
-) -> None:
-    """Measure published numbers again: published | measured | difference."""
-    if context.invoked_subcommand is not None:
-        if plan:
-            raise InputError("--plan stands alone: it lists the commands and runs none.")
-        return
+    Args:
+        plan: List every command, its data, the size of its weights and the published numbers; run nothing.
+        runs: With --plan: the folder whose finished runs are shown beside.
+    """
     if not plan:
         raise InputError("Nothing is asked for: name maps, pathways, depth or membership, or give --plan.")
-    from dataclasses import asdict
-
     from headwater.reference.plan import reproduction_plan
     from headwater.runs.findings import records_of
 
-    lines = reproduction_plan(runs)
-    listed = [asdict(line) | {"numbers": records_of(line.numbers)} for line in lines]
+    listed = [asdict(line) | {"numbers": records_of(line.numbers)} for line in reproduction_plan(runs)]
     report({"lines": listed}, as_json, _show_plan)
 
 
@@ -153,15 +72,18 @@ def _show_plan(found: dict[str, Any], console: Console) -> None:
         console.print("")
 
 
-@app.command()
-@command(MAPS)
+@app.command
 def maps(
     model: Model,
-    datasets: Annotated[Path, typer.Option(help="The published relations: a folder of NAME/NAME.json.")],
-    options: Options,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    *,
+    datasets: Path,
+    published: Published = None,
+    correlations: bool = True,
+    ablations: Flag = False,
+    multi_token: Flag = False,
+    templates: Path | None = None,
+    device: str | None = None,
+    run: Run = Run(),
 ) -> None:
     """Head classification (Elhelo & Geva, ACL 2025): best scores, ranked heads, correlations.
 
@@ -170,25 +92,41 @@ def maps(
     `headwater reproduce maps gpt2-xl --datasets MAPS/datasets`
 
     `headwater reproduce maps path/to/pythia-12b --datasets MAPS/datasets --no-correlations --out runs/maps`
+
+    Args:
+        datasets: The published relations: a folder of NAME/NAME.json.
+        correlations: Measure the correlations too. That runs the model; the rest reads its parameters alone.
+        ablations: Remove the heads of the relations whose ablation was published too, and random ones: 60 runs over a
+            relation's items.
+        multi_token: Measure the correlations after sources of several tokens too, in the published sentence.
+        templates: Sentences for the correlations, one a line, each with {source}. Default: headwater's own.
+        device: Where a model that is loaded here runs; see `hw.load`. Default: a CUDA device if there is one.
     """
-    with continues(out):
-        from headwater.reference.maps import reproduce_maps
+    from headwater.heads.validation import TEMPLATES
+    from headwater.reference.maps import reproduce_maps
 
-        found = reproduce_maps(model, datasets, progress=not quiet, out=out, **options.of("reproduce_maps"))
-        _report(found, out, as_json)
+    found = reproduce_maps(
+        model, datasets, published=published, correlations=correlations, ablations=ablations, multi_token=multi_token,
+        templates=TEMPLATES if templates is None else _lines(templates), device=device, progress=run.progress,
+        out=run.out,
+    )  # fmt: skip
+    _report(found, run)
 
 
-@app.command()
-@command(PATHWAYS, LOAD)
+@app.command
 def pathways(
     model: Model,
-    questions: Annotated[
-        list[str], typer.Option(help="Question file; repeat for several. Of the embedded model: a set by name.")
-    ],
-    options: Options,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    *,
+    questions: list[str],
+    published: Published = None,
+    sample: int = 4000,
+    method: list[str] | None = None,
+    token: ProbeToken = "exact_answer_last",
+    seeds: int = 3,
+    extract: Extract = None,
+    batch_size: int = 64,
+    load: Load = Load(),
+    run: Run = Run(),
 ) -> None:
     """Detection of wrong answers (Luo et al., ACL 2026, Tables 2 and 3): AUC of every method, and of the mode.
 
@@ -197,65 +135,109 @@ def pathways(
     **Example**
 
     `headwater reproduce pathways meta-llama/Meta-Llama-3-8B --questions popqa.jsonl --out runs/pathways`
+
+    Args:
+        questions: Question file; repeat for several. Of the embedded model: a set by name.
+        sample: Questions drawn of each set; 0 for all.
+        method: Which detectors of `headwater detect`. Default: those whose numbers were published.
+        token: Where probes read; see `headwater pathways`.
+        seeds: How many splits into halves.
+        batch_size: Rows in one run.
     """
-    with continues(out):
-        from headwater.reference.pathways import reproduce_pathways
+    from headwater.reference.pathways import METHODS, reproduce_pathways
 
-        given = options.of("reproduce_pathways")
-        found = reproduce_pathways(load_model(model, options), questions, progress=not quiet, out=out, **given)
-        _report(found, out, as_json)
+    extractor = read_extractor(extract)
+    found = reproduce_pathways(
+        load.model(model), questions, published=published, sample=sample or None,
+        methods=tuple(METHODS) if method is None else method, token=token, seeds=seeds, extractor=extractor,
+        batch_size=batch_size, progress=run.progress, out=run.out,
+    )  # fmt: skip
+    _report(found, run)
 
 
-@app.command()
-@command(GRAPH, DEPTH, LOAD)
-def depth(options: Options, model: Model, out: Out = None, as_json: AsJson = False, quiet: Quiet = False) -> None:
+@app.command
+def depth(
+    model: Model,
+    *,
+    data: Data = None,
+    predictions: Predictions = None,
+    published: Published = None,
+    judge: Judge = None,
+    predecessors: Predecessors = "none",
+    batch_size: int = 16,
+    load: Load = Load(),
+    run: Run = Run(),
+) -> None:
     """Accuracy and discrepancies by question depth (Ko et al., EMNLP 2024).
 
     **Example**
 
     `headwater reproduce depth meta-llama/Meta-Llama-3-8B-Instruct --data depthqa --out runs/depth`
+
+    Args:
+        batch_size: Texts in one run.
     """
-    with continues(out):
-        from headwater.likelihood.graph import load_depth_graph
-        from headwater.reference.depth import reproduce_depth
+    from headwater.likelihood.graph import load_depth_graph
+    from headwater.reference.depth import reproduce_depth
 
-        graph = load_depth_graph(**options.of("load_depth_graph"))
-        given = options.of("reproduce_depth")
-        found = reproduce_depth(load_model(model, options), graph, progress=not quiet, out=out, **given)
-        _report(found, out, as_json)
+    graph, scorer = load_depth_graph(data, predictions=predictions), read_judge(judge)
+    found = reproduce_depth(
+        load.model(model), graph, published=published, judge=scorer, predecessors=predecessors, batch_size=batch_size,
+        progress=run.progress, out=run.out,
+    )  # fmt: skip
+    _report(found, run)
 
 
-@app.command()
-@command(MEMBERSHIP, LOAD)
+@app.command
 def membership(
     model: Model,
-    texts: Annotated[list[Path], typer.Option(help="Texts with input and label; of several files, the mean.")],
-    options: Options,
-    out: Out = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    *,
+    texts: list[Path],
+    benchmark: Literal["wikimia_32", "wikimia_32_paraphrased", "mimir", "wikimia_concat"] = "wikimia_32",
+    reference: str | None = None,
+    published: Published = None,
+    batch_size: int = 16,
+    load: Load = Load(),
+    run: Run = Run(),
 ) -> None:
     """Telling seen texts from unseen ones (Zhang et al., ICLR 2025): AUC of every score.
 
     **Example**
 
     `headwater reproduce membership EleutherAI/pythia-2.8b --texts WikiMIA_length32.jsonl --out runs/wikimia`
+
+    Args:
+        texts: Texts with input and label; of several files, the mean.
+        benchmark: What the texts are; wikimia_concat are texts put together as `headwater.reference.joined_texts` has
+            them.
+        reference: Another model, for the score of that name, as EleutherAI/pythia-70m, the published one. Default:
+            none.
+        batch_size: Texts in one run.
     """
-    with continues(out):
-        from headwater.reference.membership import reproduce_membership
+    from headwater.reference.membership import reproduce_membership
 
-        given = options.of("reproduce_membership")
-        found = reproduce_membership(load_model(model, options), texts, progress=not quiet, out=out, **given)
-        _report(found, out, as_json)
+    other = Load().model(reference) if reference is not None else None
+    found = reproduce_membership(
+        load.model(model), texts, benchmark=benchmark, reference=other, published=published, batch_size=batch_size,
+        progress=run.progress, out=run.out,
+    )  # fmt: skip
+    _report(found, run)
 
 
-def _report(found: Reproduction, out: Path | None, as_json: bool) -> None:
+def _lines(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}.") from None
+    return [line for line in lines if line.strip()]
+
+
+def _report(found: Reproduction, run: Run) -> None:
     from headwater.runs.findings import records_of
 
     comparable = found.table["difference"].notna().any()
-    files = write(found, out, "reproduction") if out and comparable else []
-    rows = records_of(found.table)
-    report(found.findings() | {"rows": rows, "files": files}, as_json, _show)
+    files = run.write(found, "reproduction") if comparable else []
+    run.report(found.findings() | {"rows": records_of(found.table), "files": files}, _show)
 
 
 def _show(found: dict[str, Any], console: Console) -> None:

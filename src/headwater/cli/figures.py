@@ -1,0 +1,136 @@
+"""The commands `headwater figure` and `headwater demo`: the runs of several models side by side, and the tour."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter, validators
+from rich.console import Console
+
+from headwater.cli.options import AsJson, Flag
+from headwater.cli.printing import is_main, plain, report, screen
+from headwater.errors import InputError
+
+QUESTIONS = 300
+KINDS = {
+    "heads": ("headwater.heads.head_map:HeadMap", "headwater.figures.head_map:head_maps", ""),
+    "pathways": ("headwater.pathways.trace:Pathways", "headwater.figures.pathway_curves:delta_p", "pathways"),
+    "saliency": (
+        "headwater.pathways.attention_saliency:Saliency", "headwater.figures.saliency_density:saliency", "saliency",
+    ),
+    "memorization": (
+        "headwater.likelihood.profile:DepthProfile", "headwater.figures.depth_profile:depth_profiles", "",
+    ),
+}  # fmt: skip
+"""By kind: the class of the results, what draws several of them, and where a command with several results keeps one."""
+
+
+def figure(
+    kind: Literal["heads", "pathways", "saliency", "memorization"],
+    runs: list[Path],
+    /,
+    *,
+    style: Literal["headwater", "published"] = "headwater",
+    out: Path | None = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw runs of several models side by side, in headwater's style or laid out as published.
+
+    **Examples**
+
+    `headwater figure heads runs/gpt2-xl runs/phi-2 runs/pythia-12b runs/llama-70b --style published`
+
+    `headwater figure pathways runs/llama-1b runs/llama-3b --out figures/delta-p`
+
+    Args:
+        kind: Which figure.
+        runs: Folders of finished runs, one or more, a panel each.
+        style: With intervals and counts, or the panels, series and words of the papers.
+        out: Path without suffix: written as png, svg and pdf. Default: KIND in this folder.
+    """
+    result_class, draw, part = KINDS[kind]
+    results = [_read(_named(result_class), folder, part) for folder in runs]
+    drawn = _named(draw)(results, style=style)
+    files = []
+    if is_main():
+        import matplotlib as mpl
+
+        from headwater.figures.style import save_figure
+
+        mpl.use("Agg")
+        files = [str(file) for file in save_figure(drawn, out or Path(kind), ("png", "svg", "pdf"))]
+    report({"figure": kind, "models": [one.run.model for one in results], "files": files}, as_json, _show_figure)
+
+
+def _read(result_class: Any, folder: Path, part: str) -> Any:
+    """Read a run's result: in the folder itself, or in the part that a command with several results made."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder: give the --out folder of a finished run.")
+    inside = folder / part
+    return result_class.load(inside if part and inside.is_dir() else folder)
+
+
+def _named(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _show_figure(found: dict[str, Any], console: Console) -> None:
+    console.print(f"{found['figure']}: {', '.join(found['models'])}", markup=False)
+
+
+def demo(
+    *,
+    out: Path = Path("runs/demo"),
+    questions: Annotated[int, Parameter(validator=validators.Number(gte=1))] = QUESTIONS,
+    as_json: AsJson = False,
+    quiet: Annotated[Flag, Parameter(alias="-q")] = False,
+) -> int:
+    """Run every analysis on the model that comes with headwater, and show them on one page, index.html.
+
+    Three minutes of one processor core. What fails is named, and the others are kept.
+
+    **Example**
+
+    `headwater demo --out runs/demo`
+
+    Args:
+        out: Folder for the page, figures and tables.
+        questions: Questions of each of the four sets.
+        quiet: No progress bar.
+    """
+    from headwater.demo.steps import STEPS, Seen
+    from headwater.demo.tour import Tour
+    from headwater.models.loading import load
+
+    quiet = quiet or not is_main()
+    if not quiet:
+        often = "" if questions == QUESTIONS else f" with {QUESTIONS} questions of each set"
+        screen.print(
+            f"{len(STEPS)} analyses, about three minutes on one core{often}. "
+            "Ctrl-C stops them; the same command goes on where it stopped.",
+            soft_wrap=True,
+        )
+    tour = Tour(Seen(load(), questions), out, not quiet)
+    for number, (name, step) in enumerate(STEPS.items(), start=1):
+        if not quiet:
+            screen.print(f"[{number}/{len(STEPS)}] {step.title}", markup=False)
+        tour.take(name, step)
+    if not is_main():
+        return 0
+    page = tour.page()
+    found = {"model": tour.seen.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
+    titles = {name: step.title for name, step in STEPS.items()}
+    report(found, as_json, lambda summary, console: _show_tour(summary, titles, console))
+    return 1 if tour.failed else 0
+
+
+def _show_tour(summary: dict[str, Any], titles: dict[str, str], console: Console) -> None:
+    analyses = summary["analyses"]
+    failed = {name: one["failed"] for name, one in analyses.items() if isinstance(one, dict) and "failed" in one}
+    for name, why in failed.items():
+        console.print(f"{titles[name]}: [red]failed[/]: {plain(why)}")
+    console.print(f"\n{len(analyses) - len(failed)} of {len(analyses)} analyses are done.")
+    console.print(f"Open [bold]{plain(summary['files'][0])}[/] in a browser.")

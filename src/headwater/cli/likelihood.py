@@ -1,0 +1,260 @@
+"""The commands `headwater memorization` and `headwater score`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from headwater.cli.options import ENDPOINT, Flag, Load, Model, Run, is_endpoint
+from headwater.cli.printing import is_main, plain, screen, write
+from headwater.errors import InputError
+
+if TYPE_CHECKING:
+    from headwater.likelihood.profile import DepthProfile
+    from headwater.questions.judge import EndpointJudge
+
+Data = Annotated[
+    Path | None,
+    Parameter(help="A folder in the layout of DepthQA, or a JSON file. Default: that of the embedded model."),
+]
+Predictions = Annotated[
+    str | None,
+    Parameter(
+        help="Of a folder: the file with a model's answers, judged or not, by its path or its name in the folder. "
+        'Default: the one file that has answers to the questions alone ("zero-shot"), if there is one.'
+    ),
+]
+
+Predecessors = Annotated[
+    Literal["none", "gold", "predicted", "multi-turn"],
+    Parameter(
+        help='What a question is asked with, as the depth study did: "none", the question alone; "gold", after the '
+        'questions it builds on with their accepted answers; "predicted", with the model\'s own answers to them; '
+        '"multi-turn", in a conversation in which the model was asked these first (`likelihood.contexts`). Answers in '
+        "the data are taken for answers to the question alone, unless --answers data."
+    ),
+]
+Judge = Annotated[
+    str | None,
+    Parameter(
+        help="What scores answers, whatever scores the data hold: label, for label match, 5 or 1; or "
+        f"{ENDPOINT}. Default: the scores of the data."
+    ),
+]
+
+
+def memorization(
+    model: Model = None,
+    *,
+    data: Data = None,
+    predictions: Predictions = None,
+    span: Literal["question", "answer", "model_answer", "both"] = "answer",
+    context: Literal["raw", "chat"] = "raw",
+    aggregate: Literal["group", "node"] = "group",
+    layers: str = "final",
+    k: float = 0.2,
+    answers: Literal["data", "model"] | None = None,
+    judge: Judge = None,
+    predecessors: Predecessors = "none",
+    max_new_tokens: int = 32,
+    controls: bool = True,
+    seed: int = 0,
+    batch_size: int = 16,
+    load: Load = Load(),
+    run: Run = Run(),
+) -> None:
+    """Measure memorization by question depth.
+
+    Min-K% at depth 1, 2, 3, and the score gap by quartile of Min-K%.
+
+    **Examples**
+
+    `headwater memorization`
+
+    `headwater memorization meta-llama/Llama-2-7b-chat-hf --data depthqa --context chat --out runs/depth`
+
+    `headwater memorization gpt2 --data questions.json --judge label`
+
+    Args:
+        span: What is scored: the "question", the accepted "answer" given the question, the "model_answer" given the
+            question, or "both", the question and the accepted answer.
+        context: "raw" (as a plain prompt) or "chat" (in the chat template).
+        aggregate: What a box of the figure holds: a value per graph and depth ("group"), or per question ("node").
+        layers: final, all, or layers such as 0,4,8.
+        k: The share of lowest tokens of Min-K% and its relatives.
+        answers: The answers that are judged: those in the data, or the model's own. Default: the data's, where there
+            are any.
+        max_new_tokens: The model's own answers are cut off after so many tokens; one that had not ended, the line break
+            or end token counted, is not judged.
+        controls: Score shuffled texts too; doubles the work.
+        seed: Of shuffling and of the bootstrap.
+        batch_size: Texts in one run of the model.
+    """
+    from headwater.likelihood.graph import load_depth_graph
+    from headwater.likelihood.profile import memorization as measure
+
+    graph, scorer = load_depth_graph(data, predictions=predictions), read_judge(judge)
+    profile = measure(
+        load.model(model), graph, span=span, context=context, aggregate=aggregate, layers=_layers(layers), k=k,
+        answers=answers, judge=scorer, predecessors=predecessors, max_new_tokens=max_new_tokens, controls=controls,
+        seed=seed, batch_size=batch_size, progress=run.progress, out=run.out,
+    )  # fmt: skip
+    if not is_main():
+        return
+    files = _written(profile, run.out) if run.out is not None else []
+    text = "\n\n".join(profile.report())
+    run.report(profile.findings() | {"files": files}, lambda _, console: console.print(plain(text)))
+
+
+def read_judge(given: str | None) -> str | EndpointJudge | None:
+    """Return the judge that `--judge` names.
+
+    Raises:
+        InputError: it names none.
+    """
+    from headwater.questions.judge import LABEL, EndpointJudge
+
+    words = (given or "").split()
+    if given is None or words == [LABEL]:
+        return given and LABEL
+    if is_endpoint(words):
+        return EndpointJudge(words[0], words[1], key_from=words[2] if len(words) == 3 else None)
+    raise InputError(f'--judge {given!r} is neither "label" nor "URL MODEL [VARIABLE]" of an endpoint.')
+
+
+def _layers(text: str) -> Any:
+    """Read the layers asked for: a word, or numbers with commas between them."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
+
+
+def _written(profile: DepthProfile, out: Path) -> list[str]:
+    """Write the figures, the tables and the report."""
+    files = write(profile, out, "depth_profile")
+    from headwater.demo.page import write_report
+    from headwater.figures.depth_profile import layer_curves
+    from headwater.figures.style import save_figure
+    from headwater.figures.tokens import token_heat_map, token_html
+
+    files += map(str, save_figure(token_heat_map(profile), out / "tokens", ("png",)))
+    (out / "tokens.html").write_text(token_html(profile), encoding="utf-8")
+    if profile.by_layer["layer"].nunique() > 1:
+        files += map(str, save_figure(layer_curves(profile), out / "layers", ("png", "svg", "pdf")))
+    return [*files, str(out / "tokens.html"), str(write_report({"memorization": profile}, out / "report.md"))]
+
+
+def score(
+    given: Annotated[
+        list[str],
+        Parameter(
+            name="MODEL-AND-FILE",
+            help="Checkpoint folder or hub name, by default the embedded model; and the texts: .jsonl, .csv, .tsv, or "
+            "any other file with a text per line.",
+        ),
+    ],
+    /,
+    *,
+    model: str | None = None,
+    field: str = "text",
+    k: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0),
+    reference: str | None = None,
+    lowercase: Flag = False,
+    prefix: Path | None = None,
+    token_counts: Path | None = None,
+    maximum_entropy: float | None = None,
+    gradient_norm: Flag = False,
+    long: Literal["error", "window"] = "window",
+    stride: int | None = None,
+    precision: Literal["highest", "high"] = "highest",
+    batch_size: int = 16,
+    load: Load = Load(),
+    run: Run = Run(),
+) -> None:
+    """Score how likely each text of a file was in a model's training data: loss, zlib, Min-K%, Min-K%++, Gap-K%.
+
+    Give [MODEL] FILE. Higher = more likely seen, in every column of scores. One row per text, in the order of the file,
+    as CSV on stdout or with --out in a folder; texts that cannot be scored keep their row, with a note.
+
+    **Examples**
+
+    `headwater score texts.txt`
+
+    `headwater score gpt2 texts.txt > scores.csv`
+
+    `headwater score gpt2 texts.jsonl --field passage --k 0.2 --out runs/scores --json`
+
+    `headwater score EleutherAI/pythia-2.8b texts.jsonl --reference EleutherAI/pythia-70m --prefix unseen.txt
+    --token-counts counts.json --maximum-entropy 2`
+
+    Args:
+        model: The model by name, as in --model gpt2. Default: the embedded model.
+        field: The field or column that holds the text.
+        k: The shares of lowest tokens.
+        reference: Another model, for the reference score. Default: none.
+        lowercase: Also read the lowercased texts, for the score `lowercase`.
+        prefix: A file with texts known not to have been seen, for the score recall. Default: none.
+        token_counts: How often each token id occurs in a corpus, for the score dc_pdd: a JSON list of numbers. Default:
+            none.
+        maximum_entropy: In nats; the score `surp` is over positions of a lower one. Default: none.
+        gradient_norm: Also take the gradient of every text's loss, for the score `grad_norm`: a step back for each.
+        long: What becomes of texts longer than the context: read in windows ("window"), or an "error".
+        stride: How many new tokens each further window scores. Default: half the context.
+        precision: How a CUDA device multiplies float32 states with W_U, "highest" with all bits or "high" in fewer
+            tensor-core products. It matters to float32 models and to lenses; elsewhere both are the same.
+        batch_size: Texts in one run of the model.
+    """
+    if len(given) + (model is not None) > 2:
+        raise InputError(f"Give [MODEL] FILE, a model and one file of texts; found {' '.join(given)}.")
+    name, file = (given[0] if len(given) == 2 else model), Path(given[-1])
+    from headwater.data.rows import check_readable
+    from headwater.data.strict_json import parse_json
+    from headwater.likelihood.files import score_file
+    from headwater.likelihood.scores import checked_shares
+
+    check_readable(file, "texts")
+    checked_shares(k)
+    unseen = _text(prefix) if prefix is not None else None
+    try:
+        counts: Any = parse_json(_text(token_counts)) if token_counts is not None else None
+    except ValueError as error:
+        raise InputError(f"{token_counts} is not a JSON list of numbers ({error}).") from None
+    scored = score_file(
+        load.model(name), file, field=field, k=k, reference=load.model(reference) if reference is not None else None,
+        lowercase=lowercase, prefix=unseen, token_counts=counts, maximum_entropy=maximum_entropy,
+        gradient_norm=gradient_norm, long=long, stride=stride, precision=precision, batch_size=batch_size,
+        progress=run.progress, out=run.out,
+    )  # fmt: skip
+    if not is_main():
+        return
+    files = []
+    if run.out is not None:
+        scored.table.to_csv(run.out / "table.csv", index=False, lineterminator="\n")
+        files = [str(run.out / name) for name in ("table.parquet", "table.csv")]
+    elif not run.as_json:
+        scored.table.to_csv(sys.stdout, index=False, lineterminator="\n")
+        _show(scored.findings(), screen)
+        return
+    run.report(scored.findings() | {"files": files}, _show)
+
+
+def _text(file: Path) -> str:
+    from headwater.data.rows import check_readable
+
+    check_readable(file, "texts before the others")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def _show(summary: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"[bold]{plain(summary['model'])}[/]: {summary['scored']:,} of {summary['texts']:,} texts scored, "
+        f"{summary['tokens']:,} tokens; {summary['windowed']:,} texts were read in windows"
+    )
+    for note, count in summary["not_scored"].items():
+        console.print(f"  not scored: {count:,} × {note}")

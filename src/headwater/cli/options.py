@@ -1,0 +1,200 @@
+"""The options that several commands take.
+
+A command is a function: its parameters are the options, its docstring is the help (cyclopts reads both). A parameter
+whose type is a dataclass here stands for the options that its fields are. Importing these files imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from headwater.cli.printing import is_main, report, write
+from headwater.errors import InputError, did_you_mean
+from headwater.waiting import LIBRARIES, said_if_slow
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwater.models.hooked import HookedModel
+    from headwater.patching.metrics import Metric
+    from headwater.questions.extract import EndpointExtractor
+    from headwater.runs.result import Result
+
+Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
+"""An option that is given or not; without `--no-...`."""
+ANY_TEXT = Parameter(allow_leading_hyphen=True)
+Model = Annotated[
+    str | None,
+    Parameter(help="Checkpoint folder or hub name, or `embedded-instruct`. Default: the embedded model."),
+]
+AsJson = Annotated[Flag, Parameter(name="--json", help="Print the summary as one JSON line on stdout.")]
+Variant = Annotated[
+    Literal["mask", "zero"],
+    Parameter(help="`mask` (before the softmax; the rest renormalises) or `zero` (after it: A = 0 to the letter)."),
+]
+Direction = Annotated[
+    Literal["denoise", "noise"], Parameter(help="`denoise` edits the corrupted run, `noise` the clean one.")
+]
+ProbeToken = Annotated[
+    Literal[
+        "prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer",
+        "answer_last",
+    ],
+    Parameter(help="Where probes read; `before_answer` is the token that the exact answer follows."),
+]  # fmt: skip
+ENDPOINT = '"URL MODEL [VARIABLE]" of an OpenAI-compatible endpoint, with the environment variable that holds its key'
+Extract = Annotated[
+    str | None,
+    Parameter(
+        help='What names the exact words: rules; model (the model itself, shown examples); "model FOLDER", another '
+        f"one; or {ENDPOINT}. Default: none, the exact answer is all of the answer."
+    ),
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Run:
+    """Where a command writes, and what it prints."""
+
+    out: Path | None = None
+    """Folder for tables and figures. An interrupted run, repeated with it, continues. Default: none."""
+    as_json: AsJson = False
+    quiet: Annotated[Flag, Parameter(alias="-q")] = False
+    """No progress bar."""
+
+    @property
+    def progress(self) -> bool:
+        """Whether progress is shown: of several processes that share a run, by one."""
+        return not self.quiet and is_main()
+
+    def part(self, name: str) -> Path | None:
+        """Return the folder of one of several results."""
+        return self.out / name if self.out is not None else None
+
+    def write(self, result: Result, figure: str) -> list[str]:
+        """Write a result's figure, and its tables as CSV, if there is a folder."""
+        return write(result, self.out, figure) if self.out is not None else []
+
+    def report(self, summary: dict[str, Any], show: Callable[[dict[str, Any], Console], None]) -> None:
+        """Print a summary: as one JSON line, or as `show` prints it, followed by the files written."""
+        report(summary, self.as_json, show)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Load:
+    """How a model is loaded."""
+
+    device: str | None = None
+    """Where the model runs: "cpu", "cuda" or "cuda:1"; "auto" spreads its layers over all CUDA devices. Default: a CUDA
+    device if there is one, else the CPU."""
+    dtype: str | None = None
+    """Of the weights, as "float32", "bfloat16" or "float16". Default: as the checkpoint stores them."""
+
+    def model(self, name: str | None) -> HookedModel:
+        """Load a model; without a name the one that comes with headwater."""
+        with said_if_slow(LIBRARIES):
+            from headwater.models.loading import load
+
+        return load(name, **vars(self))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Pairs:
+    """Prompts in pairs: as options, or in a table."""
+
+    clean: Annotated[list[str] | None, ANY_TEXT] = None
+    """Clean prompt; repeat for several pairs. Default: those of --pairs."""
+    corrupted: Annotated[list[str] | None, ANY_TEXT] = None
+    """Corrupted prompt of each pair, in order. Default: those of --pairs."""
+    pairs: Path | None = None
+    """CSV, TSV, JSON or JSON Lines file with columns clean and corrupted. Default: --clean, --corrupted."""
+
+    @property
+    def prompts(self) -> list[str] | Path:
+        """The clean prompts, or the file that holds the pairs.
+
+        Raises:
+            InputError: neither was given, or both.
+        """
+        if (self.clean is None) == (self.pairs is None):
+            raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
+        return self.pairs if self.pairs is not None else self.clean or []
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Measured:
+    """What is measured of each run."""
+
+    metric: str = "logit-difference"
+    """logit-difference, log-probability, probability, rank or kl-divergence."""
+    tokens: Annotated[tuple[str, str] | None, ANY_TEXT] = None
+    """For logit-difference: the right and the wrong token, as --tokens " Paris" " Rome". Default: none."""
+    token: Annotated[str | None, ANY_TEXT] = None
+    """For log-probability, probability and rank: the token, as --token " Paris". Default: none."""
+    at: str = "last"
+    """Where the metric reads: last, a position, or a text of the prompt."""
+
+    def read(self) -> Metric:
+        """Return the metric that the options name.
+
+        Raises:
+            InputError: there is none of this name, or it takes other tokens.
+        """
+        from headwater.patching.metrics import METRICS, answers_of
+
+        known = {key.replace("_", "-"): key for key in METRICS}
+        name = self.metric.replace("_", "-")
+        if name not in known:
+            raise InputError(f"There is no metric {self.metric!r}.{did_you_mean(name, known)}")
+        given = [*(self.tokens or ()), *([self.token] if self.token is not None else [])]
+        needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
+        wanted = len(answers_of(known[name]))
+        if len(given) != wanted:
+            raise InputError(f"The metric {name} takes {needed[wanted]}; {given or 'no token'} was given.")
+        return METRICS[known[name]](*given, at=position(self.at))
+
+
+def changed(options: Any) -> list[str]:
+    """Return which of the options that an object stands for were given another value than their default."""
+    names = [one.name for one in fields(options) if getattr(options, one.name) != one.default]
+    return [f"--{name.replace('_', '-')}" for name in names]
+
+
+def position(text: str) -> int | str:
+    """Read a number, or leave a text as it is."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def read_extractor(given: str | None) -> str | EndpointExtractor | HookedModel | None:
+    """Return the extractor that `--extract` names.
+
+    Raises:
+        InputError: it names none.
+    """
+    from headwater.questions.extract import EXTRACTORS, EndpointExtractor
+
+    if given is None:
+        return None
+    words = given.split()
+    if is_endpoint(words):
+        return EndpointExtractor(words[0], words[1], key_from=words[2] if len(words) == 3 else None)
+    if len(words) == 2 and words[0] == "model":
+        return Load().model(words[1])
+    if len(words) != 1:
+        raise InputError(f'--extract {given!r} is neither a name nor "model FOLDER" nor "URL MODEL [VARIABLE]".')
+    EXTRACTORS[words[0]]  # refuses a name that is not there before a model is loaded
+    return words[0]
+
+
+def is_endpoint(words: list[str]) -> bool:
+    """Whether words are an address, a model, and perhaps the variable with the key."""
+    return len(words) in (2, 3) and words[0].startswith(("http://", "https://"))
