@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import AsJson, Flag, Load, Model, Run
-from headwater.cli.printing import columns, is_main, plain, report, write
+from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, Run
+from headwater.cli.printing import columns, is_main, plain, report
 from headwater.errors import InputError
 from headwater.models.embedded import BASE, is_embedded
 
@@ -80,7 +80,7 @@ def heads(
     scoring: Scoring = Scoring(),
     long_targets: LongTargets = LongTargets(),
     validate: Flag = False,
-    template: str | None = None,
+    template: Annotated[str | None, ANY_TEXT] = None,
     run: Run = Run(),
 ) -> None:
     """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of them, or none.
@@ -123,7 +123,7 @@ def heads(
         head_map = head_map.validate(loaded, relations=suite, progress=run.progress, **_asked(template, head_map))
         if (folder := run.part("validated")) is not None and is_main():
             head_map.save(folder)
-            files += write(head_map, folder, "head_map")
+            files += run.write(head_map, "head_map", "validated")
     run.report(head_map.findings() | {"files": files}, show_heads)
 
 

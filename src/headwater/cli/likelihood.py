@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import ENDPOINT, Flag, Load, Model, Run, is_endpoint
-from headwater.cli.printing import is_main, plain, screen, write
+from headwater.cli.options import ANY_TEXT, ENDPOINT, Flag, Load, Model, Run, is_endpoint
+from headwater.cli.printing import is_main, plain, screen
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def memorization(
     span: Literal["question", "answer", "model_answer", "both"] = "answer",
     context: Literal["raw", "chat"] = "raw",
     aggregate: Literal["group", "node"] = "group",
-    layers: str = "final",
+    layers: Annotated[str, ANY_TEXT] = "final",
     k: float = 0.2,
     answers: Literal["data", "model"] | None = None,
     judge: Judge = None,
@@ -105,7 +105,9 @@ def memorization(
     )  # fmt: skip
     if not is_main():
         return
-    files = _written(profile, run.out) if run.out is not None else []
+    files = run.write(profile, "depth_profile")
+    if run.out is not None:
+        files += _further_files(profile, run.out)
     text = "\n\n".join(profile.report())
     run.report(profile.findings() | {"files": files}, lambda _, console: console.print(plain(text)))
 
@@ -132,15 +134,14 @@ def _layers(text: str) -> Any:
     return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
 
 
-def _written(profile: DepthProfile, out: Path) -> list[str]:
-    """Write the figures, the tables and the report."""
-    files = write(profile, out, "depth_profile")
+def _further_files(profile: DepthProfile, out: Path) -> list[str]:
+    """Write the figures by token and by layer, and the report."""
     from headwater.demo.page import write_report
     from headwater.figures.depth_profile import layer_curves
     from headwater.figures.style import save_figure
     from headwater.figures.tokens import token_heat_map, token_html
 
-    files += map(str, save_figure(token_heat_map(profile), out / "tokens", ("png",)))
+    files = [str(file) for file in save_figure(token_heat_map(profile), out / "tokens", ("png",))]
     (out / "tokens.html").write_text(token_html(profile), encoding="utf-8")
     if profile.by_layer["layer"].nunique() > 1:
         files += map(str, save_figure(layer_curves(profile), out / "layers", ("png", "svg", "pdf")))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from headwater.cli.printing import is_main, report, write
+from headwater.cli.printing import is_main, report
 from headwater.errors import InputError, did_you_mean
 from headwater.waiting import LIBRARIES, said_if_slow
 
@@ -77,9 +77,13 @@ class Run:
         """Return the folder of one of several results."""
         return self.out / name if self.out is not None else None
 
-    def write(self, result: Result, figure: str) -> list[str]:
-        """Write a result's figure, and its tables as CSV, if there is a folder."""
-        return write(result, self.out, figure) if self.out is not None else []
+    def write(self, result: Result, figure: str, part: str = "") -> list[str]:
+        """Write a result's figure, and its tables as CSV, if there is a folder, or into a part of it."""
+        if self.out is None:
+            return []
+        from headwater.demo import written
+
+        return written.write(result, self.out / part, figure)
 
     def report(self, summary: dict[str, Any], show: Callable[[dict[str, Any], Console], None]) -> None:
         """Print a summary: as one JSON line, or as `show` prints it, followed by the files written."""
@@ -140,7 +144,7 @@ class Measured:
     """For logit-difference: the right and the wrong token, as --tokens " Paris" " Rome". Default: none."""
     token: Annotated[str | None, ANY_TEXT] = None
     """For log-probability, probability and rank: the token, as --token " Paris". Default: none."""
-    at: str = "last"
+    at: Annotated[str, ANY_TEXT] = "last"
     """Where the metric reads: last, a position, or a text of the prompt."""
 
     def read(self) -> Metric:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import Extract, Load, Model, ProbeToken, Run, Variant, read_extractor
-from headwater.cli.printing import is_main, plain, write
+from headwater.cli.options import ANY_TEXT, Extract, Load, Model, ProbeToken, Run, Variant, read_extractor
+from headwater.cli.printing import is_main, plain
 from headwater.errors import InputError
 from headwater.models.embedded import BASE, is_embedded
 
@@ -45,7 +45,7 @@ class Asked:
     """Questions drawn of each set. Default: all; 500 of each of the world's."""
     seed: int = 0
     """Of the draw of questions."""
-    prompt: str | None = None
+    prompt: Annotated[str | None, ANY_TEXT] = None
     """A text with one `{question}`, used as it is; may hold examples. Default: the chat template where the tokenizer
     has one, else "Q: {question}" and "A:" on two lines."""
     label: Literal["contains", "exact", "starts"] = "contains"
@@ -246,7 +246,7 @@ def _finish(found: dict[str, Result], run: Run) -> None:
     files = []
     if run.out is not None:
         for name, result in found.items():
-            files += write(result, run.out / name, name)
+            files += run.write(result, name, name)
         files.append(str(write_report(found, run.out / "report.md")))
     summary: dict[str, Any] = {name: result.findings() for name, result in found.items()}
     said = {name: result.report() for name, result in found.items()}

@@ -7,13 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from headwater.runs.result import Result
 
 screen = Console(stderr=True, highlight=False)
 
@@ -25,13 +22,6 @@ def is_main() -> bool:
     from headwater.runs.processes import processes
 
     return processes().is_main
-
-
-def write(result: Result, folder: Path, figure: str) -> list[str]:
-    """Write a result's figure, and its tables as CSV."""
-    from headwater.demo import written
-
-    return written.write(result, folder, figure)
 
 
 def report(summary: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:
