@@ -14,7 +14,8 @@ def commands_page() -> str:
     """Return the page of every command, as cyclopts writes it from their functions."""
     from headwater.cli import app
 
-    return app.generate_docs().replace("# headwater\n", "# Commands\n", 1)
+    page = app.generate_docs().replace("# headwater\n", "# Commands\n", 1)
+    return re.sub(r"## Table of Contents\n.*?(?=\*\*Commands)", "", page, count=1, flags=re.DOTALL)
 
 
 def rooms() -> dict[str, dict[str, str]]:

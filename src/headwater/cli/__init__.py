@@ -42,13 +42,15 @@ app = App(
     default_parameter=Parameter(negative_iterable=(), negative_none=(), show_default=_default),
 )
 app.register_install_completion_command()
-for command in (
+COMMANDS = (
     heads.heads, heads.compare, heads.behaviour, heads.relations,
     pathways.pathways, pathways.saliency, pathways.detect,
     patching.patch, patching.knockout, patching.edges, patching.circuit,
-    likelihood.memorization, likelihood.score, figures.figure, figures.demo, reproduce.app,
-):  # fmt: skip
-    app.command(command)  # type: ignore[arg-type]
+    likelihood.memorization, likelihood.score, figures.figure, figures.demo,
+)  # fmt: skip
+for place, command in enumerate(COMMANDS):
+    app.command(command, sort_key=place)
+app.command(reproduce.app)
 
 
 @app.command(name="--show-completion")
@@ -76,12 +78,10 @@ def _run() -> int:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         out = given.arguments.get("out") or given.arguments.get("run", Run()).out
-        kept = (
-            f"The same command continues from {out}."
-            if out
-            else "Nothing was kept; with --out FOLDER a run can be continued."
+        kept = "Nothing was kept; with --out FOLDER a run can be continued."
+        screen.print(
+            f"\nInterrupted. {plain(f'The same command continues from {out}.' if out else kept)}", soft_wrap=True
         )
-        screen.print(f"\nInterrupted. {plain(kept)}", soft_wrap=True)
         return INTERRUPTED
 
 

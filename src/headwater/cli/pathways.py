@@ -116,18 +116,16 @@ def pathways(
     loaded, answered = asked.answered(model, load, run)
     found: dict[str, Result] = {"answers": answered}
     found["pathways"] = traced = trace_pathways(
-        loaded, answered, variant=variant, edges=edges, window=window, seeds=seeds,
-        controls=controls, batch_size=asked.batch_size, progress=run.progress, out=run.part("pathways"),
-        **vars(probe),
+        loaded, answered, variant=variant, edges=edges, window=window, seeds=seeds, controls=controls,
+        batch_size=asked.batch_size, progress=run.progress, out=run.part("pathways"), **vars(probe),
     )  # fmt: skip
     if saliency:
         folder = run.part("saliency")
         found["saliency"] = run_saliency(loaded, answered, traced.probe, progress=run.progress, out=folder)
     if detection:
         found["detection"] = run_detection(
-            loaded, answered, variant=variant, seeds=seeds, batch_size=asked.batch_size,
-            progress=run.progress, out=run.part("detection"),
-            **vars(probe),
+            loaded, answered, variant=variant, seeds=seeds, batch_size=asked.batch_size, progress=run.progress,
+            out=run.part("detection"), **vars(probe),
         )  # fmt: skip
     _finish(found, run)
 

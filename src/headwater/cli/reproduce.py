@@ -17,7 +17,7 @@ from headwater.errors import InputError
 if TYPE_CHECKING:
     from headwater.reference.published import Reproduction
 
-app = App(name="reproduce", help="Measure published numbers again: published | measured | difference.")
+app = App(name="reproduce", sort_key=100, help="Measure published numbers again: published | measured | difference.")
 
 Model = Annotated[str, Parameter(help="Checkpoint folder or hub name; `embedded` for the embedded model.")]
 Published = Annotated[
