@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Literal
 
@@ -42,7 +43,7 @@ app = App(
     default_parameter=Parameter(negative_iterable=(), negative_none=(), show_default=_default),
 )
 app.register_install_completion_command()
-COMMANDS = (
+COMMANDS: tuple[Callable[..., int | None], ...] = (
     heads.heads, heads.compare, heads.behaviour, heads.relations,
     pathways.pathways, pathways.saliency, pathways.detect,
     patching.patch, patching.knockout, patching.edges, patching.circuit,
