@@ -86,23 +86,24 @@ def grid(sweep, rows="layer", columns="position"):
 
 
 @pytest.mark.oracle
-def test_sweeps_equal_transformer_lens_on_every_architecture(models, family):
+@pytest.mark.diagonal
+@pytest.mark.parametrize("site", LENS_SWEEPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sweeps_equal_transformer_lens_on_every_architecture(models, family, site):
     model = models(family)
     (clean,), (corrupted,) = random_pairs([11])
     metric = hw.logit_difference(5, 9)
     _, cache = model.raw.run_with_cache(torch.tensor([clean]))
     plain = model.run([corrupted])[0, -1]
-    base = float(plain[5] - plain[9])
 
     def lens_metric(logits):
         return logits[0, -1, 5] - logits[0, -1, 9]
 
-    for site, sweep_of in LENS_SWEEPS.items():
-        expected = sweep_of(model.raw, torch.tensor([corrupted]), cache, lens_metric).detach() - base
-        found = hw.patch(model, [clean], [corrupted], sites=site, metric=metric, progress=False)
-        assert found.engine == "wavefront"
-        columns = "position" if site in RESIDUAL else SITES[site].head_column
-        assert torch.allclose(grid(found, columns=columns).float(), expected, atol=1e-4), site
+    expected = LENS_SWEEPS[site](model.raw, torch.tensor([corrupted]), cache, lens_metric).detach()
+    found = hw.patch(model, [clean], [corrupted], sites=site, metric=metric, progress=False)
+    assert found.engine == "wavefront"
+    columns = "position" if site in RESIDUAL else SITES[site].head_column
+    assert torch.allclose(grid(found, columns=columns).float(), expected - float(plain[5] - plain[9]), atol=1e-4)
 
 
 @pytest.mark.oracle

@@ -156,6 +156,7 @@ def test_an_analysis_does_not_depend_on_the_device(analysis, here, there):
     compare(found, analysis(here))
 
 
+@pytest.mark.slow  # `make test-gpu` runs the same on a card
 @pytest.mark.parametrize("name", [name for name in ON_TEXTS if "attribution" in name])
 def test_attribution_does_not_depend_on_the_device(name, checkpoint):
     asked = f"{name!r}, {str(checkpoint('llama'))!r}"
@@ -172,6 +173,7 @@ def compare_attribution(name, folder):
     compare(found, analysis(hw.load(folder, device="cpu")))
 
 
+@pytest.mark.slow
 def test_detection_does_not_depend_on_the_device():
     code = "from tests.test_second_device import compare_detection; compare_detection()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -76,16 +76,18 @@ def plain_edit(hf, family, site, base, other, formula):
 
 
 @pytest.mark.oracle
+@pytest.mark.diagonal
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kind_of_values_is_what_a_plain_hook_on_the_transformers_model_does(models, family):
+def test_every_kind_of_values_is_what_a_plain_hook_on_the_transformers_model_does(models, family, direction):
     model, hf = models(family), tiny_model(family, seed=3)
     sizes = {name: site.size(model.shape, len(CLEAN)) for name, site in SITES.items() if not site.absent(model.shape)}
     by_width = {}
     for name in (name for name in sizes if name != "pattern"):
         by_width.setdefault(sizes[name][-1], []).append(name)
-    for direction, width in product(("denoise", "noise"), by_width):
-        base, other = (CORRUPTED, CLEAN) if direction == "denoise" else (CLEAN, CORRUPTED)
-        before = hf(torch.tensor([base])).logits[0, -1].detach()
+    base, other = (CORRUPTED, CLEAN) if direction == "denoise" else (CLEAN, CORRUPTED)
+    before = hf(torch.tensor([base])).logits[0, -1].detach()
+    for width in by_width:
         sites = by_width[width]
         formulas = {site: written(site, width, sizes[site]) for site in sites}
         for kind, (values, _) in formulas[sites[0]].items():
@@ -102,13 +104,15 @@ OTHERS = [[2, 60, 41, 52, 43, 57, 45], [2, 48, 49, 42, 55, 44, 53]]
 
 
 @pytest.mark.oracle
+@pytest.mark.diagonal
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_means_and_other_prompts_values_are_those_of_the_transformers_models_own_runs(models, family):
+def test_means_and_other_prompts_values_are_those_of_the_transformers_models_own_runs(models, family, direction):
     model, hf = models(family), tiny_model(family, seed=3)
     sites = [name for name, site in SITES.items() if not site.absent(model.shape) and name != "pattern"]
     given = {"mean": hw.mean([CLEAN, *OTHERS]), "resample": hw.resample(OTHERS[:1])}
     heads = {"heads": [HEAD]}
-    for direction, (kind, values) in product(("denoise", "noise"), given.items()):
+    for kind, values in given.items():
         base = CORRUPTED if direction == "denoise" else CLEAN
         found = swept(model, sites, values, direction, over=None, **heads).table.set_index("site")["effect"]
         with torch.no_grad():
