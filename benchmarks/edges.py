@@ -24,11 +24,8 @@ from transformer_lens.tools.analysis.attribution_patching import EdgeAttribution
 
 import headwater as hw
 from benchmarks.edge_task import LENGTH, QUICK, Task, measured, model_with_gradients, named
-from benchmarks.live_bytes import live_bytes
-from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
-from benchmarks.patching import random_gpt2
+from benchmarks.machine import Machine, Work, seconds
 from benchmarks.report import Row
-from headwater.circuits.footprint import Footprint
 from headwater.models.hooked import HookedModel
 
 SAMPLED = 24
@@ -47,7 +44,6 @@ def run(machine: Machine, device: str, model: HookedModel | None = None, rounds:
     yield direct_path_row(machine, late)
     yield screened_row(machine, late, a_run)
     yield from attribution_rows(machine, late)
-    yield memory_row(machine, late)
 
 
 def quick(machine: Machine, device: str) -> Iterator[Row]:
@@ -180,31 +176,6 @@ def attribution_rows(machine: Machine, task: Task) -> Iterator[Row]:
     )
 
 
-def memory_row(machine: Machine, task: Task) -> Row:
-    """What the edges of the last layers take, beside the estimate made before the start."""
-    shape = task.model.shape
-    sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.d_model, "vocab_size": shape.d_vocab}
-    receivers = _some_receivers(task)
-    edges = task.graph.among(None, receivers)
-    estimate = Footprint(task.model, LENGTH, LENGTH - task.start).edges(edges)
-    held = live_bytes(task.model, lambda: task.edges(receivers=receivers))
-    peak = in_fresh_process(_peak, task.device, sizes)
-    work = Work(least_operations(task, edges), weights_of(task), done=len(edges), unit="edges")
-    headwater_s = seconds(lambda: task.edges(receivers=receivers), task.device)
-    return Row(
-        name="edges: memory of one pair",
-        peer=f"the estimate made before the start, {estimate / 2**20:.0f} MB; tensors hold {held / 2**20:.0f} MB",
-        floor_s=machine.floor_of(work),
-        work=work,
-        peer_s=None,
-        headwater_s=headwater_s,
-        agrees=0.7 * estimate <= held <= 1.5 * estimate,
-        peak_bytes=peak,
-        target="what tensors hold is 0.7 to 1.5 of the estimate",
-        note="receivers of the last layer but two; workspace is the process's, with what its allocator keeps",
-    )
-
-
 def least_operations(task: Task, edges: Sequence[int] | None = None) -> float:
     """Two operations per weight that a token meets, from the first difference on, at every edge (default: all edges).
 
@@ -334,16 +305,3 @@ def _agrees_with_attribution(found: hw.EdgeEffects, theirs: Any) -> bool:
     for (source, target), score in theirs.edge_scores.items():
         expected[found.graph.edge_named(f"{named(source)} -> {named(target)}")] += float(score)
     return bool((ours - expected).abs().max() < 1e-3 * expected.abs().max())
-
-
-def _peak(device: str, sizes: dict[str, int]) -> int | None:
-    model = random_gpt2(device, **sizes)
-    task = Task.of(model, 6, device)
-    model.run([[1, 2]])  # what the libraries allocate once is not workspace
-    return peak_bytes(lambda: task.edges(receivers=_some_receivers(task)), device)
-
-
-def _some_receivers(task: Task) -> list[str]:
-    """Those of the last layer but two."""
-    layer = max(0, task.model.shape.n_layers - 3)
-    return [f"{kind} {layer}" for kind in ("q", "k", "v", "mlp")]

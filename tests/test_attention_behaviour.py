@@ -18,7 +18,6 @@ from headwater.heads import behaviour as behaviours
 from headwater.heads import patterns
 from headwater.heads.attended_keys import BEHAVIOURS, Behaviour, token_kinds
 from headwater.heads.patterns import attention_on, pattern_sums, position_share
-from headwater.models import memory
 from headwater.planted import induction, name_mover
 from headwater.planted.circuits import (
     DUPLICATE_NAME_HEAD,
@@ -373,16 +372,13 @@ def test_the_part_of_positions_is_estimated_without_bias():
 # --- what cannot be used
 
 
-def test_texts_that_would_not_fit_in_memory_or_context_are_refused_before_they_run(monkeypatch):
+def test_texts_that_would_not_fit_in_the_context_are_refused_before_they_run():
     model = tiny("llama")
     with pytest.raises(InputError, match="A sequence has 81 tokens; the model reads at most 64"):
         hw.attention_behaviour(model, " cat" * 80, **QUIET)
-    monkeypatch.setattr(memory, "available_memory", lambda device: 40_000)
-    with pytest.raises(InputError, match=r"The attention patterns of a text of 49 tokens would take .* shorter texts"):
-        hw.attention_behaviour(model, **QUIET)
 
 
-def test_where_memory_is_short_fewer_sequences_are_run_at_once(monkeypatch):
+def test_of_long_sequences_fewer_are_run_at_once(monkeypatch):
     model, sizes = tiny("llama"), []
     run = type(model).run
 
@@ -391,7 +387,8 @@ def test_where_memory_is_short_fewer_sequences_are_run_at_once(monkeypatch):
         return run(self, tokens, *args, **options)
 
     monkeypatch.setattr(type(model), "run", watched)
-    monkeypatch.setattr(patterns, "how_many_fit", lambda *_: 8)
+    a_row = 3 * (model.shape.n_heads + len(BEHAVIOURS)) * 13**2
+    monkeypatch.setattr(patterns, "PATTERN_FLOATS", 2 * a_row)
     hw.attention_behaviour(model, sequences=5, length=6, **QUIET)
     assert sizes == [2, 2, 1]
 

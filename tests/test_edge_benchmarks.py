@@ -14,11 +14,10 @@ MACHINE = Machine("test", 1, 1e11, 1e10)
 
 
 def test_every_row_of_the_suite_agrees_with_its_peer(monkeypatch):
-    monkeypatch.setattr(edges, "in_fresh_process", lambda work, *given: None)
     monkeypatch.setattr(edges, "SAMPLED", 6)
     with torch.inference_mode():
         rows = list(edges.quick(MACHINE, "cpu"))
-    assert [row.agrees for row in rows] == [True] * 5 + [None] + [True]
+    assert [row.agrees for row in rows] == [True] * 5 + [None]
     assert all(row.headwater_s > 0 for row in rows)
     assert rows[0].floor_s < rows[1].floor_s
     assert all(0 < row.floor_s < row.headwater_s and row.work.done > 0 for row in rows)

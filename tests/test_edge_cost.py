@@ -1,9 +1,7 @@
-"""How long edges take is said before the start, of operations that are those which are then counted."""
+"""How long edges, paths and circuits take is said before the start, to half or twice of what is then counted."""
 
-import warnings
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -11,10 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwater as hw
 from headwater.circuits import cost
-from headwater.circuits.graph import Graph
-from headwater.circuits.pairs import plan_of, source_in
+from headwater.circuits.measuring import Outcome
 from headwater.errors import InputError
-from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, pair_of
+from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET
 from tests.test_path_patching import model_of
 from tests.tiny import tiny_tokenizer
 
@@ -39,76 +36,73 @@ def prompts() -> tuple[list[list[int]], list[list[int]]]:
     return [clean], [clean[:8] + other[8:]]
 
 
+ENDS = {"senders": ["head", "mlp 0"], "receivers": ["mlp 2", "v 2"]}
+CALLS = {
+    "exact": lambda *given, **options: hw.edges(*given, method="exact", **options),
+    "exact, some": lambda *given, **options: hw.edges(*given, receivers=["q 2", "mlp 2", "logits"], **options),
+    "sublayer": lambda *given, **options: hw.edges(*given, method="sublayer", **options),
+    "screened": lambda *given, **options: hw.edges(*given, method="screened", verify=30, **options),
+    "eap": lambda *given, **options: hw.edges(*given, method="eap", **options),
+    "eap-ig": lambda *given, **options: hw.edges(*given, method="eap-ig", **options),
+    "paths": lambda *given, **options: hw.path_patch(*given, **ENDS, **options),
+    "circuits": lambda *given, **options: hw.run_circuits(*given, hw.Circuit.of(["embed -> q"], given[0]), **options),
+    "a search": lambda *given, **options: hw.find_circuit(*given, threshold=0.1, **options),
+}
+
+
 @pytest.mark.diagonal
-@pytest.mark.parametrize("receivers", [None, ["q 2", "mlp 2", "logits"]])
-@pytest.mark.parametrize("method", ["exact", "sublayer", "eap", "eap-ig"])
+@pytest.mark.parametrize("call", [name for name in CALLS if name not in ("circuits", "a search")])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_operations_are_those_that_are_counted_while_it_runs(family, method, receivers):
-    model, (clean, corrupted) = wide(family), prompts()
-    plan = plan_of(model, clean, corrupted, DIFFERENCE, "noise", None)
-    given = plan, source_in(plan, "other run", None, 0), Graph.of(model.shape).among(None, receivers)
-    with FlopCounterMode(display=False) as counter:
-        hw.edges(model, clean, corrupted, metric=DIFFERENCE, method=method, receivers=receivers, **QUIET)
-    if method == "exact":
-        said = cost.operations(*given)
-    else:
-        said = cost.estimate_operations(*given, method=method, steps=5 if method == "eap-ig" else 1)
-    assert 0.7 < counter.get_total_flops() / said < 1.5
-
-
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
-        ("exact", r"^144 edges of 1 pairs, .* Use method='screened', or"),
-        ("screened", r"^Estimates of 144 edges of 1 pairs, and the effects of 80 of them, .* Verify fewer"),
-        ("sublayer", r"^Estimates of 144 edges of 1 pairs, .* Give fewer pairs"),
-        ("eap", r"^Estimates of 144 edges of 1 pairs, .* Give fewer pairs"),
-        ("eap-ig", r"^Estimates of 144 edges of 1 pairs, .* Give fewer pairs"),
-    ],
-)
-def test_every_method_says_before_any_run_what_takes_hours(method, said, monkeypatch):
+def test_the_operations_are_half_to_twice_of_those_counted_while_it_runs(family, call, monkeypatch):
+    model = wide(family)
+    monkeypatch.setattr(cost, "rate", lambda model: 1.0)
+    said = []
     monkeypatch.setattr(cost, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr(cost, "say", lambda progress, text: said.append(text))
+    monkeypatch.setattr(cost, "_said", lambda seconds: f"{seconds:.0f} seconds")
+    with FlopCounterMode(display=False) as counter:
+        CALLS[call](model, *prompts(), metric=DIFFERENCE)
+    (seconds,) = [float(line.split(" take about ")[1].split()[0]) for line in said]
+    assert 0.5 < counter.get_total_flops() / seconds < 2
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_takes_over_a_minute_is_said_before_any_run_where_progress_is_seen(call, monkeypatch, capsys):
+    monkeypatch.setattr(cost, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
+    monkeypatch.setattr("headwater.circuits.measuring.CircuitRunner.measure", None)
+    monkeypatch.setattr("headwater.progress.on_terminal", lambda: True)
+    given = model_of("llama"), CLEAN, CORRUPTED
+    for rate, progress, said in ((1.0, True, True), (1.0, False, False), (1e15, True, False)):
+        monkeypatch.setattr(cost, "rate", lambda model, rate=rate: rate)
+        with pytest.raises(TypeError):  # the first thing that is run is None
+            CALLS[call](*given, metric=DIFFERENCE, progress=progress)
+        printed = capsys.readouterr().err
+        assert (" take about " in printed) == said
+        assert (" less." in printed) == said
+
+
+@pytest.mark.parametrize("call", ["exact", "screened", "eap", "a search"])
+def test_what_would_take_longer_than_is_allowed_is_refused_before_any_run(call, monkeypatch):
     monkeypatch.setattr(cost, "rate", lambda model: 1.0)
     monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
-    options = {"metric": DIFFERENCE, "method": method, "verify": 30, "receivers": ["q", "k", "v"], **QUIET}
-    figures = r".* TFLOP, at the measured rate of .* hours"
-    with pytest.warns(UserWarning, match=said), pytest.raises(TypeError):  # the first thing that is run is None
-        hw.edges(model_of("llama"), CLEAN, CORRUPTED, **options)
-    with pytest.raises(InputError, match=figures + r".* hours=0.5 were allowed"):
-        hw.edges(model_of("llama"), CLEAN, CORRUPTED, hours=0.5, **options)
-
-
-def asked():
-    plan = plan_of(model_of("gpt2"), CLEAN, CORRUPTED, DIFFERENCE, "noise", None)
-    return plan, source_in(plan, "other run", None, 0)
-
-
-def test_the_operations_of_an_edge_are_those_of_the_layers_that_it_goes_through():
-    graph, pair = Graph.of(model_of("gpt2").shape), pair_of(model_of("gpt2"))
-    edges = [
-        graph.edge_named(name) for name in ("embed -> q 0.1", "embed -> k 1.1", "embed -> mlp 2", "embed -> logits")
-    ]
-    length, d = len(pair[0]), model_of("gpt2").shape.d_model
-    tokens = length - next(i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b)
-    layer, mlp = 2 * (12 * d**2 + 9 * d) + 4 * length * d, 2 * (8 * d**2 + 9 * d)  # with biases and norms
-    heads, keys = 6 * d**2 + 12 * length * d, 4 * d**2
-    into_first = tokens * (heads + mlp + layer + keys) + layer
-    into_second = tokens * ((1 + 4 + 1) * heads + mlp + keys) + layer
-    assert cost.operations(*asked(), np.array(edges), 2) == 2 * (into_first + into_second + mlp)
-
-
-def test_what_takes_too_long_is_warned_of_or_refused_with_the_figures(monkeypatch):
-    monkeypatch.setattr(cost, "rate", lambda model: 1e9)
-    said = r"^7 edges of 1 pairs, 7\.2 TFLOP, at the measured rate of 1 GFLOP/s 2 hours\. Do less\."
-    with pytest.warns(UserWarning, match=said + "$"):
-        cost.warn_of_hours(model_of("gpt2"), "7 edges of 1 pairs", 7.2e12, "Do less.")
-    with pytest.raises(InputError, match=said + r" hours=0.5 were allowed"):
-        cost.warn_of_hours(model_of("gpt2"), "7 edges of 1 pairs", 7.2e12, "Do less.", 0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cost.warn_of_hours(model_of("gpt2"), "7 edges of 1 pairs", 7.2e12, "Do less.", 3.0)
+    monkeypatch.setattr("headwater.circuits.measuring.CircuitRunner.measure", None)
+    given = model_of("llama"), CLEAN, CORRUPTED
+    with pytest.raises(InputError, match=r"edges.* of|on 1 pairs.* would take about .* hours; hours=0.5 were allowed"):
+        CALLS[call](*given, metric=DIFFERENCE, hours=0.5, **QUIET)
+    with pytest.raises(TypeError):
+        CALLS[call](*given, metric=DIFFERENCE, hours=1e15, **QUIET)
     with pytest.raises(InputError, match="hours"):
-        hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, hours=-1, **QUIET)
+        CALLS[call](*given, metric=DIFFERENCE, hours=-1, **QUIET)
+
+
+def test_the_runs_of_fewer_pairs_are_kept_where_each_is_large(monkeypatch):
+    clean, corrupted = ([one] * 6 for (one,) in prompts())
+    outcome = Outcome.of(wide("llama"), clean, corrupted, metric=hw.logit_difference(5, 9))
+    a_pair = 3 * (1 + 4 * 7) * 12 * 96  # senders, tokens from the first difference on, width
+    for numbers, kept in ((0, 1), (3 * a_pair, 3), (100 * a_pair, 6)):
+        monkeypatch.setattr("headwater.circuits.measuring.KEPT_FLOATS", numbers)
+        assert outcome.pairs_to_keep(256) == kept
 
 
 def test_the_rate_is_that_of_products_of_matrices():

@@ -33,6 +33,12 @@ def progress_bar(progress: bool, *args: Any, **options: Any) -> Bar:
     return tqdm(*args, **options | {"disable": not shown})
 
 
+def say(progress: bool, text: str) -> None:
+    """Write a line to stderr where a bar would be shown."""
+    if checked_flag("progress", progress) and (in_notebook() or on_terminal()):
+        print(f"headwater: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def in_notebook() -> bool:
     """Whether a notebook draws the bars."""
     kernel = sys.modules.get("IPython")

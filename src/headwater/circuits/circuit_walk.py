@@ -29,7 +29,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.circuits.exact import NotFiniteRowError, Receivers, Rows
-from headwater.circuits.footprint import Footprint
 from headwater.circuits.graph import KINDS, Indices
 from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import Outside
@@ -40,6 +39,8 @@ from headwater.models.memory import in_halves
 from headwater.models.weights.loaded_weights import LoadedWeights
 
 NEAR = 1e-4
+HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
+"""What a batch of circuits may hold: more runs out of the processor's caches and is no faster."""
 ALL = slice(None)
 
 
@@ -107,12 +108,13 @@ class CircuitWalk:
 
     def _at_once(self, live: Sequence[Indices]) -> int:
         """How many of the next circuits fit: what each of their senders writes, and what a layer's heads read."""
-        changed = len(self.outside.embedded)
-        footprint = Footprint(self.runs.model, self.outside.start + changed, changed)
+        budget = HELD_BYTES.get(self.runs.model.device.type, HELD_BYTES["cpu"])
+        heads = self.graph.n_heads + 2 * self.graph.n_kv_heads
+        a_stream = self.outside.embedded.nbytes
         used, fit = np.zeros(len(self.graph.senders), dtype=bool), 0
         for edges in live:
             used[self.graph.sender[edges]] = True
-            if fit and fit + 1 > footprint.circuits_at_once(int(used.sum())):
+            if fit and fit + 1 > budget // ((int(used.sum()) + heads) * a_stream):
                 break
             fit += 1
         return fit

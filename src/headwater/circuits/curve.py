@@ -212,7 +212,7 @@ def circuit_curve(
         **outcome.options,
     }
 
-    outcome.refuse_what_is_too_much([circuit.edges for circuit in named.values()], 1 + placebos)
+    outcome.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitCurve:
         lineup = Lineup.of(named, placebos, seed)

@@ -26,9 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.circuits.carried import THROUGH
-from headwater.circuits.cost import default_method, estimate_operations, operations, warn_of_hours
+from headwater.circuits.cost import changed_tokens, default_method, runs_of, runs_of_senders, say_how_long
 from headwater.circuits.estimates import Slopes, gradient_scores, sublayer_scores
-from headwater.circuits.footprint import largest
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
 from headwater.circuits.places import Places
@@ -110,8 +109,7 @@ def edges(
         quadrature: where these are on the way: at the `midpoints` of the steps; or, as the `published` code of Hanna et
             al. has it, k/steps of the way from the corrupted to the clean embeddings, k = 1 ... steps.
         seed: of what `screened` draws, and of `resample`.
-        hours: refuse to start what would take longer, at the rate at which the device multiplies matrices; by default
-            more than an hour is warned of.
+        hours: refuse to start what would take longer, roughly, at the rate at which the device multiplies matrices.
         batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
             out.
         progress: show a progress bar.
@@ -140,8 +138,8 @@ def edges(
     source = source_in(plan, values, dataset, how.seed)
     refuse_without_path(source, by)
     asked = Asked(plan, source, graph, chosen, places_in(plan, over, positions), how)
-    refuse_what_does_not_fit(asked)
-    refuse_what_takes_too_long(asked, hours)
+    _refuse_what_does_not_fit(asked)
+    _say_how_long(asked, hours, progress)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
         "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
@@ -228,49 +226,38 @@ def refuse_without_path(source: Source, method: str) -> None:
         )
 
 
-def refuse_what_does_not_fit(asked: Asked) -> None:
-    """Refuse what would not fit in memory: the numbers of all edges, and what one pair holds.
+def _refuse_what_does_not_fit(asked: Asked) -> None:
+    """Refuse what would not fit in memory: the numbers of all edges.
 
     Raises:
         InputError: with the figures.
     """
-    plan = asked.plan
-    advice = "Give fewer pairs, fewer senders= or receivers=, or shorter prompts."
-    cpu, numbers = torch.device("cpu"), (5 if asked.how.ranks_twice else 3) * 4 * int(np.prod(asked.size))
-    refuse_too_large(f"What {len(asked.chosen):,} edges of {len(plan.base):,} pairs come to", numbers, cpu, advice)
-    needed = largest(plan, asked.source).edges(asked.chosen)
-    refuse_too_large("What the edges of a pair of prompts hold", needed, plan.model.device, advice)
+    advice = "Give fewer pairs, fewer senders= or receivers=."
+    numbers = (5 if asked.how.ranks_twice else 3) * 4 * int(np.prod(asked.size))
+    what = f"What {len(asked.chosen):,} edges of {len(asked.plan.base):,} pairs come to"
+    refuse_too_large(what, numbers, torch.device("cpu"), advice)
 
 
-def refuse_what_takes_too_long(asked: Asked, hours: float | None) -> None:
-    """Warn of what takes more than an hour, or refuse what takes more than the caller allows.
-
-    Args:
-        asked: which edges of which pairs, and how.
-        hours: what the caller allows.
+def _say_how_long(asked: Asked, hours: float | None, progress: bool) -> None:
+    """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows.
 
     Raises:
-        InputError: it takes longer; the message has the number of edges, the operations, the rate and the hours.
-
-    Warns:
-        UserWarning: it takes more than an hour, and nothing was said.
+        InputError: it takes longer.
     """
-    plan, how, n_edges = asked.plan, asked.how, len(asked.chosen)
-    given = plan, asked.source, asked.chosen, len(asked.places)
-    pairs = f"{len(plan.base):,} pairs"
+    plan, how, graph, n_edges = asked.plan, asked.how, asked.graph, len(asked.chosen)
+    what, advice = f"{n_edges:,} edges of {len(plan.base):,} pairs", "Fewer pairs or shorter prompts take less."
+    exact, runs, whole = runs_of(graph, graph.stage[asked.chosen]) * len(asked.places), 0.0, 0
     if how.method == "exact":
-        advice = "Use method='screened', or choose senders= or receivers=."
-        warn_of_hours(plan.model, f"{n_edges:,} edges of {pairs}", operations(*given), advice, hours)
-        return
+        runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less."
+    if how.method in ("sublayer", "screened"):
+        runs = runs_of_senders(graph, asked.chosen) * len(asked.places)
     if how.method == "screened":
-        exact = min(how.verify + DRAWN, n_edges)
-        work = estimate_operations(*given, method=how.method) + operations(*given) * exact / n_edges
-        what = f"Estimates of {n_edges:,} edges of {pairs}, and the effects of {exact:,} of them"
-        advice = "Verify fewer (verify=), or choose senders= or receivers=."
-    else:
-        work = estimate_operations(*given, method=how.method, steps=len(how.shares))
-        what, advice = f"Estimates of {n_edges:,} edges of {pairs}", "Give fewer pairs, or shorter prompts."
-    warn_of_hours(plan.model, what, work, advice, hours)
+        runs, advice = runs + exact * min(1.0, (how.verify + DRAWN) / n_edges), "With a smaller verify= it takes less."
+    if how.method != "exact":
+        what = f"Estimates of {what}"
+        whole = 1 + len(how.shares) * (1 + len(plan.metrics))
+    tokens = runs * changed_tokens(plan, asked.source) + whole * sum(map(len, plan.base))
+    say_how_long(plan.model, what, tokens, advice, hours=hours, progress=progress)
 
 
 class _Measuring:

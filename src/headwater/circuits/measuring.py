@@ -23,16 +23,14 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns
 from headwater.circuits.circuit_walk import CircuitWalk
-from headwater.circuits.cost import circuit_operations, warn_of_hours
+from headwater.circuits.cost import say_how_long
 from headwater.circuits.exact import Rows, refuse_heads_that_meet
-from headwater.circuits.footprint import Footprint
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import of_other_run, of_values
 from headwater.circuits.senders import Exchanged, refuse_other_kinds
 from headwater.errors import InputError, ModelError
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import available_memory, refuse_too_large
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
@@ -46,6 +44,8 @@ from headwater.patching.prompts import Prompts, first_difference, read_pairs
 from headwater.patching.values import Source, asked_source, recorded
 from headwater.patching.variants import LOGITS
 
+KEPT_FLOATS = 1 << 29
+"""About how many numbers the runs of pairs may hold that are kept between batches."""
 ROUNDING = 32
 """Rounding makes at most so many times the type's precision of the largest logit: what is below is no gap."""
 TOLERANCE = 1e-3
@@ -116,65 +116,39 @@ class Outcome:
         plan = Plan(model, first, second, True, cells, metrics, batch_size=batch_size)
         return cls(plan, source, options | {"metrics": metric_options(plan)}, given)
 
-    def refuse_what_is_too_much(self, circuits: Sequence[Indices], each: int = 1) -> None:
-        """Refuse circuits that would not fit in memory, and warn of those that take more than an hour.
+    def say_how_long(self, n_circuits: int, progress: bool) -> None:
+        """Say how long circuits take, if it is over a minute."""
+        what = f"{n_circuits:,} circuits of {len(self):,} pairs"
+        tokens, advice = n_circuits * self._changed.sum(), "Fewer circuits, placebos= or pairs take less."
+        say_how_long(self.plan.model, what, tokens, advice, progress=progress)
 
-        Args:
-            circuits: their edges.
-            each: how many run for each of them: itself, and random ones of its shape.
-
-        Raises:
-            InputError: with the figures.
-        """
-        plan, n_circuits, advice = self.plan, each * len(circuits), "Give fewer circuits, placebos= or pairs."
-        needed = self._footprint.circuits(circuits, n_circuits, plan.batch_size)
-        refuse_too_large("What the circuits of a pair of prompts hold", needed, plan.model.device, advice)
-        work = each * circuit_operations(plan.model, circuits, sum(self._tokens))
-        warn_of_hours(plan.model, f"{n_circuits:,} circuits of {len(plan.base):,} pairs", work, advice)
-
-    def refuse_too_long_a_search(self, tries: int, at_once: int, hours: float | None) -> None:
-        """Refuse a search that would not fit in memory, or that takes longer than the caller allows.
-
-        An edge that is tried is a circuit of its own, nearly the whole model at first and small in the end; with the
-        runs that a wrong guess wastes, that comes to half to twice as many operations as one whole model an edge.
-
-        Args:
-            tries: how many edges are tried.
-            at_once: how many at most in one batch.
-            hours: what the caller allows.
+    def say_how_long_a_search(self, tries: int, hours: float | None, progress: bool) -> None:
+        """Say how long a search takes, if it is over a minute: an edge that is tried is a circuit of its own.
 
         Raises:
-            InputError: with the figures.
-
-        Warns:
-            UserWarning: it takes more than an hour, and nothing was said.
+            InputError: it takes longer than the caller allows.
         """
-        plan, every = self.plan, [np.arange(Graph.of(self.plan.model.shape).n_edges)]
-        needed = self._footprint.circuits(every, at_once, plan.batch_size)
-        device, fewer = plan.model.device, "Give shorter prompts, or batch_size=1."
-        refuse_too_large("What the circuits of a search hold of a pair of prompts", needed, device, fewer)
-        work = tries * circuit_operations(plan.model, every, sum(self._tokens))
-        what = f"{tries:,} edges, each tried on {len(plan.base):,} pairs"
-        warn_of_hours(plan.model, what, work, "Give budget= or fewer pairs.", hours)
+        what = f"{tries:,} edges, each tried on {len(self):,} pairs,"
+        tokens, advice = tries * self._changed.sum(), "With budget= or fewer pairs it takes less."
+        say_how_long(self.plan.model, what, tokens, advice, hours=hours, progress=progress)
 
     def pairs_to_keep(self, most: int) -> int:
-        """Return the runs of how many pairs may be kept between batches: what a quarter of the free memory holds."""
-        fit = available_memory(self.plan.model.device) // (4 * self._footprint.walk())
-        return max(1, min(most, len(self), fit))
+        """Return the runs of how many pairs are kept between batches: mostly the changes that each sender makes."""
+        shape = self.plan.model.shape
+        a_pair = 3 * len(Graph.of(shape).senders) * int(self._changed.max()) * shape.d_model
+        return max(1, min(most, len(self), KEPT_FLOATS // a_pair))
 
     @property
-    def _tokens(self) -> list[int]:
+    def _changed(self) -> Indices:
         """By pair, how many tokens are run from the first on that differs from what lies outside."""
         plan, other = self.plan, self.plan.other
         assert other is not None
         since = [
             0 if self.source is not None else first_difference(*pair) for pair in zip(plan.base, other, strict=True)
         ]
-        return [max(1, kept[-1] + 1 - min(at, kept[0])) for at, kept in zip(since, plan.positions, strict=True)]
-
-    @property
-    def _footprint(self) -> Footprint:
-        return Footprint(self.plan.model, max(map(len, self.plan.base)), max(self._tokens))
+        return np.array(
+            [max(1, kept[-1] + 1 - min(at, kept[0])) for at, kept in zip(since, plan.positions, strict=True)]
+        )
 
     @property
     def metrics(self) -> tuple[str, ...]:

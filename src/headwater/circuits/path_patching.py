@@ -25,16 +25,14 @@ import torch
 from torch import Tensor
 
 from headwater.circuits.carried import THROUGH
-from headwater.circuits.cost import joining_operations, warn_of_hours
+from headwater.circuits.cost import changed_tokens, runs_of, say_how_long
 from headwater.circuits.endpoints import ends_named
-from headwater.circuits.footprint import largest
-from headwater.circuits.graph import KINDS, Graph, Indices
+from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
 from headwater.circuits.path_effects import PathEffects, tabulated
 from headwater.circuits.paths import Paths, first_layer, has_path
 from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.names import DirectionName, ThroughName, ValueName
 from headwater.options import checked_name, checked_seed
@@ -117,7 +115,7 @@ def path_patch(
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, seed)
     asked = Asked(plan, source, graph, sent, received, through, places_in(plan, over, positions))
-    _refuse_what_is_too_much(asked)
+    _say_how_long(asked, progress)
     options = {
         "senders": {name: [graph.senders.name(i) for i in one] for name, one in sent.items()},
         "receivers": {name: [graph.receivers.name(i) for i in one] for name, one in received.items()},
@@ -146,26 +144,18 @@ class Asked:
     places: Places
 
 
-def _refuse_what_is_too_much(asked: Asked) -> None:
-    """Refuse paths that would not fit in memory, and warn of those that take more than an hour.
-
-    Raises:
-        InputError: with the figures.
-    """
-    plan, graph, received = asked.plan, asked.graph, list(asked.receivers.values())
-    joining = np.zeros(graph.n_layers + 1, dtype=np.int64)
-    most, footprint, advice = 0, largest(plan, asked.source), "Give fewer senders=, receivers= or pairs."
-    layers = np.array([first_layer(graph, one) for one in received])
-    lead = np.array([sum(has_path(graph, sent, one) for sent in asked.senders.values()) for one in received])
-    np.add.at(joining, layers, lead)
-    for layer in np.unique(layers):
-        own = np.unique(np.concatenate([one for one, at in zip(received, layers, strict=True) if at == layer]))
-        in_heads = graph.receivers.kind[own] < len(KINDS)
-        heads, others = (len(np.unique(graph.receivers.layer[own[some]])) for some in (in_heads, ~in_heads))
-        most = max(most, footprint.paths(len(asked.senders), int(lead[layers == layer].max()), heads, others))
-    refuse_too_large("What the paths of a pair of prompts hold", most, plan.model.device, advice)
-    n_paths, work = int(joining.sum()), joining_operations(plan, asked.source, joining) * len(asked.places)
-    warn_of_hours(plan.model, f"{n_paths:,} paths of {len(plan.base):,} pairs", work, advice)
+def _say_how_long(asked: Asked, progress: bool) -> None:
+    """Say how long paths take, if it is over a minute."""
+    plan, graph = asked.plan, asked.graph
+    ends = [
+        first_layer(graph, received)
+        for received in asked.receivers.values()
+        for sent in asked.senders.values()
+        if has_path(graph, sent, received)
+    ]
+    tokens = runs_of(graph, np.array(ends)) * len(asked.places) * changed_tokens(plan, asked.source)
+    what, advice = f"{len(ends):,} paths of {len(plan.base):,} pairs", "Fewer senders=, receivers= or pairs take less."
+    say_how_long(plan.model, what, tokens, advice, progress=progress)
 
 
 class _Measuring:

@@ -25,7 +25,7 @@ from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, ran
 from headwater.circuits.edge_effects import edges as measured_edges
 from headwater.circuits.faithfulness import summarized
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.greedy import DECISIONS, KEPT, MOST, NOT_TRIED, NOWHERE, REMOVED, Greedy, Rule, Trace
+from headwater.circuits.greedy import DECISIONS, KEPT, NOT_TRIED, NOWHERE, REMOVED, Greedy, Rule, Trace
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.circuits.result import RANKED_BY
 from headwater.errors import InputError
@@ -214,14 +214,13 @@ def find_circuit(
         dataset: the prompts of `mean` and `resample`.
         placebos: how many random circuits of the shape of what is left are run beside it.
         seed: of the random circuits and of `resample`.
-        hours: refuse to start what would take longer, at the rate at which the device multiplies matrices; by default
-            more than an hour is warned of.
+        hours: refuse to start what would take longer, roughly, at the rate at which the device multiplies matrices.
         batch_size: circuits at once.
         progress: show a progress bar.
         out: a folder; an interrupted search goes on where it stopped.
 
     Raises:
-        InputError: an option or prompt cannot be used, there are several metrics, or it would not fit in memory or
+        InputError: an option or prompt cannot be used, there are several metrics, or it would take longer than
             `hours`.
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
@@ -243,7 +242,7 @@ def find_circuit(
     if begun is not None and not len(begun):
         raise InputError("start= has no edges: there is nothing to search.")
     screens = begun is None and tries < graph.n_edges
-    outcome.refuse_too_long_a_search(tries, min(MOST, tries), hours)
+    outcome.say_how_long_a_search(tries, hours, progress)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
 

@@ -37,7 +37,7 @@ from headwater.heads.patterns import (
     layers_read,
     pattern_sums,
     position_share,
-    rows_that_fit,
+    rows_at_once,
 )
 from headwater.models.embedded import is_embedded, world_folder
 from headwater.models.hooked import HookedModel, check_model
@@ -213,7 +213,7 @@ def attention_behaviour(
     given = _own_texts(model) if texts is None else texts
     if given is not None:
         read["text"] = model.tokenize(given)
-    at_once = {on: min(batch_size, rows_that_fit(model, batch.tokens.shape[1])) for on, batch in read.items()}
+    at_once = {on: min(batch_size, rows_at_once(model, batch.tokens.shape[1])) for on, batch in read.items()}
     options = {"texts": [read["text"].tokens, read["text"].lengths] if "text" in read else [], "sequences": sequences}
     options |= {"length": length, "threshold": threshold, "embedding": kind}
 

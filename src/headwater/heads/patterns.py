@@ -28,7 +28,7 @@ from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, attended_keys,
 from headwater.kernels.devices import sent
 from headwater.models.edits import looks
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import how_many_fit, in_halves
+from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, sites_named
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_number, checked_seed, shown
@@ -39,8 +39,8 @@ MOST_SEQUENCES = 10_000
 """The score of a head, from 0 to 1, is then exact to 0.005 however much sequences differ."""
 SEQUENCES_AT_ONCE = 64
 """How many are in one run of the model: so memory does not grow with their number."""
-SHARE_OF_MEMORY = 4
-"""Patterns of one run take at most this part of what is free."""
+PATTERN_FLOATS = 1 << 28
+"""About how many numbers the patterns of one run may hold, and what is made of them."""
 SUMS = ("on", "expected", "variance")
 """What is summed over the queries of each sequence, by class and head."""
 POSITION = ("count", "first", "second")
@@ -107,16 +107,9 @@ def heads_of(layers: Sequence[int], n_heads: int) -> pd.DataFrame:
     return pd.DataFrame({"layer": each, "head": list(range(n_heads)) * len(layers)})
 
 
-def rows_that_fit(model: HookedModel, length: int) -> int:
-    """Return how many sequences of a length have room for one layer's pattern and what is made of it.
-
-    Raises:
-        InputError: not even one.
-    """
-    numbers = (3 * model.shape.n_heads + 3 * len(BEHAVIOURS)) * length**2
-    advice = "Attention grows with the square of the length: give shorter texts."
-    what = f"The attention patterns of a text of {length:,} tokens"
-    return max(1, how_many_fit(what, 4 * numbers, model.device, advice) // SHARE_OF_MEMORY)
+def rows_at_once(model: HookedModel, length: int) -> int:
+    """Return how many sequences of a length are run at once: one layer's pattern and what is made of it are held."""
+    return max(1, PATTERN_FLOATS // ((3 * model.shape.n_heads + 3 * len(BEHAVIOURS)) * length**2))
 
 
 def pattern_sums(

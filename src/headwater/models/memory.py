@@ -1,8 +1,8 @@
-"""What fits in memory: refuse what plainly does not before it starts, and go on in halves where it ran out.
+"""What fits in memory: refuse what is known to be too large before it starts, and go on in halves where it ran out.
 
-A run that would not fit is refused with the figures, because a machine that begins to swap, or a process that the
-system ends, says nothing. An estimate can still be wrong, as others use the device too: then `in_halves` takes the same
-items in two parts, and those again, down to single ones.
+What has a known size (a model's weights, a cache, a table) and would not fit is refused with the figures, because a
+machine that begins to swap, or a process that the system ends, says nothing. What a run takes is not forecast: where
+memory runs out, `in_halves` takes the same items in two parts, and those again, down to single ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) 
     Raises:
         InputError: it would not fit; the message has both figures.
     """
-    how_many_fit(what, needed, device, advice)
+    available = available_memory(device)
+    if needed > available:
+        raise InputError(f"{what} would take {said_bytes(needed)}; {device} has {said_bytes(available)} free. {advice}")
 
 
 def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str) -> None:
@@ -57,18 +59,6 @@ def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str)
 def said_bytes(count: int) -> str:
     """Name a number of bytes in GiB, or where that would be hardly any in MiB."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:,.1f} MiB"
-
-
-def how_many_fit(what: str, needed: int, device: torch.device, advice: str) -> int:
-    """Return how many pieces of some size a device has room for; refuse when there is room for none.
-
-    Raises:
-        InputError: see `refuse_too_large`.
-    """
-    available = available_memory(device)
-    if needed > available:
-        raise InputError(f"{what} would take {said_bytes(needed)}; {device} has {said_bytes(available)} free. {advice}")
-    return max(1, available // max(1, needed))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -24,9 +24,8 @@ from headwater.models.positions import Where
 from headwater.names import ValueName
 from headwater.options import checked_flag, checked_seed
 from headwater.patching.call import check_call, metric_options, recorded_roles
-from headwater.patching.cells import Cells, Kind
+from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
 from headwater.patching.components import read_sets
-from headwater.patching.footprint import refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts

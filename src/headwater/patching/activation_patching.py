@@ -28,13 +28,13 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
+from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, kv_site_of, sites_named
 from headwater.names import AxisName, DirectionName, MethodName, SiteName, SpansName, ValueName
 from headwater.options import checked_name, checked_seed, resolve_indices, shown
 from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
-from headwater.patching.cells import Cells, Kind
-from headwater.patching.footprint import refuse_too_many_cells, refuse_whole_dictionaries
+from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts, Spot
@@ -47,6 +47,8 @@ from headwater.patching.values import Recipe, TensorLike, recorded
 from headwater.runs.analysis import Run, carry_out
 
 METHODS = ("exact", "attribution")
+MOST_FEATURES = 4096
+"""A dictionary of more features is swept exactly over those that were chosen only."""
 
 
 def patch(
@@ -161,7 +163,7 @@ def patch(
     matched = sides.matched(spots, named, attended if ask.keys_by_role else None)
     planned = _planned(ask, model, named, base, spots, attended)
     if method == "exact":
-        refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
+        _refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
     n_each = len(metrics) * (source.samples or 1) * len(ask.sources(model)) * draws
     refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * n_each)
     sizes, sources = {site.name: ask.sizes(site) for site in named}, ask.sources(model)
@@ -210,6 +212,33 @@ def _refuse_beside_together(where: Mapping[str, object], method: str) -> None:
         raise InputError(f"together= and {given[0]}= were both given: a node says its site, layer and place itself.")
     if method != METHODS[0]:
         raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")
+
+
+def _refuse_whole_dictionaries(
+    planned: Sequence[tuple[Site, Mapping[str, Sequence[object]]]], shape: ModelShape
+) -> None:
+    """Refuse to sweep exactly over all features of a large dictionary: a run for each, of which most do nothing.
+
+    Args:
+        planned: for each example and site, the places on each axis.
+        shape: of the model.
+
+    Raises:
+        InputError: with how many runs these would be, and of how many layers.
+    """
+    cells: dict[Site, int] = {}
+    for site, steps in planned:
+        if site.has_units and len(steps["feature"]) == site.width(shape, 1):
+            cells[site] = cells.get(site, 0) + math.prod(map(len, steps.values()))
+    for site, n_cells in cells.items():
+        if (count := site.width(shape, 1)) > MOST_FEATURES:
+            above = shape.n_layers - min(site.layers(shape))
+            raise InputError(
+                f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
+                f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
+                "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
+                "forward and one backward for all."
+            )
 
 
 def _covered(

@@ -12,9 +12,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Int
 
+from headwater.models.memory import refuse_too_large
 from headwater.patching.variants import NEVER, Edit
+
+CELL_BYTES = 800
+"""What a cell takes from its first label to its row of the table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,3 +112,13 @@ class Cells:
     def first_position(self) -> Int[np.ndarray, " cell"]:
         """The first position of each cell whose state can change."""
         return np.array([kind.first_position for kind in self.kinds], dtype=np.int64)[self.kind]
+
+
+def refuse_too_many_cells(n_cells: int) -> None:
+    """Refuse a sweep whose very list of cells would not fit.
+
+    Raises:
+        InputError: with the figures.
+    """
+    advice = "Sweep over fewer axes (over=), layers, heads, positions or prompts."
+    refuse_too_large(f"The list of this sweep's {n_cells:,} cells", n_cells * CELL_BYTES, torch.device("cpu"), advice)

@@ -1,6 +1,6 @@
 """The one loop that measures a sweep: cells in, numbers out.
 
-1. Examples are taken in groups whose runs fit in memory together; a group's cells are cut into waves.
+1. Examples are taken in groups of so many recorded numbers; a group's cells are cut into waves (`plan.waves`).
 2. For each group, the runner makes the unedited runs of both prompts of each pair, and the metrics on both.
 3. For each wave, the runner measures its cells; with `out=` a wave is a piece of the run's folder.
 4. Where the model's blocks cannot be stepped through, whole runs take over, and it is said.
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from headwater.models.memory import in_halves
-from headwater.patching.footprint import examples_at_once
 from headwater.patching.plan import Plan, waves
 from headwater.patching.readout import Measured
 from headwater.patching.runners import CannotStepError, Runner, Wave, Whole
@@ -30,7 +29,7 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = Wave) -> Measured:
     """Measure the cells of a sweep, a wave in a piece.
 
     Raises:
-        InputError: not even one example fits in memory, or a metric cannot be used.
+        InputError: a metric cannot be used.
         InterventionError: values made of what stands there changed nothing anywhere.
     """
     found = Measured.empty(len(plan.cells), len(plan.metrics))
@@ -71,7 +70,7 @@ class _Measuring:
 
     def __init__(self, plan: Plan, runner: type[Runner]):
         self.plan, self.runner = plan, runner
-        self._most = examples_at_once(plan, gradients=runner.needs_graph)
+        self._most = len(plan.base)
         self._current: tuple[range, Runner] | None = None
 
     def parts(self, examples: range, cells: range) -> list[tuple[range, Measured]]:

@@ -30,7 +30,6 @@ from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, Stage, main_site, taken_as_recorded
 from headwater.models.steppable import cannot_step
 from headwater.models.tokens import Batch
-from headwater.patching.footprint import runs_at_once
 from headwater.patching.forwards import capture, deepest, run_edited, run_variants, visible_keys
 from headwater.patching.idle import idle, same_values
 from headwater.patching.plan import Group, Kept, Plan, columns_of
@@ -260,7 +259,9 @@ class Whole(Runner):
         others, other = other_run(group)
         self.values = values_written(group, others)
         self.readout = Readout(group, base, other, visible)
-        self.at_once = self._runs_at_once()
+        length = max(group.lengths)
+        self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
+        """How many rows a forward has: as many tokens as a tile of the walk."""
 
     def measure(self, cells: range) -> Measured:
         """Measure some of the group's cells, many in each forward."""
@@ -289,12 +290,6 @@ class Whole(Runner):
         prompts = self._prompts.take(examples)
         for reading, read in run_variants(self.plan.model, prompts, changes, examples, self.values, before).items():
             deliver(reading, indices[list(read)], torch.stack(list(read.values())))
-
-    def _runs_at_once(self) -> int:
-        """Return how many rows a forward has: as many tokens as a tile of the walk, as far as memory goes."""
-        longest = max(self.group.lengths)
-        most = self.plan.batch_size or max(1, tile_tokens(self.plan.model, longest) // longest)
-        return min(most, runs_at_once(self.plan, longest, max(map(len, self.group.kept))))
 
 
 def state_names(group: Group) -> list[str]:
