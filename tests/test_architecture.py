@@ -5,6 +5,7 @@ Every import is counted: at the top of a file, inside a function, and under TYPE
 
 import ast
 import importlib
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -204,12 +205,15 @@ def test_a_public_name_of_a_room_is_reached_in_a_fresh_interpreter(name):
 
 
 @pytest.mark.parametrize("package", ["headwater", *(f"headwater.{name}" for name in PACKAGES)])
-def test_every_public_name_exists_and_none_is_the_name_of_a_module(package):
+def test_every_public_name_exists_is_checked_and_is_not_the_name_of_a_module(package):
     """Importing a module binds its name on its package, and would hide a function of that name."""
     homes = homes_of(package) if importlib.import_module(package) else {}
     modules = {module.name for module in pkgutil.iter_modules(sys.modules[package].__path__)}
     assert not set(homes) & modules
-    assert all(getattr(sys.modules[package], name) is not None for name in homes)
+    for name in homes:
+        offered = getattr(sys.modules[package], name)
+        assert offered is not None
+        assert hasattr(offered, "is_checked") or not inspect.isfunction(offered), f"{name} needs @checked_call"
     if package != "headwater":
         assert all(home.startswith(f"{package}.") for home in homes.values())
 

@@ -12,7 +12,8 @@ from tests.typed import EVERYWHERE, modules_with_shapes, wrapped
 
 
 def is_wrapped(function) -> bool:
-    return "jaxtyping" in function.__code__.co_filename
+    plain = function.__wrapped__ if hasattr(function, "is_checked") else function
+    return "jaxtyping" in plain.__code__.co_filename
 
 
 def test_tensors_whose_axes_do_not_fit_together_are_refused():

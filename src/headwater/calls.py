@@ -1,6 +1,6 @@
 """Public calls: an option that a function does not have, and an argument that nothing can read, are one line each.
 
-`rooms` checks the functions that a room offers; results, models and circuits check their own public methods.
+`@checked_call` is written at each function that a room offers; results, models and circuits check their public methods.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 DEEPEST = 100
 """Lists in one another beyond which nothing is meant."""
 
 
-def checked_call(function: Callable[P, R]) -> Callable[P, R]:
+def checked_call(function: F) -> F:
     """Let a public function or method say which option was meant, and which of its arguments cannot be read."""
     if hasattr(function, "is_checked"):
         return function
@@ -31,7 +30,7 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     @functools.wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> R:
+    def call(*args: Any, **options: Any) -> Any:
         for name in () if takes_any else options:
             if name not in known:
                 here, hint = f"{function.__name__} has no option {name}=", hint_for(function.__name__, name)
@@ -45,7 +44,7 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     call.is_checked = True  # type: ignore[attr-defined]
-    return call
+    return cast(F, call)
 
 
 def checked_calls(kind: C) -> C:

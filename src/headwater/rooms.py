@@ -11,7 +11,6 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
-from inspect import isfunction
 from types import FrameType
 from typing import Any
 
@@ -33,13 +32,7 @@ def opened(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
     def load(name: str) -> Any:
         if name in homes:
-            home = _imported(homes[name])
-            if isfunction(found := getattr(home, name)):
-                from headwater.calls import checked_call
-
-                found = checked_call(found)
-                setattr(home, name, found)
-            return found
+            return getattr(_imported(homes[name]), name)
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
         from headwater.errors import did_you_mean

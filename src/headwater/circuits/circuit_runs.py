@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, graph_of, made
 from headwater.circuits.circuit_claims import claim_on_runs
@@ -175,6 +176,7 @@ class CircuitRuns(ByMetric, Result):
         return table_html(self, self.summary())
 
 
+@checked_call
 def run_circuits(
     model: HookedModel,
     clean: Prompts | pd.DataFrame | Path,

@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool
 
+from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, made
 from headwater.circuits.circuit_runs import run_circuits
 from headwater.errors import InputError
@@ -36,6 +37,7 @@ MOST = 1000
 Values = Mapping[str, float]
 
 
+@checked_call
 def completeness(
     model: HookedModel,
     clean: Prompts | pd.DataFrame | Path,
@@ -99,6 +101,7 @@ def completeness(
     return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_low", "p_value"])
 
 
+@checked_call
 def minimality(
     model: HookedModel,
     clean: Prompts | pd.DataFrame | Path,

@@ -25,6 +25,7 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
+from headwater.calls import checked_call
 from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.circuit import graph_of, said
 from headwater.circuits.circuit_runs import (
@@ -145,6 +146,7 @@ class CircuitCurve(ByMetric, Result):
         return table_html(self, self.summary())
 
 
+@checked_call
 def circuit_curve(
     model: HookedModel,
     edges: EdgeEffects,

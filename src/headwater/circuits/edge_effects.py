@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.circuits.carried import THROUGH
 from headwater.circuits.cost import changed_tokens, default_method, runs_of, runs_of_senders, say_how_long
 from headwater.circuits.estimates import Slopes, gradient_scores, sublayer_scores
@@ -50,6 +51,7 @@ QUADRATURES = ("midpoints", "published")
 METHODS = ("exact", "screened", "sublayer", "eap", "eap-ig")
 
 
+@checked_call
 def edges(
     model: HookedModel,
     clean: Prompts | pd.DataFrame | Path,

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, graph_of, made, name_of
 from headwater.circuits.graph import Graph
 from headwater.data.strict_json import parse_json
@@ -30,6 +31,7 @@ from headwater.options import checked_count, checked_flag, checked_kind, checked
 from headwater.runs.storage import make_folder, write_atomically, write_json
 
 
+@checked_call
 def read_graph_file(
     path: str | Path, model: HookedModel | Graph, *, groups: Literal["any", "all"] | None = None
 ) -> Circuit:
@@ -88,6 +90,7 @@ def read_graph_file(
     return made(graph, kept, scores, model=name_of(model))
 
 
+@checked_call
 def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
     """Write a circuit as a graph that EAP-IG's `Graph.from_json` or `from_pt` reads.
 

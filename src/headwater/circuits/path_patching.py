@@ -24,6 +24,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.circuits.carried import THROUGH
 from headwater.circuits.cost import changed_tokens, runs_of, say_how_long
 from headwater.circuits.endpoints import ends_named
@@ -47,6 +48,7 @@ Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Itera
 """Senders or receivers, one by one or together (`headwater.circuits.endpoints`)."""
 
 
+@checked_call
 def path_patch(
     model: HookedModel,
     clean: Prompts | pd.DataFrame | Path,

@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, checked_circuits, graph_of, made
 from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, ran
 from headwater.circuits.edge_effects import edges as measured_edges
@@ -173,6 +174,7 @@ class CircuitSearch(Result):
         return table_html(self, kept.iloc[np.argsort(-kept["effect"].abs().to_numpy(), kind="stable")])
 
 
+@checked_call
 def find_circuit(
     model: HookedModel,
     clean: Prompts | pd.DataFrame | Path,

@@ -18,6 +18,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
+from headwater.calls import checked_call
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json, unique_keys
 from headwater.errors import InputError
 
@@ -32,6 +33,7 @@ ROWS_AT_A_TIME = 1024
 """Of a parquet file."""
 
 
+@checked_call
 def read_rows(path: Path, what: str) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a file, each with its number.
 

@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.detection.evaluation import evaluate, paragraph
 from headwater.detection.fit import COUNTS, AnswerSet, DetectorSetup, relations_of
 from headwater.detection.methods import METHODS, Detector, check_methods
@@ -147,6 +148,7 @@ class Detection(Result):
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
+@checked_call
 def detect(
     model: HookedModel,
     answered: AnsweredQuestions,

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from numpy import ndarray
 from scipy.stats import gaussian_kde
 
+from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label as drawn_label
@@ -65,6 +66,7 @@ def plot_depth_profile(profile: DepthProfile, ax: Axes | None = None) -> Axes | 
     return depth_profiles([profile], ax=ax)
 
 
+@checked_call
 def depth_profiles(
     profiles: Sequence[DepthProfile],
     labels: Sequence[str] | None = None,
@@ -224,6 +226,7 @@ def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False) -> Axes:
     return ax
 
 
+@checked_call
 def layer_curves(
     profile: DepthProfile,
     score: str | None = None,

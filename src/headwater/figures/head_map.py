@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from headwater.calls import checked_call
 from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
@@ -96,6 +97,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@checked_call
 def head_maps(
     maps: Sequence[HeadMap],
     columns: int | None = None,

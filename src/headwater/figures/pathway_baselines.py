@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, ORANGE
 from headwater.errors import InputError
 from headwater.figures.fonts import label
@@ -22,6 +23,7 @@ SHOWN = {WRONG: (PROBE, RELATION, RELATION_ANSWER, SPANS), ANY_MODE: (AWARE, MAR
 """By question: what is measured, and what it is held against."""
 
 
+@checked_call
 def baselines(
     pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes | Figure:

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, ORANGE, PURPLE, RED
 from headwater.figures.fonts import label
 from headwater.figures.style import (
@@ -50,6 +51,7 @@ MOST_ACROSS = 4
 RANDOM_ARE = "random: examples with as many random tokens"
 
 
+@checked_call
 def flip_rates(
     pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes | Figure:
@@ -84,6 +86,7 @@ def flip_rates(
         return entitled(figure, axes, pathways, "predictions that flip", title)
 
 
+@checked_call
 def controls(
     pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes | Figure:

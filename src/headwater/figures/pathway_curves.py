@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from headwater.calls import checked_call
 from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS, places_of_sets
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
@@ -63,6 +64,7 @@ LINE = 0.17
 ROOMY: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 2.0, "title_fontsize": 7}
 
 
+@checked_call
 def delta_p(
     pathways: Sequence[Pathways],
     *,

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
+from headwater.calls import checked_call
 from headwater.colors import FAINT, GREEN, RED, looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label, ticks
@@ -36,6 +37,7 @@ GROUPS = 5
 """Groups of equal size, from the rarest subjects to the most popular."""
 
 
+@checked_call
 def logit_changes(
     pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes | Figure:
@@ -78,6 +80,7 @@ def logit_changes(
         return entitled(figure, axes, pathways, "one mode of logit changes, or two?", title)
 
 
+@checked_call
 def mode_properties(
     pathways: Pathways, *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes | Figure:

@@ -24,6 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
+from headwater.calls import checked_call
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label
@@ -57,6 +58,7 @@ TARGET_NAMES = {"cross_entropy": "probe cross-entropy", "logit": "probe logit"}
 MAX_SETS = 4
 
 
+@checked_call
 def saliency(
     results: Sequence[Saliency],
     *,

@@ -18,6 +18,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from headwater.calls import checked_call
 from headwater.colors import INK
 from headwater.errors import InputError
 from headwater.figures.fonts import label, others
@@ -170,6 +171,7 @@ def _laid_out(figure: Figure) -> Figure:
     return figure
 
 
+@checked_call
 def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[str] | None = None) -> list[Path]:
     """Write a figure in several formats, cropped to what it holds; the same figure gives the same bytes.
 

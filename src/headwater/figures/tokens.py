@@ -18,6 +18,7 @@ from matplotlib.colors import Normalize, to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from headwater.calls import checked_call
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import columns, drawable, label, others
@@ -47,6 +48,7 @@ class Placed(NamedTuple):
     lowest: bool
 
 
+@checked_call
 def token_heat_map(
     profile: DepthProfile,
     nodes: Sequence[str] | None = None,
@@ -96,6 +98,7 @@ def token_heat_map(
     return ax if figure is None else figure
 
 
+@checked_call
 def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str:
     """Return the same as HTML, for `IPython.display.HTML`; every text in it is escaped."""
     blocks = []

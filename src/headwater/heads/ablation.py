@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.head_map import HeadMap, checked_map
 from headwater.heads.prompts import TEMPLATE, TaskPrompts, relations_of, task_prompts
@@ -118,6 +119,7 @@ class HeadAblation(Result):
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
+@checked_call
 def ablate_heads(
     model: HookedModel,
     head_map: HeadMap,

@@ -24,6 +24,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.data.rows import read_texts
 from headwater.errors import HeadwaterError, ModelError
 from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, repeated_tokens, token_kinds
@@ -162,6 +163,7 @@ class AttentionBehaviour(Result):
         return self._drawn(ax, title, figsize, on=on)
 
 
+@checked_call
 def attention_behaviour(
     model: HookedModel,
     texts: Inputs | None = None,

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import HeadName, head_named
@@ -91,6 +92,7 @@ class SingularVectors(Result):
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
+@checked_call
 def singular_vectors(
     model: HookedModel | WeightSource | str | Path,
     layer: int | HeadName,

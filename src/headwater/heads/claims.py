@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from headwater.calls import checked_call
 from headwater.heads.ablation import Heads, layer_matched
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import parts_of_kind
@@ -35,6 +36,7 @@ REDRAWS = 20
 """So many draws for each random set that is wanted; a small model has fewer sets than are asked for."""
 
 
+@checked_call
 def claim(
     model: HookedModel,
     prompts: Prompts,

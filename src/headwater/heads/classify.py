@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.categories import RULES, apply_rule, head_categories
 from headwater.heads.head_map import HeadMap
@@ -44,6 +45,7 @@ from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import describe, digest
 
 
+@checked_call
 def classify_heads(
     model: "HookedModel | WeightSource | str | Path",
     *,

@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, PREFIXES, apply_rule
 from headwater.heads.classify import (
@@ -179,6 +180,7 @@ def sentences_of_words(findings: Mapping[str, Any]) -> list[str]:
     return said
 
 
+@checked_call
 def compare_heads(
     models: Sequence[AnyModel] | Mapping[str, AnyModel],
     *,

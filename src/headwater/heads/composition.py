@@ -34,6 +34,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
@@ -108,6 +109,7 @@ class _Side(NamedTuple):
     """Σ s⁴ / (Σ s²)² over the singular values: 1 for one direction, 1 / d_head for as many alike."""
 
 
+@checked_call
 def composition_scores(
     model: HookedModel | WeightSource | str | Path,
     *,

@@ -6,6 +6,7 @@ mean different items on different models. The table tells which relations a mode
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.heads.relation_tokens import tokenize_relations
 from headwater.heads.relations import Relations, load_relations
 from headwater.names import MultiTokenName
@@ -13,6 +14,7 @@ from headwater.names import MultiTokenName
 COLUMNS = ("relation", "category", "items", "kept", "dropped", "usable", "fallen_out", "note")
 
 
+@checked_call
 def relation_coverage(
     relations: Relations, tokenizer: object, *, multi_token: MultiTokenName | None = None
 ) -> pd.DataFrame:

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.axes import Pattern
+from headwater.calls import checked_call
 from headwater.errors import ModelError
 from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, attended_keys, repeated_tokens, token_kinds
 from headwater.kernels.devices import sent
@@ -47,6 +48,7 @@ POSITION = ("count", "first", "second")
 """What is summed over sequences, by head, query and key."""
 
 
+@checked_call
 def attention_classes(
     model: HookedModel, *, sequences: int = 16, length: int = 24, threshold: float = 0.4, seed: int = 0
 ) -> pd.DataFrame:

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.data.rows import SEPARATORS, read_rows
 from headwater.data.strict_json import JsonDocument, refuse_half_characters
 from headwater.errors import InputError, did_you_mean
@@ -107,6 +108,7 @@ Relations: TypeAlias = (
 """What stands for relations; see `load_relations`."""
 
 
+@checked_call
 def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     """Return relations: those of a folder in the order of their names, or what else stands for relations.
 

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
 from headwater.models.weights.effective_embedding import KINDS
@@ -35,6 +36,7 @@ Factors: TypeAlias = tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_hea
 """A head's W_V and W_O."""
 
 
+@checked_call
 def salient_operations(
     weights: WeightSource,
     layer: int | HeadName,

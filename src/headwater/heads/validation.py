@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.heads.head_map import HeadMap, checked_map
 from headwater.heads.prompts import SourcePrompts, checked_templates, relations_of, source_prompts
 from headwater.heads.relation_tokens import TokenRelation
@@ -108,6 +109,7 @@ class DynamicScores(Result):
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
+@checked_call
 def dynamic_scores(
     model: HookedModel,
     head_map: HeadMap,

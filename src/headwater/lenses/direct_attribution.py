@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.lenses.contributions import Contributions, Part
 from headwater.models.hints import warn_of_missing_spaces
@@ -123,6 +124,7 @@ class DirectAttribution(Result):
         return self._drawn(ax, title, figsize)
 
 
+@checked_call
 def direct_logit_attribution(
     model: HookedModel,
     prompts: Prompts,

@@ -28,6 +28,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.kernels.devices import sent
 from headwater.kernels.layer_predictions import layer_predictions
 from headwater.lenses.by_role import with_roles
@@ -130,6 +131,7 @@ class LayerPredictions(Result):
         return cast("Axes", self._drawn(ax, title, figsize, example=example))
 
 
+@checked_call
 def lens(
     model: HookedModel,
     prompts: Prompts,

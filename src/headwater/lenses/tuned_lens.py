@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError
 from headwater.models.weights.checkpoint import first_line
@@ -22,6 +23,7 @@ CONFIG, PARAMETERS = "config.json", "params.pt"
 ENTRY = re.compile(r"(?:layer_translators\.)?(\d+)\.(weight|bias)")
 
 
+@checked_call
 def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
     """Read a tuned lens from its folder.
 

@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_texts
 from headwater.errors import InputError
 from headwater.kernels.likelihood import PRECISIONS
@@ -106,6 +107,7 @@ class ScoredTexts(Result):
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
+@checked_call
 def score_file(
     model: HookedModel,
     file: str | Path,

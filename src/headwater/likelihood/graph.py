@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.likelihood import depthqa
@@ -61,6 +62,7 @@ class DepthGraph:
         return table_html(self, self.table)
 
 
+@checked_call
 def load_depth_graph(source: str | Path | None = None, *, predictions: str | Path | None = None) -> DepthGraph:
     """Read a graph of questions, and check that it is one.
 

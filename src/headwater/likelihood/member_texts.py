@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_objects, read_parquet, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.embedded import world_folder
@@ -20,6 +21,7 @@ from headwater.options import checked_path
 NAMES = {"input": "text", "label": "member"}
 
 
+@checked_call
 def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
     """Read texts and whether they are members.
 

@@ -25,6 +25,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.pipeline import make_pipeline
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, at_one_share, column, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
@@ -100,6 +101,7 @@ def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
     return ""
 
 
+@checked_call
 def membership(
     scores: MemorizationScores | TextStatistics,
     labels: Iterable[Any],

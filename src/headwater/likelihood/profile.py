@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens
 from headwater.likelihood.answering import MODEL, Asking, Own, answered_and_scored, plan_of
@@ -147,6 +148,7 @@ class DepthProfile(Result):
         return self._drawn(ax, title, figsize)
 
 
+@checked_call
 def memorization(
     model: HookedModel,
     graph: DepthGraph,

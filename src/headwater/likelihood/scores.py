@@ -15,6 +15,7 @@ import pandas as pd
 from jaxtyping import Float, Real
 from numpy import ndarray
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
@@ -140,6 +141,7 @@ def in_order(columns: Iterable[str]) -> list[str]:
     return sorted(columns, key=place)
 
 
+@checked_call
 def memorization_scores(
     stats: TextStatistics,
     *,

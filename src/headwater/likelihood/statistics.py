@@ -30,6 +30,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.devices import sent
@@ -146,6 +147,7 @@ class _Window(NamedTuple):
     """What takes a place in `ids` to the position in the whole text."""
 
 
+@checked_call
 def token_statistics(
     model: HookedModel,
     texts: str | Iterable[str] | Chat | Sequence[Chat],

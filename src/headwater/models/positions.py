@@ -23,6 +23,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.memory import failures_named
 from headwater.models.tokens import Offsets, token_span
@@ -139,6 +140,7 @@ def hangs_on_length(where: object) -> bool:
     return where in ENDS if isinstance(where, str) else isinstance(where, int | range | slice | AbstractSet)
 
 
+@checked_call
 def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) -> Characters:
     """Name tokens by characters of their prompt's text.
 
@@ -153,6 +155,7 @@ def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) 
     return Characters(start, stop)
 
 
+@checked_call
 def occurrence(word: str, n: int) -> Occurrence:
     """Name the tokens of the n-th occurrence of a word that a prompt contains several times.
 
@@ -179,6 +182,7 @@ def occurrence(word: str, n: int) -> Occurrence:
     return Occurrence(word, which)
 
 
+@checked_call
 def last_token_of(where: Place | Any) -> LastTokenOf:
     """Name the last token of a span, such as a subject's, whatever its length.
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.options import one_or_several, shown
 from headwater.registry import Registry
@@ -235,6 +236,7 @@ SITES = Sites("site")
 """By name, in the order in which a block computes them."""
 
 
+@checked_call
 def register_site(site: Site) -> Site:
     """Add a site, under its name. Models that are loaded from then on are seen to have it as its axes say.
 

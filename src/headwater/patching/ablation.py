@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.names import ValueName
@@ -36,6 +37,7 @@ from headwater.patching.values import Recipe, TensorLike, recorded
 from headwater.runs.analysis import Run, carry_out
 
 
+@checked_call
 def ablate(
     model: HookedModel,
     prompts: Prompts,

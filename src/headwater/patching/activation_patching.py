@@ -24,6 +24,7 @@ from typing import Any
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
@@ -51,6 +52,7 @@ MOST_FEATURES = 4096
 """A dictionary of more features is swept exactly over those that were chosen only."""
 
 
+@checked_call
 def patch(
     model: HookedModel,
     clean: Prompts | pd.DataFrame | Path,

@@ -22,6 +22,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError, InterventionError
 from headwater.models.memory import failures_named
 from headwater.models.positions import Where
@@ -37,6 +38,7 @@ SAMPLES = 10_000
 """Draws of noise, at most: each is a run of its own."""
 
 
+@checked_call
 def add(direction: TensorLike) -> Recipe:
     """Values: the activation that stands there, with a direction added; zeros are the control, and change nothing.
 
@@ -51,6 +53,7 @@ def add(direction: TensorLike) -> Recipe:
     return Recipe("add", {"direction": checked_tensor("direction", direction)})
 
 
+@checked_call
 def scale(factor: SupportsFloat) -> Recipe:
     """Values: the activation that stands there, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
 
@@ -60,6 +63,7 @@ def scale(factor: SupportsFloat) -> Recipe:
     return Recipe("scale", {"factor": _number("factor", factor)})
 
 
+@checked_call
 def noise(
     std: SupportsFloat,
     samples: int = 10,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.positions import Where, roles_of
 from headwater.options import checked_seed
@@ -162,6 +163,7 @@ class Resample(_OfDataset):
         return {place: activation[rows, index] for place, activation in drawn.items()}
 
 
+@checked_call
 def mean(prompts: Prompts) -> Recipe:
     """Values: the mean over prompts, at each position where all are of one length, else over all tokens but the first.
 
@@ -173,6 +175,7 @@ def mean(prompts: Prompts) -> Recipe:
     return Recipe("mean", {"prompts": prompts})
 
 
+@checked_call
 def resample(prompts: Prompts, seed: int = 0, *, positions: Where | None = None) -> Recipe:
     """Values: for each prompt, the activations of another one of these, drawn by lot.
 

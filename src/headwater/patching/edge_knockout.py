@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import sent
 from headwater.models.hooked import HookedModel
@@ -101,6 +102,7 @@ States: TypeAlias = dict[str, Float[Tensor, "layer example d_model"]]
 Blocked: TypeAlias = Edges | tuple[Where, Where] | Mapping[str, Any]
 
 
+@checked_call
 def knockout(
     model: HookedModel,
     prompts: Prompts,
@@ -288,6 +290,7 @@ def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, 
     return tuple(site.name for site in read)
 
 
+@checked_call
 def knocked_out_states(
     model: HookedModel,
     prompts: Prompts,
@@ -337,6 +340,7 @@ def knocked_out_states(
     return before, after
 
 
+@checked_call
 def windowed_states(
     model: HookedModel,
     prompts: Prompts,

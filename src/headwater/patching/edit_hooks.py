@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, looks, makes
 from headwater.models.part_names import Heads, layers_and_heads
@@ -152,6 +153,7 @@ class _Writes:
         return self.write(activation)
 
 
+@checked_call
 def edit(
     site: SiteName | Site,
     layer: int | None,

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import failures_named
 from headwater.models.positions import Where
@@ -178,6 +179,7 @@ def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
     return None if gone else after + axis - here
 
 
+@checked_call
 def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> Metric:
     """The logit of one token minus the logit of another (averaged over kept positions, if there are several).
 
@@ -192,21 +194,25 @@ def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> M
     return Metric("logit_difference", difference, at, answers=(correct, wrong), needs_all=False)
 
 
+@checked_call
 def log_probability(answer: Answer, *, at: Where = "last") -> Metric:
     """The log-probability of a token, in nats."""
     return Metric("log_probability", lambda x, t: _taken(x.log_softmax(-1), t).mean(1), at, answers=(answer,))
 
 
+@checked_call
 def probability(answer: Answer, *, at: Where = "last") -> Metric:
     """The probability of a token. It saturates near 0 and 1: measure a logit difference beside it."""
     return Metric("probability", lambda x, t: _taken(x.softmax(-1), t).mean(1), at, answers=(answer,))
 
 
+@checked_call
 def rank(answer: Answer, *, at: Where = "last") -> Metric:
     """How many tokens have a larger logit than this one: 0 is the top."""
     return Metric("rank", lambda x, t: (x > _taken(x, t)[..., None]).sum(-1).float().mean(1), at, answers=(answer,))
 
 
+@checked_call
 def kl_divergence(*, at: Where = "last") -> Metric:
     """How far the next-token distribution is from the clean run's, KL(clean ‖ run), in nats."""
 
@@ -247,13 +253,12 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
     """
     metrics = []
     for one in list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]:
-        plain = getattr(one, "__wrapped__", one)  # hw.logit_difference is the function here, with its calls checked
         if isinstance(one, Metric):
             metrics.append(one)
         elif isinstance(one, str) and one in METRICS and not answers_of(one):
             metrics.append(METRICS[one]())
         elif uncalled := next(
-            (name for name, maker in METRICS.items() if maker is plain or (isinstance(one, str) and one == name)), None
+            (name for name, maker in METRICS.items() if maker is one or (isinstance(one, str) and one == name)), None
         ):
             maker = METRICS[uncalled]
             called = f"hw.{uncalled}" if maker.__module__ == __name__ else maker.__name__

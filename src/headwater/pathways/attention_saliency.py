@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.gradients import KeysValues, keys_values, refuse_cut_texts, refuse_without_gradients
 from headwater.models.hooked import HookedModel
@@ -132,6 +133,7 @@ OVER_HEADS, OVER_PAIRS = ("mean_abs", "abs_mean"), ("mean", "sum")
 """How a layer's heads are taken together, and how pairs of tokens are."""
 
 
+@checked_call
 def saliency(
     model: HookedModel,
     answered: AnsweredQuestions,

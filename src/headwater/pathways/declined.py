@@ -27,6 +27,7 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode
@@ -97,6 +98,7 @@ class Refusals(Result):
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
+@checked_call
 def refusals(
     model: HookedModel,
     answered: AnsweredQuestions,

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.names import ProbeSiteName
 from headwater.options import checked_flag, checked_name, checked_repeats, checked_several
@@ -98,6 +99,7 @@ class ProbeMap(Result):
         return self._drawn(ax, title, figsize)
 
 
+@checked_call
 def probe_map(
     model: HookedModel,
     answered: AnsweredQuestions,

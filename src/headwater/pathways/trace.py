@@ -22,6 +22,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
 from headwater.names import ProbeSiteName, QueriesName, SplitName, TokenName, VariantName
@@ -227,6 +228,7 @@ class Pathways(Result):
         return self._drawn(ax, title, figsize, split_by=split_by, value=value)
 
 
+@checked_call
 def trace_pathways(
     model: HookedModel,
     answered: AnsweredQuestions,

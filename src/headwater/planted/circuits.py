@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.planted.tokenizer import build_tokenizer
 from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel, gpt2, word_token
 
@@ -24,6 +25,7 @@ INHIBITION_HEAD = (1, 1)
 NAME_MOVER_HEAD = (2, 3)
 
 
+@checked_call
 def induction(words: tuple[str, ...] = WORDS, seed: int = 0) -> PlantedModel:
     """Build a previous-token head and an induction head; the other heads of the two layers write nothing.
 
@@ -60,6 +62,7 @@ def induction(words: tuple[str, ...] = WORDS, seed: int = 0) -> PlantedModel:
     )
 
 
+@checked_call
 def name_mover() -> PlantedModel:
     """Build the indirect-object circuit: find the name said twice, look away from it, copy the other.
 

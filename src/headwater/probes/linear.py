@@ -31,6 +31,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.options import checked_count
 from headwater.stats.discrimination import auc
@@ -124,6 +125,7 @@ def linear_logits(
     return (states.to(weight) * weight).sum(-1) + bias
 
 
+@checked_call
 def fit_probes(
     states: States,
     z: ArrayLike,

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.options import (
     MOST_REPEATS,
@@ -165,6 +166,7 @@ class _Task:
         return drawn[codes]
 
 
+@checked_call
 def fit_probe(
     cache: object,
     labels: Iterable[Any],

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.generation_config import end_tokens
@@ -155,6 +156,7 @@ class AnsweredQuestions(Result):
         return cast("Axes", self._drawn(ax, title, figsize))
 
 
+@checked_call
 def answer(
     model: HookedModel,
     questions: Questions,

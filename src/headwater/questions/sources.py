@@ -24,6 +24,7 @@ from typing import Any
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.data.rows import Row, read_rows, refuse_repeated
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
@@ -87,6 +88,7 @@ class Questions:
         return table_html(self, self.table)
 
 
+@checked_call
 def load_questions(
     source: Source | None = None, *, format: FormatName | None = None, sample: int | None = None, seed: int = 0
 ) -> Questions:

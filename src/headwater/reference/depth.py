@@ -21,6 +21,7 @@ from typing import Any
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.likelihood.answering import MODEL
 from headwater.likelihood.contexts import GOLD, NONE, PREDICTED, TURNS
 from headwater.likelihood.graph import DepthGraph
@@ -48,6 +49,7 @@ OWN_SCORES = (
 )
 
 
+@checked_call
 def reproduce_depth(
     model: HookedModel | str | Path,
     graph: DepthGraph,

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.heads.ablation import HeadAblation, ablate_heads
 from headwater.heads.classify import classify_heads
 from headwater.heads.head_map import HeadMap
@@ -57,6 +58,7 @@ REMOVALS = {
 """By quantity: what was removed in our table, and what the published number is called."""
 
 
+@checked_call
 def reproduce_maps(
     model: HookedModel | str | Path,
     datasets: str | Path,

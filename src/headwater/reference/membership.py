@@ -27,6 +27,7 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
+from headwater.calls import checked_call
 from headwater.likelihood.member_texts import load_member_texts
 from headwater.likelihood.scores import MemorizationScores, memorization_scores, score_of
 from headwater.likelihood.statistics import token_statistics
@@ -65,6 +66,7 @@ class _Scored(NamedTuple):
     """By column of `MemorizationScores.wide`."""
 
 
+@checked_call
 def reproduce_membership(
     model: HookedModel | str | Path,
     texts: str | Path | Sequence[str | Path],

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.detection.detection import Detection, detect
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
@@ -47,6 +48,7 @@ NOT_STATED = (
 )
 
 
+@checked_call
 def reproduce_pathways(
     model: HookedModel | str | Path,
     questions: Source | Sequence[Source],

@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from headwater.calls import checked_call
 from headwater.errors import RunFolderError
 from headwater.options import checked_path
 from headwater.reference.maps import IN_SENTENCES, LONGER, REMOVALS
@@ -84,6 +85,7 @@ class Line:
         return bool(self.numbers["measured"].notna().any())
 
 
+@checked_call
 def reproduction_plan(runs: str | Path = RUNS) -> tuple[Line, ...]:
     """Return what measures every published number again, a line per analysis and model.
 

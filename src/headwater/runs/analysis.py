@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.options import checked_flag
 from headwater.progress import Bar, progress_bar
 from headwater.runs.folder import Compute, RunFolder, run_pieces
@@ -108,6 +109,7 @@ class Run:
         return self.folder.path / name if self.folder is not None else None
 
 
+@checked_call
 def carry_out(
     kind: type[R],
     analysis: str,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import sites_named
@@ -30,6 +31,7 @@ CELLS = ("resid_pre", "attn_out", "mlp_out")
 """The sites whose cells a board shows, where the model has them."""
 
 
+@checked_call
 def board(
     model: HookedModel,
     clean: Prompts,

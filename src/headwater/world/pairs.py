@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.positions import Characters, characters
 from headwater.models.tokens import Tokenizer
@@ -74,6 +75,7 @@ class PairedTask:
         return Metric("year_difference", _later_minus_others(ids), answers=(starts,))
 
 
+@checked_call
 def task(
     name: object,
     examples: object = 64,

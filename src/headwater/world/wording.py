@@ -12,6 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.options import checked_several, shown
 
@@ -73,6 +74,7 @@ def prompt_of(question: str) -> str:
     return f"Q: {question}\nA:"
 
 
+@checked_call
 def question_templates(relations: Sequence[str]) -> dict[str, str]:
     """Return what asks the embedded models for relations between words: `Q: ... {source} ...?`, and `A:` below.
 

@@ -25,6 +25,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from headwater.axes import AttentionCache, ResidualCache
+from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.caches.activations import Activation
 from headwater.models.caches.layout import Layout
@@ -400,6 +401,7 @@ class Cache(Result):
         return torch.tensor(counts.astype(np.int64))
 
 
+@checked_call
 def load_cache(folder: str | Path) -> Cache:
     """Read a cache that `save`, or `model.cache(..., out=folder)`, wrote; the numbers stay in its files.
 

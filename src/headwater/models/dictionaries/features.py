@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import failures_named
 from headwater.models.sites import SITES, Site
@@ -345,6 +346,7 @@ def _bare(name: str) -> str:
     return found.rstrip("/").rsplit("/", 1)[-1].casefold()
 
 
+@checked_call
 def features(
     encode: Coder,
     decode: Coder,

@@ -37,6 +37,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.data.rows import check_readable
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
@@ -136,6 +137,7 @@ class Autoencoder:
         return torch.zeros_like(before).scatter(-1, indices, kept.gather(-1, indices))
 
 
+@checked_call
 def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = None) -> Features:
     """Read a sparse autoencoder from a folder of sae-lens, as a site.
 

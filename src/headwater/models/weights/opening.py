@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.calls import checked_call
 from headwater.kernels.devices import usable_device
 from headwater.models.checks import tokenizer_fits
 from headwater.models.embedded import is_embedded
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
+@checked_call
 def open_weights(
     what: "Model | str | Path",
     *,
