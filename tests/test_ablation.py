@@ -188,14 +188,12 @@ def test_the_complement_of_nothing_kept_but_named_is_everything(models):
     assert float((every["clean"] + every["effect"])[0]) == pytest.approx(float(logits[5] - logits[9]), abs=1e-5)
 
 
-def test_whole_runs_and_the_walk_agree_on_sets(models, monkeypatch):
+def test_whole_runs_and_the_walk_agree_on_sets(models):
     model, _ = models("neox")
     prompts, other = some_prompts(8, 5), some_prompts(8, 5)
     options = {"sets": {"a": SET, "b": SET["heads"]}, "metric": METRIC, "progress": False, "values": "other run"}
     fast = hw.ablate(model, prompts, other, **options)
-    monkeypatch.setattr("headwater.patching.runners.cannot_step", lambda model: "a test asks for it")
-    with pytest.warns(UserWarning, match="swept with whole runs"):
-        slow = hw.ablate(model, prompts, other, **options)
+    slow = hw.ablate(model, prompts, other, engine="whole runs", **options)
     assert (fast.engine, slow.engine) == ("wavefront", "whole runs")
     pd.testing.assert_frame_equal(fast.table, slow.table, atol=1e-5, rtol=1e-3)
     assert {"normalized_effect", "corrupted"} <= set(fast.table.columns)

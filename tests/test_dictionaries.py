@@ -155,7 +155,7 @@ def test_other_values_are_values_of_features(models, values):
         assert found == pytest.approx(after - base, abs=2e-5)
 
 
-def test_features_and_heads_of_one_set_are_ablated_in_one_run(models, monkeypatch):
+def test_features_and_heads_of_one_set_are_ablated_in_one_run(models):
     model, _ = models("gemma2")
     prompts = some_prompts(6, 4)
     own, heads = Random(32), Random(32)
@@ -174,10 +174,7 @@ def test_features_and_heads_of_one_set_are_ablated_in_one_run(models, monkeypatc
         if complement:
             del sets["features"]  # all of a dictionary: its complement is empty
         fast = hw.ablate(model, prompts, sets=sets, complement=complement, **QUIET)
-        with monkeypatch.context() as patched:
-            patched.setattr("headwater.patching.runners.cannot_step", lambda model: "a test asks for it")
-            with pytest.warns(UserWarning, match="swept with whole runs"):
-                slow = hw.ablate(model, prompts, sets=sets, complement=complement, **QUIET)
+        slow = hw.ablate(model, prompts, sets=sets, complement=complement, engine="whole runs", **QUIET)
         assert (fast.engine, slow.engine) == ("wavefront", "whole runs")
         pd.testing.assert_frame_equal(fast.table, slow.table, atol=2e-5, rtol=1e-3)
         assert (fast.table["effect"].abs() > 1e-3).all()

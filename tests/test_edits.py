@@ -1,6 +1,5 @@
 """An edit means the same in a hook, in a sweep and in the transformers model itself; hooks do one another no harm."""
 
-import warnings
 from functools import partial
 
 import numpy as np
@@ -12,7 +11,6 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.edits import listed_hooks
 from headwater.models.generation.loop import generate
 from headwater.models.sites import SITES
-from headwater.patching import runners
 from headwater.patching.edge_knockout import knocked_out_states
 from tests.plain_hooks import hooked_plainly
 from tests.tiny import FAMILIES, tiny_model
@@ -43,11 +41,11 @@ def kept_and_written(model, site):
     return name, write
 
 
-def patched_cell(model, site):
-    over = {} if site in POSITIONAL else {"heads": [HEAD]}
+def patched_cell(model, site, **options):
+    options |= {} if site in POSITIONAL else {"heads": [HEAD]}
     return hw.patch(
         model, [CLEAN], [CORRUPTED], sites=site, metric=METRIC, layers=[LAYER], positions=POSITION, progress=False,
-        over=("layer", "position") if site in POSITIONAL else ("layer", "position", "head"), **over,
+        over=("layer", "position") if site in POSITIONAL else ("layer", "position", "head"), **options,
     )  # fmt: skip
 
 
@@ -76,7 +74,7 @@ def transformers_logits(family, site):
 @pytest.mark.oracle
 @pytest.mark.parametrize("site", list(SITES))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_hook_a_sweep_and_transformers_itself_make_the_same_edit(models, monkeypatch, family, site):
+def test_a_hook_a_sweep_and_transformers_itself_make_the_same_edit(models, family, site):
     model = models(family)
     if site == "resid_mid" and model.shape.parallel_blocks:
         with pytest.raises(InputError, match="in parallel"):
@@ -90,10 +88,7 @@ def test_a_hook_a_sweep_and_transformers_itself_make_the_same_edit(models, monke
     if (expected := transformers_logits(family, site)) is not None:
         torch.testing.assert_close(edited, expected, **CLOSE)
     stepped = patched_cell(model, site)
-    with monkeypatch.context() as patched, warnings.catch_warnings():
-        patched.setattr(runners, "cannot_step", lambda model: "a test asks for it")
-        warnings.simplefilter("ignore")
-        whole = patched_cell(model, site)
+    whole = patched_cell(model, site, engine="whole runs")
     for sweep in (stepped, whole):
         (cell,) = sweep.table.itertuples()
         assert cell.corrupted + cell.effect == pytest.approx(difference(edited), abs=1e-5)

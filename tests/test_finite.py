@@ -1,7 +1,6 @@
 """NaN and infinity are named by layer, example and token; memory that runs out is taken in halves."""
 
 import re
-import warnings
 
 import pandas as pd
 import pytest
@@ -153,19 +152,15 @@ PAIRS = (
 )
 SWEEPS = {
     "wavefront": {},
-    "whole runs": {},
+    "whole runs": {"engine": "whole runs"},
     "attribution": {"method": "attribution"},
 }
 
 
-def sweep(model, engine, monkeypatch, *prompts, **options):
+def sweep(model, engine, *prompts, **options):
     """Patch by one of the three ways to do it."""
     defaults = {"metric": hw.logit_difference(" Paris", " Rome"), "progress": False} | SWEEPS[engine]
-    with monkeypatch.context() as patched, warnings.catch_warnings():
-        if engine == "whole runs":
-            patched.setattr("headwater.patching.runners.cannot_step", lambda model: "a test asks for it")
-            warnings.simplefilter("ignore")
-        return hw.patch(model, *prompts, **(defaults | options))
+    return hw.patch(model, *prompts, **(defaults | options))
 
 
 @pytest.fixture
@@ -182,18 +177,18 @@ def spoilt(checkpoint):
 @pytest.mark.parametrize("engine", SWEEPS)
 @pytest.mark.parametrize(("sides", "name"), [(PAIRS, "2 (corrupted prompt)"), (PAIRS[::-1], "2 (clean prompt)")])
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
-def test_a_sweep_names_layer_example_and_token_of_a_nan(spoilt, engine, sides, name, direction, monkeypatch):
+def test_a_sweep_names_layer_example_and_token_of_a_nan(spoilt, engine, sides, name, direction):
     found = rf"the embedding, example {re.escape(name)}, position [01] \(' Berlin'\)"
     with pytest.raises(NumericsError, match=found):
-        sweep(spoilt, engine, monkeypatch, *sides, sites="z", direction=direction)
+        sweep(spoilt, engine, *sides, sites="z", direction=direction)
 
 
 @pytest.mark.parametrize("engine", ["wavefront", "whole runs"])
 @pytest.mark.parametrize("values", ["mean", "resample"])
-def test_a_sweep_names_the_prompt_of_the_data_set_with_a_nan(spoilt, engine, values, monkeypatch):
+def test_a_sweep_names_the_prompt_of_the_data_set_with_a_nan(spoilt, engine, values):
     dataset = [" Berlin is in", " Berlin is of", " Berlin is the"]
     with pytest.raises(NumericsError, match=r"the embedding, example \d of the data set, position [01] \(' Berlin'\)"):
-        sweep(spoilt, engine, monkeypatch, [" Paris is in"], sites="z", values=values, dataset=dataset)
+        sweep(spoilt, engine, [" Paris is in"], sites="z", values=values, dataset=dataset)
 
 
 def test_the_example_of_a_nan_is_counted_over_all_batches(spoilt):
@@ -210,7 +205,7 @@ def test_the_example_of_a_nan_is_counted_over_all_batches(spoilt):
 
 
 @pytest.mark.parametrize("engine", ["wavefront", "whole runs"])
-def test_a_nan_that_an_edit_brings_about_is_named(checkpoint, engine, monkeypatch):
+def test_a_nan_that_an_edit_brings_about_is_named(checkpoint, engine):
     model = hw.load(checkpoint("llama"), device="cpu")
     for module in model.raw.original_model.modules():
         if hasattr(module, "variance_epsilon"):
@@ -218,7 +213,7 @@ def test_a_nan_that_an_edit_brings_about_is_named(checkpoint, engine, monkeypatc
     layer, position = (int(torch.randint(1, 3, ())) for _ in range(2))
     with pytest.raises(NumericsError, match="computed NaN") as caught:
         sweep(
-            model, engine, monkeypatch, PAIRS[0][1:2] * 2 + PAIRS[0][:1], sites="resid_pre", values="zero",
+            model, engine, PAIRS[0][1:2] * 2 + PAIRS[0][:1], sites="resid_pre", values="zero",
             layers=layer, positions=position,
         )  # fmt: skip
     assert f"output of layer {layer}, example 0, position {position}" in str(caught.value)
@@ -227,16 +222,16 @@ def test_a_nan_that_an_edit_brings_about_is_named(checkpoint, engine, monkeypatc
 
 
 @pytest.mark.parametrize("engine", SWEEPS)
-def test_logits_and_gradients_beyond_float16_are_named(checkpoint, engine, monkeypatch):
+def test_logits_and_gradients_beyond_float16_are_named(checkpoint, engine):
     model = hw.load(checkpoint("llama"), device="cpu", dtype="float16")
     with torch.no_grad():
         model.raw.original_model.lm_head.weight[:] = 60000.0
     with pytest.raises(NumericsError, match=r"float16\).* the logits, example 0 \(.* prompt\), position 4"):
-        sweep(model, engine, monkeypatch, *PAIRS, sites="z", metric=hw.log_probability(" Paris"))
+        sweep(model, engine, *PAIRS, sites="z", metric=hw.log_probability(" Paris"))
     model = hw.load(checkpoint("llama"), device="cpu", dtype="float16")
     if engine == "attribution":
         steep = hw.Metric("steep", lambda logits: logits[:, -1, 3].mul(1e30))
         with pytest.raises(
             NumericsError, match=r"gradient of 'steep' at z of layer \d is NaN or infinite in example 0"
         ):
-            sweep(model, engine, monkeypatch, *PAIRS, sites="z", metric=steep)
+            sweep(model, engine, *PAIRS, sites="z", metric=steep)

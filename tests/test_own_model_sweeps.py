@@ -3,8 +3,6 @@
 The file runs under both supported generations of transformer-lens (`make test-tl39`).
 """
 
-import warnings
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from headwater.errors import InputError
 from headwater.models import own_attention
 from headwater.models.blocks import Blocks
 from headwater.models.sites import SITES
-from headwater.patching import runners
 from tests.own_models import D_VOCAB, HAS_BRIDGE_ONLY, OWN, own_model, raw_model
 
 pytestmark = [
@@ -36,11 +33,8 @@ def pairs(lengths, changed=2):
     return clean, corrupted
 
 
-def by_whole_runs(monkeypatch, function, *args, **options):
-    with monkeypatch.context() as patched, warnings.catch_warnings():
-        patched.setattr(runners, "cannot_step", lambda model: "a test asks for it")
-        warnings.simplefilter("ignore")
-        sweep = function(*args, **options)
+def by_whole_runs(function, *args, **options):
+    sweep = function(*args, engine="whole runs", **options)
     assert sweep.engine == "whole runs"
     return sweep
 
@@ -90,7 +84,7 @@ def test_sweeps_of_own_models_equal_a_loop_over_the_hooks_of_transformer_lens(na
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_padded_batches_windows_and_several_metrics_of_own_models_equal_whole_runs(name, monkeypatch):
+def test_padded_batches_windows_and_several_metrics_of_own_models_equal_whole_runs(name):
     model = own_model(name)
     unpadded = model.looks_ahead and not HAS_BRIDGE_ONLY
     clean, corrupted = pairs([5, 5] if unpadded else [6, 4])
@@ -102,7 +96,7 @@ def test_padded_batches_windows_and_several_metrics_of_own_models_equal_whole_ru
         "progress": False,
     }
     fast = hw.patch(model, clean, corrupted, **options)
-    slow = by_whole_runs(monkeypatch, hw.patch, model, clean, corrupted, **options)
+    slow = by_whole_runs(hw.patch, model, clean, corrupted, **options)
     assert fast.engine == "wavefront"
     slack = CLOSE * max(1.0, slow.table["clean"].abs().max())
     for column in ("effect", "clean", "corrupted"):

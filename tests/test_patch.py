@@ -1,7 +1,6 @@
 """Patching sweeps equal TransformerLens's own and one whole run per cell, on every architecture, with fresh inputs."""
 
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
@@ -10,10 +9,9 @@ import torch
 from transformer_lens import patching as lens
 
 import headwater as hw
-from headwater.errors import HeadwaterError, InputError
+from headwater.errors import HeadwaterError, InputError, RunFolderError
 from headwater.figures.sweep import shown
 from headwater.models.sites import SITES
-from headwater.patching import runners
 from tests import chance
 from tests.same_table import assert_same_table
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
@@ -72,17 +70,26 @@ def sites_of(model):
     return [*RESIDUAL, *HEADS] + ([] if model.shape.parallel_blocks else ["resid_mid"])
 
 
-def by_whole_runs(monkeypatch, *args, **options):
-    with monkeypatch.context() as patched, warnings.catch_warnings():
-        patched.setattr(runners, "cannot_step", lambda model: "a test asks for it")
-        warnings.simplefilter("ignore")
-        sweep = hw.patch(*args, **options)
+def by_whole_runs(*args, **options):
+    sweep = hw.patch(*args, engine="whole runs", **options)
     assert sweep.engine == "whole runs"
     return sweep
 
 
 def grid(sweep, rows="layer", columns="position"):
     return torch.tensor(sweep.table.pivot(index=rows, columns=columns, values="effect").to_numpy())
+
+
+def test_the_engine_is_part_of_the_run_and_attribution_has_none(models, tmp_path):
+    (clean,), (corrupted,) = random_pairs([5])
+    options = {"sites": "z", "metric": hw.logit_difference(5, 9), "progress": False}
+    hw.patch(models("gpt2"), [clean], [corrupted], out=tmp_path, **options)
+    with pytest.raises(RunFolderError, match="option engine"):
+        hw.patch(models("gpt2"), [clean], [corrupted], out=tmp_path, engine="whole runs", **options)
+    with pytest.raises(InputError, match="engine='whole run' is not one of auto, whole runs"):
+        hw.patch(models("gpt2"), [clean], [corrupted], engine="whole run", **options)
+    with pytest.raises(InputError, match="method='attribution' measures no cell"):
+        hw.patch(models("gpt2"), [clean], [corrupted], method="attribution", engine="whole runs", **options)
 
 
 @pytest.mark.oracle
@@ -162,7 +169,7 @@ def test_edges_are_drawn_as_query_and_key_with_their_tokens(models):
 
 
 @pytest.mark.oracle
-def test_windows_of_attention_edges_equal_whole_runs(models, monkeypatch):
+def test_windows_of_attention_edges_equal_whole_runs(models):
     clean, corrupted = random_pairs([7, 5])
     options = {
         "sites": ["pattern", "z"], "over": ("layer", "key"), "window": {"layer": 2, "key": 3}, "positions": -1,
@@ -172,7 +179,7 @@ def test_windows_of_attention_edges_equal_whole_runs(models, monkeypatch):
         hw.patch(models("neox"), clean, corrupted, **options)
     options |= {"sites": "pattern"}
     fast = hw.patch(models("neox"), clean, corrupted, **options)
-    slow = by_whole_runs(monkeypatch, models("neox"), clean, corrupted, **options)
+    slow = by_whole_runs(models("neox"), clean, corrupted, **options)
     assert (fast.table["effect"] - slow.table["effect"]).abs().max() < 1e-4
     gradients = hw.patch(models("neox"), clean, corrupted, method="attribution", **options)
     assert gradients.agreement(fast)["cells"].tolist() == [3 * (7 + 5)]
@@ -181,7 +188,7 @@ def test_windows_of_attention_edges_equal_whole_runs(models, monkeypatch):
 @pytest.mark.diagonal
 @pytest.mark.oracle
 @pytest.mark.parametrize("window", [None, 2, "cumulative"])
-def test_padded_batches_of_different_lengths_equal_one_whole_run_per_cell(models, family, window, monkeypatch):
+def test_padded_batches_of_different_lengths_equal_one_whole_run_per_cell(models, family, window):
     model = models(family)
     clean, corrupted = random_pairs([12, 7, 9])
     options = {
@@ -198,9 +205,7 @@ def test_padded_batches_of_different_lengths_equal_one_whole_run_per_cell(models
     fast = hw.patch(model, clean, corrupted, **options)
     assert fast.engine == "wavefront"
     alone = [
-        by_whole_runs(
-            monkeypatch, model, [a], [b], **options | {"metric": [hw.logit_difference(t, 9), *options["metric"][1:]]}
-        )
+        by_whole_runs(model, [a], [b], **options | {"metric": [hw.logit_difference(t, 9), *options["metric"][1:]]})
         for a, b, t in zip(clean, corrupted, [5, 6, 7], strict=True)
     ]
     slow = pd.concat([sweep.table.assign(example=i) for i, sweep in enumerate(alone)], ignore_index=True)
@@ -212,7 +217,7 @@ def test_padded_batches_of_different_lengths_equal_one_whole_run_per_cell(models
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["gpt2", "neox", "llama"])
-def test_noising_and_zero_mean_and_resampled_values_equal_whole_runs(models, family, monkeypatch):
+def test_noising_and_zero_mean_and_resampled_values_equal_whole_runs(models, family):
     model = models(family)
     clean, corrupted = random_pairs([9, 9, 6, 6])
     shared = {"sites": ["z", "mlp_out"], "metric": hw.log_probability(4), "progress": False}
@@ -224,14 +229,14 @@ def test_noising_and_zero_mean_and_resampled_values_equal_whole_runs(models, fam
         {"values": "resample", "seed": 3},
     ):
         given = {"clean": clean} | options | shared
-        fast, slow = hw.patch(model, **given), by_whole_runs(monkeypatch, model, **given)
+        fast, slow = hw.patch(model, **given), by_whole_runs(model, **given)
         assert (fast.table["effect"] - slow.table["effect"]).abs().max() < 1e-4
         assert fast.table["effect"].abs().max() > 1e-3
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
-def test_a_bfloat16_model_is_swept_as_near_to_float32_as_whole_runs_are(family, monkeypatch):
+def test_a_bfloat16_model_is_swept_as_near_to_float32_as_whole_runs_are(family):
     hf = tiny_model(family, seed=int(torch.randint(1 << 30, ())), dtype=torch.bfloat16)
     model, exact = hw.load(hf, tokenizer=TOKENIZER), hw.load(hf, tokenizer=TOKENIZER, dtype="float32")
     clean, corrupted = random_pairs([9, 6])
@@ -239,7 +244,7 @@ def test_a_bfloat16_model_is_swept_as_near_to_float32_as_whole_runs_are(family, 
     expected = hw.patch(exact, clean, corrupted, **options).table
     sweeps = [
         hw.patch(model, clean, corrupted, **options),
-        by_whole_runs(monkeypatch, model, clean, corrupted, **options),
+        by_whole_runs(model, clean, corrupted, **options),
     ]
     assert sweeps[0].engine == "wavefront"
     after = [table["corrupted"] + table["effect"] for table in (*(sweep.table for sweep in sweeps), expected)]

@@ -89,14 +89,12 @@ def test_pairs_of_other_lengths_equal_plain_hooks_of_the_same_word(family):
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
-def test_whole_runs_gradients_and_the_wavefront_read_the_same_word(model, monkeypatch, direction):
+def test_whole_runs_gradients_and_the_wavefront_read_the_same_word(model, direction):
     options = {"sites": ["resid_pre", "z"], "metric": [METRIC, hw.kl_divergence()], "positions": ROLES}
     options |= {"progress": False, "direction": direction}
     fast = hw.patch(model, CLEAN, CORRUPTED, **options)
     estimated = hw.patch(model, CLEAN, CORRUPTED, **options | {"metric": METRIC, "method": "attribution"})
-    monkeypatch.setattr("headwater.patching.runners.cannot_step", lambda _: "it is asked to")
-    with pytest.warns(UserWarning, match="swept with whole runs"):
-        slow = hw.patch(model, CLEAN, CORRUPTED, **options)
+    slow = hw.patch(model, CLEAN, CORRUPTED, engine="whole runs", **options)
     assert (fast.engine, slow.engine) == ("wavefront", "whole runs")
     assert_same_table(fast.table, slow.table, 1e-4)
     logit = fast.table[fast.table["metric"] == METRIC.name]

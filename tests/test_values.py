@@ -1,6 +1,5 @@
 """What edits write: functions, tensors, directions, factors and noise do what plain hooks on a model do."""
 
-import warnings
 from itertools import product
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.sites import SITES
-from headwater.patching import runners
 from headwater.patching.changes import draw
 from tests.plain_hooks import hooked_plainly, pattern_plainly
 from tests.tiny import FAMILIES, tiny_model
@@ -165,7 +163,7 @@ def test_patterns_are_written_as_transformers_own_attention_weights_are(models, 
 
 @pytest.mark.parametrize("site", list(SITES))
 @pytest.mark.parametrize("family", ["gemma2"])
-def test_a_hook_a_whole_run_and_the_walk_write_the_same_values(models, monkeypatch, family, site):
+def test_a_hook_a_whole_run_and_the_walk_write_the_same_values(models, family, site):
     model = models(family)
     if SITES[site].absent(model.shape):
         return
@@ -179,10 +177,7 @@ def test_a_hook_a_whole_run_and_the_walk_write_the_same_values(models, monkeypat
         logits = model.run([CORRUPTED], hooks=[hw.edit(site, LAYER, values, positions=POSITION, **heads)])[0, -1]
         hooked = float(logits[5].double() - logits[9].double())
         found = swept(model, site, values)
-        with monkeypatch.context() as patched, warnings.catch_warnings():
-            patched.setattr(runners, "cannot_step", lambda model: "a test asks for it")
-            warnings.simplefilter("ignore")
-            whole = swept(model, site, values)
+        whole = swept(model, site, values, engine="whole runs")
         assert (found.engine, whole.engine) == ("wavefront", "whole runs")
         assert effect(whole) + float(whole.table["corrupted"].iloc[0]) == pytest.approx(hooked, abs=2e-6), kind
         assert effect(found) == pytest.approx(effect(whole), abs=1e-5), kind

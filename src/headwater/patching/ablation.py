@@ -17,19 +17,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.names import ValueName
-from headwater.options import checked_flag, checked_seed
+from headwater.options import checked_flag, checked_name, checked_seed
 from headwater.patching.call import check_call, metric_options, recorded_roles
 from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
 from headwater.patching.components import read_sets
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts
+from headwater.patching.runners import ENGINES
 from headwater.patching.sides import plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked, seen_positions
@@ -55,6 +56,7 @@ def ablate(
     positions: Where = "all",
     seed: int = 0,
     batch_size: int | None = None,
+    engine: Literal["auto", "whole runs"] = "auto",
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Sweep:
@@ -82,6 +84,7 @@ def ablate(
         positions: where; with roles (see `hw.patch`) each set is ablated at each role by itself.
         seed: of `resample`.
         batch_size: see `hw.patch`.
+        engine: see `hw.patch`.
         progress: show a progress bar.
         out: a folder that keeps finished cells, see `hw.patch`.
 
@@ -93,6 +96,7 @@ def ablate(
     """
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     complement = checked_flag("complement", complement)
+    runner = ENGINES[checked_name("engine", engine, list(ENGINES))]
     ask = Asked((), None, positions, None, None)
     sides = read_sides(model, prompts, corrupted, ask, "noise")
     chosen = read_sets(
@@ -127,9 +131,9 @@ def ablate(
         "mean_over": source.mean_over,
         **sides.described(source.given.dataset),
         "metrics": metric_options(plan),
-    }
+    } | ({} if engine == "auto" else {"engine": engine})
 
     def work(run: Run) -> Sweep:
-        return sweep_of(plan, measure(plan, run), run)
+        return sweep_of(plan, measure(plan, run, runner), run)
 
     return carry_out(Sweep, "ablate", model, options, work, out=out, seed=seed, progress=progress)

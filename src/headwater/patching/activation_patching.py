@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -39,7 +39,7 @@ from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts, Spot
-from headwater.patching.runners import Wave
+from headwater.patching.runners import ENGINES
 from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked, Step, Window, covered, kinds_of, lasting
@@ -75,6 +75,7 @@ def patch(
     method: MethodName = "exact",
     seed: int = 0,
     batch_size: int | None = None,
+    engine: Literal["auto", "whole runs"] = "auto",
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Sweep:
@@ -127,6 +128,8 @@ def patch(
         seed: of `resample`.
         batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
             out.
+        engine: `auto` walks down the layers with all cells at once; `whole runs` runs whole prompts through the model
+            as its hooks see it: plain, and slower. The numbers are the same.
         progress: show a progress bar.
         out: a folder: finished cells are written as they come, an interrupted sweep goes on where it stopped.
 
@@ -136,6 +139,11 @@ def patch(
     """
     checked_name("direction", direction, DIRECTIONS)
     checked_name("method", method, METHODS)
+    runner = ENGINES[checked_name("engine", engine, list(ENGINES))]
+    if method == "attribution":
+        if engine != "auto":
+            raise InputError(f"engine={engine!r} was given, but method='attribution' measures no cell: leave it out.")
+        runner = Gradients
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     if together is not None:
         where: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
@@ -143,7 +151,7 @@ def patch(
         _refuse_beside_together(where | {"keys": None if is_all(keys) else keys}, method)
         return patch_together(
             model, clean, corrupted, together, metrics=as_metrics(metric), direction=direction, values=values,
-            dataset=dataset, seed=seed, batch_size=batch_size, progress=progress, out=out,
+            dataset=dataset, seed=seed, batch_size=batch_size, engine=engine, progress=progress, out=out,
         )  # fmt: skip
     if sites is None:
         raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
@@ -196,10 +204,11 @@ def patch(
         "metrics": metric_options(plan),
     }
     options |= {"roles": recorded_roles(spots), "spans": spans} if ask.by_role else {}
+    options |= {} if engine == "auto" else {"engine": engine}
     options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
 
     def work(run: Run) -> Sweep:
-        return sweep_of(plan, measure(plan, run, Gradients if method == "attribution" else Wave), run)
+        return sweep_of(plan, measure(plan, run, runner), run)
 
     return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
 

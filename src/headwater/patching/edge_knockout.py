@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float
@@ -41,6 +41,7 @@ from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.readout import Measured
+from headwater.patching.runners import ENGINES
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import (
     Window,
@@ -114,6 +115,7 @@ def knockout(
     over: AxisName | Iterable[AxisName] | None = None,
     layers: Iterable[int] | int | None = None,
     batch_size: int | None = None,
+    engine: Literal["auto", "whole runs"] = "auto",
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Sweep:
@@ -136,6 +138,7 @@ def knockout(
         over: `layer` (default), `head`, both, or () for everything at once.
         layers: which layers take part.
         batch_size: see `hw.patch`.
+        engine: see `hw.patch`.
         progress: show a progress bar.
         out: a folder that keeps finished cells, see `hw.patch`.
 
@@ -144,6 +147,7 @@ def knockout(
         InterventionError: a query is left without any key (`mask`), or no layer can see the edges.
     """
     checked_name("variant", variant, VARIANTS)
+    runner = ENGINES[checked_name("engine", engine, list(ENGINES))]
     check_call(model, batch_size)
     over, layers = lasting(over), _layers_cut(layers, model)
     base = read_prompts(model, prompts)
@@ -173,10 +177,10 @@ def knockout(
         "over": axes,
         **prompt_options(base),
         "metrics": metric_options(plan),
-    }
+    } | ({} if engine == "auto" else {"engine": engine})
 
     def work(run: Run) -> Sweep:
-        measured = measure(plan, run)
+        measured = measure(plan, run, runner)
         _leave_out_what_was_not_severed(plan, measured)
         return sweep_of(plan, measured, run)
 

@@ -292,6 +292,10 @@ class Whole(Runner):
             deliver(reading, indices[list(read)], torch.stack(list(read.values())))
 
 
+ENGINES: Mapping[str, type[Runner]] = {"auto": Wave, "whole runs": Whole}
+"""What measures cells, by the option `engine`: a walk down the layers where the model allows it, or whole runs."""
+
+
 def state_names(group: Group) -> list[str]:
     """Name the activations that something reads."""
     return [SITES[site].hook_name(layer) for site, layer in group.readings if site != LOGITS]

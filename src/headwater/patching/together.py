@@ -22,6 +22,7 @@ from headwater.patching.metrics import Metric
 from headwater.patching.nodes import Node, read_nodes, set_name
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
+from headwater.patching.runners import ENGINES
 from headwater.patching.sides import Sides, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked
@@ -70,6 +71,7 @@ def patch_together(
     dataset: Prompts | None,
     seed: int,
     batch_size: int | None,
+    engine: str,
     progress: bool,
     out: str | Path | None,
 ) -> Sweep:
@@ -93,9 +95,9 @@ def patch_together(
         "mean_over": source.mean_over,
         **sides.described(source.given.dataset),
         "metrics": metric_options(plan),
-    }
+    } | ({} if engine == "auto" else {"engine": engine})
 
     def work(run: Run) -> Sweep:
-        return sweep_of(plan, measure(plan, run), run)
+        return sweep_of(plan, measure(plan, run, ENGINES[engine]), run)
 
     return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
