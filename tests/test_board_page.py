@@ -12,7 +12,7 @@ from headwater.runs.view import View
 from headwater.views.board_page import board_page
 from headwater.views.board_widget import answer
 from tests.test_board import CLICKS, PAIR, model_of
-from tests.test_views import spec_in, unpacked
+from tests.viewed import spec_in, unpacked
 
 
 @cache

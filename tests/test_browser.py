@@ -11,7 +11,7 @@ import pytest
 import headwater as hw
 from headwater.views.interactive import interactive, packed
 from tests.looking import Look
-from tests.test_views import PAIR, SHOWN, attended, mapped, profiled, read, spec_in, swept, traced, viewed, wired
+from tests.viewed import PAIR, SHOWN, attended, mapped, profiled, read, spec_in, swept, traced, viewed, wired
 
 pytestmark = pytest.mark.browser
 

@@ -11,7 +11,7 @@ from headwater.views.attention import weights_of, written_norms
 from headwater.views.interactive import interactive, packed
 from tests import chance
 from tests.looking import Look, announce
-from tests.test_views import attended, spec_in, viewed
+from tests.viewed import attended, spec_in, viewed
 
 pytestmark = pytest.mark.browser
 

@@ -9,7 +9,7 @@ import pytest
 from headwater.figures.head_map import mark_of
 from headwater.heads.categories import labels
 from tests.looking import Look
-from tests.test_views import viewed
+from tests.viewed import viewed
 
 pytestmark = pytest.mark.browser
 

@@ -9,7 +9,7 @@ from headwater.demo import steps
 from headwater.demo.steps import STEPS, Seen
 from headwater.demo.tour import Tour
 from tests.test_view_head_map import controlled
-from tests.test_views import answered, profiled, swept, traced
+from tests.viewed import answered, profiled, swept, traced
 
 pytestmark = pytest.mark.browser
 

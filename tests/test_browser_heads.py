@@ -10,7 +10,7 @@ import headwater as hw
 from tests import chance
 from tests.looking import Look, announce
 from tests.test_view_head_map import controlled
-from tests.test_views import mapped, viewed
+from tests.viewed import mapped, viewed
 
 pytestmark = pytest.mark.browser
 

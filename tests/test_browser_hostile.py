@@ -14,7 +14,7 @@ from headwater.views.interactive import interactive
 from tests.looking import Look
 from tests.test_board import PAIR, model_of
 from tests.test_view_head_map import controlled
-from tests.test_views import (
+from tests.viewed import (
     HOSTILE,
     attended,
     mapped,

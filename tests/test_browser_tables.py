@@ -6,7 +6,7 @@ import pytest
 from tests.looking import Look
 from tests.test_browser_heads import alone
 from tests.test_view_head_map import controlled
-from tests.test_views import attended, profiled, read, swept, traced, viewed, wired
+from tests.viewed import attended, profiled, read, swept, traced, viewed, wired
 
 pytestmark = pytest.mark.browser
 

@@ -19,7 +19,7 @@ from headwater.heads import scores
 from headwater.heads.head_map import HeadMap
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
-from tests.test_views import spec_in
+from tests.viewed import spec_in
 
 HOSTILE = "<script>alert('1')</script> \"&amp;\" <img src=x onerror=y> [a](javascript:b) |*_`#"
 

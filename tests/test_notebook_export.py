@@ -10,7 +10,7 @@ import pytest
 import headwater as hw
 from tests.test_board import PAIR, model_of
 from tests.test_view_circuit import circuit
-from tests.test_views import HOSTILE, SHOWN, mapped, swept
+from tests.viewed import HOSTILE, SHOWN, mapped, swept
 
 pytestmark = pytest.mark.browser
 

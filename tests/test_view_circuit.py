@@ -8,7 +8,7 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError
 from tests.looking import Look
-from tests.test_views import PAIR, spec_in, wired
+from tests.viewed import PAIR, spec_in, wired
 
 SIZES = (2, 10, 40)
 

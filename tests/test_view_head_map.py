@@ -14,8 +14,8 @@ from headwater.heads.use import COLUMNS
 from headwater.models.weights.opening import open_weights
 from headwater.views.head_map import CARDS, FLAGS, heads_with_cards
 from tests import chance
-from tests.test_views import mapped, spec_in, unpacked
 from tests.tiny import tiny_model
+from tests.viewed import mapped, spec_in, unpacked
 
 RELATIONS = ["letter_to_next", "sequence_to_next", "year_to_next", "country_to_capital", "city_to_state"]
 RELATIONS += ["name_copying", "verb_to_past", "adjective_to_adverb", "english_to_portuguese", "tool_to_job"]

@@ -1,12 +1,8 @@
 """Interactive views: what their pages hold, and that nothing in a page can break out of it. Browsers: test_browser."""
 
-import base64
-import json
 import math
 import re
-import zlib
 from dataclasses import replace
-from functools import cache
 from importlib.resources import files
 
 import matplotlib.pyplot as plt
@@ -22,86 +18,21 @@ from headwater.runs.result import INLINE
 from headwater.views.interactive import packed
 from tests import chance
 from tests.tiny import tiny_model
-
-HOSTILE = ["</script><script>window.PWNED=1</script>", "<img src=x onerror=alert(1)>", "<!--", "&amp;"]
-HOSTILE += ["\0", "\u202ex", " ", "", "'", "{{7*7}}"]
-PAIR = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
-
-
-@cache
-def swept():
-    metric = hw.logit_difference(" Paris", " Rome")
-    clean, corrupted = [PAIR[0]] * 2, [PAIR[1], PAIR[1]]
-    return hw.patch(hw.load(), clean, corrupted, sites=["z", "resid_pre"], metric=metric, progress=False)
-
-
-@cache
-def mapped():
-    return hw.classify_heads(hw.load(), rule="published", progress=False)
-
-
-@cache
-def attended():
-    return hw.load().cache(list(PAIR), sites=["pattern", "resid_pre"], layers=[1, 3], progress=False)
-
-
-@cache
-def read():
-    texts = [PAIR[0], "", "The capital of Italy is Rome."]
-    return hw.token_statistics(hw.load(), texts, layers=[1, -1], progress=False)
-
-
-@cache
-def answered():
-    return hw.answer(hw.load(), hw.load_questions("natural", sample=100), progress=False)
-
-
-@cache
-def traced():
-    return hw.trace_pathways(hw.load(), answered(), token="before_answer", seeds=1, progress=False)
-
-
-@cache
-def profiled():
-    graph = hw.load_depth_graph()
-    few = replace(graph, table=graph.table.head(90))
-    return hw.memorization(hw.load(), few, controls=False, layers=[0, -1], progress=False)
-
-
-@cache
-def wired():
-    metric = hw.logit_difference(" Paris", " Rome")
-    clean = [PAIR[0], PAIR[0].replace("France", "Spain")]
-    return hw.edges(hw.load(), clean, [PAIR[1]] * 2, metric=metric, receivers=["mlp", "logits"], progress=False)
-
-
-SHOWN = {
-    "edges": wired,
-    "heads": mapped,
-    "sweep": swept,
-    "attention": attended,
-    "likelihood": read,
-    "pathways": traced,
-    "memorization": profiled,
-}
-
-
-@cache
-def viewed(kind):
-    """The view of each kind of result, made once."""
-    return SHOWN[kind]().view()
-
-
-def spec_in(view):
-    """What the page hands its script."""
-    found = re.search(r'<script type="application/json" id="spec">(.*?)</script>', view.page, re.DOTALL)
-    return json.loads(found[1])
-
-
-def unpacked(one):
-    raw = base64.b64decode(one["data"])
-    raw = zlib.decompress(raw) if one["deflate"] else raw
-    return np.frombuffer(raw, f"<{one['dtype']}").reshape(one["shape"])
+from tests.viewed import (
+    HOSTILE,
+    PAIR,
+    SHOWN,
+    attended,
+    mapped,
+    profiled,
+    read,
+    spec_in,
+    swept,
+    traced,
+    unpacked,
+    viewed,
+    wired,
+)
 
 
 @pytest.mark.parametrize("encoding", ["u1", "u2", "f2", "f4"])
