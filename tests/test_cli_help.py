@@ -84,7 +84,8 @@ NOT_OFFERED = {
     "detect": {"layer", "cross_fit", "reweighting"},
     "saliency": {"batch_size", "edges", "heads", "pairs", "layers"},
     "patch": {
-        "layers", "batch_size", "engine", "positions", "spans", "heads", "keys", "dataset", "seed", "from_layer", "together",
+        "layers", "batch_size", "engine", "positions", "spans", "heads", "keys", "dataset", "seed", "from_layer",
+        "together",
     },
     "knockout": {"layers", "batch_size", "engine"},
     "edges": {"batch_size", "positions", *PAIRED},
