@@ -286,7 +286,8 @@ def test_the_module_runs_as_the_command():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["heads", "gpt2", "--model", "gpt2-xl"], "Too many words: gpt2."),
+        (["heads", "gpt2", "--model", "gpt2-xl"], "Too many words: gpt2. Help"),
+        (["reproduce", "mpas"], "Too many words: mpas. Did you mean maps?"),
         (["score", "gpt2", "no", "such"], "found gpt2 no such"),
         (["score", "no-such.txt"], "The file of texts no-such.txt does not exist"),
     ],

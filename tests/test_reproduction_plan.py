@@ -99,7 +99,9 @@ def test_the_command_lists_the_plan_and_runs_nothing(run, tmp_path):
     assert len(json.loads(printed)["lines"]) == len(LINES)
 
 
-@pytest.mark.parametrize(("given", "message"), [([], "give --plan"), (["--plan", "maps"], "Too many words: maps")])
+@pytest.mark.parametrize(
+    ("given", "message"), [([], "give --plan"), (["--plan", "maps"], "Too many words: maps. Help")]
+)
 def test_the_plan_stands_alone(run, given, message):
     code, _, error = run("reproduce", "--runs", "x", *given)
     assert code == 2

@@ -89,7 +89,9 @@ def _run() -> int:
 def _problem(error: CycloptsError) -> str:
     """Say in one line what of a command line cannot be read."""
     if isinstance(error, UnusedCliTokensError):
-        return f"Too many words: {' '.join(error.unused_tokens or ())}."
+        words, commands = error.unused_tokens or [""], error.app or ()
+        near = [] if words[0] in commands else get_close_matches(words[0], commands, n=1)
+        return f"Too many words: {' '.join(words)}." + (f" Did you mean {near[0]}?" if near else "")
     if isinstance(error, UnknownOptionError):
         # Compared without the dashes, which make all options alike.
         asked = error.token.keyword or error.token.value
